@@ -35,13 +35,13 @@ class DcpEntry:
     is_tensor: bool = False
 
 
-FOLDERS, SHARDS, WHOLE = "folders", "shards", "whole"
+FOLDERS, SHARDS, FULL = "folders", "shards", "whole"
 """Forms of FSDP checkpoints: model and optimizer in a DCP folder each; the weights in safetensors files of each rank
 instead; both in one torch file each"""
 
 
 @dataclass(frozen=True, slots=True)
-class DcpStyle:
+class DcpKeyLayout:
     """How a folder of torch.distributed.checkpoint names and arranges its values."""
 
     model: str
@@ -52,7 +52,7 @@ class DcpStyle:
     """Whether options of param groups are stored per param (``flatten_optimizer_state_dict``), so that no groups are
     known"""
     form: str = FOLDERS
-    """Of an FSDP checkpoint of the Trainer: ``FOLDERS``, ``SHARDS`` or ``WHOLE``"""
+    """Of an FSDP checkpoint of the Trainer: ``FOLDERS``, ``SHARDS`` or ``FULL``"""
     others: Mapping[str, DcpEntry] = field(default_factory=dict)
     """Everything else, by key: schedulers, counters, data loaders"""
 
@@ -72,7 +72,7 @@ class TrainState:
     """DeepSpeed: each rank's ``optim_states`` without the states; None for a file that can't be used"""
     model: tuple[Mapping[str, Any] | None, ...] = ()
     """DeepSpeed: the ``model_states``, of each rank or of all, without params and buffers"""
-    dcp: DcpStyle | None = None
+    dcp: DcpKeyLayout | None = None
     """FSDP and others that save with torch.distributed.checkpoint"""
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 STAGES = {"keep": None, "1": 1, "2": 2, "3": 3, "none": 0}
-CLIENTS = ("trainer", "accelerate", "lightning", "deepspeed")
+LOADERS = ("trainer", "accelerate", "lightning", "deepspeed")
 STRATEGIES = ("latest", "parity", "filter")
 _MAX_BYTES = 16 << 20
 
@@ -75,7 +75,7 @@ TRUST_UNRECORDED = click.option(
 FOR = click.option(
     "--for",
     "client",
-    type=click.Choice(CLIENTS),
+    type=click.Choice(LOADERS),
     help="Loader that will resume from it: the Trainer, accelerate's load_state, Lightning, or a DeepSpeed engine in "
     "your own loop. Default: detected from the files.",
 )
@@ -151,7 +151,7 @@ _TARGET = [
     ),
     click.option(
         "--layout",
-        type=click.Choice(CLIENTS),
+        type=click.Choice(LOADERS),
         help="Write the files of this loader: the Trainer, accelerate's load_state, Lightning (only from its own "
         "checkpoints), or engine.load_checkpoint in your own loop. Default: the base's, or the Trainer's with "
         "--to trainer.",

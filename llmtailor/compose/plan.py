@@ -39,7 +39,7 @@ from llmtailor.errors import (
     UnsupportedCheckpoint,
 )
 from llmtailor.formats.dcp.read import agree_on_buffers
-from llmtailor.formats.manifest import stated_attempt
+from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import (
     choose_format,
     display_name,
@@ -52,7 +52,7 @@ from llmtailor.formats.registry import (
 )
 from llmtailor.loaders.files import FOLDER as PARTIAL_FOLDER
 from llmtailor.loaders.files import is_rng_file
-from llmtailor.loaders.loader import check_replaceable, choose_client, client_of
+from llmtailor.loaders.loader import check_replaceable, choose_loader, loader_of
 from llmtailor.loaders.trainer_state import state_attempt, state_lags
 from llmtailor.loaders.write import Wanted, lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, condense
@@ -195,7 +195,7 @@ def plan_merge(
     )
     family, stage = choose_format(reference, options.to, options.stage)
     is_universal, told = UNIVERSAL in (family, reference.form.family), (family, options.to, options.layout)
-    client = _attempt(problems, lambda: choose_client(reference, *told)) or reference.client
+    client = _attempt(problems, lambda: choose_loader(reference, *told)) or reference.client
     _attempt(problems, lambda: _check_base(reference, client))
     _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
     apart = {index.root: index.split_layers for index in indexes}
@@ -352,11 +352,11 @@ def _check_base(base: CheckpointIndex, target: str) -> None:
             "an elastic checkpoint holds no hyperparameters, so it can supply states but can't be the base",
             "use another checkpoint of the run as base_model, saved without elastic_checkpoint",
         )
-    client = client_of(base)
+    client = loader_of(base)
     if client.state and client.state not in base.files and target == client.name:
         raise SourceError.at(
             PathIn(base.name, client.state),
-            f"the file is missing, and {client.loader} can't resume without it",
+            f"the file is missing, and {client.title} can't resume without it",
             "copy it back, or use another base_model",
         )
 

@@ -16,7 +16,7 @@ from llmtailor.documents import document, encode
 from llmtailor.errors import Problem, counted
 from llmtailor.findings import folded
 from llmtailor.loaders.files import MANIFEST
-from llmtailor.loaders.loader import Client
+from llmtailor.loaders.loader import Loader
 from llmtailor.model.parts import ModelStructure, condense, group_shares, layer_number
 from llmtailor.recipe import ONLY_MOMENTS
 
@@ -203,13 +203,13 @@ _WITH = {
 """Family of formats -> what the client resumes it with"""
 
 
-def _what_resumes(family: str, client: Client) -> str:
+def _what_resumes(family: str, client: Loader) -> str:
     if client.name == DEEPSPEED:
-        return _UNIVERSAL if family == UNIVERSAL else client.loader
-    return ("Hugging Face Trainer" if client.name == TRAINER else client.loader) + _WITH[family]
+        return _UNIVERSAL if family == UNIVERSAL else client.title
+    return ("Hugging Face Trainer" if client.name == TRAINER else client.title) + _WITH[family]
 
 
-def card(report: Report, tool_version: str, family: str, stage: int, client: Client) -> str:
+def card(report: Report, tool_version: str, family: str, stage: int, client: Loader) -> str:
     """Return the README of a composite: a model card with the table of its parts. Stage 0 is without DeepSpeed."""
     has_masters = family in (DEEPSPEED, UNIVERSAL)
     holds = "weights, fp32 master weights and optimizer moments" if has_masters else "weights and optimizer moments"

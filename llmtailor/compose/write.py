@@ -60,10 +60,10 @@ from llmtailor.errors import (
     VerificationError,
 )
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.manifest import read_manifest, read_merge
+from llmtailor.formats.provenance import read_manifest, read_merge
 from llmtailor.formats.registry import display_name
 from llmtailor.loaders.files import CARD, MANIFEST
-from llmtailor.loaders.loader import CLIENTS, is_resumed_from
+from llmtailor.loaders.loader import LOADERS, is_resumed_from
 from llmtailor.model.parts import layer_of
 from llmtailor.model.roles import MODULE, WEIGHT, State
 from llmtailor.ranks.group import LEAVING_S, RankGroup, check_same
@@ -484,7 +484,7 @@ def write(
 
 
 def _card(composition: Composition) -> str:
-    client = CLIENTS[composition.client]
+    client = LOADERS[composition.client]
     return card(composition.report, __version__, composition.family, composition.target.stage, client)
 
 

@@ -20,7 +20,7 @@ from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problem, Problems, attempt
 from llmtailor.findings import NOTE, Finding
-from llmtailor.formats.manifest import read_part_steps
+from llmtailor.formats.provenance import read_part_steps
 from llmtailor.loaders.read import TrainerFiles
 from llmtailor.loaders.rng import find_lost_rng
 from llmtailor.loaders.scheduler import compare_scheduler

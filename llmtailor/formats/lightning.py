@@ -24,8 +24,8 @@ from llmtailor.errors import PathIn, Problem, Problems, attempt
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.common import lightning
 from llmtailor.formats.common.lightning import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
-from llmtailor.formats.common.names import ModelFacts, derived_names, fit, has_names, listed_names
 from llmtailor.formats.common.optimizer import parse_optimizer
+from llmtailor.formats.common.param_names import ModelFacts, derived_names, fit, has_names, listed_names
 from llmtailor.formats.common.states import (
     check_masters,
     check_steps,
@@ -38,7 +38,7 @@ from llmtailor.formats.common.states import (
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.loaders.files import CKPT
-from llmtailor.loaders.loader import CLIENTS
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.loaders.scheduler import check_scheduler, compare_scheduler, read_scheduler
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files
@@ -64,7 +64,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
         trainer, where = read_trainer_files(trees, name, problems, LIGHTNING), PathIn(name, CKPT)
         tree = trainer.trees.get(CKPT)
     if client not in (None, LIGHTNING):
-        what = f"the file is Lightning's, and {CLIENTS[client].loader} does not read it"
+        what = f"the file is Lightning's, and {LOADERS[client].title} does not read it"
         finding = Finding(where, what, "resume with Lightning", Code.FILE_NAME, ERROR)
         trainer = replace(trainer, findings=(*trainer.findings, finding))
     draft = attempt(lambda: _draft(root, where, tree, trainer, problems), problems) if tree is not None else None
@@ -82,7 +82,7 @@ def _alone(root: Path) -> TrainerFiles:
     files = {".": fact} if fact is not None else {}
     none: frozenset[str] = frozenset()
     return TrainerFiles(
-        CLIENTS[LIGHTNING], files, none, {}, {}, None, frozenset((0,)), None, None, (), has_all_weights=True
+        LOADERS[LIGHTNING], files, none, {}, {}, None, frozenset((0,)), None, None, (), has_all_weights=True
     )
 
 

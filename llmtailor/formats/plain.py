@@ -27,8 +27,8 @@ from llmtailor.containers.safetensors import SINGLE
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.names import ModelFacts, derived_names, describe_model, fit, has_names, listed_names
 from llmtailor.formats.common.optimizer import SavedOptimizer, read_optimizer
+from llmtailor.formats.common.param_names import ModelFacts, derived_names, describe_model, fit, has_names, listed_names
 from llmtailor.formats.common.states import (
     check_masters,
     check_steps,
@@ -55,15 +55,15 @@ from llmtailor.loaders.files import (
     is_pickled_weights,
     rank_of,
 )
-from llmtailor.loaders.loader import CLIENTS
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, read_trainer_files
-from llmtailor.loaders.write import Wanted, lay_out_trainer_files, made_client_files
+from llmtailor.loaders.write import Wanted, lay_out_trainer_files, synthesize_files
 from llmtailor.model.roles import WEIGHT, State
 
 OTHER_WEIGHTS = "pytorch_model.bin"
 _NOT_PLAIN = ("latest", "zero_to_fp32.py", "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
 """Files of a DeepSpeed or FSDP checkpoint"""
-_PLAIN = (OPTIMIZER, SCHEDULER, *(CLIENTS[ACCELERATE].optimizer, CLIENTS[ACCELERATE].scheduler, "random_states_0.pkl"))
+_PLAIN = (OPTIMIZER, SCHEDULER, *(LOADERS[ACCELERATE].optimizer, LOADERS[ACCELERATE].scheduler, "random_states_0.pkl"))
 
 
 _AS_SAFETENSORS = (
@@ -236,12 +236,12 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     if wanted.client == ACCELERATE and (skipped := base.zero.skipped_steps):
         what = f"{skipped} of its steps were skipped, and accelerate counts steps as Adam does, without these"
         raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
-    beside, notices = made_client_files(base, wanted)
+    beside, notices = synthesize_files(base, wanted)
     weights = lay_out_master_weights(base)
     if wanted.client == ACCELERATE and [one.path for one in weights] != [SINGLE]:
         what = f"accelerate reads its weights from {SINGLE} only, and they take {len(weights) - 1} files"
         raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
-    optimizer = lay_out_torch_file(CLIENTS[wanted.client].optimizer, optimizer_tree(base, wanted.layout))
+    optimizer = lay_out_torch_file(LOADERS[wanted.client].optimizer, optimizer_tree(base, wanted.layout))
     made = [optimizer, *weights, *beside]
     dtype = "F32" if base.form.has_masters else None  # config.json follows the weights, which are the master weights
     return lay_out_trainer_files(base, wanted, made, dtype, ENGINE_FILES, has_weights=True), notices
@@ -249,7 +249,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
 
 def _check_base(base: CheckpointIndex, client: str) -> None:
     problems = []
-    if base.client == client and CLIENTS[client].needs_scheduler and not base.offers(SCHEDULER):
+    if base.client == client and LOADERS[client].needs_scheduler and not base.offers(SCHEDULER):
         what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
         problems.append(
             Problem(PathIn(base.name, SCHEDULER), what, "use a base whose run used the Trainer's scheduler")

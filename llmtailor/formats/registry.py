@@ -24,13 +24,13 @@ from llmtailor.formats import universal as universal_reader
 from llmtailor.formats import universal as universal_writer
 from llmtailor.formats import zero as zero_reader
 from llmtailor.formats import zero as zero_writer
-from llmtailor.formats.common.names import describe_model
+from llmtailor.formats.common.param_names import describe_model
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.format import Reader, Writer, finish
 from llmtailor.formats.partial import read as partial_reader
 from llmtailor.loaders.files import CONFIG
-from llmtailor.loaders.loader import CLIENTS
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import read_config
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure
@@ -63,7 +63,7 @@ _WRITERS: Mapping[str, Writer] = {
 
 def writer_of(family: str, client: str = TRAINER) -> Writer:
     """Return the writer of a family of formats, for whose loader resumes from the output."""
-    is_one_file = family == TRAINER and CLIENTS[client].holds_all
+    is_one_file = family == TRAINER and LOADERS[client].holds_all
     return lightning_writer if is_one_file else _WRITERS[family]
 
 

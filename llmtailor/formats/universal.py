@@ -52,7 +52,6 @@ from llmtailor.formats.deepspeed_common.files import (
     read_tag,
     refuse_other_parallelism,
 )
-from llmtailor.formats.deepspeed_common.ranks import fit_models, hold_untrained, is_dealt_out, read_models
 from llmtailor.formats.deepspeed_common.read import (
     check_folder,
     check_save,
@@ -61,7 +60,8 @@ from llmtailor.formats.deepspeed_common.read import (
     read_settings,
 )
 from llmtailor.formats.deepspeed_common.shards import STATES, ZERO12, ModelShard, read_param_group, read_stage, section
-from llmtailor.formats.deepspeed_common.trees import (
+from llmtailor.formats.deepspeed_common.states import fit_models, hold_untrained, read_models, uses_round_robin
+from llmtailor.formats.deepspeed_common.write import (
     DS_VERSION,
     RankFiles,
     ZeroTarget,
@@ -256,7 +256,7 @@ class _Reader:
 
     def _check_order(self, config: Mapping[str, Any]) -> None:
         """Raise SourceError for what ``ds_to_universal`` makes of a run with ``round_robin_gradients``."""
-        if is_dealt_out(config, self.known.stage, self.known.variant) and not (self.root / MANIFEST).is_file():
+        if uses_round_robin(config, self.known.stage, self.known.variant) and not (self.root / MANIFEST).is_file():
             what = "ds_to_universal 0.19.8 mixes up the params of a run with round_robin_gradients"
             fix = "use the checkpoint that it was made from; llmtailor convert --to universal makes another"
             raise SourceError.at(PathIn(self.name, self.files.tag), what, fix)
@@ -338,7 +338,7 @@ class _Reader:
         found: Sequence[Finding],
     ) -> CheckpointIndex:
         known, files = self.known, self.files
-        dealt = usual.world_size if is_dealt_out(config, known.stage, known.variant) else 1
+        dealt = usual.world_size if uses_round_robin(config, known.stage, known.variant) else 1
         groups, sub_groups = order_groups(known.groups, usual.param_shapes, steps, dealt_to=dealt)
         params: dict[str, Param] = {}
         held: dict[State, TensorEntry] = {}

@@ -11,7 +11,7 @@ from llmtailor.containers.json import FileTrees
 from llmtailor.errors import Problem, Problems
 from llmtailor.formats.deepspeed_common.files import survey_shard_files
 from llmtailor.formats.deepspeed_common.read import lay_out_engine, read_shards
-from llmtailor.formats.deepspeed_common.trees import RankFiles, ZeroTarget
+from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget
 from llmtailor.formats.format import Draft
 from llmtailor.loaders.files import LATEST
 from llmtailor.loaders.loader import is_tag_alone

@@ -22,7 +22,7 @@ OPTIMIZER = "optimizer.pt"
 """Of a training without DeepSpeed"""
 CKPT = "checkpoint.ckpt"
 """Lightning's one file, in the folder of a composite; Lightning's own have any name and no folder"""
-LIGHTNINGS = "pytorch-lightning_version"
+LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
 """A key of everything that Lightning saves"""
 CONFIG = "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -163,12 +163,12 @@ def is_sign_of(loader: str, path: str) -> bool:
     return row is not None and row.owner == loader and row.is_sign
 
 
-def is_trainers_file(path: str) -> bool:
+def is_trainer_file(path: str) -> bool:
     """Return whether a file is one that the Trainer saves beside states, and other loaders don't."""
     return owner_of(path) == TRAINER
 
 
-def is_accelerates(path: str) -> bool:
+def is_accelerate_file(path: str) -> bool:
     """Return whether accelerate saves a file of this name; of these the Trainer has optimizer.bin, with FSDP."""
     return owner_of(path) == ACCELERATE
 

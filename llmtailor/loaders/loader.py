@@ -61,11 +61,11 @@ from llmtailor.storage.local import Entries, FileFact, list_entries, open_source
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class Loader:
     """The files that a loader opens beside weights and shards, and those that its saver writes."""
 
     name: str
-    loader: str
+    title: str
     """What messages call it"""
     call: str
     """What resumes with it, with braces in place of the path"""
@@ -99,10 +99,10 @@ class Client:
         return f"{checkpoint}/{CKPT}" if is_inside else checkpoint
 
 
-CLIENTS = {
+LOADERS = {
     one.name: one
     for one in (
-        Client(
+        Loader(
             TRAINER,
             "the Trainer",
             'trainer.train(resume_from_checkpoint="{}")',
@@ -111,7 +111,7 @@ CLIENTS = {
             tag="global_step*",
             saves_model=True,
         ),
-        Client(
+        Loader(
             ACCELERATE,
             "accelerate",
             'accelerator.load_state("{}")',
@@ -121,7 +121,7 @@ CLIENTS = {
             default_tag="pytorch_model",
             counts_steps=False,
         ),
-        Client(
+        Loader(
             LIGHTNING,
             "Lightning",
             'trainer.fit(module, ckpt_path="{}")',
@@ -133,8 +133,8 @@ CLIENTS = {
             saves_rng=False,
             counts_steps=False,
         ),
-        Client(DEEPSPEED, "DeepSpeed", 'engine.load_checkpoint("{}")', saves_rng=False),
-        Client(
+        Loader(DEEPSPEED, "DeepSpeed", 'engine.load_checkpoint("{}")', saves_rng=False),
+        Loader(
             DCP,
             "torch.distributed.checkpoint",
             'torch.distributed.checkpoint.load(state_dict, checkpoint_id="{}")',
@@ -144,12 +144,12 @@ CLIENTS = {
 }
 
 
-def client_of(index: CheckpointIndex) -> Client:
+def loader_of(index: CheckpointIndex) -> Loader:
     """Return the client of a checkpoint."""
-    return CLIENTS[index.client]
+    return LOADERS[index.client]
 
 
-def detect_client(names: Iterable[str], is_trainers: bool | None, is_engines: bool) -> Client:
+def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bool) -> Loader:
     """Return whose loader a checkpoint is for.
 
     ``names`` are those of the entries of its root, folders with a ``/`` at the end. ``is_trainers`` says whether its
@@ -158,15 +158,15 @@ def detect_client(names: Iterable[str], is_trainers: bool | None, is_engines: bo
     """
     names = [*names]
     if CKPT in names:
-        return CLIENTS[LIGHTNING]
+        return LOADERS[LIGHTNING]
     if is_trainers or (is_trainers is None and any(is_sign_of(TRAINER, name) for name in names)):
-        return CLIENTS[TRAINER]
+        return LOADERS[TRAINER]
     if any(is_sign_of(ACCELERATE, name) for name in names):
-        return CLIENTS[ACCELERATE]
-    return CLIENTS[DEEPSPEED if is_engines else TRAINER]
+        return LOADERS[ACCELERATE]
+    return LOADERS[DEEPSPEED if is_engines else TRAINER]
 
 
-def choose_client(base: CheckpointIndex, family: str, to: str | None, layout: str | None = None) -> str:
+def choose_loader(base: CheckpointIndex, family: str, to: str | None, layout: str | None = None) -> str:
     """Return the client of an output of a family of formats, which ``--to`` and ``--layout`` named or not.
 
     Raises MismatchError for a format that another client reads, or a client that can't have the states of the base: no
@@ -216,7 +216,7 @@ def is_tag_alone(folder: Path) -> bool:
         return False
     above = folder.absolute().parent
     beside = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in above.iterdir()]
-    client = detect_client(beside, True if TRAINER_STATE in beside else None, is_engines=True)
+    client = detect_loader(beside, True if TRAINER_STATE in beside else None, is_engines=True)
     return client.name == DEEPSPEED and above.suffix != ".ckpt"
 
 
@@ -457,5 +457,5 @@ def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
     """Return whether a resume, or a composite of a partial checkpoint, reads states from a file."""
     if index.form.is_partial:
         return path.endswith(".safetensors")
-    is_of_states = holds(path, Holds.STATES) or path in (".", client_of(index).optimizer)
+    is_of_states = holds(path, Holds.STATES) or path in (".", loader_of(index).optimizer)
     return "/" in path or is_of_states or (is_weight_file(path) and not index.form.has_masters)

@@ -27,13 +27,13 @@ from llmtailor.loaders.files import (
     is_rng_file,
     is_second_models,
 )
-from llmtailor.loaders.loader import CLIENTS, Client, detect_client
+from llmtailor.loaders.loader import LOADERS, Loader, detect_loader
 from llmtailor.loaders.rng import check_random_states, check_rng, find_swapped
 from llmtailor.loaders.scheduler import SchedulerFacts, check_scheduler, read_scheduler
 from llmtailor.loaders.trainer_state import (
     check_scaler,
     check_trainer_state,
-    is_trainers,
+    is_of_trainer,
     read_global_step,
     read_lags,
     read_scales_loss,
@@ -41,14 +41,14 @@ from llmtailor.loaders.trainer_state import (
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.storage.local import FileFact, check_regular
 
-_OPENED = (TRAINER_STATE, SCALER, CONFIG, *(one.scheduler for one in CLIENTS.values()))
+_OPENED = (TRAINER_STATE, SCALER, CONFIG, *(one.scheduler for one in LOADERS.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerFiles:
     """The content of the files in the checkpoint's root."""
 
-    client: Client
+    client: Loader
     """Whose loader resumes from the checkpoint"""
     files: Mapping[str, FileFact]
     """Every regular file in the root"""
@@ -76,7 +76,7 @@ def read_trainer_files(
     """Read the files in the root. Damaged ones are added to ``problems``, missing ones become findings.
 
     ``client`` is whose loader they are judged by; None for the one that they are detected to be for, see
-    `loader.detect_client`. Raises UnsupportedCheckpoint for several models of accelerate.
+    `loader.detect_loader`. Raises UnsupportedCheckpoint for several models of accelerate.
     """
     root, inside = trees.root, trees.inside
     found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
@@ -91,14 +91,14 @@ def read_trainer_files(
     scales_loss = read_scales_loss(root, PathIn(name, TRAINING_ARGS))
     where = PathIn(name, TRAINER_STATE)
     content = attempt(lambda: read_json(root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
-    is_the_trainers = content is None or is_trainers(content)
+    is_the_trainers = content is None or is_of_trainer(content)
     entries = [f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()]
     if client is None:
         below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
         is_trainers_state = is_the_trainers if TRAINER_STATE in files else None
-        for_whom = detect_client([*entries, *below], is_trainers_state, is_engines)
+        for_whom = detect_loader([*entries, *below], is_trainers_state, is_engines)
     else:
-        for_whom = CLIENTS[client]
+        for_whom = LOADERS[client]
     if for_whom.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
         what = f"accelerate has saved several models or optimizers: {some(others)}"
         fix = "leave it out; checkpoints of one model and one optimizer can be composed"
@@ -138,7 +138,7 @@ def read_trainer_files(
         except TailorError as error:
             problems.add(error)
     if for_whom.state and for_whom.state not in files:
-        fix = f"copy it back; {for_whom.loader} can't resume without it"
+        fix = f"copy it back; {for_whom.title} can't resume without it"
         findings.append(Finding(PathIn(name, for_whom.state), "the file is missing", fix, Code.FILE_MISSING, ERROR))
     findings += find_swapped(saved_as, name, may_repeat=MANIFEST in files)
     return TrainerFiles(

@@ -17,7 +17,7 @@ from llmtailor.containers.unpickle import Call, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.loaders.files import rng_file
-from llmtailor.loaders.loader import Client
+from llmtailor.loaders.loader import Loader
 from llmtailor.loaders.stock_fields import FieldType, Table, check_file, field
 from llmtailor.storage.local import open_source
 
@@ -96,13 +96,13 @@ ACCELERATE_TABLE = Table(
 """Without them, a resume draws other random numbers"""
 
 
-def as_trainers(tree: Any) -> dict[str, Any]:
+def to_trainer(tree: Any) -> dict[str, Any]:
     """Return accelerate's random number states in the Trainer's form."""
     own = tree if isinstance(tree, dict) else {}
     return {key: own[other] for key, other in ACCELERATE_KEYS.items() if other in own}
 
 
-def as_accelerates(tree: Any) -> dict[str, Any]:
+def to_accelerate(tree: Any) -> dict[str, Any]:
     """Return the Trainer's random number states in accelerate's form, which lists those of all GPUs."""
     own = tree if isinstance(tree, dict) else {}
     found = {other: own[key] for key, other in ACCELERATE_KEYS.items() if key in own}
@@ -163,7 +163,7 @@ def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> It
             yield Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING)
 
 
-def find_lost_rng(there: Collection[str], world_size: int, name: str, client: Client) -> list[Finding]:
+def find_lost_rng(there: Collection[str], world_size: int, name: str, client: Loader) -> list[Finding]:
     """Return findings on ranks without a random number state; ``there`` are the files that exist."""
     files = [rng_file(rank, world_size, client.name) for rank in range(world_size)]
     if not client.saves_rng and not set(files) & set(there):

@@ -89,7 +89,7 @@ class Field:
 
     @property
     def name(self) -> str:
-        return spell(self.path)
+        return format_path(self.path)
 
 
 def field(
@@ -121,7 +121,7 @@ def check_fields(tree: Any, table: Table, where: str) -> Iterator[Finding]:
         for path, value in find(tree, one.path) if one.applies(tree) else ():
             code, shown = _judge(one, value)
             if code is not None:
-                yield Finding(where, f"{spell(path)} is {shown}", COPY_OR_ANOTHER, code, one.severity)
+                yield Finding(where, f"{format_path(path)} is {shown}", COPY_OR_ANOTHER, code, one.severity)
 
 
 def _judge(one: Field, value: Any) -> tuple[Code | None, str]:
@@ -144,7 +144,7 @@ def _type(value: Any) -> str:
 def facts_of_rank(tree: Any, table: Table) -> dict[str, object]:
     """Return what must be alike in the files of all ranks: the field's name -> a value that compares."""
     return {
-        spell(path): _comparable(value)
+        format_path(path): _comparable(value)
         for one in table.fields
         if one.is_alike and one.applies(tree)
         for path, value in find(tree, one.path)
@@ -176,7 +176,7 @@ def has(tree: Any, *path: str) -> bool:
     return any(value is not _ABSENT for _, value in find(tree, path))
 
 
-def spell(path: Iterable[Any]) -> str:
+def format_path(path: Iterable[Any]) -> str:
     """Return a path in words: ``param_groups[0].lr``."""
     text, keys = "", [*path]
     while len(keys) > 1 and keys[0] in _WRAPPERS:

@@ -131,7 +131,7 @@ def with_lags(content: Mapping[str, Any], lags: frozenset[int]) -> dict[str, Any
     return {**content, CALLBACKS: others}
 
 
-def is_trainers(content: Mapping[str, Any]) -> bool:
+def is_of_trainer(content: Mapping[str, Any]) -> bool:
     """Return whether the Trainer wrote this, rather than the saver in a training loop without it.
 
     The saver writes only the step and our own marks there, and no Trainer resumes from it.
@@ -144,7 +144,7 @@ def is_trainers(content: Mapping[str, Any]) -> bool:
 
 def check_trainer_state(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
     """Yield findings on fields that a resume rejects, and on a log that continues beyond the step."""
-    if not is_trainers(content):
+    if not is_of_trainer(content):
         return
     yield from check_fields(content, TRAINER_STATE_TABLE, where)
     step, log = content.get("global_step"), content.get("log_history")

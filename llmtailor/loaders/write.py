@@ -49,17 +49,17 @@ from llmtailor.loaders.files import (
     MANIFEST,
     PARTIAL_MANIFEST,
     TRAINER_STATE,
-    is_accelerates,
+    is_accelerate_file,
     is_of_states,
     is_rng_file,
     is_tokenizer_file,
-    is_trainers_file,
+    is_trainer_file,
     is_weight_file,
     rng_file,
 )
-from llmtailor.loaders.loader import CLIENTS, client_of
+from llmtailor.loaders.loader import LOADERS, loader_of
 from llmtailor.loaders.read import read_config
-from llmtailor.loaders.rng import as_accelerates, as_trainers
+from llmtailor.loaders.rng import to_accelerate, to_trainer
 from llmtailor.loaders.scheduler import is_torch_scheduler, lay_out_scheduler, read_scheduler, regroup_scheduler
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import SavedAs
@@ -84,17 +84,19 @@ def lay_out_trainer_files(
     weights are among them; ``dtype`` is what floating-point weights are cast to, None to keep theirs; ``leave_out``
     names files of the base that have no place in the format. The tokenizer's files are left to `lay_out_tokenizer`.
     """
-    made, scheduler = list(made), CLIENTS[base.client].scheduler
+    made, scheduler = list(made), LOADERS[base.client].scheduler
     is_same_client = wanted.client == base.client
     if wanted.from_group is not None and is_same_client and base.offers(scheduler):
         where = PathIn(base.name, scheduler)
         made.append(lay_out_scheduler(base.train.trees[scheduler], where, len(base.groups), wanted.from_group))
-    paths = {".", CLIENTS[base.client].optimizer, *(layout.path for layout in made)}
+    paths = {".", LOADERS[base.client].optimizer, *(layout.path for layout in made)}
 
     def is_left(path: str) -> bool:
         is_ours = path in (MANIFEST, CARD) or (base.form.is_partial and path == PARTIAL_MANIFEST)
         is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path) or is_of_states(path)
-        is_others = not is_same_client and (is_accelerates(path) or (base.client == TRAINER and is_trainers_file(path)))
+        is_others = not is_same_client and (
+            is_accelerate_file(path) or (base.client == TRAINER and is_trainer_file(path))
+        )
         return "/" in path or is_ours or is_laid_out or is_others or is_tokenizer_file(path) or path in leave_out
 
     layouts = _lay_out_rng(base, wanted.layout.world_size, wanted.client)
@@ -103,7 +105,7 @@ def lay_out_trainer_files(
         if not is_left(path):
             is_cast = path == CONFIG and dtype
             layouts.append(_config_with_dtype(base.root, dtype) if is_cast and dtype else carry(path, fact))
-    if not has_weights and (is_same_client or CLIENTS[wanted.client].saves_model):
+    if not has_weights and (is_same_client or LOADERS[wanted.client].saves_model):
         layouts += _lay_out_base_weights(base, wanted.layout.stage, dtype)
     return [*layouts, *made]
 
@@ -148,14 +150,14 @@ def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
 def _lay_out_rng(base: CheckpointIndex, new: int, client: str) -> list[FileLayout]:
     """Return layouts of random number states, one per rank; with more ranks than the base, they repeat in turn."""
     layouts: list[FileLayout] = []
-    if client != base.client and not CLIENTS[client].saves_rng:
+    if client != base.client and not LOADERS[client].saves_rng:
         return layouts
     old = base.world_size
     for rank in range(new):
         source = rng_file(rank % old, old, base.client)
         path = rng_file(rank, new, client)
         if ACCELERATE in (base.client, client) and base.client != client:
-            convert = as_trainers if base.client == ACCELERATE else as_accelerates
+            convert = to_trainer if base.client == ACCELERATE else to_accelerate
             if source in base.train.trees:
                 layouts.append(lay_out_torch_file(path, convert(base.train.trees[source])))
         elif source in base.files:
@@ -192,9 +194,9 @@ def saved_scheduler(base: CheckpointIndex) -> Any:
 
     The Trainer steps it with each optimizer step, accelerate once per process and step, so its count is replaced.
     """
-    tree = base.train.trees.get(client_of(base).scheduler)
+    tree = base.train.trees.get(loader_of(base).scheduler)
     if tree is not None:
-        if client_of(base).counts_steps or read_scheduler(tree).num_steps is None:
+        if loader_of(base).counts_steps or read_scheduler(tree).num_steps is None:
             return tree
         return {**tree, "last_epoch": base.global_step, "_step_count": base.global_step + 1}
     if base.client == DEEPSPEED:
@@ -231,7 +233,7 @@ def first_rates(base: CheckpointIndex, wanted: Wanted) -> list[Any]:
     ]
 
 
-def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
     """Return the files of the wanted client that a base of another one lacks, and notices.
 
     An engine has none: it keeps a scheduler's state in the model states. Raises UnsupportedCheckpoint for an adapter.
@@ -294,7 +296,7 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
             "lr_lambdas": [None] * len(first),
         }
         in_file = wanted.client != DEEPSPEED
-        made = CLIENTS[wanted.client].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
+        made = LOADERS[wanted.client].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
         what = f"{why}; {made} is made for step {step}, from the rates in the param groups"
         fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others start anew"
         if None in first:
@@ -305,7 +307,7 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
 
 def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[Problem]]:
     """Return the scheduler's file, and notices."""
-    client, step = CLIENTS[wanted.client], base.global_step
+    client, step = LOADERS[wanted.client], base.global_step
     tree, notices = scheduler_for(base, wanted)
     if not client.counts_steps and read_scheduler(tree).num_steps is not None:
         count = step * wanted.layout.world_size
@@ -320,9 +322,9 @@ def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[
 def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
     """Return the files, or values, of a base's client that another one has no place for."""
     if base.client in (ACCELERATE, TRAINER):
-        own = is_accelerates if base.client == ACCELERATE else is_trainers_file
-        known = {client_of(base).scheduler, client_of(base).optimizer}
-        has_rng = CLIENTS[client].saves_rng
+        own = is_accelerate_file if base.client == ACCELERATE else is_trainer_file
+        known = {loader_of(base).scheduler, loader_of(base).optimizer}
+        has_rng = LOADERS[client].saves_rng
         return [path for path in base.files if own(path) and path not in known and not (is_rng_file(path) and has_rng)]
     return sorted({str(entry.path[0]) for entry in _others(base).values()} - {LR_SCHEDULER, "llmtailor"})
 
@@ -331,7 +333,7 @@ def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
     """Yield notices on what accelerate saves for a number of processes."""
     if base.client != ACCELERATE or ranks == base.world_size:
         return
-    where, client = PathIn(base.name, client_of(base).scheduler), client_of(base)
+    where, client = PathIn(base.name, loader_of(base).scheduler), loader_of(base)
     counted = read_scheduler(base.train.trees.get(client.scheduler)).num_steps
     if counted not in (None, base.global_step):
         what = (

@@ -48,8 +48,8 @@ from llmtailor.checkpoint.step_names import ABANDONED, NAMES, step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, SourceError, StorageError, TailorError, TargetError, some
-from llmtailor.formats.manifest import stated_attempt
 from llmtailor.formats.partial.manifest import folder_name, read_manifest, step_in_name
+from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, is_checkpoint
 from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST
 from llmtailor.loaders.loader import is_partial, looks_partial, survey_contents

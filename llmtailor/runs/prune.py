@@ -64,10 +64,10 @@ from llmtailor.loaders.files import (
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
-    is_accelerates,
+    is_accelerate_file,
     is_rng_file,
 )
-from llmtailor.loaders.loader import client_of, is_partial, survey_contents
+from llmtailor.loaders.loader import is_partial, loader_of, survey_contents
 from llmtailor.model.parts import ModelStructure, condense, layer_of, with_layers
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.policies import PartChoice, Policy, Situation, choose, make_policy, named_policy
@@ -206,7 +206,7 @@ def _is_kept(path: str, index: CheckpointIndex) -> bool:
         return index.form.family == FSDP and path.startswith(f"{MODEL_FOLDER}/")
     if index.form.family == DCP and (path == METADATA or path.endswith(".distcp")):
         return False  # its weights are written to other files
-    return path not in _OF_A_RESUME and not (is_rng_file(path) or is_accelerates(path) or _SCRIPT.fullmatch(path))
+    return path not in _OF_A_RESUME and not (is_rng_file(path) or is_accelerate_file(path) or _SCRIPT.fullmatch(path))
 
 
 def plan_weights(index: CheckpointIndex) -> Plan:
@@ -512,7 +512,7 @@ def _why_untouchable(index: CheckpointIndex) -> str:
 
 
 def _why_not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path]) -> str:
-    state = client_of(index).state
+    state = loader_of(index).state
     if state and state not in index.files:
         return f"{state} is missing, so it is not resumable"
     if target.exists() and target not in usable:

@@ -36,7 +36,7 @@ from llmtailor.formats.registry import (
     with_experts,
 )
 from llmtailor.loaders.files import FOLDER, TRAINER_STATE
-from llmtailor.loaders.loader import client_of, is_partial
+from llmtailor.loaders.loader import is_partial, loader_of
 from llmtailor.model.parts import ModelStructure, condense, with_layers
 from llmtailor.model.roles import MASTER
 from llmtailor.recipe import Assignment, Recipe
@@ -222,7 +222,7 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
     """Return a checkpoint as a source of composites; it holds the parts of which no tensor is absent."""
     absent = absent_parts(index, structure)
     parts = with_layers(frozenset(structure.parts) - absent, structure.parts) if absent else None
-    state = client_of(index).state
+    state = loader_of(index).state
     is_resumable = not state or state in index.files
     masters = absent - absent_parts(index, structure, MASTER) if absent else absent
     of_masters = with_layers(masters, structure.parts) if masters else masters

@@ -16,7 +16,7 @@ from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
 from llmtailor.errors import SourceError, UsageError
-from llmtailor.formats.common.names import describe_config
+from llmtailor.formats.common.param_names import describe_config
 from llmtailor.loaders.files import CONFIG
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER
 from llmtailor.formats.common.lightning import OPTIMIZERS, STATE_DICT
 from llmtailor.loaders.files import OPTIMIZER, is_rng_file, rng_file
-from llmtailor.loaders.loader import CLIENTS, Client
+from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.loaders.rng import ACCELERATE_KEYS
 from llmtailor.saving.training import HasState, Ranks, rng_tree
 from llmtailor.saving.writing import files_of
@@ -26,7 +26,7 @@ class ClientState(Protocol):
     """Everything that belongs to a client."""
 
     @property
-    def client(self) -> Client: ...
+    def client(self) -> Loader: ...
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
         """Return the object trees of all stock files that this rank would write; ``trees`` are the training's.
@@ -48,8 +48,8 @@ class TrainerClient:
     """Unless the engine saves it"""
 
     @property
-    def client(self) -> Client:
-        return CLIENTS[TRAINER]
+    def client(self) -> Loader:
+        return LOADERS[TRAINER]
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
         path = rng_file(ranks.rank, ranks.world_size)
@@ -71,8 +71,8 @@ class AccelerateClient:
     """Unless the engine saves it"""
 
     @property
-    def client(self) -> Client:
-        return CLIENTS[ACCELERATE]
+    def client(self) -> Loader:
+        return LOADERS[ACCELERATE]
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
         found = {(self.client.optimizer if path == OPTIMIZER else path): tree for path, tree in trees.items()}
@@ -105,8 +105,8 @@ class LightningClient:
     dump: Callable[[], Mapping[str, Any]]
 
     @property
-    def client(self) -> Client:
-        return CLIENTS[LIGHTNING]
+    def client(self) -> Loader:
+        return LOADERS[LIGHTNING]
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
         dumped = dict(self.dump())  # on every rank, as Lightning does

@@ -1,7 +1,7 @@
 """A training under DeepSpeed ZeRO: where this process keeps its states.
 
 The trees are what ``DeepSpeedEngine.save_checkpoint`` would pickle (0.19.8). The cutting rules are those of the files,
-which consist of these tensors: see `formats.deepspeed_common.ranks`.
+which consist of these tensors: see `formats.deepspeed_common.states`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.loaders.files import WHOLE_MODEL
-from llmtailor.loaders.loader import CLIENTS, Client
+from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.model.roles import BUFFER, MASTER
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.training import (
@@ -45,7 +45,7 @@ class ZeroTraining:
     Raises UnsupportedCheckpoint for what it can't save.
     """
 
-    def __init__(self, engine: Any, client: Client = CLIENTS[DEEPSPEED]) -> None:
+    def __init__(self, engine: Any, client: Loader = LOADERS[DEEPSPEED]) -> None:
         self.engine = engine
         self.client = client
         self.zero = engine.optimizer

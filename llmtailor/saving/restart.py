@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from llmtailor.checkpoint.lineage import Ledger, Past, lost_parts
 from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TargetError
-from llmtailor.formats.manifest import stated_attempt
 from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.formats.provenance import stated_attempt
 from llmtailor.loaders.files import MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark
 from llmtailor.ranks.board import as_error, await_messages, from_json, to_json

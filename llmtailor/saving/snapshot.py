@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.errors import Problem, StorageError
-from llmtailor.formats.partial.trees import Entry
+from llmtailor.formats.partial.json_trees import Entry
 
 SOURCE = "live"
 """The name of the source in plans"""

@@ -24,6 +24,7 @@ from llmtailor.containers.safetensors import read_header
 from llmtailor.engine.copy import Context, execute
 from llmtailor.engine.streams import Store
 from llmtailor.errors import SourceError, StorageError, UnsupportedCheckpoint
+from llmtailor.formats.partial.json_trees import encode, lay_out_tensors, placeholder, stored, to_text
 from llmtailor.formats.partial.manifest import (
     SCHEMA_BUNDLE,
     BundleFact,
@@ -32,7 +33,6 @@ from llmtailor.formats.partial.manifest import (
     manifest_json,
     read_manifest,
 )
-from llmtailor.formats.partial.trees import encode, lay_out_tensors, placeholder, stored, to_text
 from llmtailor.formats.partial.write import Bundle
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark

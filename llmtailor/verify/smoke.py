@@ -27,7 +27,7 @@ from llmtailor.codes import Code
 from llmtailor.errors import Interrupted, Problem, UsageError, some
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.loaders.files import CONFIG
-from llmtailor.loaders.loader import client_of
+from llmtailor.loaders.loader import loader_of
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32
@@ -238,7 +238,7 @@ def _deepspeed_task(index: CheckpointIndex) -> dict[str, Any]:
         kind = "deepspeed"
     else:
         kind = "trainer" if tree.get("lr_scheduler") is None else "handed to deepspeed"
-    client = client_of(index)
+    client = loader_of(index)
     if kind == "trainer" and not client.needs_scheduler:
         kind = "none"
     tag = None if client.name == DEEPSPEED else index.zero.tag

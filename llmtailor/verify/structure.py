@@ -22,9 +22,9 @@ from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.formats.manifest import ManifestFacts
+from llmtailor.formats.provenance import ManifestFacts
 from llmtailor.loaders.files import ADAPTER_CONFIG, CONFIG, MANIFEST, is_weight_file
-from llmtailor.loaders.loader import client_of, is_resumed_from
+from llmtailor.loaders.loader import is_resumed_from, loader_of
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
@@ -113,7 +113,7 @@ def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def _weights(index: CheckpointIndex) -> Iterator[Finding]:
-    """Compare the weights with the params; without DeepSpeed they are masters, checked in `formats.common.names`."""
+    """Compare the weights with the params; without DeepSpeed they are masters, checked in `formats.common.param_names`."""
     weights = {state.param: held for state, held in index.held.items() if state.kind == WEIGHT}
     if not index.form.has_masters or not weights:
         return
@@ -147,7 +147,7 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
 
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
     is_whole = index.form.family in (DEEPSPEED, UNIVERSAL, TRAINER)
-    if is_whole and client_of(index).saves_model and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
+    if is_whole and loader_of(index).saves_model and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
         fix = "a resume does not need it, but from_pretrained does: copy it back"
         yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)
 

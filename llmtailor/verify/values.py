@@ -26,7 +26,7 @@ from llmtailor.containers.torch_file import Record, list_records
 from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
 from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.formats.manifest import ManifestFacts
+from llmtailor.formats.provenance import ManifestFacts
 from llmtailor.formats.registry import find_structure
 from llmtailor.loaders.files import CONFIG
 from llmtailor.loaders.loader import is_resumed_from

@@ -20,10 +20,10 @@ from llmtailor.documents import document
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, counted
 from llmtailor.findings import ERROR, NOTE, SEVERITIES, WARNING, Finding, folded
 from llmtailor.formats.dcp.folder import is_of_fsdp
-from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.plain import detects as is_plain
+from llmtailor.formats.provenance import read_manifest
 from llmtailor.formats.registry import absent_parts, display_name, find_structure, split_parts, survey_checkpoint
 from llmtailor.loaders.files import (
     CONFIG,
@@ -37,7 +37,7 @@ from llmtailor.loaders.files import (
     is_rng_file,
     is_weight_file,
 )
-from llmtailor.loaders.loader import client_of, looks_partial
+from llmtailor.loaders.loader import loader_of, looks_partial
 from llmtailor.model.parts import condense, with_layers
 from llmtailor.model.roles import MASTER, State
 from llmtailor.storage.local import read_source
@@ -153,7 +153,7 @@ def to_text(verdict: Verdict) -> str:
     lines = [f"{verdict.name}: {verdict.level}" + (f" ({counts})" if counts else "")]
     if (index := verdict.index) is not None:
         read = "every byte was read" if verdict.is_deep else "structure only, no tensor was read"
-        by = "" if index.client in (TRAINER, DCP) else f", resumed by {client_of(index).loader}"
+        by = "" if index.client in (TRAINER, DCP) else f", resumed by {loader_of(index).title}"
         ranks = counted(index.world_size, "rank")
         lines.append(f"{index.format}, step {index.global_step}, for {ranks}{by}; {read}")
         if verdict.holding is not None:
@@ -188,7 +188,7 @@ def check_file(root: Path, path: str, where: str) -> None:
 
 def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
     """Report damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
-    own = {*_READ, SCHEDULER, OPTIMIZER, client_of(index).scheduler, client_of(index).optimizer}
+    own = {*_READ, SCHEDULER, OPTIMIZER, loader_of(index).scheduler, loader_of(index).optimizer}
     for path in index.files:
         where = PathIn(index.name, path)
         if "/" in path or path in own or is_rng_file(path):

@@ -18,7 +18,7 @@ from helpers.fields import damages_of
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.findings import ERROR, WARNING
-from llmtailor.loaders.loader import detect_client
+from llmtailor.loaders.loader import detect_loader
 from llmtailor.loaders.rng import ACCELERATE_TABLE
 from llmtailor.loaders.stock_fields import Field
 from llmtailor.runs.scan import find_latest
@@ -172,4 +172,4 @@ def test_another_loader_can_be_asked_for(loops: Loops) -> None:
     ],
 )
 def test_the_client_follows_from_the_files(names: str, is_trainers: bool | None, is_engines: bool, client: str) -> None:
-    assert detect_client(names.split(), is_trainers, is_engines).name == client
+    assert detect_loader(names.split(), is_trainers, is_engines).name == client

@@ -16,7 +16,7 @@ from helpers.cases import examples
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.unpickle import MAX_DEPTH, Call, Global, Ordered, read_pickle
 from llmtailor.errors import SourceError, UnsafePickle
-from llmtailor.formats.partial.trees import encode
+from llmtailor.formats.partial.json_trees import encode
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(min_size=1)
 keys = st.booleans() | st.integers(-(2**59), 2**59) | st.text()

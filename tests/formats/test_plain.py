@@ -17,8 +17,8 @@ from helpers.checkpoints import SMALL, make
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
-from llmtailor.formats.common.names import ModelFacts, derived_names
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
+from llmtailor.formats.common.param_names import ModelFacts, derived_names
 from llmtailor.formats.plain import detects
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, State

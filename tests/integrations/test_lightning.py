@@ -13,7 +13,7 @@ pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip insta
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
 from llmtailor.errors import UnsupportedCheckpoint  # noqa: E402
-from llmtailor.formats.manifest import stated_attempt  # noqa: E402
+from llmtailor.formats.provenance import stated_attempt  # noqa: E402
 from llmtailor.integrations.lightning import PartialSaving, _is_first, newest_checkpoint  # noqa: E402
 from llmtailor.runs.folder import RunFolder  # noqa: E402
 from real.models import build  # noqa: E402

@@ -30,7 +30,7 @@ from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.errors import MismatchError, UnsafePickle, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.findings import ERROR, NOTE  # noqa: E402
-from llmtailor.formats.manifest import stated_attempt  # noqa: E402
+from llmtailor.formats.provenance import stated_attempt  # noqa: E402
 from llmtailor.formats.registry import display_name, find_structure, index_checkpoint  # noqa: E402
 from llmtailor.loaders.files import CKPT  # noqa: E402
 from llmtailor.model.roles import WEIGHT, State  # noqa: E402

@@ -17,7 +17,7 @@ from helpers.asking import in_a_fresh_process  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.compose import write  # noqa: E402
 from llmtailor.errors import Unanswered, UsageError  # noqa: E402
-from llmtailor.formats.common import names as model  # noqa: E402
+from llmtailor.formats.common import param_names as model  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.saving import saver_for  # noqa: E402
 from llmtailor.timing import too_slow  # noqa: E402

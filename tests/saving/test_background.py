@@ -27,7 +27,7 @@ from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.layout import BLOCK_BYTES  # noqa: E402
 from llmtailor.engine import streams  # noqa: E402
 from llmtailor.errors import StorageError, UsageError  # noqa: E402
-from llmtailor.formats.partial.trees import lay_out_tensors  # noqa: E402
+from llmtailor.formats.partial.json_trees import lay_out_tensors  # noqa: E402
 from llmtailor.saving import SaveFailed, SavingOptions, saver, writing  # noqa: E402
 from llmtailor.saving import save as shutdown  # noqa: E402
 from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier, storage_of  # noqa: E402

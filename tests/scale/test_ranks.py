@@ -19,7 +19,7 @@ from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.containers import torch_file as torch_zip
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.formats.deepspeed_common.trees import RankFiles, ZeroTarget, make_shards
+from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget, make_shards
 from llmtailor.formats.registry import index_checkpoint, survey_checkpoint
 from llmtailor.model.roles import BUFFER, FROZEN, State
 from llmtailor.recipe import Recipe

@@ -16,7 +16,7 @@ from helpers.cases import mostly_long
 from helpers.checkpoints import make
 from helpers.commands import run_here
 from llmtailor.checkpoint import layout
-from llmtailor.formats.partial.trees import PADDING
+from llmtailor.formats.partial.json_trees import PADDING
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, State
 from llmtailor.runs import thin as service

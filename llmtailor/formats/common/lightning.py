@@ -23,7 +23,7 @@ from llmtailor.containers.json import as_dict, get, get_count, is_count
 from llmtailor.containers.unpickle import Ordered, as_tensor
 from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint, damaged
 from llmtailor.findings import ERROR, Finding
-from llmtailor.loaders.files import LIGHTNINGS
+from llmtailor.loaders.files import LIGHTNING_VERSION_KEY
 from llmtailor.loaders.scheduler import regroup_scheduler
 
 STATE_DICT, OPTIMIZERS, SCHEDULERS = "state_dict", "optimizer_states", "lr_schedulers"
@@ -34,9 +34,9 @@ _OPTIMIZER = ("epoch_loop.automatic_optimization.optim_progress", "optimizer", "
 _MANUAL = ("epoch_loop.manual_optimization.optim_step_progress", "total", "completed")
 
 
-def is_lightnings(tree: Any) -> bool:
+def is_from_lightning(tree: Any) -> bool:
     """Return whether Lightning saved a tree, as its own file or in DeepSpeed's model states."""
-    return isinstance(tree, Mapping) and LIGHTNINGS in tree
+    return isinstance(tree, Mapping) and LIGHTNING_VERSION_KEY in tree
 
 
 def read_optimizer_tree(tree: Any, where: str) -> Any:
@@ -45,9 +45,11 @@ def read_optimizer_tree(tree: Any, where: str) -> Any:
     Raises SourceError for a file without one, UnsupportedCheckpoint for one of several optimizers.
     """
     tree = as_dict(tree, "the file", where)
-    if not is_lightnings(tree):
+    if not is_from_lightning(tree):
         fix = "name a checkpoint that Lightning's Trainer has saved"
-        raise SourceError.at(where, f"it is not Lightning's: {LIGHTNINGS} is missing", fix, Code.FIELD_MISSING)
+        raise SourceError.at(
+            where, f"it is not Lightning's: {LIGHTNING_VERSION_KEY} is missing", fix, Code.FIELD_MISSING
+        )
     if OPTIMIZERS not in tree:
         fix = "name one that was saved without save_weights_only"
         raise SourceError.at(where, "it holds weights only, no optimizer state", fix, Code.NO_CHECKPOINT)
@@ -124,7 +126,7 @@ def check_engine(tree: Mapping[str, Any], where: str) -> list[Finding]:
 def regrouped(tree: Mapping[str, Any], where: str, num_groups: int, from_group: Sequence[int]) -> dict[str, Any]:
     """Return the states of Lightning's schedulers for other param groups, if a tree has them; see
     `regroup_scheduler`."""
-    found = tree.get(SCHEDULERS) if is_lightnings(tree) else None
+    found = tree.get(SCHEDULERS) if is_from_lightning(tree) else None
     if not isinstance(found, list):
         return {}
     return {SCHEDULERS: [regroup_scheduler(one, where, num_groups, from_group) for one in found]}

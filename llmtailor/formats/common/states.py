@@ -27,8 +27,8 @@ from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, l
 from llmtailor.containers.unpickle import make_tensor
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.names import Fitted
 from llmtailor.formats.common.optimizer import SavedOptimizer
+from llmtailor.formats.common.param_names import Fitted
 from llmtailor.formats.weights import adapter_file, new_weights
 from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, TRAINER_STATE
 from llmtailor.loaders.read import TrainerFiles

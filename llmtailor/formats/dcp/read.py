@@ -28,11 +28,11 @@ from llmtailor.checkpoint.index import (
     DCP,
     FOLDERS,
     FSDP,
+    FULL,
     SHARDS,
-    WHOLE,
     CheckpointIndex,
     DcpEntry,
-    DcpStyle,
+    DcpKeyLayout,
     Form,
     TensorEntry,
     TrainState,
@@ -60,8 +60,8 @@ from llmtailor.formats.dcp.folder import (
 )
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
 from llmtailor.formats.format import Draft, usual_dtype
-from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.other_optimizers import refuse_others
+from llmtailor.formats.provenance import read_manifest
 from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, is_rng_file
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.model.parts import Param
@@ -255,7 +255,7 @@ def _read_whole(root: Path, name: str, problems: Problems) -> Folders | None:
         return None
     optimizer = attempt(lambda: read_optimizer_file(root, name), problems)
     model = attempt(lambda: read_model_file(root, name), problems)
-    return Folders(optimizer, model, WHOLE) if optimizer and model else None
+    return Folders(optimizer, model, FULL) if optimizer and model else None
 
 
 def _read_bare(root: Path, name: str, problems: Problems) -> Folders | None:
@@ -273,7 +273,7 @@ class _Indexing:
 
     def __init__(self, root: Path, name: str, folders: Folders, trainer: TrainerFiles | None, problems: Problems):
         self.root, self.name, self.folders, self.trainer, self.problems = root, name, folders, trainer, problems
-        in_file = folders.form == WHOLE
+        in_file = folders.form == FULL
         self.model_where = PathIn(name, MODEL_FILE if in_file else MODEL_FOLDER)
         self.optimizer_where = PathIn(name, OPTIMIZER_FILE if in_file else OPTIMIZER_FOLDER) if folders.model else name
 
@@ -313,7 +313,7 @@ class _Indexing:
             train=TrainState(
                 all("step" in optimizer.tensors.get(param, {}) for param in trained),
                 tuple(weights),
-                dcp=DcpStyle(prefix, optimizer.prefix, optimizer.is_flat, self.folders.form, others),
+                dcp=DcpKeyLayout(prefix, optimizer.prefix, optimizer.is_flat, self.folders.form, others),
             ),
         )
         index = with_buffers(index, self._buffers(weights, others))
@@ -391,7 +391,7 @@ class _Indexing:
 
     def _listed_ties(self, others: Mapping[str, DcpEntry]) -> Mapping[str, str] | None:
         """Return the tied names that llmtailor listed; None if it did not write the folder."""
-        if self.folders.form == WHOLE:
+        if self.folders.form == FULL:
             return attempt(lambda: listed_ties(self.root, self.name), self.problems)
         entry = others.get(".".join(TIED))
         return None if entry is None else read_tied(entry.content, self.optimizer_where)
@@ -452,7 +452,7 @@ class _Indexing:
         """Return the names of what is a buffer: integers, and what llmtailor listed."""
         listed = others[key].content if (key := ".".join(BUFFERS)) in others else []
         found = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
-        if self.folders.form == WHOLE:
+        if self.folders.form == FULL:
             found |= attempt(lambda: listed_buffers(self.root, self.name), self.problems) or set()
         return found | {name for name, stored in weights.items() if stored.held.dtype not in FLOATING}
 
@@ -487,7 +487,7 @@ class _Indexing:
     ) -> Iterator[Finding]:
         for folder in self.folders.all:
             yield from folder.findings
-        if self.folders.form != WHOLE:  # torch fills in what is missing from that
+        if self.folders.form != FULL:  # torch fills in what is missing from that
             yield from check_options(optimizer, self.optimizer_where)
         client = self.trainer.client if self.trainer else None
         if self.trainer and client and client.needs_scheduler and client.scheduler not in self.trainer.files:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, SHARDS, WHOLE, CheckpointIndex, DcpEntry, DcpStyle, TensorEntry
+from llmtailor.checkpoint.index import DCP, FSDP, FULL, SHARDS, CheckpointIndex, DcpEntry, DcpKeyLayout, TensorEntry
 from llmtailor.checkpoint.layout import Copy, FileLayout, Piece, Slot
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Absent
@@ -28,21 +28,21 @@ from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
 from llmtailor.containers.unpickle import SmallTensor, as_tensor, make_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
-from llmtailor.formats.common.dcp_style import cut_rows
+from llmtailor.formats.common.dcp_key_layout import cut_rows
 from llmtailor.formats.common.states import check_masters, kinds_by_param, lay_out_master_weights, step_node
 from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.loaders.files import ADAPTER_CONFIG, ENGINE_FILES, SCALER, TRAINER_STATE, is_rng_file
-from llmtailor.loaders.loader import CLIENTS
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.write import (
     LR_SCHEDULER,
     Wanted,
     first_rates,
     lay_out_trainer_files,
-    made_client_files,
     saved_scheduler,
     scheduler_tree,
+    synthesize_files,
 )
 from llmtailor.model.roles import BUFFER, ITEMSIZE, KIND_OF_ROLE, State
 
@@ -118,7 +118,7 @@ def _key(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-_STYLES = {FSDP: DcpStyle("model", "optimizer"), DCP: DcpStyle("model", "optim")}
+_STYLES = {FSDP: DcpKeyLayout("model", "optimizer"), DCP: DcpKeyLayout("model", "optim")}
 """Of a base that has none of its own"""
 
 
@@ -149,9 +149,9 @@ class DcpWriter:
 
     def _lay_out_trainers(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
         base, wanted = target.base, target.wanted
-        made, notices = made_client_files(base, wanted)
+        made, notices = synthesize_files(base, wanted)
         dtype = "F32" if base.form.has_masters else None
-        laid_out = [*made, *(target.whole() if target.style.form == WHOLE else target.folders())]
+        laid_out = [*made, *(target.whole() if target.style.form == FULL else target.folders())]
         layouts = lay_out_trainer_files(base, wanted, laid_out, dtype, {SCALER, *ENGINE_FILES}, has_weights=True)
         return layouts, [*notices, *target.notices()]
 
@@ -199,7 +199,7 @@ def _check_base(base: CheckpointIndex) -> None:
 class _Target:
     base: CheckpointIndex
     wanted: Wanted
-    style: DcpStyle
+    style: DcpKeyLayout
 
     def _weights(self) -> Iterator[tuple[str, str, tuple[int, ...], State, bool]]:
         """Yield name, dtype, shape and state of each tensor of the model, and whether it is cut."""
@@ -323,7 +323,7 @@ class _Target:
             return dict(group.hyper)
         own = {}
         # torch's loader asks for it if the run that resumes has a scheduler, which adds it to the groups
-        if CLIENTS[self.wanted.client].needs_scheduler or saved_scheduler(self.base) is not None:
+        if LOADERS[self.wanted.client].needs_scheduler or saved_scheduler(self.base) is not None:
             first = first_rates(self.base, self.wanted)[number]
             own["initial_lr"] = group.hyper.get("lr") if first is None else first
         return {**own, **self._defaults(), **group.hyper}

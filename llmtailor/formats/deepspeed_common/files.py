@@ -23,7 +23,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import is_path_below
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, counted, printable
 from llmtailor.loaders.files import LATEST, MODEL_STATES, OPTIM_STATES, UNSHARDED_MODEL, WHOLE_MODEL, is_shard_name
-from llmtailor.loaders.loader import CLIENTS, is_tag_alone
+from llmtailor.loaders.loader import LOADERS, is_tag_alone
 from llmtailor.storage.local import locate, location_of, read_source
 
 UNIVERSAL = UNIVERSAL_SUFFIX
@@ -237,7 +237,7 @@ def read_tag(root: Path, where: str, file: str, tags: list[str], problems: Probl
     folders ``tags``, if any."""
     tags = sorted(tags, key=lambda tag: (len(tag), tag))
     latest = root / file
-    if not latest.exists() and (named := CLIENTS[ACCELERATE].tag) in tags:  # accelerate does not look for the file
+    if not latest.exists() and (named := LOADERS[ACCELERATE].tag) in tags:  # accelerate does not look for the file
         return named
     if not latest.exists() and tags:
         what, fix = "the file is missing, so DeepSpeed will not find the tag folder", "write the tag into it"

@@ -38,19 +38,19 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import Trees
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.lightning import check_engine, is_lightnings, regrouped
+from llmtailor.formats.common.lightning import check_engine, is_from_lightning, regrouped
 from llmtailor.formats.deepspeed_common.files import ShardFiles, write_latest
-from llmtailor.formats.deepspeed_common.ranks import Ranks, Shards, find_contradictions, is_dealt_out, read_ranks
 from llmtailor.formats.deepspeed_common.shards import section
-from llmtailor.formats.deepspeed_common.trees import ZeroTarget, new_engine
+from llmtailor.formats.deepspeed_common.states import Ranks, Shards, find_contradictions, read_ranks, uses_round_robin
+from llmtailor.formats.deepspeed_common.write import ZeroTarget, new_engine
 from llmtailor.formats.format import Draft
-from llmtailor.formats.manifest import read_manifest
+from llmtailor.formats.provenance import read_manifest
 from llmtailor.formats.weights import lay_out_missing_weights
 from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, LATEST_UNIVERSAL, MANIFEST, SCALER, TRAINER_STATE
-from llmtailor.loaders.loader import CLIENTS
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.loaders.scheduler import SchedulerFacts, compare_scheduler, regroup_scheduler
-from llmtailor.loaders.write import Wanted, lay_out_trainer_files, made_client_files, params_on_disk, scheduler_for
+from llmtailor.loaders.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
 from llmtailor.model.roles import MASTER, WEIGHT, State
 
 _MIXED = "copy the whole tag folder again; its files come from different saves"
@@ -69,10 +69,10 @@ def read_shards(
     ranks = read_ranks(trees, files, name, problems)
     if ranks is None:
         return Draft(problems)
-    if client is None and trainer.client.name == DEEPSPEED and is_lightnings(ranks.some_model.rest):
-        trainer = replace(trainer, client=CLIENTS[LIGHTNING])
+    if client is None and trainer.client.name == DEEPSPEED and is_from_lightning(ranks.some_model.rest):
+        trainer = replace(trainer, client=LOADERS[LIGHTNING])
     config, optim, model = ranks.some_optim.ds_config, ranks.some_optim, ranks.some_model
-    dealt = model.world_size if is_dealt_out(config, optim.stage, optim.variant) else 1
+    dealt = model.world_size if uses_round_robin(config, optim.stage, optim.variant) else 1
     cut = (optim.groups, model.param_shapes, optim.steps, optim.gaps)
     groups, sub_groups = order_groups(*cut, dealt_to=dealt)
     index = CheckpointIndex(
@@ -235,7 +235,7 @@ def check_folder(
     is_there = (index.root / files.tag).is_dir()
     if is_there and not any(client.finds(path.name) for path in index.root.iterdir()):
         begins = "whose name begins with" if client.tag.endswith("*") else "with the name"
-        what = f"the tag folder is {files.tag}, but {client.loader} looks for one {begins} {client.tag.rstrip('*')}"
+        what = f"the tag folder is {files.tag}, but {client.title} looks for one {begins} {client.tag.rstrip('*')}"
         fix = f"rename it to {client.default_tag.format(index.global_step)}, and write that into latest"
         yield Finding(place, what, fix, Code.FILE_NAME, ERROR)
     if (
@@ -244,7 +244,7 @@ def check_folder(
         and client.name == ACCELERATE
         and files.tag == client.tag
     ):
-        what = f"the file is missing; {client.loader} does not need it, but DeepSpeed's tools do"
+        what = f"the file is missing; {client.title} does not need it, but DeepSpeed's tools do"
         fix = f"write the tag into it: {write_latest(index.root / LATEST, files.tag)}"
         yield Finding(PathIn(index.name, LATEST), what, fix, Code.FILE_NAME, WARNING)
     if SCALER in trainer.files:
@@ -309,7 +309,7 @@ def lay_out_engine(
     if target.client.saves_model or base.form.is_partial:
         weights, missing = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
         notices += missing
-    made, about = made_client_files(base, wanted)
+    made, about = synthesize_files(base, wanted)
     notices += [*about, *_rounded_twice(base, wanted.dtype)]
     if base.form.family in (FSDP, DCP) and wanted.dtype is None:
         what = f"the run that resumes has to train in {precision}, the dtype of the params"

@@ -17,7 +17,7 @@ from llmtailor.checkpoint.index import (
     FSDP,
     PARTIAL,
     UNIVERSAL,
-    DcpStyle,
+    DcpKeyLayout,
     PartialFacts,
     TensorEntry,
 )
@@ -29,13 +29,14 @@ from llmtailor.containers.safetensors import WeightFile, read_header
 from llmtailor.containers.unpickle import check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt
 from llmtailor.findings import Finding
-from llmtailor.formats.common.dcp_style import STYLE, read_style
+from llmtailor.formats.common.dcp_key_layout import STYLE, read_style
 from llmtailor.formats.common.lightning import read_optimizer_tree, without_states
 from llmtailor.formats.common.optimizer import parse_optimizer, read_optimizer
 from llmtailor.formats.common.states import make_index
 from llmtailor.formats.deepspeed_common.files import ShardFiles
 from llmtailor.formats.deepspeed_common.read import read_shards
 from llmtailor.formats.format import Draft
+from llmtailor.formats.partial.json_trees import PADDING, decode
 from llmtailor.formats.partial.manifest import (
     SCHEMA_BUNDLE,
     TREE,
@@ -45,7 +46,6 @@ from llmtailor.formats.partial.manifest import (
     frozen_name,
     read_manifest,
 )
-from llmtailor.formats.partial.trees import PADDING, decode
 from llmtailor.loaders.loader import looks_partial
 from llmtailor.loaders.read import read_trainer_files
 from llmtailor.model.parts import Param
@@ -321,7 +321,7 @@ def _read_plain(partial: Partial, client: str | None) -> Draft:
     return Draft(problems, index, trainer)
 
 
-def _style(partial: Partial) -> DcpStyle | None:
+def _style(partial: Partial) -> DcpKeyLayout | None:
     """Return how the run's DCP folders are arranged; None if the training has saved by itself."""
     if STYLE not in partial.inside:
         return None

@@ -17,20 +17,11 @@ from llmtailor.checkpoint.optimizer import part_size
 from llmtailor.containers.json import extent_of
 from llmtailor.containers.unpickle import Ordered, TensorView
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
-from llmtailor.formats.common.dcp_style import STYLE, cut_rows, style_tree
+from llmtailor.formats.common.dcp_key_layout import STYLE, cut_rows, style_tree
 from llmtailor.formats.common.states import optimizer_tree
 from llmtailor.formats.deepspeed_common.files import describe_shards, optim_name
-from llmtailor.formats.deepspeed_common.trees import ZeroTarget, make_shards, slice_of
-from llmtailor.formats.partial.manifest import (
-    SCHEMA_BUNDLE,
-    TREE,
-    BundleFact,
-    Manifest,
-    ParamFact,
-    bundle_name,
-    frozen_name,
-)
-from llmtailor.formats.partial.trees import (
+from llmtailor.formats.deepspeed_common.write import ZeroTarget, make_shards, slice_of
+from llmtailor.formats.partial.json_trees import (
     BundleLayout,
     Entry,
     Known,
@@ -39,6 +30,15 @@ from llmtailor.formats.partial.trees import (
     placeholder,
     stored,
     to_text,
+)
+from llmtailor.formats.partial.manifest import (
+    SCHEMA_BUNDLE,
+    TREE,
+    BundleFact,
+    Manifest,
+    ParamFact,
+    bundle_name,
+    frozen_name,
 )
 from llmtailor.loaders.files import (
     CARD,
@@ -50,7 +50,7 @@ from llmtailor.loaders.files import (
     is_weight_file,
     rng_file,
 )
-from llmtailor.loaders.loader import client_of
+from llmtailor.loaders.loader import loader_of
 from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
@@ -252,7 +252,7 @@ def _live_dtype(index: CheckpointIndex, param: Param) -> str:
 
 
 def _is_carried(path: str, index: CheckpointIndex) -> bool:
-    client = client_of(index)
+    client = loader_of(index)
     made = {LATEST, CARD, PARTIAL_MANIFEST, client.optimizer, client.scheduler, SCALER}
     is_ours = path in made or is_of_states(path) or is_weight_file(path) or is_rng_file(path)
     return "/" not in path and not is_ours
@@ -330,10 +330,10 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
                 tree = {**tree, "optimizer_state_dict": {k: v for k, v in outer.items() if k != "param_slice_mappings"}}
             add(rank, path, tree if outer is not None else _model_tree(tree, index, rank))
     else:
-        add(0, client_of(index).optimizer, optimizer_tree(index, index.layout, is_partial=True))
+        add(0, loader_of(index).optimizer, optimizer_tree(index, index.layout, is_partial=True))
     if index.train.dcp is not None:
         add(0, STYLE, style_tree(index.train.dcp))
-    owners = {client_of(index).scheduler: 0, **({} if index.form.has_masters else {SCALER: 0})}
+    owners = {loader_of(index).scheduler: 0, **({} if index.form.has_masters else {SCALER: 0})}
     owners |= {rng_file(rank, index.world_size, index.client): rank for rank in range(index.world_size)}
     for path, rank in owners.items():
         if path in index.train.trees:

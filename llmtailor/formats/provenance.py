@@ -14,11 +14,11 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json
 from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.errors import PathIn, SourceError
-from llmtailor.formats.common.lightning import is_lightnings
+from llmtailor.formats.common.lightning import is_from_lightning
 from llmtailor.formats.deepspeed_common.files import model_name
 from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
 from llmtailor.loaders.files import CKPT, MANIFEST, TRAINER_STATE, WHOLE_MODEL
-from llmtailor.loaders.loader import CLIENTS, is_partial
+from llmtailor.loaders.loader import LOADERS, is_partial
 from llmtailor.loaders.trainer_state import CALLBACKS, read_mark
 from llmtailor.model.parts import layer_of
 
@@ -126,10 +126,10 @@ def read_lightning(root: Path) -> Mapping[Any, Any] | None:
 
     Raises SourceError for a damaged file.
     """
-    tag = CLIENTS[LIGHTNING].tag
+    tag = LOADERS[LIGHTNING].tag
     places = [CKPT, f"{tag}/{WHOLE_MODEL}", f"{tag}/{model_name(0, 3)}"]
     if root.is_file():
         places = ["."] if root.suffix == ".ckpt" else []
     path = next((path for path in places if (root / path).is_file()), None)
     tree = read_torch_file(root, path, root.name).tree if path is not None else None
-    return tree if is_lightnings(tree) else None
+    return tree if is_from_lightning(tree) else None

@@ -251,7 +251,7 @@ def _check_mappings(
 
     Other mismatches prove nothing: under ``round_robin_gradients`` DeepSpeed saves wrong ones.
     """
-    if any(shard and is_dealt_out(shard.ds_config, shard.stage, shard.variant) for shard in shards):
+    if any(shard and uses_round_robin(shard.ds_config, shard.stage, shard.variant) for shard in shards):
         return
     groups = [*zip(model.param_shapes, cuts, strict=True)]
     of_rank = [tuple(_mapping(shapes, cut.vector, rank) for shapes, cut in groups) for rank in range(len(shards))]
@@ -267,7 +267,7 @@ def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -
     return {param: (end - begin, offset) for param, begin, end, offset in vector.on_rank(numels, rank)}
 
 
-def is_dealt_out(ds_config: Mapping[str, Any], stage: int, variant: str) -> bool:
+def uses_round_robin(ds_config: Mapping[str, Any], stage: int, variant: str) -> bool:
     """Return whether ``round_robin_gradients`` has dealt out a group's params; BF16_Optimizer ignores the setting."""
     dealt = section(ds_config, "zero_optimization").get("round_robin_gradients") is True
     return dealt and variant != "bf16_optimizer" and stage < 3

@@ -1,4 +1,4 @@
-"""A `DcpStyle` as the object tree in which a partial checkpoint keeps it.
+"""A `DcpKeyLayout` as the object tree in which a partial checkpoint keeps it.
 
 ::
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from llmtailor.checkpoint.index import FOLDERS, SHARDS, WHOLE, DcpEntry, DcpStyle
+from llmtailor.checkpoint.index import FOLDERS, FULL, SHARDS, DcpEntry, DcpKeyLayout
 from llmtailor.checkpoint.layout import Copy
 from llmtailor.codes import Code
 from llmtailor.containers.json import as_dict, get, read_tensor
@@ -23,7 +23,7 @@ STYLE = "dcp/style"
 """The name of the tree; no stock file has it"""
 
 
-def style_tree(style: DcpStyle) -> dict[str, Any]:
+def style_tree(style: DcpKeyLayout) -> dict[str, Any]:
     """Return a style as a tree, which `read_style` reads back."""
     return {
         "model": style.model,
@@ -45,15 +45,15 @@ def _entry_tree(entry: DcpEntry) -> dict[str, Any]:
     return {"path": entry.path, "dtype": dtype, "shape": shape, "boxes": tensors}
 
 
-def read_style(tree: Any, where: str) -> DcpStyle:
+def read_style(tree: Any, where: str) -> DcpKeyLayout:
     """Return the style in a tree. Raises SourceError for one that `style_tree` did not make."""
     tree = as_dict(tree, "the file", where)
     words = [get(tree, key, str, where) for key in ("model", "optimizer", "form")]
-    if words[2] not in (FOLDERS, SHARDS, WHOLE):
+    if words[2] not in (FOLDERS, SHARDS, FULL):
         raise damaged(where, f"form {words[2]!r:.40} is unknown", Code.FIELD_RANGE)
     entries = [_read_entry(node, where) for node in get(tree, "others", list, where)]
     others = {".".join(map(str, entry.path)): entry for entry in entries}
-    return DcpStyle(words[0], words[1], get(tree, "is_flat", bool, where), words[2], others)
+    return DcpKeyLayout(words[0], words[1], get(tree, "is_flat", bool, where), words[2], others)
 
 
 def _read_entry(node: Any, where: str) -> DcpEntry:

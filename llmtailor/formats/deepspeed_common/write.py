@@ -26,7 +26,7 @@ from llmtailor.containers.torch_file import Content, TorchLayout, pickle_content
 from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor
 from llmtailor.formats.deepspeed_common.files import UNIVERSAL, model_name, optim_name
 from llmtailor.loaders.files import ADAPTER_CONFIG
-from llmtailor.loaders.loader import CLIENTS, Client
+from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 DS_VERSION = "0.19.8"
@@ -111,14 +111,14 @@ class ZeroTarget:
     """Dtype of the weights in training"""
     kinds: tuple[str, ...]
     """Elementwise states of the optimizer; none in fp16 while every step so far has overflowed"""
-    client: Client
+    client: Loader
     """Whose loader will look for the tag folder"""
 
     @classmethod
     def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str, client: str) -> ZeroTarget:
         trained = next((param for one in base.sub_groups for param in one.params), None)
         kinds = (state.kind for state in base.held if state.param == trained and state.kind not in _NOT_MOMENTS)
-        return cls(base, layout, precision, tuple(kinds), CLIENTS[client])
+        return cls(base, layout, precision, tuple(kinds), LOADERS[client])
 
     @property
     def tag(self) -> str:
