@@ -20,11 +20,11 @@ from hypothesis import settings
 from helpers.asking import answers_from_a_fork  # noqa: F401
 from helpers.reflinks import copied, folder, reflinks, small_limits  # noqa: F401
 from partial.runs import LONG_JOBS
-from real import harness
-from real.forkserver import MIN_HOST_BUFFER
-from real.harness import Run, Runs, Train, TrainingFailed, missing
-from real.runs import LONG
-from real.spec import Spec
+from trainings import harness
+from trainings.catalogue import LONG
+from trainings.forkserver import MIN_HOST_BUFFER
+from trainings.harness import Run, Runs, Train, TrainingFailed, missing
+from trainings.spec import Spec
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for DeepSpeed's own tools, which tests call
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and threads that wait for work take the other core
@@ -111,7 +111,7 @@ def runs(pytestconfig: pytest.Config) -> Runs:
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     """``train(specs, ranks)`` trains them one after another in one set of ranks."""
 
-    def start(specs: Iterable[Spec], ranks: int, program: str = "real.train") -> dict[str, Run]:
+    def start(specs: Iterable[Spec], ranks: int, program: str = "trainings.trainer") -> dict[str, Run]:
         try:
             return harness.train(specs, ranks, tmp_path_factory.mktemp("train"), program=program)
         except TrainingFailed as error:

@@ -15,8 +15,7 @@ torch = pytest.importorskip("torch")
 import llmtailor  # noqa: E402
 import oracle.any  # noqa: E402
 from dcp.conftest import Trained  # noqa: E402
-from dcp.holding import read  # noqa: E402
-from dcp.test_pairs import of_snapshot  # noqa: E402
+from helpers.states import of_snapshot, read  # noqa: E402
 from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.errors import MismatchError  # noqa: E402
@@ -25,10 +24,10 @@ from llmtailor.model.roles import MASTER, MODULE, WEIGHT, State  # noqa: E402
 from llmtailor.recipe import Average, Recipe, Select, Whole  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from oracle.zero3 import MOMENTS, differ  # noqa: E402
-from plain.training import train as train_alone  # noqa: E402
-from real.harness import Run, Runs, Train  # noqa: E402
-from real.runs import MIDDLE, TWO_RANKS, TWO_RANKS_ANY  # noqa: E402
 from real.test_reshard import assert_loaded, reshard  # noqa: E402
+from trainings.alone import train as train_alone  # noqa: E402
+from trainings.catalogue import MIDDLE, TWO_RANKS, TWO_RANKS_ANY  # noqa: E402
+from trainings.harness import Run, Runs, Train  # noqa: E402
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DCP_RUNS = ("trainer", "ddp")

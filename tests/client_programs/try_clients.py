@@ -146,7 +146,7 @@ CLIENTS = (
 
 def make_inputs(work: Path) -> None:
     """Write a tiny Llama with a tokenizer, and the same rows in each program's format."""
-    from real.models import build, tokenizer
+    from trainings.models import build, tokenizer
 
     build("llama", 3, tied=False).save_pretrained(work / "model")
     words = tokenizer()

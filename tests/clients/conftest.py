@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clients.runs import ALL
-from real.harness import Run, TrainingFailed, train_once
+from trainings.harness import Run, TrainingFailed, train_once
 
 
 class Loops:
@@ -19,7 +19,7 @@ class Loops:
     def __getitem__(self, name: str) -> Run:
         if not self._found:
             try:
-                self._found = train_once(ALL, 2, "clients.train")
+                self._found = train_once(ALL, 2, "trainings.loops")
             except TrainingFailed as error:
                 pytest.fail(str(error), pytrace=False)
         return self._found[name]

@@ -20,9 +20,9 @@ import llmtailor  # noqa: E402
 from clients.conftest import Loops  # noqa: E402
 from clients.runs import TWO_RANKS  # noqa: E402
 from clients.test_resume import convert, copy_of_partial  # noqa: E402
-from dcp.holding import read, same  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from helpers.recipes import odd_layers_from  # noqa: E402
+from helpers.states import read, same  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import UnsafePickle  # noqa: E402
 from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
@@ -30,9 +30,9 @@ from llmtailor.loaders.files import TRAINER_STATE  # noqa: E402
 from llmtailor.model.roles import MASTER, WEIGHT  # noqa: E402
 from llmtailor.runs.scan import find_latest  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from plain import training as plain  # noqa: E402
 from thin.scene import call, contents, copy_of, folders  # noqa: E402
 from thin.scene import compose as compose_run  # noqa: E402
+from trainings import alone as plain  # noqa: E402
 
 pytestmark = pytest.mark.real
 FILES = {

@@ -18,7 +18,7 @@ from clients.conftest import Loops  # noqa: E402
 from clients.runs import SAVERS, TWO_RANKS  # noqa: E402
 from clients.spec import Spec  # noqa: E402
 from clients.test_resume import convert, copy_of_partial  # noqa: E402
-from dcp.holding import read, same  # noqa: E402
+from helpers.states import read, same  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.containers.safetensors import SINGLE  # noqa: E402
 from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint  # noqa: E402
@@ -26,9 +26,9 @@ from llmtailor.findings import WARNING  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from real.harness import Run, Runs, train  # noqa: E402
-from real.spec import Spec as TrainersSpec  # noqa: E402
 from thin.scene import call  # noqa: E402
+from trainings.harness import Run, Runs, train  # noqa: E402
+from trainings.spec import Spec as TrainersSpec  # noqa: E402
 
 pytestmark = pytest.mark.real
 THERE_AND_BACK = {
@@ -66,7 +66,7 @@ def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pyte
     for name, spec in DIRECT.items():
         out = convert(loops.checkpoint(name), folder / spec.name / "checkpoint-2", layout=spec.client)
         specs.append(spec.resumed(checked(out, spec.client), spec.name))
-    return train(specs, 2, tmp_path_factory.mktemp("resumed"), program="clients.train")
+    return train(specs, 2, tmp_path_factory.mktemp("resumed"), program="trainings.loops")
 
 
 LONG = ("engine-1", "accelerate-3")

@@ -14,8 +14,8 @@ import fsspec
 from click.testing import CliRunner
 
 from clients.conftest import Loops
-from dcp.holding import read, same
 from helpers.commands import forget_urls, run_here
+from helpers.states import read, same
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.cli.main import cli
 from llmtailor.errors import SourceError

@@ -24,8 +24,8 @@ from llmtailor.findings import WARNING  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from real.harness import TrainingFailed, train  # noqa: E402
 from thin.scene import call, compose  # noqa: E402
+from trainings.harness import TrainingFailed, train  # noqa: E402
 
 pytestmark = pytest.mark.real
 STEP = 2
@@ -131,7 +131,7 @@ def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pyte
         batches.setdefault(2, []).append(TWO_RANKS["engine-3"].resumed(place, name, steps=5, save_steps=5))
     found: dict[str, Any] = {}
     for ranks, specs in batches.items():
-        found |= train(specs, ranks, tmp_path_factory.mktemp("resumed"), program="clients.train")
+        found |= train(specs, ranks, tmp_path_factory.mktemp("resumed"), program="trainings.loops")
     return found
 
 
@@ -184,13 +184,13 @@ def test_an_engine_finds_what_salvage_has_put_in_place(resumed: dict[str, Any]) 
 def test_a_killed_loop_goes_on_from_half_of_the_layers(name: str, loops: Loops, tmp_path: Path) -> None:
     spec = replace(SAVERS[name], name="run", saver="parity", save_steps=1, dies_at=3)
     with pytest.raises(TrainingFailed, match="rank"):
-        train([spec], 2, tmp_path, program="clients.train")
+        train([spec], 2, tmp_path, program="trainings.loops")
     call("merge", "--run", tmp_path / "run")
     out = tmp_path / "run" / "checkpoint-3"
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.level == RESUMABLE and not verdict.findings
     again = spec.resumed(out, "again", saver="", dies_at=0, save_steps=3)
-    (run,) = train([again], 2, tmp_path, program="clients.train").values()
+    (run,) = train([again], 2, tmp_path, program="trainings.loops").values()
     straight = loops[name].losses[4]
     assert run.losses.keys() == {4} and 0.5 * straight < run.losses[4] < 1.5 * straight
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dcp.runs import THREE_RANKS, TWO_RANKS
-from real.harness import Run, TrainingFailed, train_once
+from trainings.harness import Run, TrainingFailed, train_once
 
 
 class Trained:
@@ -20,7 +20,7 @@ class Trained:
         specs, ranks = (TWO_RANKS, 2) if name in TWO_RANKS else (THREE_RANKS, 3)
         if ranks not in self._found:
             try:
-                self._found[ranks] = train_once(specs, ranks, "dcp.train")
+                self._found[ranks] = train_once(specs, ranks, "trainings.fsdp")
             except TrainingFailed as error:
                 pytest.fail(str(error), pytrace=False)
         return self._found[ranks][name]

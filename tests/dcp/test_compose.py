@@ -13,9 +13,12 @@ torch = pytest.importorskip("torch")
 
 import llmtailor  # noqa: E402
 import oracle.any  # noqa: E402
-from dcp.holding import assert_holds, assert_same_held  # noqa: E402
-from dcp.test_pairs import of_snapshot  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
+from helpers.states import (  # noqa: E402
+    assert_holds,
+    assert_same_held,
+    of_snapshot,
+)
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata  # noqa: E402
 from llmtailor.errors import MismatchError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402

@@ -18,14 +18,13 @@ torch = pytest.importorskip("torch")
 
 import llmtailor  # noqa: E402
 import oracle.any  # noqa: E402
-from dcp.holding import assert_same_held  # noqa: E402
 from dcp.runs import THREE_RANKS, TWO_RANKS  # noqa: E402
 from dcp.spec import Spec  # noqa: E402
-from llmtailor.model.roles import MASTER  # noqa: E402
+from helpers.states import assert_same_held, of_snapshot  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
-from oracle.zero3 import MOMENTS, Snapshot  # noqa: E402
-from real import runs as deepspeed_runs  # noqa: E402
-from real.harness import train  # noqa: E402
+from oracle.zero3 import MOMENTS  # noqa: E402
+from trainings import catalogue as deepspeed_runs  # noqa: E402
+from trainings.harness import train  # noqa: E402
 
 STEP = 2
 DEEPSPEED = deepspeed_runs.TWO_RANKS | deepspeed_runs.TWO_RANKS_ANY
@@ -135,12 +134,12 @@ def resumed(request, trained, runs, tmp_path_factory) -> dict[str, Any]:
     batches: dict[tuple[str, int], list[Any]] = {}
     for pair in pairs:
         out = convert(checkpoint_of(pair, trained, runs), folder / str(pair) / f"checkpoint-{STEP}", pair)
-        program = "real.train" if pair.kind == "deepspeed" else "dcp.train"
+        program = "trainings.trainer" if pair.kind == "deepspeed" else "trainings.fsdp"
         batches.setdefault((program, pair.ranks), []).append(pair.spec(out))
     for name, ranks in NATIVE:
         if any((pair.source, pair.ranks) == (name, ranks) for pair in pairs):
             spec = TWO_RANKS[name].resumed(trained.checkpoint(name), f"{name}-native-{ranks}", save_steps=4)
-            batches.setdefault(("dcp.train", ranks), []).append(replace(spec, per_device_batch=6 // ranks))
+            batches.setdefault(("trainings.fsdp", ranks), []).append(replace(spec, per_device_batch=6 // ranks))
     for (program, ranks), specs in batches.items():
         found |= train(specs, ranks, tmp_path_factory.mktemp("resumed"), program=program)
     return found
@@ -151,14 +150,6 @@ def truth(pair: Pair, trained: Any, runs: Any) -> Mapping[str, Any]:
     if not pair.is_of_deepspeed:
         return trained[pair.source].held[STEP]
     return of_snapshot(oracle.any.load(runs[pair.source].checkpoint(STEP)))
-
-
-def of_snapshot(snapshot: Snapshot) -> dict[str, Any]:
-    states = {name: {"step": torch.tensor(step)} for name, step in snapshot.steps.items()}
-    for moment in MOMENTS:
-        for name, tensor in snapshot.kind(moment).items():
-            states[name][moment] = tensor
-    return {"weights": snapshot.kind(MASTER), "states": states}
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dcp.holding import assert_holds  # noqa: E402
 from dcp.runs import TWO_RANKS  # noqa: E402
+from helpers.states import assert_holds  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 

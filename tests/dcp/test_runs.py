@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import llmtailor  # noqa: E402
-from dcp.holding import read  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
+from helpers.states import read  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.roles import State  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402

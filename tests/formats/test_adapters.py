@@ -12,7 +12,7 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, get_
 from llmtailor.formats.weights import NAMING
 from llmtailor.model.mergekit_data import on_disk
 from llmtailor.model.parts import Param
-from real.models import build
+from trainings.models import build
 
 TARGETS = {"target_modules": ["q_proj", "v_proj", "up_proj"]}
 CONFIGS = {

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from helpers.asking import in_a_fresh_process
 from helpers.cases import diagonal
 from helpers.checkpoints import SMALL, make
+from helpers.composing import to_plain, to_zero
+from helpers.states import read
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
@@ -23,9 +25,8 @@ from llmtailor.formats.plain import detects
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, State
 from oracle import zero3
-from plain.composing import read, to_plain, to_zero
-from real.models import build
 from synthetic import pickled_as_deepspeed
+from trainings.models import build
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NO_DECAY = ("norm", "bias")

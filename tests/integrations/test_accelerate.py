@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.saving import newest_checkpoint, saver_for  # noqa: E402
-from real.models import build  # noqa: E402
+from trainings.models import build  # noqa: E402
 
 STEPS = 6
 

@@ -16,7 +16,7 @@ from llmtailor.errors import UnsupportedCheckpoint  # noqa: E402
 from llmtailor.formats.provenance import stated_attempt  # noqa: E402
 from llmtailor.integrations.lightning import PartialSaving, _is_first, newest_checkpoint  # noqa: E402
 from llmtailor.runs.folder import RunFolder  # noqa: E402
-from real.models import build  # noqa: E402
+from trainings.models import build  # noqa: E402
 
 pytestmark = pytest.mark.real
 EPOCH_STEPS = 2

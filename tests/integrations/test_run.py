@@ -23,8 +23,8 @@ import llmtailor.integrations.report_to  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.cli.run import _STARTUP, is_first_launcher, prepare  # noqa: E402
 from llmtailor.integrations.launched import LaunchedSaving  # noqa: E402
-from partial.alone import Alone  # noqa: E402
-from real.harness import environment  # noqa: E402
+from trainings.alone import Alone  # noqa: E402
+from trainings.harness import environment  # noqa: E402
 
 pytestmark = pytest.mark.real
 TESTS = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ import sys
 import hidden
 
 assert importlib.util.find_spec("transformers.trainer") is not None
-from partial.alone import Alone
+from trainings.alone import Alone
 
 run = Alone(sys.argv[1], logging_strategy="no", report_to=sys.argv[2:] or "none").train()
 sys.exit(7 if run.trainer.args.process_index == 0 else 0)
@@ -125,7 +125,7 @@ def test_the_saver_is_added_when_a_script_imports_the_trainer(tmp_path, script, 
     monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS])
     monkeypatch.delitem(vars(transformers), "Trainer")
     monkeypatch.setitem(sys.modules, "hidden", None)
-    for name in ("sitecustomize", "transformers.trainer", "partial.alone"):
+    for name in ("sitecustomize", "transformers.trainer", "trainings.alone"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     importlib.import_module("sitecustomize")
     with pytest.raises(SystemExit) as end:

@@ -14,8 +14,8 @@ from trl import SFTConfig, SFTTrainer
 
 from llmtailor.saving import attach
 from llmtailor.verify.verify import verify_checkpoint
-from real.models import build, tokenizer
 from thin.scene import call
+from trainings.models import build, tokenizer
 
 pytestmark = pytest.mark.real
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_runs.runs import ALL
 from llmtailor.runs.folder import RunFolder
-from real.harness import Run, TrainingFailed, train_once
+from trainings.harness import Run, TrainingFailed, train_once
 
 
 class Lightnings:
@@ -20,7 +20,7 @@ class Lightnings:
     def __getitem__(self, name: str) -> Run:
         if not self._found:
             try:
-                self._found = train_once(ALL, 2, "lightning_runs.train")
+                self._found = train_once(ALL, 2, "trainings.lightning")
             except TrainingFailed as error:
                 pytest.fail(str(error), pytrace=False)
         return self._found[name]

@@ -20,9 +20,9 @@ import fsspec  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 
 import llmtailor  # noqa: E402
-from dcp.holding import read, same  # noqa: E402
 from helpers.commands import forget_urls  # noqa: E402
 from helpers.recipes import odd_layers_from  # noqa: E402
+from helpers.states import read, same  # noqa: E402
 from lightning_runs.conftest import Lightnings  # noqa: E402
 from lightning_runs.runs import RUNS, SAVERS, needs_lightning  # noqa: E402
 from lightning_runs.spec import NEWEST, Spec  # noqa: E402
@@ -39,8 +39,8 @@ from llmtailor.runs.folder import RunFolder  # noqa: E402
 from llmtailor.runs.scan import find_latest  # noqa: E402
 from llmtailor.verify.inspect import inspect_checkpoint  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from real.harness import TrainingFailed, train  # noqa: E402
 from thin.scene import call, compose, folders  # noqa: E402
+from trainings.harness import TrainingFailed, train  # noqa: E402
 
 pytestmark = [pytest.mark.real, needs_lightning]
 NOTES = {"ddp-groups": [(NOTE, Code.STATE_MISSING)]}
@@ -140,7 +140,7 @@ def resumed(
         batches[2].append(spec.resumed(NEWEST, name))
     found: dict[str, Any] = {}
     for ranks, specs in batches.items():
-        found |= train(specs, ranks, place, program="lightning_runs.train")
+        found |= train(specs, ranks, place, program="trainings.lightning")
     return found
 
 
@@ -194,13 +194,13 @@ def forget_full(run: Path) -> None:
 def test_a_killed_training_goes_on_from_partial_checkpoints(name: str, lightnings: Lightnings, tmp_path: Path) -> None:
     spec = replace(RUNS[name], name="run", saver="parity", dies_at=3)
     with pytest.raises(TrainingFailed, match="rank"):
-        train([spec], 2, tmp_path, program="lightning_runs.train")
+        train([spec], 2, tmp_path, program="trainings.lightning")
     forget_full(tmp_path / "run")
     call("merge", "--run", tmp_path / "run", "--at", 2)
     out = tmp_path / "run" / "checkpoint-2"
     assert findings_of(out, deep=True) == []
     again = spec.resumed(ckpt_path(out), "run", dies_at=0)
-    (run,) = train([again], 2, tmp_path, program="lightning_runs.train").values()
+    (run,) = train([again], 2, tmp_path, program="trainings.lightning").values()
     straight = lightnings[name].losses
     assert run.losses.keys() == {3, 4} and all(run.losses[step] < 1.1 * straight[step] for step in run.losses)
     assert findings_of(RunFolder(tmp_path / "run").full()[4]) == []  # Lightning's own, of params with several steps

@@ -11,12 +11,12 @@ import yaml
 from safetensors.torch import load_file
 
 import llmtailor
+from helpers.composing import compose
+from helpers.same import differences
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER
 from oracle.any import load
 from oracle.zero3 import MOMENTS, differ
-from partial.composing import compose
 from partial.harness import Done, without_saver
-from partial.same import differences
 
 NOT_OURS = {"zero_to_fp32.py", "zero_to_torch.py"}
 """Files of the Trainer's checkpoints that no resume reads"""

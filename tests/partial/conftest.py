@@ -6,7 +6,7 @@ import pytest
 
 from partial.harness import Done, run_jobs
 from partial.runs import jobs_for
-from real.harness import TrainingFailed, compiler
+from trainings.harness import TrainingFailed, compiler
 
 
 class Trained:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from partial.jobs import Job
-from real.harness import train
+from trainings.harness import train
 
 
 @dataclass(frozen=True)
@@ -65,5 +65,5 @@ def without_saver(log: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_jobs(jobs: Iterable[Job], ranks: int, folder: Path) -> dict[str, Done]:
-    runs = train(jobs, ranks, folder, program="partial.driver")
+    runs = train(jobs, ranks, folder, program="trainings.attached")
     return {name: Done(run.spec, run.folder, ranks) for name, run in runs.items()}  # type: ignore[arg-type]

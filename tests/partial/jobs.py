@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from real.spec import Spec
+from trainings.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from partial.jobs import Job
-from real.runs import FROZEN, SMALL_GROUPS
+from trainings.catalogue import FROZEN, SMALL_GROUPS
 
 CHECKED_2 = [
     Job("z3", per_device_batch=3, steps=8),

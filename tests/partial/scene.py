@@ -16,8 +16,8 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import crc32
-from partial.alone import Alone
 from thin.scene import save_partial
+from trainings.alone import Alone
 
 STEPS = (100, 200, 300)
 STAGES = {"zero3": 3, "zero2": 2, "plain": 0}

@@ -19,13 +19,13 @@ from safetensors.torch import load_file  # noqa: E402
 
 import llmtailor  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
+from helpers.states import read  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER  # noqa: E402
 from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
 from llmtailor.runs.scan import choose_for_run  # noqa: E402
 from partial.checking import check_composite, newest  # noqa: E402
 from partial.runs import CHECKED_2, CHECKED_3, LIVELY, TEACHERS  # noqa: E402
-from plain.composing import read  # noqa: E402
 from salvage.damage import truncate  # noqa: E402
 
 CHECKED = [job.name for job in (*CHECKED_2, *CHECKED_3)]

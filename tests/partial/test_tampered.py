@@ -25,6 +25,7 @@ pytest.importorskip("accelerate")
 
 import llmtailor  # noqa: E402
 from helpers.cases import diagonal  # noqa: E402
+from helpers.states import read  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import RecipeError, SourceError, TailorError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
@@ -32,7 +33,6 @@ from llmtailor.model.roles import State  # noqa: E402
 from llmtailor.runs.scan import scan_run  # noqa: E402
 from llmtailor.verify.inspect import inspect_checkpoint  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from partial.alone import Alone  # noqa: E402
 from partial.scene import (  # noqa: E402
     bundles,
     edit_header,
@@ -43,8 +43,8 @@ from partial.scene import (  # noqa: E402
     mend_manifest,
     partials,
 )
-from plain.composing import read  # noqa: E402
 from thin.scene import compose  # noqa: E402
+from trainings.alone import Alone  # noqa: E402
 
 ROUNDS = [7, pytest.param(int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "30")), marks=pytest.mark.long)]
 FORMS = ("zero3", "saver")

@@ -16,13 +16,16 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer  # noqa: E402
 
 from helpers.cases import diagonal  # noqa: E402
+from helpers.composing import compose  # noqa: E402
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError  # noqa: E402
 from llmtailor.saving import PartialSaving, attach, saver_for  # noqa: E402
 from oracle.zero3 import differ  # noqa: E402
-from partial.alone import MOMENTS, Alone  # noqa: E402
-from partial.composing import compose  # noqa: E402
-from plain.training import Tokens  # noqa: E402
-from real.models import build, tokenizer  # noqa: E402
+from trainings.alone import (  # noqa: E402
+    MOMENTS,
+    Alone,
+    Tokens,
+)
+from trainings.models import build, tokenizer  # noqa: E402
 
 FULL = {"policy": "full", "save_steps": 2}
 ODD = ("layers.1.", "lm_head")

@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 import pytest
 
 from peers.seam import LOG
-from real.harness import caches, environment
+from trainings.harness import caches, environment
 
 TESTS = Path(__file__).parents[1]
 

@@ -11,6 +11,8 @@ pytestmark = pytest.mark.real
 from safetensors.torch import load_file  # noqa: E402
 
 import llmtailor  # noqa: E402
+from helpers.composing import to_plain  # noqa: E402
+from helpers.states import read  # noqa: E402
 from llmtailor.checkpoint.optimizer import without_names  # noqa: E402
 from llmtailor.findings import ERROR  # noqa: E402
 from llmtailor.formats.plain import detects  # noqa: E402
@@ -18,8 +20,7 @@ from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.roles import FROZEN, MASTER, WEIGHT, State  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from plain.composing import read, to_plain  # noqa: E402
-from plain.training import NamedGroups, live_states, train  # noqa: E402
+from trainings.alone import NamedGroups, live_states, train  # noqa: E402
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

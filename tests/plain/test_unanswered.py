@@ -21,8 +21,8 @@ from llmtailor.formats.common import param_names as model  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.saving import saver_for  # noqa: E402
 from llmtailor.timing import too_slow  # noqa: E402
-from plain.training import train  # noqa: E402
-from real.models import build  # noqa: E402
+from trainings.alone import train  # noqa: E402
+from trainings.models import build  # noqa: E402
 
 
 @pytest.fixture(scope="module")

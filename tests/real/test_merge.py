@@ -21,9 +21,9 @@ from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from oracle.deepspeed_tools import assert_universal_agrees, assert_zero_to_fp32_agrees
 from oracle.weights import EXPERTS, with_weights
 from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ, load
-from real.harness import Run, Runs, Train
-from real.runs import MIDDLE, THREE_RANKS, TWO_RANKS, long_but
-from real.spec import Spec
+from trainings.catalogue import MIDDLE, THREE_RANKS, TWO_RANKS, long_but
+from trainings.harness import Run, Runs, Train
+from trainings.spec import Spec
 
 ALL = TWO_RANKS | THREE_RANKS
 SHORT_MIXED = {

@@ -18,7 +18,7 @@ from llmtailor.compose.report import Report
 from llmtailor.model.roles import WEIGHT
 from oracle.any import load
 from oracle.zero3 import differ
-from real.harness import Runs
+from trainings.harness import Runs
 
 SINGLE = "model.safetensors"
 SAVED = {"llama-no-gather": "llama"}

@@ -1,4 +1,4 @@
-"""Runs of train_more.py: the Trainer under DDP without DeepSpeed, and adapters (PEFT) under DeepSpeed."""
+"""Runs of trainings/trainer_more.py: the Trainer under DDP without DeepSpeed, and adapters (PEFT) under DeepSpeed."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from llmtailor.model.roles import MASTER
 from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import assert_same, compose, differ
-from real.harness import Run, Train
-from real.models import build
-from real.runs import MIDDLE
-from real.spec import Spec
 from real.test_merge import part_of
+from trainings.catalogue import MIDDLE
+from trainings.harness import Run, Train
+from trainings.models import build
+from trainings.spec import Spec
 
 pytestmark = pytest.mark.real
 
-PROGRAM = "real.train_more"
+PROGRAM = "trainings.trainer_more"
 ADAPTER = "adapter_model.safetensors"
 NOISE = 5e-4
 """Of the loss in bf16, with another stage of ZeRO"""

@@ -15,10 +15,10 @@ from transformers import Trainer
 import llmtailor
 from llmtailor.recipe import Recipe
 from llmtailor.training import LayerGroupsMixin
-from plain import training as plain
-from real.harness import Run, Runs, Train
-from real.runs import MIDDLE, long_but
-from real.spec import Spec
+from trainings import alone as plain
+from trainings.catalogue import MIDDLE, long_but
+from trainings.harness import Run, Runs, Train
+from trainings.spec import Spec
 
 pytestmark = pytest.mark.real
 

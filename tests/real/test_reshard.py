@@ -27,10 +27,10 @@ from oracle.any import load
 from oracle.deepspeed_tools import assert_universal_agrees
 from oracle.weights import with_weights
 from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ
-from real.harness import Run, Runs, Train
-from real.runs import MIDDLE, RESUMED_ANY, THREE_RANKS, THREE_RANKS_ANY, TWO_RANKS, TWO_RANKS_ANY, long_but
-from real.spec import Spec
 from real.test_merge import part_of
+from trainings.catalogue import MIDDLE, RESUMED_ANY, THREE_RANKS, THREE_RANKS_ANY, TWO_RANKS, TWO_RANKS_ANY, long_but
+from trainings.harness import Run, Runs, Train
+from trainings.spec import Spec
 
 ALL = TWO_RANKS | TWO_RANKS_ANY | THREE_RANKS | THREE_RANKS_ANY
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -13,15 +13,15 @@ pytestmark = pytest.mark.real
 
 from transformers import Trainer  # noqa: E402
 
+from helpers.states import read  # noqa: E402
 from llmtailor.compose.write import write  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.roles import EXP_AVG, State  # noqa: E402
 from llmtailor.salvage.plan import Salvage, plan_salvage, rows  # noqa: E402
 from llmtailor.saving import attach  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from plain.composing import read  # noqa: E402
-from plain.training import train  # noqa: E402
 from salvage.damage import flip, truncate  # noqa: E402
+from trainings.alone import train  # noqa: E402
 
 PARAM = "model.layers.1.mlp.up_proj.weight"
 

@@ -17,8 +17,8 @@ from llmtailor.salvage.plan import Salvage, gain, plan_salvage, rows
 from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import Snapshot, assert_same, differ
-from real.harness import Runs
 from salvage.damage import chosen, copied, flip, mix, shard, truncate, without_rank
+from trainings.harness import Runs
 
 ZERO2 = ["zero2", "zero2-layer", "zero1-bf16opt", "zero2-aligned"]
 

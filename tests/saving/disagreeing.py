@@ -12,7 +12,7 @@ from llmtailor.codes import Code
 from llmtailor.errors import PathIn, TailorError, UnsafePickle, UsageError
 from llmtailor.saving import PartialSaving, newest_checkpoint
 from llmtailor.saving.training import Ranks
-from partial.alone import Alone
+from trainings.alone import Alone
 
 
 def facts(call: Callable[[], object]) -> list[Any]:

@@ -93,7 +93,7 @@ class Loop:
         """Compose a step, and demand of each param what it was at the step of its newest save."""
         from safetensors.torch import load_file
 
-        from partial.composing import compose
+        from helpers.composing import compose
 
         compose(self.run, step, out=out)
         weights, optimizer = load_file(out / "model.safetensors"), torch.load(out / "optimizer.pt")

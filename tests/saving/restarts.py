@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from partial.alone import Alone
-from real.spec import Spec
-from real.train import deepspeed_config
+from trainings.alone import Alone
+from trainings.spec import Spec
+from trainings.trainer import deepspeed_config
 
 STEPS, KILLS = 8, (3, 6)
 ATTACHED = {"policy": "full", "save_steps": 2, "on_restart": "compose"}

@@ -23,10 +23,10 @@ from transformers import (
     default_data_collator,
 )
 
-from dcp.train import FORMS, CpuTrainer, Watch
+from helpers.composing import compose
 from llmtailor.saving import attach, saver_for
-from partial.composing import compose
-from plain.training import Tokens
+from trainings.alone import Tokens
+from trainings.fsdp import FORMS, CpuTrainer, Watch
 
 STEPS, VOCAB = 6, 62
 RANKS = {"fsdp": 3, "hsdp": 4, "partly": 2, "trainer": 2, "experts": 2}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from real.harness import TIMEOUT_S, environment
+from trainings.harness import TIMEOUT_S, environment
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_save.py"

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, load_model  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import llmtailor  # noqa: E402
+from helpers.composing import compose  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.saving import saver_for  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from partial.composing import compose  # noqa: E402
 from saving.loop import Loop  # noqa: E402
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from real.harness import start_ranks
 from saving.kills import LIVES
+from trainings.harness import start_ranks
 
 
 @pytest.mark.parametrize("campaign", ["6-1", pytest.param("200-2", marks=pytest.mark.long)])

@@ -15,14 +15,14 @@ pytestmark = pytest.mark.real
 
 from transformers import Trainer, TrainerCallback  # noqa: E402
 
+from helpers.composing import compose  # noqa: E402
 from llmtailor.errors import SourceError, TargetError, UsageError  # noqa: E402
 from llmtailor.runs.scan import Newest, compose_newest  # noqa: E402
 from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint  # noqa: E402
 from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment  # noqa: E402
-from partial.alone import Alone  # noqa: E402
-from partial.composing import compose  # noqa: E402
-from real.harness import start_ranks  # noqa: E402
 from saving.restarts import KILLS, STEPS  # noqa: E402
+from trainings.alone import Alone  # noqa: E402
+from trainings.harness import start_ranks  # noqa: E402
 
 FULL = {"policy": "full", "save_steps": 2}
 COMPOSE = {**FULL, "on_restart": "compose"}

@@ -19,9 +19,9 @@ from helpers.indexes import make_index
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.write import check_can_be_partial
 from llmtailor.model.parts import Param
-from plain.training import train
 from thin.scene import call, compose, copy_of, sources, taken
 from thin.test_real import assert_alike
+from trainings.alone import train
 
 
 def freeze(model: Any) -> None:

@@ -15,8 +15,8 @@ from helpers.cases import every
 from oracle.any import load
 from oracle.zero3 import Snapshot, assert_same
 from oracle.zero3 import compose as compose_slowly
-from real.harness import Runs
 from thin.scene import call, compose, copy_of, folders, sources, taken
+from trainings.harness import Runs
 
 NAMES = [
     *("llama", "llama-sub", "llama-layer", "llama-tied-layer", "llama-frozen", "llama-extras-layer", "llama-ds-both"),

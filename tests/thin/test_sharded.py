@@ -16,9 +16,9 @@ from safetensors.torch import load_file  # noqa: E402
 import llmtailor  # noqa: E402
 import oracle.any  # noqa: E402
 from dcp.conftest import Trained, trained  # noqa: E402, F401
-from dcp.holding import assert_holds, read, same  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
+from helpers.states import assert_holds, read, same  # noqa: E402
 from llmtailor.checkpoint.index import CheckpointIndex  # noqa: E402
 from llmtailor.engine import staging as space  # noqa: E402
 from llmtailor.engine.pool import Stop  # noqa: E402
@@ -27,8 +27,8 @@ from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.roles import WEIGHT  # noqa: E402
 from llmtailor.runs import thin as service  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from real.harness import Runs  # noqa: E402
 from thin.scene import SHORT, call, compose, copy_of, folders, make_run, sources, taken  # noqa: E402
+from trainings.harness import Runs  # noqa: E402
 from universal.converting import by_deepspeed, convert  # noqa: E402
 
 STEPS = (100, 200, 300)

@@ -15,9 +15,9 @@ from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.model.parts import Param
 from llmtailor.training import LayerGroupsMixin, decaying_names, layer_param_groups
-from real.harness import start_ranks
-from real.models import CONFIGS, build
 from training import layered
+from trainings.harness import start_ranks
+from trainings.models import CONFIGS, build
 
 DECAY = layered.DECAY
 

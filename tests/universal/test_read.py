@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 
 import llmtailor  # noqa: E402
 import oracle.any  # noqa: E402
-from dcp.holding import read  # noqa: E402
 from helpers.commands import run_here as run  # noqa: E402
+from helpers.states import read  # noqa: E402
 from llmtailor.errors import MismatchError, SourceError, TargetError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.roles import BUFFER, WEIGHT  # noqa: E402

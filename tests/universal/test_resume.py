@@ -17,11 +17,10 @@ torch = pytest.importorskip("torch")
 
 import oracle.any  # noqa: E402
 from dcp.conftest import Trained, trained  # noqa: E402, F401
-from dcp.holding import assert_same_held  # noqa: E402
-from dcp.test_pairs import of_snapshot  # noqa: E402
+from helpers.states import assert_same_held, of_snapshot  # noqa: E402
 from oracle.zero3 import MOMENTS  # noqa: E402
-from real.harness import train  # noqa: E402
-from real.runs import TWO_RANKS, TWO_RANKS_ANY  # noqa: E402
+from trainings.catalogue import TWO_RANKS, TWO_RANKS_ANY  # noqa: E402
+from trainings.harness import train  # noqa: E402
 from universal.converting import by_deepspeed, convert  # noqa: E402
 
 STEP = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from real import train as stock
-from real.spec import Spec
+from trainings import trainer as stock
+from trainings.spec import Spec
 
 config_of = stock.deepspeed_config
 

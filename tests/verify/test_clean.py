@@ -8,7 +8,7 @@ import pytest
 
 from llmtailor.model.roles import EXP_AVG, MASTER
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, to_json, verify_checkpoint
-from real.runs import BATCHES
+from trainings.catalogue import BATCHES
 
 NAMES = [name for batch in BATCHES.values() for name in batch]
 SAYS = {

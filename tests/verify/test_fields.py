@@ -23,7 +23,7 @@ from llmtailor.loaders.scheduler import SCHEDULER_TABLE  # noqa: E402
 from llmtailor.loaders.stock_fields import Field, Table  # noqa: E402
 from llmtailor.loaders.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from plain.training import NamedGroups, train  # noqa: E402
+from trainings.alone import NamedGroups, train  # noqa: E402
 from verify.damages import STEP  # noqa: E402
 
 RUNS = (

@@ -25,7 +25,7 @@ from llmtailor.findings import NOTE  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.roles import State  # noqa: E402
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint  # noqa: E402
-from plain.training import train  # noqa: E402
+from trainings.alone import train  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ def test_a_save_before_the_first_step_is_no_damage(tmp_path):
     """accelerate's ``checkpoint_0``."""
     from accelerate import Accelerator
 
-    from real.models import build
+    from trainings.models import build
 
     def prepare() -> tuple[Any, Any, Any]:
         accelerator = Accelerator(cpu=True)

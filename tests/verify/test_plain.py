@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from llmtailor.errors import UnsupportedCheckpoint  # noqa: E402
 from llmtailor.findings import SEVERITIES  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from plain.training import NamedGroups, train  # noqa: E402
+from trainings.alone import NamedGroups, train  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs" / "findings.md"
 

@@ -26,7 +26,7 @@ from transformers import set_seed
 from clients.spec import Spec
 from helpers.ranks import train_each
 from llmtailor.saving import saver_for
-from real.models import VOCAB, build
+from trainings.models import VOCAB, build
 
 FSDP = {
     "fsdp_version": 2,

@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+import llmtailor
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.optimizer import lay_out_optimizer
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
+from llmtailor.compose.report import Report
 from llmtailor.engine.copy import execute
 from llmtailor.formats.registry import writer_of
 from llmtailor.loaders.write import Wanted
+from llmtailor.recipe.strategies import StrategyOptions
+from llmtailor.runs.scan import choose_for_run
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+
+def compose(run: Path, at: int, ranks: int | None = None, out: Path | None = None) -> Report:
+    recipe = choose_for_run(run, at, StrategyOptions("latest"))[0]
+    return llmtailor.merge(recipe, out, llmtailor.Options(world_size=ranks))
 
 
 def to_plain(base: CheckpointIndex, out: Path, world_size: int = 1) -> Path:
@@ -52,13 +57,3 @@ def write(layouts: list[FileLayout], base: CheckpointIndex, out: Path) -> None:
     names = {*base.params, *base.tied, *(state.param for state in base.held)}
     out.mkdir()
     execute(plan_composite(layouts, [base], Sources(dict.fromkeys(names, 0)), 0), out)
-
-
-def read(root: Path, held: TensorEntry) -> torch.Tensor:
-    """Read a state the way the index says."""
-    data = bytearray()
-    for piece in held.place.cover(0, held.numel):
-        with (root / piece.extent.path).open("rb") as file:
-            file.seek(piece.extent.start)
-            data += file.read(piece.extent.num_bytes)
-    return torch.frombuffer(data, dtype=DTYPES[held.dtype]).reshape(held.shape)

@@ -38,10 +38,10 @@ from torch.utils._pytree import tree_map
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import TrainerControl, TrainerState
 
-from dcp import fsdp1
 from dcp.spec import Spec, from_json
-from plain.training import Tokens
-from real.models import build
+from trainings import fsdp1
+from trainings.alone import Tokens
+from trainings.models import build
 
 RATE, DECAY = 5e-3, 0.1
 

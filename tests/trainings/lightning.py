@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from helpers.ranks import train_each
 from lightning_runs.spec import NEWEST, Spec
 from llmtailor.integrations.lightning import PartialSaving, newest_checkpoint
-from real.models import VOCAB, build
+from trainings.models import VOCAB, build
 
 RATE, LENGTH, EPOCH_STEPS = 5e-3, 12, 2
 

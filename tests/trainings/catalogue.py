@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from real.spec import Spec, by_name
+from trainings.spec import Spec, by_name
 
 FROZEN = ("*embed_tokens*", "*.layers.1.*")
 SMALL_GROUPS = 3000

@@ -17,9 +17,9 @@ from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
 from oracle.deepspeed_tools import assert_universal_agrees, assert_zero_to_fp32_agrees
 from oracle.weights import as_saved
 from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ, load
-from real.harness import HERE, TIMEOUT_S, Run, Runs, TrainingFailed, environment, start_ranks, train
-from real.runs import MIDDLE, RESUMED, THREE_RANKS, TWO_RANKS
-from real.spec import Spec
+from trainings.catalogue import MIDDLE, RESUMED, THREE_RANKS, TWO_RANKS
+from trainings.harness import HERE, TIMEOUT_S, Run, Runs, TrainingFailed, environment, start_ranks, train
+from trainings.spec import Spec
 
 ALL = TWO_RANKS | THREE_RANKS
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -142,7 +142,7 @@ def test_torchrun_trains_the_same(runs: Runs, tmp_path: Path) -> None:
     spec = straight.spec.resumed(straight.checkpoint(2), "again")
     (tmp_path / "specs.json").write_text(json.dumps([spec.to_json()]))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [str(HERE / "train.py"), str(tmp_path / "specs.json"), str(tmp_path)]
+    words = [str(HERE / "trainer.py"), str(tmp_path / "specs.json"), str(tmp_path)]
     done = subprocess.run([*launch, *words], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     assert not done.returncode, done.stdout + done.stderr
     again = Run(spec, tmp_path / "again")
@@ -151,14 +151,14 @@ def test_torchrun_trains_the_same(runs: Runs, tmp_path: Path) -> None:
 
 def test_a_hung_training_is_killed_and_tells_its_log(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed, match=r"not done after 2 s(.|\n)*rank 0 hangs"):
-        start_ranks("real.unlucky", [tmp_path / "nothing"], 2, tmp_path, timeout_s=2)
+        start_ranks("trainings.unlucky", [tmp_path / "nothing"], 2, tmp_path, timeout_s=2)
     wait_for_the_end_of_both_ranks(tmp_path)
 
 
 def test_a_killed_rank_takes_the_others_along(tmp_path: Path) -> None:
     (tmp_path / "kill").touch()
     with pytest.raises(TrainingFailed, match=r"rank 1 ended with code -9(.|\n)*rank 0 hangs"):
-        start_ranks("real.unlucky", [tmp_path / "kill"], 2, tmp_path)
+        start_ranks("trainings.unlucky", [tmp_path / "kill"], 2, tmp_path)
     wait_for_the_end_of_both_ranks(tmp_path)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.model.roles import FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from oracle.zero3 import MOMENTS, Snapshot
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
@@ -59,3 +60,11 @@ def assert_same_held(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         assert dict.fromkeys(kinds).keys() == now["states"][name].keys()
         for kind, value in kinds.items():
             assert same(now["states"][name][kind], value), (name, kind)
+
+
+def of_snapshot(snapshot: Snapshot) -> dict[str, Any]:
+    states = {name: {"step": torch.tensor(step)} for name, step in snapshot.steps.items()}
+    for moment in MOMENTS:
+        for name, tensor in snapshot.kind(moment).items():
+            states[name][moment] = tensor
+    return {"weights": snapshot.kind(MASTER), "states": states}

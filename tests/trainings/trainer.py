@@ -22,10 +22,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
-from real.echo import Echo
-from real.forkserver import die_with_parent
-from real.models import VOCAB, add_extras, build, layer_groups, tokenizer
-from real.spec import Spec, from_json
+from trainings.echo import Echo
+from trainings.forkserver import die_with_parent
+from trainings.models import VOCAB, add_extras, build, layer_groups, tokenizer
+from trainings.spec import Spec, from_json
 
 RATE, DECAY = 5e-3, 0.1
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from real import train
-from real.spec import Spec
+from trainings import trainer as train
+from trainings.spec import Spec
 
 LORA = LoraConfig(r=3, target_modules=["q_proj", "v_proj", "up_proj"], modules_to_save=["lm_head"])
 stock_build, stock_config = train.build, train.deepspeed_config

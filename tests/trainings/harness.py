@@ -24,13 +24,15 @@ from typing import Any
 
 import pytest
 
-from real.runs import batch
-from real.spec import Spec
+from trainings.catalogue import batch
+from trainings.spec import Spec
 
 HERE = Path(__file__).parent
 NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "safetensors")
 TIMEOUT_S = 560
 TAIL_LINES = 60
+TRAINS = ("spec", "models", "echo", "trainer", "fsdp", "fsdp1", "loops", "lightning")
+"""What decides how trainings come out that are kept"""
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,11 @@ class Runs:
         return found[name]
 
 
-def train_once(specs: Mapping[str, Any], ranks: int, program: str = "real.train") -> dict[str, Run]:
+def train_once(specs: Mapping[str, Any], ranks: int, program: str = "trainings.trainer") -> dict[str, Run]:
     """Train, or find what another session or process has trained, or wait for the one that does."""
     kept = Path(os.environ.get("LLMTAILOR_TEST_CACHE") or caches() / "runs").resolve()
     kept.mkdir(parents=True, exist_ok=True)
-    folder = kept / f"{ranks}-ranks-{fingerprint(specs, HERE.parent / program.partition('.')[0])}"
+    folder = kept / f"{ranks}-ranks-{fingerprint(specs)}"
     with (kept / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
@@ -134,7 +136,7 @@ class TrainingFailed(Exception):
 
 
 def train(
-    specs: Iterable[Spec], ranks: int, folder: Path, timeout_s: float = TIMEOUT_S, program: str = "real.train"
+    specs: Iterable[Spec], ranks: int, folder: Path, timeout_s: float = TIMEOUT_S, program: str = "trainings.trainer"
 ) -> dict[str, Run]:
     """Train one spec after another in one set of processes."""
     specs = list(specs)
@@ -196,7 +198,7 @@ class Server:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "real.forkserver"],
+            [sys.executable, "-m", "trainings.forkserver"],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -255,11 +257,9 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in NEEDED} | {"python": sys.version}
 
 
-def fingerprint(specs: Mapping[str, Any], program: Path) -> str:
+def fingerprint(specs: Mapping[str, Any]) -> str:
     """Change whenever the trainings might come out otherwise."""
-    paths = {path.name: path for folder in (HERE, program) for path in sorted(folder.glob("*.py"))}
-    names = ("train.py", "echo.py", "models.py", "spec.py", "fsdp1.py")
-    code = {name: paths[name].read_text() for name in names if name in paths}
+    code = {name: (HERE / f"{name}.py").read_text() for name in TRAINS}
     return digest({"specs": [spec.to_json() for spec in specs.values()], "code": code, "versions": versions()})
 
 

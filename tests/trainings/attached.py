@@ -39,15 +39,15 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from helpers.composing import compose
 from llmtailor.engine import streams
 from llmtailor.errors import TailorError
 from llmtailor.saving import attach
 from llmtailor.saving.snapshot import Snapshot, StepBarrier
-from partial.composing import compose
 from partial.jobs import Job, from_json
-from real.models import add_extras, build, tokenizer
-from real.train import DECAY, RATE, LayerGroups, Tokens, deepspeed_config
-from real.train_more import LORA
+from trainings.models import add_extras, build, tokenizer
+from trainings.trainer import DECAY, RATE, LayerGroups, Tokens, deepspeed_config
+from trainings.trainer_more import LORA
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HOLD_LOCK = (

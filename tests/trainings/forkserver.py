@@ -47,7 +47,7 @@ def warm_up() -> None:
     import transformers
 
     from llmtailor.saving import save
-    from real.models import CONFIGS, build
+    from trainings.models import CONFIGS, build
 
     save.LEAST_BUFFER = MIN_HOST_BUFFER
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do

@@ -1,9 +1,10 @@
-"""The Trainer without DeepSpeed, in this process, with the saver attached: a second for a tiny model."""
+"""The plain Trainer, in this process: no DeepSpeed, one CPU process, a second or two for a tiny model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,105 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 from llmtailor.saving import attach
-from plain.training import DECAY, RATE, Tokens
-from real.models import build
+from trainings.models import VOCAB, build
+
+RATE, DECAY = 5e-3, 0.1
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Arithmetic progressions, so that there is something to learn; with 256 rows those of real/train.py."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        tokens = (i + torch.arange(12) * (1 + i % 3)) % VOCAB
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class NamedGroups(Trainer):
+    """One group per param, in reverse, that lists its name: nothing like the Trainer's own groups."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        named = [(name, param) for name, param in (model or self.model).named_parameters() if param.requires_grad]
+        groups = [{"params": [param], "lt_params": [name], "weight_decay": DECAY} for name, param in reversed(named)]
+        self.optimizer = torch.optim.AdamW(groups, lr=RATE)
+        return self.optimizer
+
+
+class Losses(TrainerCallback):
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.losses[state.global_step] = logs["loss"]
+
+
+@dataclass
+class Run:
+    folder: Path
+    trainer: Trainer
+    losses: dict[int, float] = field(default_factory=dict)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / f"checkpoint-{step}"
+
+
+def train(
+    folder: Path,
+    arch: str = "llama",
+    *,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    kind: type[Trainer] = Trainer,
+    prepare: Callable[[Any], None] = lambda model: None,
+    resume_from: Path | None = None,
+    steps: int = 4,
+    layers: int = 2,
+    batch: int = 2,
+    rows: int = 64,
+    bf16: bool = False,
+) -> Run:
+    """Train ``steps`` steps, saving every second one; ``bf16`` computes in it, by autocast."""
+    args = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=steps,
+        save_strategy="steps",
+        save_steps=2,
+        logging_steps=1,
+        per_device_train_batch_size=batch,
+        bf16=bf16,
+        learning_rate=RATE,
+        weight_decay=DECAY,
+        lr_scheduler_type="linear",
+        seed=0,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    set_seed(0)
+    model = build(arch, layers, tied).to(dtype)
+    prepare(model)
+    losses = Losses()
+    trainer = kind(
+        model=model, args=args, train_dataset=Tokens(rows), data_collator=default_data_collator, callbacks=[losses]
+    )
+    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    return Run(folder, trainer, losses.losses)
+
+
+def live_states(run: Run) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what the optimizer of a finished run holds, by the names of the live params."""
+    optimizer = run.trainer.optimizer
+    return {
+        name: optimizer.state[param] for name, param in run.trainer.model.named_parameters() if param in optimizer.state
+    }
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
