@@ -31,7 +31,7 @@ from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_file import Record, list_records
 from llmtailor.documents import encode
-from llmtailor.engine.copy import Context, FileResult, CopyStats, execute
+from llmtailor.engine.copy import Context, CopyStats, FileResult, execute
 from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.moving import Upload, clear, is_unfinished
 from llmtailor.engine.pool import Abandoned, Stop, stoppable

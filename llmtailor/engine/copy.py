@@ -317,7 +317,9 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) ->
     return filled, output
 
 
-def _fill(filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, beside: Executor, context: Context) -> None:
+def _fill(
+    filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, beside: Executor, context: Context
+) -> None:
     """Write the missing pieces."""
     marked, due = filled.at, None
     marking: Future[None] | None = None

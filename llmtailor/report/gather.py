@@ -72,7 +72,7 @@ class Checked:
 
     verdict: Verdict
     foreign: Code | None
-    """Why commands that choose checkpoints of the run skip it, whatever the verdict, see `runs.attempts.AttemptFilter`"""
+    """Why commands that choose checkpoints skip it, whatever the verdict: see `runs.folder.AttemptFilter`"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,7 +281,9 @@ def _newest(
     return PartChoice(part, shares, _why(holders[0], own[0]) if whole != 0 else "", _newer_masters(holders, own, whole))
 
 
-def _newer_masters(holders: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]], whole: int | None) -> int | None:
+def _newer_masters(
+    holders: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]], whole: int | None
+) -> int | None:
     """Return the newest holder before that of the whole that lacks only moments, which its save has left out."""
 
     def is_left_out(number: int, state: State, runs: Runs) -> bool:

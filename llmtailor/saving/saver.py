@@ -41,8 +41,8 @@ from llmtailor.ranks.board import as_error
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.model import (
-    PartChanges,
     Drift,
+    PartChanges,
     Samples,
     Sums,
     change_of,

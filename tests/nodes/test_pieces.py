@@ -16,7 +16,7 @@ from llmtailor.balance import deal
 from llmtailor.checkpoint.layout import FileLayout, Zeros
 from llmtailor.codes import Code
 from llmtailor.compose import write as share
-from llmtailor.engine.copy import FileResult, CopyStats
+from llmtailor.engine.copy import CopyStats, FileResult
 from llmtailor.engine.journal import Identity, Mark, Unfinished
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import (
