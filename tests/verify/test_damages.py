@@ -1,58 +1,187 @@
-"""Each known damage gives the finding that it must, at the right severity, and nothing worse."""
+"""Each damage gives the finding that docs/findings.md names, and nothing worse; `merge` does what the page says."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import verify.shard_damages  # noqa: F401  (adds to CASES)
-from llmtailor.findings import SEVERITIES
-from llmtailor.verify.verify import verify_checkpoint
-from verify.damages import CASES, OTHER_STEP, STEP, Case
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.real
 
-DOCS = Path(__file__).parents[2] / "docs" / "findings.md"
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+import llmtailor  # noqa: E402
+from dcp.conftest import trained  # noqa: E402, F401
+from llmtailor.errors import TailorError, UnsupportedCheckpoint  # noqa: E402
+from llmtailor.findings import SEVERITIES  # noqa: E402
+from llmtailor.recipe import Recipe  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from plain.training import train  # noqa: E402
+from universal.converting import convert  # noqa: E402
+from verify.damages import (  # noqa: E402
+    DCP,
+    DEEPSPEED,
+    OTHER_STEP,
+    STEP,
+    TRAINER,
+    UNIVERSAL,
+    UNJUDGED,
+    Change,
+    Table,
+    load_all,
+    swap_states,
+)
+
+TABLES = {"": DEEPSPEED, "plain: ": TRAINER, "DCP: ": DCP, "universal: ": UNIVERSAL}
+PAGE = {
+    title: (severity, set(re.findall("[a-z-]+", codes)), merge, stock)
+    for title, severity, codes, merge, stock in re.findall(
+        r"^\| (.+?) \| (error|warning|note|-)((?:,? `[a-z-]+`)*) \| (refuses|-) \| (.+) \|$",
+        (Path(__file__).parents[2] / "docs" / "findings.md").read_text(),
+        re.MULTILINE,
+    )
+}
+STAGES = {"ZeRO-3": ("llama",), "ZeRO-1/2": ("zero2",)}
 
 
-def short_run(at: int, case: Case) -> str:
-    """Return the run on which the short suite tries a damage; the usual two take turns."""
-    return case.runs[at % 2 if case.runs == ("llama", "zero2") else 0]
+def rows(prefix: str, *usual: str) -> Iterator[Any]:
+    """Yield title, change, what is said, and the run of each row. The short suite tries one run, and the usual take
+    turns."""
+    for at, (title, (change, *more)) in enumerate(TABLES[prefix].items()):
+        told, runs = (*more, "", None)[:2] if len(more) < 2 else more
+        runs = runs or STAGES.get(title.removesuffix(" (--deep)").rpartition(", ")[2], usual)
+        for number, run in enumerate(runs):
+            is_long = number != (at % len(usual) if runs == usual else 0)
+            marks = pytest.mark.long if is_long else ()
+            yield pytest.param(prefix + title, change, told, run, id=f"{title}-{run}", marks=marks)
 
 
-WITH_RUN = [
-    pytest.param(case, run, id=f"{case.title}-{run}", marks=() if run == short_run(at, case) else pytest.mark.long)
-    for at, case in enumerate(CASES)
-    for run in case.runs
-]
+def each(prefix: str, *usual: str) -> Any:
+    return pytest.mark.parametrize(("title", "change", "told", "run"), [*rows(prefix, *usual)])
 
 
-@pytest.mark.parametrize(("case", "run"), WITH_RUN)
-def test_a_damage_is_told(case, run, runs, tmp_path):
-    checkpoint = tmp_path / f"checkpoint-{STEP}"
-    shutil.copytree(runs[run].checkpoint(STEP), checkpoint)
-    before = verify_checkpoint(checkpoint, name="x")
-    case.damage(checkpoint, runs[run].checkpoint(OTHER_STEP))
-    checkpoint = next(tmp_path.glob("checkpoint-*"))
-    verdict = verify_checkpoint(checkpoint, name="x")
-    if case.deep:
-        assert verdict.findings == before.findings  # nothing that the structure would show
-        verdict = verify_checkpoint(checkpoint, deep=True, name="x")
-    new = [finding for finding in verdict.findings if finding not in before.findings]
-    if case.severity is None:
-        assert not new
+def plan(checkpoint: Path) -> None:
+    llmtailor.plan_merge(Recipe("x", "", checkpoint, (), None, None), checkpoint.parent / "out")
+
+
+def check(title: str, change: Change, told: str, checkpoint: Path, other: Path, folder: Path) -> None:
+    severity, codes, merge, _ = PAGE[title]
+    shutil.copytree(checkpoint, folder / checkpoint.name)
+    before = verify_checkpoint(folder / checkpoint.name, name="x").findings
+    change(folder / checkpoint.name, other)
+    (damaged,) = folder.glob("checkpoint-*")  # one damage is another name
+    verdict = verify_checkpoint(damaged, name="x")
+    if title.endswith(" (--deep)"):
+        assert verdict.findings == before  # nothing that the structure would show
+        verdict = verify_checkpoint(damaged, deep=True, name="x")
+    if merge == "-":
+        plan(damaged)
+    else:
+        with pytest.raises(TailorError):
+            plan(damaged)
+            llmtailor.merge(Recipe("x", "", damaged, (), None, None), folder / "out")
+    if severity == "-":
+        assert not {*verdict.findings} - {*before}
         return
-    told = [finding for finding in verdict.findings if case.told in finding.what]
-    assert told, "\n".join(map(str, verdict.findings))
-    assert told[0].severity == case.severity
-    worst = min((SEVERITIES.index(finding.severity) for finding in verdict.findings), default=None)
-    assert worst == SEVERITIES.index(case.severity), "\n".join(map(str, verdict.findings))
-    assert told[0].fix
-    assert verdict.is_resumable == (case.severity != "error")
+    found = [one for one in verdict.findings if told in one.what and one.severity == severity and one.code.value in codes]
+    assert found, "\n".join(f"{one.code.value} {one}" for one in verdict.findings)
+    assert all(one.fix for one in found)
+    assert severity == min((one.severity for one in verdict.findings), key=SEVERITIES.index), verdict.findings
+    assert verdict.is_resumable == (severity != "error")
 
 
-def test_the_page_lists_these_damages():
-    rows = re.findall(r"^\| (.+?) \| (error|warning|note|-) \|", DOCS.read_text(), re.MULTILINE)
-    cases = {(case.title + (" (--deep)" if case.deep else ""), case.severity or "-") for case in CASES}
-    assert set(rows) >= cases
+@each("", "llama", "zero2")
+def test_deepspeed(title, change, told, run, runs, tmp_path):
+    check(title, change, told, runs[run].checkpoint(STEP), runs[run].checkpoint(OTHER_STEP), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("plain")).checkpoint(STEP)
+
+
+@each("plain: ", "plain")
+def test_the_trainer_without_deepspeed(title, change, told, run, plain, tmp_path):
+    check(title, change, told, plain, plain, tmp_path)
+
+
+@pytest.mark.parametrize(("change", "told"), UNJUDGED.values(), ids=UNJUDGED)
+def test_what_can_not_be_judged_is_not_called_unresumable(change, told, plain, tmp_path):
+    root = Path(shutil.copytree(plain, tmp_path / "checkpoint-4"))
+    change(root, root)
+    for read in (verify_checkpoint, plan):
+        with pytest.raises(UnsupportedCheckpoint) as refused:
+            read(root)
+        assert told in str(refused.value) and all(problem.fix for problem in refused.value.problems)
+
+
+def test_states_of_equal_shape_swapped_cannot_be_seen(plain, tmp_path):
+    """As the page says."""
+    root = Path(shutil.copytree(plain, tmp_path / "checkpoint-4"))
+    states = torch.load(root / "optimizer.pt")["state"]
+    swap_states(*[number for number, state in states.items() if state["exp_avg"].dim() == 1][:2])(root, root)
+    assert not verify_checkpoint(root, deep=True).findings
+
+
+def of_another_save(trained, run: str) -> Path:  # noqa: F811
+    return trained.checkpoint(run, 4) if run == "trainer" else trained.checkpoint("loop-w3")
+
+
+@each("DCP: ", "loop")
+def test_dcp(title, change, told, run, trained, tmp_path):  # noqa: F811
+    check(title, change, told, trained.checkpoint(run), of_another_save(trained, run), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("title", "change", "run"),
+    [(*one.values[:2], one.values[3]) for one in rows("DCP: ", "loop") if one.values[3] in ("loop", "columns")],
+)
+def test_what_torch_does_with_it(title, change, run, trained, tmp_path):  # noqa: F811
+    """What the Trainer does takes a training to observe; it was read in its code."""
+    root = Path(shutil.copytree(trained.checkpoint(run), tmp_path / "checkpoint-2"))
+    change(root, of_another_save(trained, run))
+    stock = PAGE[title][3]
+
+    def load(**options: bool) -> None:
+        state = load_all(trained.checkpoint(run))
+        dcp.load(state, checkpoint_id=root, no_dist=True, planner=dcp.DefaultLoadPlanner(**options))
+
+    try:
+        load()
+    except (Exception, CheckpointException):  # the latter is no Exception
+        assert stock.startswith("fails")
+    else:
+        assert not stock.startswith("fails")
+    if "allow_partial_load" in stock:
+        load(allow_partial_load=True)
+
+
+def test_weights_alone_are_no_checkpoint(tmp_path):
+    dcp.save({"model": {"a.weight": torch.zeros(3)}}, checkpoint_id=tmp_path / "x", no_dist=True)
+    with pytest.raises(TailorError, match="no optimizer states"):
+        verify_checkpoint(tmp_path / "x")
+
+
+@pytest.fixture(scope="module")
+def universal(runs, tmp_path_factory):
+    root = tmp_path_factory.mktemp("universal") / f"checkpoint-{STEP}"
+    convert(runs["llama"].checkpoint(STEP), root, to="universal")
+    (root / "llmtailor.json").unlink()  # its checksums would show every damage
+    return root
+
+
+@each("universal: ", "llama")
+def test_universal(title, change, told, run, universal, tmp_path):
+    check(title, change, told, universal, universal, tmp_path)
+
+
+def test_the_page_lists_all_damages_and_no_others():
+    made: Table = {prefix + title: row for prefix, table in TABLES.items() for title, row in table.items()}
+    assert PAGE.keys() == made.keys()

@@ -20,9 +20,9 @@ from llmtailor.findings import ERROR  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.verify import smoke, smoke_worker  # noqa: E402
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint  # noqa: E402
-from trainings.alone import train  # noqa: E402
-from trainings.harness import start_ranks  # noqa: E402
-from verify.damages import edit, inner, masters, optim  # noqa: E402
+from plain.training import train  # noqa: E402
+from real.harness import start_ranks  # noqa: E402
+from verify.damages import Optimizer, optim  # noqa: E402
 
 
 class Forked:
@@ -70,11 +70,11 @@ def test_a_missing_state_id_and_another_master_are_caught(runs, tmp_path, forks,
     root = tmp_path / "checkpoint-4"
     shutil.copytree(before.root, root)
 
-    def lose(tree):
-        inner(tree)["state"].pop(1)
-        masters(tree)[0].detach()[5] += 1
+    def lose(it: Optimizer) -> None:
+        it.state.pop(1)
+        it.masters[0].detach()[5] += 1
 
-    edit(optim(root, 1), lose)
+    optim(lose, 1)(root, root)
     task = smoke.make_task(before, str(tmp_path))
     monkeypatch.setattr(smoke, "make_task", lambda *_: {**task, "root": str(root)})
     findings = smoke.resume_smoke(before)
