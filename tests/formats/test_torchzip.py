@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import os
 import shutil
 import subprocess
 import zipfile
@@ -17,7 +16,7 @@ from llmtailor.checkpoint.layout import Bytes, Copy, Zeros
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.torch_file import ALIGNMENT, lay_out_torch_file, read_torch_file
 from llmtailor.containers.unpickle import as_tensor, make_tensor
-from llmtailor.errors import SourceError, UnsafePickle, UnsupportedCheckpoint
+from llmtailor.errors import SourceError
 
 DTYPES = [
     torch.float32,
@@ -128,11 +127,6 @@ def test_records_beyond_4_gib(tmp_path):
     assert view.numel == numel
 
 
-def corrupt(path, how):
-    data = path.read_bytes()
-    path.write_bytes(how(data))
-
-
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -147,38 +141,13 @@ def corrupt(path, how):
 )
 def test_damaged_files_are_refused_with_the_reason(tmp_path, how, told):
     torch.save({"weight": torch.arange(100.0)}, tmp_path / "x.pt")
-    corrupt(tmp_path / "x.pt", how)
+    (tmp_path / "x.pt").write_bytes(how((tmp_path / "x.pt").read_bytes()))
     with pytest.raises(SourceError) as caught:
         read_torch_file(tmp_path, "x.pt", "ckpt/x.pt")
     (problem,) = caught.value.problems
     assert told in problem.what and problem.where == "ckpt/x.pt" and problem.fix
 
 
-def test_a_missing_file_and_torchs_legacy_format(tmp_path):
+def test_a_missing_file(tmp_path):
     with pytest.raises(SourceError, match="missing"):
-        read_torch_file(tmp_path, "x.pt", "x.pt")
-    torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedCheckpoint, match="legacy"):
-        read_torch_file(tmp_path, "old.pt", "old.pt")
-
-
-def test_compressed_and_overlapping_records_are_refused(tmp_path):
-    torch.save({"a": torch.zeros(1000)}, tmp_path / "x.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "x.pt") as source,
-        zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as bomb,
-    ):
-        for info in source.infolist():
-            bomb.writestr(info.filename, source.read(info))
-    with pytest.raises(SourceError, match="compressed"):
-        read_torch_file(tmp_path, "bomb.pt", "bomb.pt")
-
-
-def test_globals_off_the_list_are_refused_by_name(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.system, ("false",)
-
-    torch.save({"a": torch.ones(2), "evil": Evil()}, tmp_path / "x.pt")
-    with pytest.raises(UnsafePickle, match=r"(posix|nt)\.system"):
         read_torch_file(tmp_path, "x.pt", "x.pt")

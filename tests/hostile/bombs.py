@@ -195,6 +195,18 @@ def tensors() -> bytes:
 
 
 WEIGHTS: dict[str, tuple[Build, str]] = {
+    "an empty file": (plain(b""), "truncated"),
+    "half a length": (plain(bytes(7)), "truncated"),
+    "no header": (header(b""), "damaged"),
+    "a header of another kind": (header(b"[1]"), "damaged"),
+    "a header that is not JSON": (header(b"{nope}"), "damaged"),
+    "no data": (header(one()), "truncated"),
+    "an unknown dtype": (header(one(dtype="F31"), 2), "damaged"),
+    "a dtype alone": (header(b'{"a": {"dtype": "U8"}}', 2), "damaged"),
+    "another shape": (header(one(shape=[3]), 2), "2 bytes for a tensor"),
+    "a negative shape": (header(one(shape=[-2]), 2), "not a count"),
+    "offsets in reverse": (header(one(data_offsets=[2, 0]), 2), "2 bytes for a tensor"),
+    "tensors that overlap": (header(one()[:-1] + b"," + named(b"b")[1:], 2), "does not start"),
     "a length beyond the file": (header(b"{}", length=1 << 40), "a header of"),
     "a length of 2**63": (header(b"{}", length=2**63), "a header of"),
     "a length of 2**64 - 1": (header(b"{}", length=2**64 - 1), "a header of"),

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import llmtailor
 from helpers.checkpoints import make
-from llmtailor.recipe import Recipe
+from universal.converting import convert
 
-STAGES = {"zero3": 3, "zero2": 2, "plain": 0}
+FORMS: dict[str, dict[str, Any]] = {"zero2": {"stage": 2}, "plain": {"stage": 0}, "universal": {"to": "universal"}}
 
 
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Form -> checkpoint at step 100. Never write into them."""
     root = tmp_path_factory.mktemp("pristine")
-    source = make(root, 100)
-    found = {"zero3": source}
-    for form, stage in STAGES.items():
-        if stage != 3:
-            found[form] = root / form / "checkpoint-100"
-            recipe = Recipe("convert", "", source, (), None, None)
-            llmtailor.merge(recipe, found[form], llmtailor.Options(stage=stage))
+    found = {"zero3": make(root, 100)}
+    for form, options in FORMS.items():
+        found[form] = convert(found["zero3"], root / form / "checkpoint-100", **options)
     return found
 
 
 @pytest.fixture
 def copy_of(pristine: dict[str, Path], tmp_path: Path):
     """``copy_of("zero3")`` is a checkpoint that a test may damage."""
-
-    def copy(form: str, name: str = "checkpoint-100") -> Path:
-        return Path(shutil.copytree(pristine[form], tmp_path / name))
-
-    return copy
+    return lambda form, name="checkpoint-100": Path(shutil.copytree(pristine[form], tmp_path / name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,3 +142,52 @@ SAYINGS: dict[str, tuple[Build, str]] = {
     ),
 }  # fmt: skip
 """name -> what is done to a ZeRO-3 checkpoint, and the refusal; without one it may be read"""
+
+UP = "model.layers.0.mlp.up_proj.weight"
+PARAM, GLOBAL = f"global_step100_universal/zero/{UP}", "global_step100_universal/zero/optimizer_state.pt"
+
+
+def in_file(path: str, change: Callable[[dict], object]) -> Build:
+    return lambda checkpoint: edit(checkpoint / path, change)
+
+
+def named(name: str) -> Build:
+    """Give a param another name in the model states."""
+
+    def change(tree: dict) -> None:
+        (shapes,) = [shapes for shapes in tree["param_shapes"] if UP in shapes]
+        shapes[name] = shapes.pop(UP)
+        tree["module"][name] = tree["module"].pop(UP)
+
+    return lambda checkpoint: [edit(path, change) for path in checkpoint.glob("*/zero_pp*model_states.pt")].clear()
+
+
+def nan_step(checkpoint: Path) -> None:
+    torch.save(torch.tensor(float("nan")), checkpoint / PARAM / "step.pt")
+
+
+def pipe(checkpoint: Path) -> None:
+    (checkpoint / PARAM / "fp32.pt").unlink()
+    os.mkfifo(checkpoint / PARAM / "fp32.pt")
+
+
+def copy_state(checkpoint: Path) -> None:
+    shutil.copy(checkpoint / PARAM / "fp32.pt", checkpoint / PARAM / "weight.pt")
+
+
+UNIVERSAL: dict[str, tuple[Build, str]] = {
+    "a param named as a path outside": (named("../../../x"), "missing|module"),
+    "an absolute name": (named("/etc/passwd"), "missing|module"),
+    "tensor parallelism": (in_file(f"{PARAM}/fp32.pt", lambda tree: tree.update(vocab_tensor=True)), "vocab_tensor"),
+    "a tag outside": (file("latest_universal", b"../x"), "points to"),
+    "a pipe": (pipe, "missing"),
+    "a state with a name of ours": (copy_state, "weight"),
+    "no number as step": (nan_step, "not a number"),
+    "sub-groups of nobody": (
+        in_file(GLOBAL, lambda tree: tree["param_groups"][0].update(params=[5])), "own the sub-groups",
+    ),
+    "too many sub-groups": (
+        in_file(GLOBAL, lambda tree: tree["param_groups"].append({"params": [2]})), "own 3 sub-groups",
+    ),
+}  # fmt: skip
+"""The same for a universal checkpoint"""

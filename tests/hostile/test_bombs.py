@@ -13,13 +13,13 @@ import pytest
 
 from hostile.bombs import TORCH_FILES, WEIGHTS, laughs
 from hostile.exploits import STOP
-from hostile.sayings import SAYINGS
+from hostile.sayings import SAYINGS, UNIVERSAL
 
 MEMORY = 2 << 30
 """Address space of the process that reads them, in bytes"""
 SECONDS = 100
 """CPU time of that process for all of them together"""
-KINDS = {"torch": TORCH_FILES, "weights": WEIGHTS, "checkpoint": SAYINGS}
+KINDS = {"torch": TORCH_FILES, "weights": WEIGHTS, "zero3": SAYINGS, "universal": UNIVERSAL}
 SLOW = {
     *("a million objects", "half a million dicts", "5 million lists", "config.json of nothing but lists"),
     *("a header full of tensors", "a header full of lists"),
@@ -49,7 +49,8 @@ def inspect(path):
 read = {
     "torch": lambda path: read_torch_file(path.parent, path.name, path.name),
     "weights": lambda path: read_header(path.parent, path.name, path.name),
-    "checkpoint": inspect,
+    "zero3": inspect,
+    "universal": inspect,
 }
 for line in sys.stdin:
     kind, name, path = json.loads(line)
@@ -73,8 +74,8 @@ def verdicts(pristine, tmp_path_factory, request):
     jobs = []
     for number, (kind, name) in enumerate((one.params["kind"], one.params["name"]) for one in tried if one):
         path = root / str(number)
-        if kind == "checkpoint":
-            shutil.copytree(pristine["zero3"], path)
+        if kind in pristine:
+            shutil.copytree(pristine[kind], path)
         build, _ = KINDS[kind][name]
         build(path)
         jobs.append((kind, name, str(path)))

@@ -16,13 +16,16 @@ import llmtailor
 from helpers.checkpoints import model_states, optim_states
 from helpers.commands import run_here
 from llmtailor.checkpoint.layout import FileLayout
+from llmtailor.codes import Code
 from llmtailor.compose.plan import plan_merge
 from llmtailor.compose.write import write
 from llmtailor.containers.safetensors import INDEX, read_weights
 from llmtailor.errors import SourceError, TailorError
+from llmtailor.findings import ERROR, WARNING
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe import Recipe
 from llmtailor.storage.local import open_source, read_source
+from llmtailor.verify.verify import verify_checkpoint
 
 pytestmark = pytest.mark.timeout(60)  # a pipe that is opened carelessly blocks for ever
 
@@ -35,74 +38,75 @@ def merge(checkpoint: Path, out: Path) -> Path:
 # --- no regular files ------------------------------------------------------------------------------------------------
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def folder(path: Path) -> None:
-    path.mkdir()
-
-
-def listener(path: Path) -> None:
-    here = Path.cwd()
+def listen(path: Path) -> None:
+    where = os.open(path.parent, os.O_RDONLY)
     try:
-        os.chdir(path.parent)  # the paths of sockets are short
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path.name)
+        socket.socket(socket.AF_UNIX).bind(f"/proc/self/fd/{where}/{path.name}")  # a path of 108 bytes at most
     finally:
-        os.chdir(here)
+        os.close(where)
 
 
-def circle(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def nowhere(path: Path) -> None:
-    path.symlink_to("gone")
-
-
-IMPOSTORS = [pipe, device, folder, listener, circle, nowhere]
+KINDS = {
+    "a named pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": os.mkdir,
+    "a socket": listen,
+}
+TAG = "global_step100"
 READ = {
-    "zero3": [
-        "latest", "trainer_state.json", "config.json", "scheduler.pt", "rng_state_0.pth", "model.safetensors",
-        "global_step100/zero_pp_rank_0_mp_rank_00_model_states.pt",
-        "global_step100/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-    ],
-    "zero2": ["llmtailor.json", "global_step100/mp_rank_00_model_states.pt"],
-    "plain": ["optimizer.pt", "scheduler.pt", "model.safetensors"],
-}  # fmt: skip
+    "zero3": {
+        **dict.fromkeys(("latest", "trainer_state.json", "scheduler.pt"), ERROR),
+        **dict.fromkeys(("rng_state_1.pth", "config.json", "model.safetensors"), WARNING),
+        f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt": ERROR,
+        f"{TAG}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": ERROR,
+    },
+    "zero2": {f"{TAG}/mp_rank_00_model_states.pt": ERROR},
+    "plain": dict.fromkeys(("optimizer.pt", "scheduler.pt", "model.safetensors"), ERROR),
+    "universal": {"latest_universal": ERROR},
+}
+EVERY = [(form, name, severity) for form, names in READ.items() for name, severity in names.items()]
 
 
-@pytest.mark.parametrize("impostor", IMPOSTORS, ids=lambda one: one.__name__)
-@pytest.mark.parametrize(("form", "name"), [(form, name) for form, names in READ.items() for name in names])
-def test_nothing_hangs_and_nothing_is_made_up(copy_of, form, name, impostor):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("form", "name", "severity"), EVERY)
+def test_what_is_no_file_is_called_what_it_is(copy_of, form, name, severity, kind):
     checkpoint = copy_of(form)
     (checkpoint / name).unlink()
-    impostor(checkpoint / name)
+    KINDS[kind](checkpoint / name)
+    verdict = verify_checkpoint(checkpoint, name="x")
+    found = [finding for finding in verdict.findings if finding.path == name]
+    assert [(one.code, one.severity) for one in found] == [(Code.NOT_A_FILE, severity)], verdict.findings
+    assert kind in found[0].what and found[0].fix
+    assert verdict.is_resumable == (severity == WARNING)
+
+
+def is_refused(checkpoint: Path) -> bool:
     try:
-        index = index_checkpoint(checkpoint)
+        return not index_checkpoint(checkpoint)
     except SourceError as error:
         assert all(problem.where and problem.fix for problem in error.problems)
-    else:  # as if it were missing: of these, that is told, or nothing depends on them
-        told = [finding for finding in index.findings if name in finding.where or "weights" in finding.what]
-        assert told or name in ("rng_state_0.pth", "config.json", "llmtailor.json")
-        assert name not in index.files
+        return True
 
 
-@pytest.mark.parametrize(
-    ("impostor", "told"), [(pipe, "a named pipe"), (device, "a device"), (folder, "a folder"), (listener, "a socket")]
-)
-def test_it_is_told_what_stands_there(tmp_path, impostor, told):
-    impostor(tmp_path / "x")
-    with (
-        pytest.raises(SourceError, match=f"ckpt/x: expected a file, but this is {told}"),
-        open_source(tmp_path / "x", "ckpt/x"),
-    ):
-        pass
+@pytest.mark.parametrize(("form", "name", "severity"), EVERY)
+def test_a_link_to_nowhere_is_a_missing_file_and_one_to_itself_is_refused(copy_of, form, name, severity):
+    checkpoint = copy_of(form)
+    (checkpoint / name).unlink()
+    missing = is_refused(checkpoint)
+    (checkpoint / name).symlink_to("gone")
+    assert is_refused(checkpoint) == missing
+    (checkpoint / name).unlink()
+    (checkpoint / name).symlink_to((checkpoint / name).name)
+    with pytest.raises(SourceError, match="symbolic links"):
+        index_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manifest_that_is_no_file_is_none(copy_of, kind):
+    checkpoint = copy_of("zero2")
+    (checkpoint / "llmtailor.json").unlink()
+    KINDS[kind](checkpoint / "llmtailor.json")
+    assert not verify_checkpoint(checkpoint).findings
 
 
 @pytest.mark.parametrize("name", ["x\0y", "x" * 300])
@@ -194,6 +198,13 @@ OUTSIDE = ["../x.safetensors", "/x.safetensors", "..", "a/x.safetensors"]
 def test_an_index_may_only_name_files_beside_it(tmp_path, name):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(SourceError, match="the index points to"):
+        read_weights(tmp_path, "x")
+
+
+@pytest.mark.parametrize("name", [3, None])
+def test_an_index_must_name_files(tmp_path, name):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(SourceError, match="no weight_map of names to files"):
         read_weights(tmp_path, "x")
 
 

@@ -1,7 +1,7 @@
 """Every way to damage a checkpoint that is known to make a stock resume fail, or go wrong silently.
 
-A table per layout: title in docs/findings.md -> what is done to the checkpoint, what the finding says, and on which runs
-it is tried, if not the usual ones. The page says what `verify` finds, what `merge` does, and what stock does.
+A table per layout: title in docs/findings.md -> what is done to the checkpoint, what the finding says, and the trainings
+that have it, if not the usual ones. The page says what `verify` finds, what `merge` does, and what stock does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import edit
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata
-from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.containers.torch_file import read_torch_file
 
 STEP, OTHER_STEP = 4, 6
 Tree = Any
@@ -330,7 +330,7 @@ def call_it_fp32(root: Path, other: Path) -> None:
 
 
 def scaler_of_step_0(root: Path, _: Path) -> None:
-    """With DeepSpeed's own classes: the stand-ins lack this one."""
+    """With DeepSpeed's own classes: no stand-in has it."""
     for path in root.glob(OPTIM):
         tree = torch.load(path, weights_only=False)
         tree["optimizer_state_dict"]["loss_scaler"].cur_iter = 0
@@ -732,10 +732,7 @@ DCP: Table = {
     "a step is missing": (without(f"{HEAD}.step"), "Adam's step of"),
     "an option of one param group is missing": (without("param_groups.1.eps"), "eps of param group 1 is missing"),
     "a weight is missing": (without(f"model.{HEAD}"), f"the weights of {HEAD} are missing"),
-    "a rank's file of a wider save": (
-        lambda root, _: shutil.copy(root / BLOB, root / "__5_0.distcp"),
-        "another save wrote",
-    ),
+    "a rank's file of a wider save": (write("__5_0.distcp", b""), "another save wrote"),
     "a later save was not finished": (write(".metadata.tmp", ""), "a later save"),
     "rounded weights": (round_weights, "fewer bits than their moments"),
     "a flipped bit (--deep)": (flip_a_weight, "does not match its checksum"),

@@ -90,7 +90,9 @@ def check(title: str, change: Change, told: str, checkpoint: Path, other: Path, 
     if severity == "-":
         assert not {*verdict.findings} - {*before}
         return
-    found = [one for one in verdict.findings if told in one.what and one.severity == severity and one.code.value in codes]
+    found = [
+        one for one in verdict.findings if told in one.what and one.severity == severity and one.code.value in codes
+    ]
     assert found, "\n".join(f"{one.code.value} {one}" for one in verdict.findings)
     assert all(one.fix for one in found)
     assert severity == min((one.severity for one in verdict.findings), key=SEVERITIES.index), verdict.findings
