@@ -19,8 +19,8 @@ from helpers.states import read
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError
-from llmtailor.formats.common.names import ModelFacts, derived_names
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
+from llmtailor.formats.common.param_names import ModelFacts, derived_names
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, State
 from oracle import zero3

@@ -8,11 +8,9 @@ written anew. Then the output must equal that of the sound checkpoint.
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +23,7 @@ from safetensors.torch import load_file
 import llmtailor
 from campaigns import fuzz
 from helpers.cases import every, examples
-from llmtailor.errors import SourceError, TailorError
-from llmtailor.formats.registry import index_checkpoint
+from llmtailor.errors import TailorError
 from llmtailor.model.roles import BUFFER, WEIGHT, State
 from llmtailor.recipe import Recipe
 from oracle import any as oracle
@@ -181,126 +178,6 @@ def _damage(path: Path, other: Path, rng: random.Random) -> None:
         path.write_bytes(fuzz.mutate_content(data, other.read_bytes() if other.exists() else b"", rng))
 
 
-# --- files that belong elsewhere -------------------------------------------------------------------------------------
-
-
-def swap(first: Path, second: Path) -> None:
-    aside = first.with_name("aside")
-    first.rename(aside)
-    second.rename(first)
-    aside.rename(second)
-
-
-def shards(checkpoint: Path, kind: str) -> list[Path]:
-    return sorted(checkpoint.glob(f"global_step*/*_{kind}.pt"))
-
-
-@pytest.mark.parametrize(
-    ("form", "kinds"),
-    [
-        ("zero3", ["optim_states"]),
-        ("zero3", ["model_states"]),
-        ("zero3", ["optim_states", "model_states"]),
-        ("zero3-frozen", ["optim_states", "model_states"]),
-        ("zero2", ["optim_states"]),
-        ("zero1", ["optim_states"]),
-    ],
-)
-def test_the_shards_of_two_ranks_swapped(copy_of, form, kinds):
-    """torch writes the name of the file into the file. Nothing else in those of ZeRO-3 says whose they are."""
-    damaged = copy_of(form)
-    for kind in kinds:
-        swap(*shards(damaged, kind))
-    with pytest.raises(SourceError) as caught:
-        index_checkpoint(damaged)
-    told = [problem for problem in caught.value.problems if "it is the shard of another rank" in problem.what]
-    assert len(told) == 2 * len(kinds)
-
-
-def saved_under_no_name(path: Path) -> None:
-    """Save a shard as engines do that hand torch an open file."""
-    tree = torch.load(path, weights_only=False)
-    with path.open("wb") as file:
-        torch.save(tree, file)
-
-
-@pytest.mark.parametrize(
-    ("form", "kind", "told"),
-    [
-        ("zero2", "optim_states", "param_slice_mappings are those of rank"),
-        ("zero1", "optim_states", "param_slice_mappings are those of rank"),
-        ("tied", "model_states", "it lists shared_params, which only rank 0 does"),
-    ],
-)
-def test_swapped_shards_that_do_not_know_their_names(runs, sound, copy_of, form, kind, told):
-    sound["tied"] = runs["llama-tied"].checkpoint(STEP)
-    damaged = copy_of(form)
-    for path in shards(damaged, kind):
-        saved_under_no_name(path)
-    assert index_checkpoint(damaged).findings == ()
-    swap(*shards(damaged, kind))
-    with pytest.raises(SourceError, match=told):
-        index_checkpoint(damaged)
-
-
-def test_swapped_random_number_states_are_told_of(copy_of, sound, tmp_path):
-    damaged = copy_of("zero3")
-    swap(damaged / "rng_state_0.pth", damaged / "rng_state_1.pth")
-    told = [finding.what for finding in index_checkpoint(damaged).findings]
-    what = "the file was saved as rng_state_{}.pth, so it holds the random numbers of another rank"
-    assert told == [what.format(1), what.format(0)]
-    assert check(damaged, sound["zero3"], tmp_path / "out")
-
-
-Exchange = Callable[[Path, Path, Path], None]
-"""(checkpoint, one of another step, one of another run)"""
-
-
-def take(pattern: str, *, run: bool = False) -> Exchange:
-    def exchange(checkpoint: Path, other_step: Path, other_run: Path) -> None:
-        source = other_run if run else other_step
-        (theirs,) = source.glob(pattern)
-        (mine,) = checkpoint.glob(pattern)
-        shutil.copy(theirs, mine)
-
-    return exchange
-
-
-@pytest.mark.parametrize(
-    ("form", "exchange", "told"),
-    [
-        ("zero3", take("global*/*pp_rank_1_*optim_states.pt"), "Adam's step differs"),
-        ("zero3", take("global*/*pp_rank_0_*model_states.pt"), "global_steps differs"),
-        ("zero2", take("global*/*pp_rank_1_*optim_states.pt"), "Adam's step differs"),
-        ("zero2", take("global*/*model_states.pt"), "the model states are from step"),
-        ("zero3", take("scheduler.pt"), ""),
-        ("zero3", take("trainer_state.json"), ""),
-        ("zero3", take("model.safetensors"), ""),
-        ("zero3", take("global*/*pp_rank_1_*optim_states.pt", run=True), ""),
-        ("zero3", take("global*/*pp_rank_0_*model_states.pt", run=True), ""),
-        ("zero2", take("global*/*pp_rank_0_*optim_states.pt", run=True), ""),
-    ],
-)
-def test_files_of_another_step_or_run(runs, sound, copy_of, tmp_path, form, exchange, told):
-    """Of another step it is told, where a file says its step. What torch can't tell either is taken as it is."""
-    damaged = copy_of(form)
-    seeds = {"zero3": "llama-b", "zero2": "zero2"}
-    exchange(damaged, runs[REAL[form]].checkpoint(2), runs[seeds[form]].checkpoint(STEP))
-    if told:
-        with pytest.raises(SourceError, match=told):
-            index_checkpoint(damaged)
-    else:
-        check(damaged, sound[form], tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["scheduler.pt", "trainer_state.json"])
-def test_counters_of_another_step_are_told_of(runs, copy_of, name):
-    damaged = copy_of("zero3")
-    shutil.copy(runs[REAL["zero3"]].checkpoint(2) / name, damaged / name)
-    told = [finding.what for finding in index_checkpoint(damaged).findings if finding.where.endswith(name)]
-    assert any("2" in what and "4" in what for what in told)
-
-
 @pytest.mark.parametrize("form", ["zero3", "zero2"])
 def test_every_file_missing_in_turn(copy_of, sound, tmp_path, form):
     names = [path.relative_to(sound[form]) for path in sorted(sound[form].rglob("*")) if path.is_file()]
@@ -324,10 +201,9 @@ def check_dry(damaged: Path) -> bool:
 def test_the_oracle_notices(sound, copy_of, tmp_path):
     """Were a wrong output accepted, `check` would say so: here the output is damaged after the merge."""
     out = merge(sound["zero3"], tmp_path / "out")
-    path = shards(out, "optim_states")[0]
+    (path,) = out.glob("global_step*/*rank_0_*optim_states.pt")
     tree = torch.load(path, weights_only=False)
     tree["optimizer_state_dict"]["fp32_flat_groups"][0][3] += 1
     torch.save(tree, path)
     with pytest.raises(AssertionError, match="1 differences"):
         assert_same(load(out, rest=True), load(sound["zero3"], rest=True))
-    assert list(itertools.islice(shards(out, "optim_states"), 2))

@@ -1,7 +1,7 @@
 """Every way to damage a checkpoint that is known to make a stock resume fail, or go wrong silently.
 
-A table per layout: title in docs/findings.md -> what is done to the checkpoint, what the finding says, and the trainings
-that have it, if not the usual ones. The page says what `verify` finds, what `merge` does, and what stock does.
+A table per layout: title in docs/findings.md -> what is done to the checkpoint, what the finding says, and on which
+runs, if not the usual ones. The page says what `verify` and `merge` do then, and what stock software does.
 """
 
 from __future__ import annotations
@@ -20,188 +20,49 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoints import edit
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata
 from llmtailor.containers.torch_file import read_torch_file
-
-STEP, OTHER_STEP = 4, 6
-Tree = Any
-Change = Callable[[Path, Path], object]
-"""Given the checkpoint, and another one: of the same run at `OTHER_STEP`, or of another save with torch"""
-Table = dict[str, tuple[Any, ...]]
-
-OPTIM, MODEL, RNG = "*/*optim_states.pt", "*/*model_states.pt", "rng_state_1.pth"
-WEIGHTS, STATE, SCHEDULER = "model.safetensors", "trainer_state.json", "scheduler.pt"
-LAST = slice(1, 2)
-"""Of two ranks' files"""
-
-
-class Optimizer:
-    """Finds its way in what holds an optimizer: a shard of any stage of ZeRO, or an optimizer.pt."""
-
-    def __init__(self, tree: Tree):
-        self.tree = tree
-        self.outer = tree.get("optimizer_state_dict", tree)
-        self.inner = self.outer.get("base_optimizer_state") or self.outer.get("optimizer_state_dict", self.outer)
-        self.state, self.groups = self.inner.get("state"), self.inner["param_groups"]
-        zero12 = "single_partition_of_fp32_groups"
-        self.masters = self.outer[zero12] if zero12 in self.outer else self.outer.get("fp32_flat_groups")
-
-    def set_masters(self, change: Callable[[Any], Any], count: int | None = None) -> None:
-        self.masters[:count] = [change(master.detach()).clone() for master in self.masters[:count]]
-
-    def set(self, kind: str, change: Callable[[Any], Any], count: int | None = None) -> None:
-        for state in list(self.state.values())[:count]:
-            state[kind] = change(state.get(kind))
-
-    def drop(self, kind: str, count: int | None = None) -> None:
-        for state in list(self.state.values())[:count]:
-            del state[kind]
-
-    def set_groups(self, **options: object) -> None:
-        for group in self.groups:
-            group.update(options)
-
-
-# --- what is done ----------------------------------------------------------------------------------------------------
-
-
-def shard(checkpoint: Path, rank: int) -> Path:
-    (path,) = checkpoint.glob(f"*/*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    return path
-
-
-def models(checkpoint: Path) -> list[Path]:
-    return sorted(checkpoint.glob(MODEL))
-
-
-def on(pattern: str, change: Callable[[Tree], object], at: slice = slice(None)) -> Change:
-    """Edit torch files, all of that name or some."""
-    return lambda root, _: [edit(path, change) for path in sorted(root.glob(pattern))[at]]  # type: ignore[arg-type]
-
-
-def optim(change: Callable[[Optimizer], object], rank: int | None = None) -> Change:
-    """Edit the optimizer's states of a rank, or of all."""
-    at = slice(None) if rank is None else slice(rank, rank + 1)
-    return both(*(on(name, lambda tree: change(Optimizer(tree)), at) for name in (OPTIM, "optimizer.pt")))
-
-
-def master(change: Callable[[Any], Any], count: int | None = None, rank: int | None = None) -> Change:
-    return optim(lambda it: it.set_masters(change, count), rank)
-
-
-def state(kind: str, change: Callable[[Any], Any], count: int | None = None, rank: int | None = None) -> Change:
-    return optim(lambda it: it.set(kind, change, count), rank)
-
-
-def drop(kind: str, count: int | None = None, rank: int | None = None) -> Change:
-    return optim(lambda it: it.drop(kind, count), rank)
-
-
-def options(**options: object) -> Change:
-    return optim(lambda it: it.set_groups(**options))
-
-
-def model(change: Callable[[Tree], object]) -> Change:
-    return on(MODEL, change)
-
-
-def put(pattern: str, *path: str, at: slice = slice(None), **fields: object) -> Change:
-    return on(pattern, lambda tree: within(tree, path).update(fields), at)
-
-
-def pop(pattern: str, *path: str) -> Change:
-    return on(pattern, lambda tree: within(tree, path[:-1]).pop(path[-1]))
-
-
-def within(tree: Tree, path: tuple[str, ...]) -> Tree:
-    return within(tree[path[0]], path[1:]) if path else tree
-
-
-def unlink(*names: str) -> Change:
-    return lambda root, _: [path.unlink() for name in names for path in root.glob(name)]
-
-
-def mkdir(name: str) -> Change:
-    return lambda root, _: (root / name).mkdir()
-
-
-def rmtree(pattern: str) -> Change:
-    return lambda root, _: [shutil.rmtree(path) for path in root.glob(pattern)]
-
-
-def take(*patterns: str) -> Change:
-    """Replace files by those of the other checkpoint."""
-
-    def apply(root: Path, other: Path) -> None:
-        for pattern in patterns:
-            for mine, theirs in zip(sorted(root.glob(pattern)), sorted(other.glob(pattern)), strict=True):
-                shutil.copy(theirs, mine)
-
-    return apply
-
-
-def cut(pattern: str, num_bytes: int = -100) -> Change:
-    def apply(root: Path, _: Path) -> None:
-        path = sorted(root.glob(pattern))[-1]
-        path.write_bytes(path.read_bytes()[:num_bytes])
-
-    return apply
-
-
-def write(name: str, data: str | bytes) -> Change:
-    return lambda root, _: (root / name).write_bytes(data.encode() if isinstance(data, str) else data)
-
-
-def prepend(name: str, data: bytes) -> Change:
-    return lambda root, _: (root / name).write_bytes(data + (root / name).read_bytes())
-
-
-def on_json(name: str, **changes: object) -> Change:
-    return lambda root, _: (root / name).write_text(json.dumps({**json.loads((root / name).read_text()), **changes}))
-
-
-def on_weights(change: Callable[[dict[str, Any]], object]) -> Change:
-    def apply(root: Path, _: Path) -> None:
-        tensors = load_file(root / WEIGHTS)
-        change(tensors)
-        save_file(tensors, root / WEIGHTS, {"format": "pt"})
-
-    return apply
-
-
-def weights(**tensors: Any) -> Change:
-    return on_weights(lambda found: found.update(tensors))
-
-
-def both(*changes: Change) -> Change:
-    return lambda root, other: [change(root, other) for change in changes]
-
-
-def save(name: str, content: object) -> Change:
-    return lambda root, _: torch.save(content, root / name)
-
-
-def flip(root: Path, path: str, at: int) -> None:
-    data = bytearray((root / path).read_bytes())
-    data[at] ^= 1
-    (root / path).write_bytes(data)
-
-
-def shorter(tensor: Any) -> Any:
-    return tensor[:-1].clone()
-
-
-def as_row(tensor: Any) -> Any:
-    return tensor.reshape(1, -1).clone()
-
-
-def third(value: float) -> Callable[[Any], Any]:
-    """Set the third element."""
-
-    def change(tensor: Any) -> Any:
-        tensor[2] = value
-        return tensor
-
-    return change
-
+from verify.damaging import (
+    LAST,
+    MODEL,
+    OPTIM,
+    RANK_0,
+    RANK_1,
+    RNG,
+    SCHEDULER,
+    STATE,
+    WEIGHTS,
+    Change,
+    Optimizer,
+    Table,
+    Tree,
+    as_row,
+    both,
+    copy,
+    cut,
+    drop,
+    flip,
+    master,
+    mkdir,
+    model,
+    models,
+    on,
+    on_json,
+    on_weights,
+    optim,
+    options,
+    pop,
+    prepend,
+    put,
+    rmtree,
+    save,
+    shard,
+    shorter,
+    state,
+    take,
+    third,
+    unlink,
+    weights,
+    write,
+)
 
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
 
@@ -213,10 +74,6 @@ SCALE = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_inte
 def rename_tag(root: Path, _: Path) -> None:
     next(root.glob("global_step*")).rename(root / "merged")
     (root / "latest").write_text("merged")
-
-
-def copy_rng(root: Path, _: Path) -> None:
-    shutil.copy(root / "rng_state_0.pth", root / RNG)
 
 
 def latest(text: str) -> Change:
@@ -305,8 +162,12 @@ def third_rank(root: Path, _: Path) -> None:
             torch.save(tree, path.with_name(path.name.replace("rank_1_", "rank_2_")))
 
 
-def copy_shard(root: Path, _: Path) -> None:
-    shutil.copy(shard(root, 0), shard(root, 1))
+def swap_shards(root: Path, _: Path) -> None:
+    """Under no name of their own, as engines save that hand torch an open file."""
+    trees = [torch.load(shard(root, rank), weights_only=False) for rank in (1, 0)]
+    for rank, tree in enumerate(trees):
+        with shard(root, rank).open("wb") as file:
+            torch.save(tree, file)
 
 
 def save_shard_again(root: Path, _: Path) -> None:
@@ -406,7 +267,7 @@ DEEPSPEED: Table = {
         on(RNG, lambda tree: tree["cpu"].__setitem__(8, 0)),
         "cpu does not hold a state",
     ),
-    "RNG state of a rank copied from another": (copy_rng, "random numbers of another rank"),
+    "RNG state of a rank copied from another": (copy("rng_state_0.pth", RNG), "random numbers of another rank"),
     "a scaler.pt beside DeepSpeed's files": (save("scaler.pt", SCALE), "DeepSpeed keeps the loss scale itself"),
     # files that are not whole
     "optim_states cut short": (cut(OPTIM), "truncated"),
@@ -421,17 +282,18 @@ DEEPSPEED: Table = {
     "optim_states without a byte": (cut(OPTIM, 0), "the file is empty"),
     "optim_states of zeros": (of_zeros, "not a torch.save file"),
     # shards
-    "optim_states of a rank missing": (unlink("*/*rank_1_*optim*"), "optim_states shard 1 of 2 is missing"),
+    "optim_states of a rank missing": (unlink(RANK_1), "optim_states shard 1 of 2 is missing"),
     "model_states missing": (lambda root, _: models(root)[-1].unlink(), "model_states"),
     "one more file that DeepSpeed takes for model states": (more_model_states, "refuses to resume"),
     "shard of a rank that the run had not": (third_rank, "shards of 3 ranks"),
-    "optim_states of one rank under the name of another": (copy_shard, "rank"),
+    "optim_states of one rank under the name of another": (copy(RANK_0, RANK_1), "rank"),
+    "optim_states of two ranks swapped, which do not name their file, ZeRO-1/2": (swap_shards, "are those of rank"),
     "the same, saved again, ZeRO-1/2": (save_shard_again, "are those of rank 0", ("zero2", "zero1-bf16opt")),
     "the same, saved again, ZeRO-3 (--deep)": (save_shard_again, "is not the rounded master"),
     "files without the prefix of the run's precision": (without_prefix, "the optimizer shards lack the prefix bf16_"),
     "optim_states of another step": (take(OPTIM), "the optimizer states from step 6"),
     "model_states of another step": (take(MODEL), "the model states are from step 6, but the tag folder says 4"),
-    "one rank's optim_states of another step": (take("*/*rank_1_*optim*"), "Adam's step differs"),
+    "one rank's optim_states of another step": (take(RANK_1), "Adam's step differs"),
     "dp_world_size of more ranks": (put(MODEL, dp_world_size=3), "shard 2 of 3 is missing"),
     "dp_world_size of fewer ranks": (put(MODEL, dp_world_size=1), "elements instead of"),
     "no dp_world_size": (pop(MODEL, "dp_world_size"), "dp_world_size is missing"),
@@ -593,11 +455,6 @@ def add_old_weights(root: Path, _: Path) -> None:
     torch.save(load_file(root / WEIGHTS), root / "pytorch_model.bin")
 
 
-def without_a_layer(found: dict[str, Any]) -> None:
-    for name in [name for name in found if ".layers.1." in name]:
-        del found[name]
-
-
 TRAINER: Table = {
     "base_lrs not the initial_lr of the param groups": (
         put(SCHEDULER, base_lrs=[1.0, 1.0]),
@@ -625,7 +482,10 @@ TRAINER: Table = {
     "no training_args.bin": (unlink("training_args.bin"),),
     "no RNG state": (unlink("rng_state.pth"), "there are no RNG states"),
     "no weights": (unlink(WEIGHTS), "there are no weights"),
-    "weights lack a layer": (on_weights(without_a_layer), "a resume would keep their initial values"),
+    "weights lack a layer": (
+        on_weights(lambda found: [found.pop(name) for name in [*found] if ".layers.1." in name]),
+        "a resume would keep their initial values",
+    ),
     "weights in files of any name, by an index": (split_weights,),
     "a weight of another shape": (weights(**{NORM: torch.zeros(3)}), "has shape [3]"),
     "states of some ids missing": (
@@ -732,7 +592,7 @@ DCP: Table = {
     "a step is missing": (without(f"{HEAD}.step"), "Adam's step of"),
     "an option of one param group is missing": (without("param_groups.1.eps"), "eps of param group 1 is missing"),
     "a weight is missing": (without(f"model.{HEAD}"), f"the weights of {HEAD} are missing"),
-    "a rank's file of a wider save": (write("__5_0.distcp", b""), "another save wrote"),
+    "a rank's file of a wider save": (copy(BLOB, "__5_0.distcp"), "another save wrote"),
     "a later save was not finished": (write(".metadata.tmp", ""), "a later save"),
     "rounded weights": (round_weights, "fewer bits than their moments"),
     "a flipped bit (--deep)": (flip_a_weight, "does not match its checksum"),

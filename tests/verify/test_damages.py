@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.real
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from trainings.alone import train  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import llmtailor  # noqa: E402
@@ -23,21 +24,9 @@ from llmtailor.errors import TailorError, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.findings import SEVERITIES  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from plain.training import train  # noqa: E402
 from universal.converting import convert  # noqa: E402
-from verify.damages import (  # noqa: E402
-    DCP,
-    DEEPSPEED,
-    OTHER_STEP,
-    STEP,
-    TRAINER,
-    UNIVERSAL,
-    UNJUDGED,
-    Change,
-    Table,
-    load_all,
-    swap_states,
-)
+from verify.damages import DCP, DEEPSPEED, TRAINER, UNIVERSAL, UNJUDGED, load_all, swap_states  # noqa: E402
+from verify.damaging import OTHER_STEP, STEP, Change, Table  # noqa: E402
 
 TABLES = {"": DEEPSPEED, "plain: ": TRAINER, "DCP: ": DCP, "universal: ": UNIVERSAL}
 PAGE = {

@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import SourceError, UsageError  # noqa: E402
 from llmtailor.formats.registry import display_name, index_checkpoint  # noqa: E402
-from llmtailor.model.roles import EXP_AVG_SQ, FROZEN, MASTER, State  # noqa: E402
+from llmtailor.model.roles import EXP_AVG_SQ, MASTER  # noqa: E402
 from llmtailor.salvage.plan import assess  # noqa: E402
 from llmtailor.verify.verify import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict, verify_checkpoint  # noqa: E402
 from partial.scene import FORMS, bundles, edit_manifest, flip, make_run, mend_manifest, partials  # noqa: E402
@@ -81,8 +81,85 @@ def test_deep_reads_each_byte_of_the_bundles_once(copy_of, form):
         assert sum(read) == sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
 
 
-def check(checkpoint: Path, deep: bool, path: Path, told: str) -> None:
+OTHER = "the file is not the one that the save wrote"
+
+
+def cut(size: int) -> Callable[..., object]:
+    return lambda path, *_: path.write_bytes(path.read_bytes()[:size])
+
+
+def end(data: bytes) -> Callable[..., object]:
+    return lambda path, *_: path.write_bytes(path.read_bytes()[: -len(data)] + data)
+
+
+def flip_data(path: Path, *_: Path) -> None:
+    held = index_checkpoint(path.parent).held
+    state = next(state for state, one in held.items() if one.is_here and state.kind == MASTER)
+    (fragment,) = held[state].place.cover(0, 1)
+    assert fragment.extent.path == path.name
+    flip(path, fragment.extent.start)
+
+
+def swap(path: Path, other_rank: Path, _: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(other_rank.read_bytes())
+    other_rank.write_bytes(raw)
+
+
+def huge_header(path: Path, *_: Path) -> None:
+    path.write_bytes(struct.pack("<Q", 1 << 60) + path.read_bytes()[8:])
+
+
+RANK, FROZEN_FILE = "rank-*.safetensors", "frozen-*.safetensors"
+SAVER, ZERO3, RANKS = ("saver",), ("zero3",), ("zero3", "zero2", "plain")
+DAMAGES: dict[str, tuple[str, Callable[..., object], tuple[str, ...], str]] = {
+    "a flipped bit in the data (--deep)": (RANK, flip_data, FORMS, OTHER),
+    "a flipped bit in frozen params (--deep)": (FROZEN_FILE, lambda path, *_: flip(path, -1), SAVER, OTHER),
+    "nothing left": (RANK, cut(0), FORMS, ""),
+    "a length left": (RANK, cut(5), FORMS, ""),
+    "a part of the header left": (RANK, cut(700), FORMS, ""),
+    "the last byte missing": (RANK, cut(-1), FORMS, ""),
+    "a header that is too long": (RANK, huge_header, ZERO3, "header is damaged"),
+    "a bundle missing": (RANK, lambda path, *_: path.unlink(), ZERO3, "the file is missing"),
+    "frozen params missing": (FROZEN_FILE, lambda path, *_: path.unlink(), SAVER, "the file is missing"),
+    "bundles of two ranks swapped": (RANK, swap, RANKS, ""),
+    "bundles of two ranks swapped (mended)": (
+        RANK,
+        swap,
+        RANKS,
+        "it states rank '1', but manifest.json states",
+    ),
+    "a bundle of another save": (RANK, lambda path, _, save: shutil.copy(save, path), FORMS, ""),
+    "a bundle of another save (mended)": (
+        RANK,
+        lambda path, _, save: shutil.copy(save, path),
+        FORMS,
+        "it is of another save than manifest.json",
+    ),
+    "frozen params of another run (--deep)": (FROZEN_FILE, end(bytes(400)), SAVER, OTHER),
+    "infinity in frozen params (--deep, mended)": (
+        FROZEN_FILE,
+        end(struct.pack("<f", float("inf"))),
+        SAVER,
+        "the frozen value of model.embed_tokens.weight is not finite",
+    ),
+}
+"""Which file, what is done to it (given also that of another rank, and of another save), the forms, what is said"""
+
+
+@pytest.mark.parametrize(("title", "form"), [(title, form) for title, row in DAMAGES.items() for form in row[2]])
+def test_a_damage_is_told(copy_of, title, form):
+    pattern, damage, _, told = DAMAGES[title]
+    second, third = (sorted(save.glob(pattern)) for save in partials(copy_of(form))[1:])
+    damage(second[0], second[-1], third[0])
+    for path in second if "mended" in title else ():
+        mend_manifest(path)
+    check(second[0], told, deep="--deep" in title)
+
+
+def check(path: Path, told: str, deep: bool) -> None:
     """With ``deep`` the damage is found by reading only."""
+    checkpoint = path.parent
     if deep:
         assert verify_checkpoint(checkpoint).level == INTACT
     verdict = verify_checkpoint(checkpoint, deep=deep)
@@ -94,19 +171,6 @@ def check(checkpoint: Path, deep: bool, path: Path, told: str) -> None:
     assert invoke(checkpoint, *(["--deep"] if deep else []))[0] == 7
 
 
-OTHER = "the file is not the one that the save wrote"
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_flipped_bit_in_the_data(copy_of, form):
-    checkpoint = partials(copy_of(form))[1]
-    index = index_checkpoint(checkpoint)
-    held = next(held for state, held in index.held.items() if held.is_here and state.kind == MASTER)
-    (fragment,) = held.place.cover(0, 1)
-    flip(checkpoint / fragment.extent.path, fragment.extent.start)
-    check(checkpoint, True, checkpoint / fragment.extent.path, OTHER)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("where", [-1, -200, 9000])
 def test_a_flipped_bit_anywhere_else(copy_of, form, where):
@@ -116,84 +180,14 @@ def test_a_flipped_bit_anywhere_else(copy_of, form, where):
     assert verify_checkpoint(path.parent, deep=True).level == DAMAGED
 
 
-def test_a_flipped_bit_in_frozen_params(copy_of):
-    checkpoint = partials(copy_of("saver"))[1]
-    (path,) = checkpoint.glob("frozen-*.safetensors")
-    flip(path, -1)
-    check(checkpoint, True, path, OTHER)
-
-
 def test_a_damage_of_each_bundle_is_told_at_once(copy_of):
     checkpoint = partials(copy_of("zero3"))[1]
     for path in bundles(checkpoint):
         flip(path, -1)
     verdict = verify_checkpoint(checkpoint, deep=True)
     assert {*verdict.damage.files} == {path.name for path in bundles(checkpoint)}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [0, 5, 700, -1])
-def test_cut_short(copy_of, form, size):
-    path = bundles(partials(copy_of(form))[1])[0]
-    path.write_bytes(path.read_bytes()[:size])
-    check(path.parent, False, path, "")
-
-
-def test_header_cut_off_in_another_way(copy_of):
-    path = bundles(partials(copy_of("zero3"))[1])[0]
-    path.write_bytes(struct.pack("<Q", 1 << 60) + path.read_bytes()[8:])
-    check(path.parent, False, path, "header is damaged")
-
-
-def test_a_bundle_missing(copy_of):
-    path = bundles(partials(copy_of("zero3"))[1])[1]
-    path.unlink()
-    check(path.parent, False, path, "the file is missing")
-
-
-def test_frozen_params_missing(copy_of):
-    checkpoint = partials(copy_of("saver"))[1]
-    (path,) = checkpoint.glob("frozen-*.safetensors")
-    path.unlink()
-    check(checkpoint, False, path, "the file is missing")
-
-
-@pytest.mark.parametrize("form", ["zero3", "zero2", "plain"])
-@pytest.mark.parametrize("mended", [False, True], ids=["", "mended"])
-def test_bundles_of_two_ranks_swapped(copy_of, form, mended):
-    one, other = bundles(partials(copy_of(form))[1])
-    raw = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(raw)
-    if mended:  # they might have been of the same size
-        mend_manifest(one)
-        mend_manifest(other)
-        check(one.parent, False, one, "it states rank '1', but manifest.json states step 200, world_size 2, rank 0")
-    else:
-        check(one.parent, False, one, "")
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mended", [False, True], ids=["", "mended"])
-def test_a_bundle_of_another_save(copy_of, form, mended):
-    _, second, third = partials(copy_of(form))
-    path, other = bundles(second)[0], bundles(third)[0]
-    path.write_bytes(other.read_bytes())
-    if mended:
-        mend_manifest(path)
-        check(second, False, path, "it is of another save than manifest.json")
-    else:
-        check(second, False, path, "")
-
-
-def test_frozen_params_of_another_run(copy_of):
-    """They have the size that they should have, and no save_id: saves share them."""
-    checkpoint = partials(copy_of("saver"))[1]
-    (path,) = checkpoint.glob("frozen-*.safetensors")
-    raw = bytearray(path.read_bytes())
-    raw[-400:] = bytes(400)
-    path.write_bytes(raw)
-    check(checkpoint, True, path, OTHER)
+    with pytest.raises(SourceError, match=OTHER):  # a salvage takes nothing out of these
+        assess(checkpoint, deep=True)
 
 
 @pytest.mark.parametrize(
@@ -211,25 +205,9 @@ def test_values(copy_of, form, kind, value, told):
     raw[fragment.extent.start : fragment.extent.stop] = struct.pack("<f", value)
     path.write_bytes(raw)
     mend_manifest(path)
-    check(checkpoint, True, path, told)
+    check(path, told, deep=True)
     assert verify_checkpoint(checkpoint, deep=True).damage.states == {state: ((2, 3),)}
     assert assess(checkpoint, deep=True).lost == {state: ((2, 3),)}  # a salvage takes the rest
-
-
-def test_values_of_frozen_params(copy_of):
-    checkpoint = partials(copy_of("saver"))[1]
-    (path,) = checkpoint.glob("frozen-*.safetensors")
-    path.write_bytes(path.read_bytes()[:-4] + struct.pack("<f", float("inf")))
-    mend_manifest(path)
-    check(checkpoint, True, path, "the frozen value of model.embed_tokens.weight is not finite")
-    assert [*verify_checkpoint(checkpoint, deep=True).damage.states] == [State("model.embed_tokens.weight", FROZEN)]
-
-
-def test_a_deep_salvage_takes_nothing_out_of_a_bundle_that_is_another(copy_of):
-    path = bundles(partials(copy_of("zero3"))[1])[1]
-    flip(path, -1)
-    with pytest.raises(SourceError, match=OTHER):
-        assess(path.parent, deep=True)
 
 
 def found(verdict: Verdict) -> list[tuple[str, str]]:
@@ -271,22 +249,14 @@ def test_what_it_carries_of_the_composite_that_it_was_made_of_is_no_claim(pristi
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_fields_of_files_inside_are_looked_at(copy_of, form):
+def test_fields_of_the_files_inside_and_beside_are_looked_at(copy_of, form):
     """The tables of `loaders.stock_fields` hold for what the bundles carry, too."""
     checkpoint = partials(copy_of(form))[0]
-    for bundle in bundles(checkpoint):
-        data = bundle.read_bytes()
-        bundle.write_bytes(data.replace(b"last_epoch", b"last_epocX"))  # as long as before
-    verdict = verify_checkpoint(checkpoint)
-    assert verdict.level == DAMAGED
-    assert "last_epoch is missing" in {finding.what for finding in verdict.findings}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_fields_of_files_beside_are_looked_at(copy_of, form):
-    checkpoint = partials(copy_of(form))[0]
+    for path in bundles(checkpoint):
+        path.write_bytes(path.read_bytes().replace(b"last_epoch", b"last_epocX"))  # as long as before
     path = checkpoint / "trainer_state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "log_history": 1}))
     verdict = verify_checkpoint(checkpoint)
     assert verdict.level == DAMAGED
-    assert [finding.path for finding in verdict.findings] == ["trainer_state.json"]
+    assert "last_epoch is missing" in {finding.what for finding in verdict.findings}
+    assert "trainer_state.json" in {finding.path for finding in verdict.findings}
