@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,46 +27,30 @@ def begun(staging: Staging, name: str = "file") -> Staging:
     return staging
 
 
+def refuse_with(code: int):
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_output_appears_only_when_published(tmp_path):
-    out = tmp_path / "deep" / "er" / "out"
-    with Staging(out) as staging:
-        begun(staging)
-        (staging.path / "sub").mkdir()
-        (staging.path / "sub" / "file").write_text("x")
-        assert not out.exists()
-        staging.publish()
-    assert (out / "sub" / "file").read_text() == "x"
-    assert names(out) == ["file", "sub"]
-    assert names(out.parent) == ["out"]
+RESUMABLE = [Interrupted([]), StorageError([]), TargetError([]), MemoryError()]
+REFUSALS = [SourceError([]), VerificationError([])]
 
 
-@pytest.mark.parametrize("error", [RuntimeError(), SourceError([]), VerificationError([]), Interrupted([])])
-def test_an_error_before_anything_is_durable_leaves_nothing(tmp_path, error):
+@pytest.mark.parametrize("error", [*RESUMABLE, *REFUSALS])
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_what_can_be_resumed_is_kept_unless_it_is_refused(tmp_path, error, is_durable):
     with pytest.raises(type(error)), Staging(tmp_path / "out") as staging:
         begun(staging)
+        if is_durable:
+            staging.journal.add("file", Mark(1, 2))
         raise error
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("error", "is_kept"),
-    [
-        (Interrupted([]), True),
-        (StorageError([]), True),
-        (TargetError([]), True),
-        (MemoryError(), True),
-        (SourceError([]), False),
-        (VerificationError([]), False),
-    ],
-)
-def test_what_can_be_gone_on_with_is_kept_unless_it_is_refused(tmp_path, error, is_kept):
-    with pytest.raises(type(error)), Staging(tmp_path / "out") as staging:
-        begun(staging).journal.add("file", Mark(1, 2))
-        raise error
+    is_kept = is_durable and error in RESUMABLE
     assert names(tmp_path) == [".out.llmtailor-staging"] * is_kept
     assert (peek(tmp_path / "out") is not None) == is_kept
 
@@ -103,48 +85,10 @@ def test_beginning_anew_forgets_what_was_kept(tmp_path):
         assert peek(tmp_path / "out").marks == {}
 
 
-def test_what_a_killed_run_left_without_a_journal_is_removed_by_the_next(tmp_path):
-    left = tmp_path / ".out.llmtailor-staging" / "out"
-    (left / "sub").mkdir(parents=True)
-    (left / "sub" / "old").write_text("x")
-    (left / "file").write_text("x")
-    (left / "link").symlink_to(tmp_path)
-    with Staging(tmp_path / "out") as staging:
-        assert staging.unfinished is None
-        staging.reset(IDENTITY)
-        assert staging.path == left and names(left) == []
-        staging.publish()
-    assert names(tmp_path / "out") == []
-    assert names(tmp_path) == ["out"]
-
-
-def test_two_runs_cannot_write_one_output(tmp_path):
-    with Staging(tmp_path / "out") as staging:
-        begun(staging)
-        other = (
-            f"from llmtailor.engine.staging import Path, Staging\nStaging(Path({str(tmp_path / 'out')!r})).__enter__()"
-        )
-        run = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
-        assert run.returncode != 0 and "TargetError" in run.stderr and "another llmtailor" in run.stderr
-        staging.publish()
-    assert (tmp_path / "out" / "file").exists()
-
-
-def test_whoever_comes_second_finds_the_output(tmp_path):
-    (tmp_path / "out").mkdir()
-    with pytest.raises(TargetError, match="already exists"), Staging(tmp_path / "out"):
-        pass
-    assert names(tmp_path) == ["out"]
-
-
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_file_systems_without_locks(tmp_path, monkeypatch, code):
     """A file takes the place of the lock. One that is left is respected, since its holder may live on another node."""
-
-    def refuse(*_):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse_with(code))
     owner = tmp_path / ".out.llmtailor-staging" / "owner"
     with Staging(tmp_path / "out") as staging:
         begun(staging)
@@ -194,34 +138,9 @@ def test_a_merge_that_ends_while_another_one_begins(tmp_path, monkeypatch, has_l
 
 
 def test_a_lock_that_fails_otherwise_is_an_error(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse_with(errno.EIO))
     with pytest.raises(StorageError, match="Input/output error"), Staging(tmp_path / "out"):
         pass
-
-
-def test_replacing_swaps_whole_folders(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "old").write_text("old")
-    with Staging(out, list_entries(out)) as staging:
-        begun(staging, "new")
-        assert (out / "old").exists()
-        staging.publish()
-    assert names(out) == ["new"]
-    assert names(tmp_path) == ["out"]
-
-
-def test_replacing_keeps_the_old_one_if_it_fails(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "old").write_text("old")
-    with pytest.raises(RuntimeError), Staging(out, list_entries(out)) as staging:
-        begun(staging)
-        raise RuntimeError
-    assert (out / "old").read_text() == "old"
 
 
 NEWS = {
@@ -324,11 +243,7 @@ def test_an_output_that_was_put_aside_stays_if_it_cannot_come_back(tmp_path, mon
     aside = tmp_path / ".out.llmtailor-staging" / "old"
     aside.mkdir(parents=True)
     (aside / "mine").write_text("old")
-
-    def refuse(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(commit.Path, "rename", refuse)
+    monkeypatch.setattr(commit.Path, "rename", refuse_with(errno.EIO))
     with pytest.raises(StorageError, match="Input/output error"), Staging(tmp_path / "out"):
         pass
     assert (aside / "mine").read_text() == "old"
@@ -377,15 +292,6 @@ def test_space_is_checked_where_the_output_will_be(tmp_path):
     assert caught.value.exit_code == 8
 
 
-def test_a_place_where_we_may_not_write(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(commit.Path, "mkdir", refuse)
-    with pytest.raises(StorageError, match="Permission denied"), Staging(tmp_path / "out"):
-        pass
-
-
 def test_a_lock_belongs_to_the_process_and_not_to_children_that_outlive_it(tmp_path):
     """As the workers of a data loader do when a training is killed."""
     first, second = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
@@ -425,10 +331,3 @@ def test_without_locks_and_without_a_name_for_the_owner_nobody_is_kept_out(tmp_p
     for _ in range(2):
         Lock(tmp_path / "lock").acquire()
     assert names(tmp_path) == ["lock"]
-
-
-def refuse_with(code: int):
-    def refuse(*_):
-        raise OSError(code, os.strerror(code))
-
-    return refuse

@@ -164,9 +164,13 @@ def test_the_trace_misses_nothing(scenes, tmp_path):
     assert last["fsync"][str(scene.root)] > published > 0
 
 
-@pytest.mark.long  # tests/execute/test_interrupts.py has a short form of it
 @pytest.mark.parametrize(
-    ("kind", "numbers"), [("merge", [signal.SIGKILL] * 3), ("convert", [signal.SIGTERM, signal.SIGKILL])]
+    ("kind", "numbers"),
+    [
+        ("merge", [signal.SIGKILL, signal.SIGTERM]),
+        pytest.param("convert", [signal.SIGTERM, signal.SIGKILL], marks=pytest.mark.long),
+        pytest.param("force", [signal.SIGKILL, signal.SIGINT, signal.SIGKILL], marks=pytest.mark.long),
+    ],
 )
 def test_processes_killed_at_random_moments(server, tmp_path, kind, numbers):
     kills(large_scene(server, tmp_path, kind, 64), numbers, random.Random(0))

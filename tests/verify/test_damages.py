@@ -15,7 +15,6 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.real
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from trainings.alone import train  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import llmtailor  # noqa: E402
@@ -24,6 +23,7 @@ from llmtailor.errors import TailorError, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.findings import SEVERITIES  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from trainings.alone import train  # noqa: E402
 from universal.converting import convert  # noqa: E402
 from verify.damages import DCP, DEEPSPEED, TRAINER, UNIVERSAL, UNJUDGED, load_all, swap_states  # noqa: E402
 from verify.damaging import OTHER_STEP, STEP, Change, Table  # noqa: E402

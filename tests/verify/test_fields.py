@@ -13,8 +13,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.real
 
-from trainings.alone import NamedGroups, train  # noqa: E402
-
 from helpers.fields import Damage, damages_of, places_of, unlike  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.findings import ERROR  # noqa: E402
@@ -25,6 +23,7 @@ from llmtailor.loaders.scheduler import SCHEDULER_TABLE  # noqa: E402
 from llmtailor.loaders.stock_fields import Field, Table  # noqa: E402
 from llmtailor.loaders.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from trainings.alone import NamedGroups, train  # noqa: E402
 from verify.damaging import STEP  # noqa: E402
 
 RUNS = (

@@ -15,14 +15,13 @@ import pytest
 
 pytestmark = pytest.mark.real
 
-from trainings.alone import train  # noqa: E402
-from trainings.harness import start_ranks  # noqa: E402
-
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.findings import ERROR  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.verify import smoke, smoke_worker  # noqa: E402
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint  # noqa: E402
+from trainings.alone import train  # noqa: E402
+from trainings.harness import start_ranks  # noqa: E402
 from verify.damaging import Optimizer, optim  # noqa: E402
 
 
