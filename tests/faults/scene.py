@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from xxhash import xxh3_128
 
-from faults.driver import Request, Server
+from faults.driver import NAMES, Request, Server
 from helpers.checkpoints import SMALL, make
 from synthetic import Shape
 
@@ -106,3 +110,49 @@ def contents(folder: Path) -> dict[str, str]:
                 data = json.dumps({**json.loads(data), "created": "", "merge": ""}).encode()
             found[str(path.relative_to(folder))] = xxh3_128(data).hexdigest()
     return found
+
+
+KILLS = int(os.environ.get("LLMTAILOR_KILLS", "3"))
+"""Moments at which a command is killed, all over; 1000 kills it before every single change of the disk"""
+
+
+class Killing:
+    """A command on ``root/run``, a copy of ``root/original``, that is killed before changes of the disk."""
+
+    def __init__(
+        self,
+        server: Server,
+        root: Path,
+        words: Sequence[str],
+        outcome: Callable[[Path], Any],
+        no_exchange: bool = False,
+    ):
+        self.server, self.root, self.outcome = server, root, outcome
+        self.run, self.said, self.record = root / "run", root / "said", root / "record"
+        only = (*NAMES, "open")
+        self.request = Request([words[0], "run", *words[1:]], str(root), no_exchange=no_exchange, only=only)
+        self.original = root / "original"
+        self.reset()
+        self.command(fault="count")
+        self.count = pickle.loads(self.record.read_bytes())
+        assert self.count > KILLS
+        self.wanted: Any = outcome(self.run)
+
+    def reset(self) -> None:
+        shutil.rmtree(self.run, ignore_errors=True)
+        shutil.copytree(self.original, self.run)
+
+    def command(self, expected: int = 0, **fault: Any) -> None:
+        code = self.server.run(replace(self.request, said=str(self.said), record=str(self.record), **fault))
+        assert code == expected, f"{fault}: {self.said.read_text()}"
+
+    def trials(self, last: int = 0) -> Iterator[int]:
+        """Kill it at some moments, and at each of the ``last``; yield the moment, and then let the command complete."""
+        spread = {1 + number * (self.count - 1) // (KILLS - 1) for number in range(KILLS)}
+        for moment in sorted(spread | set(range(max(1, self.count - last + 1), self.count + 1))):
+            self.reset()
+            self.command(-signal.SIGKILL, fault="kill", at=moment)
+            yield moment
+            for _ in range(2 if moment == self.count else 1):
+                self.command()
+                assert self.outcome(self.run) == self.wanted, f"killed at {moment}"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,16 +10,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from faults.driver import Request, Server
+from faults.driver import Server
+from faults.scene import Killing
 from helpers.cases import diagonal, examples
 from helpers.checkpoints import make, optim_states
 from salvage.damage import truncate
 from thin.scene import SHORT, contents, folders
 
-COMMAND = ["salvage", "run", "--fragments", "--replace"]
-CHANGES = ("open", "mkdir", "unlink", "rename", "renameat2")
-MOMENTS = int(os.environ.get("LLMTAILOR_KILLS", "3"))
-"""Of those before the renames; 1000 kills it before every single change."""
 LAST = examples(5, 12)
 """Changes before the end that are all tried: the last of the merge, and the renames."""
 
@@ -51,41 +45,21 @@ def lose_two(run: Path) -> None:
         shutil.rmtree(run / f"checkpoint-{step}" / f"global_step{step}")
 
 
-@pytest.fixture(scope="module")
-def server() -> Server:
-    return Server()
-
-
 @pytest.mark.parametrize(
     ("can_exchange", "damage"), diagonal([True, False], [lose_a_rank, lose_the_schedule, lose_two])
 )
-def test_replace(
-    server: Server, whole: Path, tmp_path: Path, damage: Callable[[Path], None], can_exchange: bool
-) -> None:
-    def salvage(**fault: object) -> int:
-        said = str(tmp_path / "said")
-        return server.run(
-            Request(COMMAND, str(tmp_path), no_exchange=not can_exchange, only=CHANGES, said=said, **fault)
-        )
-
-    run, record = tmp_path / "run", tmp_path / "record"
+def test_replace(whole: Path, tmp_path: Path, damage: Callable[[Path], None], can_exchange: bool) -> None:
     original = Path(shutil.copytree(whole, tmp_path / "original"))
     damage(original)
     before = {tuple(contents(path).items()) for path in original.iterdir()}
-    shutil.copytree(original, run)
-    assert salvage(fault="count", record=str(record)) == 0
-    wanted = {path.name: contents(path) for path in run.iterdir()}
-    stays = wanted.keys() & {path.name for path in original.iterdir()}
-    count = pickle.loads(record.read_bytes())
-    moments = {1 + number * (count - 1) // (MOMENTS - 1) for number in range(MOMENTS)}
-    for moment in sorted(moments | set(range(max(1, count - LAST + 1), count + 1))):
-        shutil.rmtree(run)
-        shutil.copytree(original, run)
-        assert salvage(fault="kill", at=moment) == -signal.SIGKILL
-        there = {tuple(contents(path).items()) for path in run.iterdir() if path.is_dir()}
-        assert before <= there, f"killed at {moment}: {folders(run)}"
-        if can_exchange:  # a trainer that starts meanwhile finds each where it was
-            assert stays <= {path.name for path in run.iterdir()}, f"killed at {moment}: {folders(run)}"
-        for _ in range(2 if moment == count else 1):
-            assert salvage() == 0, f"killed at {moment}: {(tmp_path / 'said').read_text()}"
-            assert {path.name: contents(path) for path in run.iterdir()} == wanted, f"killed at {moment}"
+
+    def all_of(run: Path) -> dict[str, object]:
+        return {path.name: contents(path) for path in run.iterdir()}
+
+    words = ("salvage", "--fragments", "--replace")
+    killing = Killing(Server(), tmp_path, words, all_of, no_exchange=not can_exchange)
+    stays = killing.wanted.keys() & {path.name for path in original.iterdir()}
+    for moment in killing.trials(last=LAST):
+        there = {path.name: tuple(contents(path).items()) for path in killing.run.iterdir() if path.is_dir()}
+        assert before <= {*there.values()}, f"killed at {moment}: {folders(killing.run)}"
+        assert not can_exchange or stays <= there.keys(), "a trainer that starts meanwhile finds each where it was"
