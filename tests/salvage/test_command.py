@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -15,7 +14,6 @@ pytest.importorskip("torch")
 
 from helpers.checkpoints import edit, make, model_states, optim_states
 from helpers.commands import run_here
-from llmtailor.compose.write import write
 from llmtailor.errors import StorageError, TargetError
 from llmtailor.runs.scan import find_latest
 from llmtailor.salvage import replace as replacing
@@ -223,52 +221,6 @@ def test_replace_refuses_a_name_that_is_taken(run: Path) -> None:
         plan_replacement(plan_salvage(run, fragments=True))
 
 
-class Killed(BaseException):
-    """Stands for a power cut: nobody catches it."""
-
-
-@pytest.mark.parametrize("stop", range(3))
-@pytest.mark.parametrize("lost", ["optim", "scheduler.pt"])
-def test_a_crash_between_two_renames_loses_nothing(
-    run: Path, monkeypatch: pytest.MonkeyPatch, lost: str, stop: int
-) -> None:
-    if lost == "optim":
-        damaged(run)
-    else:
-        (run / "checkpoint-300" / lost).unlink()
-    found = plan_salvage(run, fragments=True)
-    assert found.composition is not None
-    write(found.composition)
-    folders = sorted(_contents_of_all(run))
-    renames: list[int] = []
-    really: Callable[[Path, Path, int], bool] = rename._renameat2
-
-    def rename_until(source: Path, target: Path, flag: int) -> bool:
-        if len(renames) == stop:
-            raise Killed
-        renames.append(flag)
-        return really(source, target, flag)
-
-    monkeypatch.setattr(rename, "_renameat2", rename_until)
-    try:
-        put_salvaged_in_place(plan_replacement(found))
-        assert stop == 2
-    except Killed:
-        assert len(renames) == stop
-    assert sorted(_contents_of_all(run)) == folders
-    if stop and lost == "optim":
-        assert find_latest(run).path == run / "checkpoint-300"
-
-
-def _contents_of_all(run: Path) -> list[str]:
-    """Tell the folders of a run apart by what is in them, whatever they are called."""
-    return [
-        str(sorted((name, hash(data)) for name, data in contents(path).items()))
-        for path in run.iterdir()
-        if path.is_dir()
-    ]
-
-
 def test_a_rename_that_fails_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: Path, target: Path, flag: int) -> bool:
         raise OSError(30, "Read-only file system", str(target))
@@ -277,14 +229,3 @@ def test_a_rename_that_fails_is_told(run: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rename, "_renameat2", refuse)
     with pytest.raises(StorageError, match="Read-only"):
         put_salvaged_in_place(plan_replacement(found))
-
-
-def test_replace_on_a_file_system_without_exchange(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rename, "_renameat2", lambda source, target, flag: False)
-    found = plan_salvage(damaged(run), fragments=True)
-    assert found.composition is not None
-    write(found.composition)
-    put_salvaged_in_place(plan_replacement(found))
-    names = ["checkpoint-100", "checkpoint-200", "checkpoint-300", "damaged-checkpoint-300"]
-    assert sorted(path.name for path in run.iterdir()) == names
-    assert find_latest(run).path == run / "checkpoint-300"

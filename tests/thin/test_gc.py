@@ -91,14 +91,6 @@ def test_what_is_deleted_while_a_merge_reads(run, monkeypatch, when):
     assert problem.fix == "rerun the same command"
 
 
-def test_full_checkpoints_do_not_stand_in(run, full):
-    """Someone else may delete them."""
-    shutil.copytree(full / "checkpoint-500", run / "checkpoint-500")
-    shutil.copytree(full / "checkpoint-300", run / "checkpoint-300")
-    assert removed(call("gc", run)) == []
-    assert removed(call("gc", run, "--keep", 1)) == ["step-00000100", "step-00000200", "step-00000300"]
-
-
 def test_a_newer_full_checkpoint_takes_nothing_away(run, tmp_path):
     """Rotation deletes it, and the newest step of the partial ones must still be there; a composite counts as full."""
     make(run, 600)
@@ -110,39 +102,6 @@ def test_a_newer_full_checkpoint_takes_nothing_away(run, tmp_path):
     assert removed(call("gc", run, "--keep", 1, "--yes")) == ["step-00000100", "step-00000200", "step-00000300"]
     shutil.rmtree(run / "checkpoint-500")
     assert sources(compose(run, 500, tmp_path / "again")) == before
-
-
-def test_nothing_goes_where_only_full_checkpoints_complete_anything(run, full):
-    """As if there were no full ones, no step could be composed, and then nothing is removed."""
-    for step in (100, 300, 500):
-        shutil.rmtree(run / "partial" / f"step-00000{step}")
-    shutil.copytree(full / "checkpoint-300", run / "checkpoint-300")
-    make(run, 600)
-    told = call("gc", run, "--keep", 1)
-    assert (removed(told), told["composable_after"]) == ([], [300, 400, 600])
-
-
-def test_what_only_full_checkpoints_complete_stays(run, full):
-    """The base is lost, and with it steps 100 and 200; a full checkpoint stands in for later ones."""
-    for step in (100, 200):
-        shutil.rmtree(run / "partial" / f"step-00000{step}")
-    shutil.copytree(full / "checkpoint-200", run / "checkpoint-200")
-    told = call("gc", run, "--keep", 3)
-    assert told["composable_before"] == [200, 300, 400, 500]
-    assert (removed(told), told["composable_after"]) == ([], [200, 300, 400, 500])
-
-
-def test_what_nothing_can_use_goes(run):
-    shutil.rmtree(run / "partial" / "step-00000100")
-    (run / "partial" / "step-00000200").rename(run / "partial" / "gone")
-    told = call("gc", run, "--yes")
-    assert told["composable_before"] == [400, 500]
-    assert removed(told) == []  # step 300 has the even half of 400
-    shutil.rmtree(run / "partial" / "step-00000300")
-    (run / "partial" / "gone").rename(run / "partial" / "step-00000200")
-    told = call("gc", run, "--yes")
-    assert told["composable_before"] == [500]
-    assert removed(told) == ["step-00000200"]
 
 
 def test_nothing_is_removed_where_nothing_can_be_composed(run):

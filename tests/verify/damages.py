@@ -66,9 +66,18 @@ from verify.damaging import (
 
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
 
-RATES = ("base_lrs", "_last_lr", "lr_lambdas")
+RATES, LR = ("base_lrs", "_last_lr", "lr_lambdas"), "lr_scheduler"
+NO_RATES = {"base_lrs": [], "_last_lr": []}
 NORM = "model.norm.weight"
 SCALE = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
+
+
+def spoil_counter(tree: Tree) -> None:
+    tree["cpu"][8] = 0
+
+
+def rename(name: str) -> Change:
+    return lambda root, _: root.rename(root.with_name(name))
 
 
 def rename_tag(root: Path, _: Path) -> None:
@@ -83,6 +92,10 @@ def latest(text: str) -> Change:
 def without_prefix(root: Path, _: Path) -> None:
     for path in root.glob(OPTIM):
         path.rename(path.with_name(path.name.removeprefix("bf16_")))
+
+
+def one_more(value: Any) -> Any:
+    return value + 1
 
 
 def wrong_count(it: Optimizer) -> None:
@@ -142,8 +155,7 @@ def flip_a_moment(root: Path, _: Path) -> None:
 
 def frozen(change: Callable[[Any], Any]) -> Change:
     """Change the fragments of frozen params."""
-    held = "frozen_param_fragments"
-    return model(lambda tree: tree[held].update({name: change(tensor) for name, tensor in tree[held].items()}))
+    return model(lambda tree: tree[HELD].update({name: change(tensor) for name, tensor in tree[HELD].items()}))
 
 
 def module_as(dtype: torch.dtype) -> Change:
@@ -198,7 +210,9 @@ def scaler_of_step_0(root: Path, _: Path) -> None:
         torch.save(tree, path)
 
 
+HELD = "frozen_param_fragments"
 DS_BOTH, DS_ADAMW, FP16 = ("llama-ds-both",), ("llama-ds-adamw",), ("llama-fp16", "zero2-fp16")
+LAYERS = ("llama-layer", "zero2-layer")
 FROZEN, EXTRAS = ("llama-frozen", "zero2-frozen"), ("zero2-extras", "llama-extras")
 no_scaler = optim(lambda it: it.outer.pop("loss_scaler"))
 
@@ -221,10 +235,7 @@ DEEPSPEED: Table = {
     "`latest` without a word": (latest("\n"), "it points to ''"),
     "`latest` with a byte-order mark": (latest("\ufeffTAG"), "not a folder of this checkpoint"),
     "`latest` with two lines": (latest("TAG\nTAG"), "not a folder of this checkpoint"),
-    "folder named after another step": (
-        lambda root, _: root.rename(root.with_name("checkpoint-5")),
-        "its content is of step 4",
-    ),
+    "folder named after another step": (rename("checkpoint-5"), "its content is of step 4"),
     "scheduler.pt with fewer entries than param groups": (
         on(SCHEDULER, lambda tree: [tree[key].pop() for key in RATES]),
         "1 learning rates for 2 param groups",
@@ -245,28 +256,13 @@ DEEPSPEED: Table = {
     "scheduler.pt without a dict": (save(SCHEDULER, [1.0]), "not a scheduler state"),
     "learning rate of the param groups not the scheduler's": (options(lr=0.0), "param groups is 0"),
     "no lr_scheduler in a run with a DeepSpeed scheduler": (put(MODEL, lr_scheduler=None), "hold none", DS_BOTH),
-    "lr_scheduler with fewer entries than param groups": (
-        put(MODEL, "lr_scheduler", base_lrs=[], _last_lr=[]),
-        "0 learning rates for 1 param groups",
-        DS_ADAMW,
-    ),
-    "DeepSpeed's scheduler at another step": (
-        put(MODEL, "lr_scheduler", last_batch_iteration=7),
-        "the schedule is at step 8",
-        DS_BOTH,
-    ),
-    "lr_scheduler of one rank at another step": (
-        put(MODEL, "lr_scheduler", at=LAST, last_epoch=2),
-        "lr_scheduler differs",
-        DS_ADAMW,
-    ),
+    "lr_scheduler with fewer entries than param groups": (put(MODEL, LR, **NO_RATES), "0 learning", DS_ADAMW),
+    "DeepSpeed's scheduler at another step": (put(MODEL, LR, last_batch_iteration=7), "is at step 8", DS_BOTH),
+    "lr_scheduler of one rank at another step": (put(MODEL, LR, at=LAST, last_epoch=2), "lr_scheduler", DS_ADAMW),
     "log_history beyond global_step": (on_json(STATE, log_history=[{"step": 9, "epoch": 1.0}]), "continues to step 9"),
     "trainer_state.json with a byte order mark": (prepend(STATE, b"\xef\xbb\xbf"), "not JSON"),
     "RNG state of a rank empty": (save(RNG, {}), "python is missing"),
-    "counters of torch's generator out of range": (
-        on(RNG, lambda tree: tree["cpu"].__setitem__(8, 0)),
-        "cpu does not hold a state",
-    ),
+    "counters of torch's generator out of range": (on(RNG, spoil_counter), "cpu does not hold a state"),
     "RNG state of a rank copied from another": (copy("rng_state_0.pth", RNG), "random numbers of another rank"),
     "a scaler.pt beside DeepSpeed's files": (save("scaler.pt", SCALE), "DeepSpeed keeps the loss scale itself"),
     # files that are not whole
@@ -323,10 +319,7 @@ DEEPSPEED: Table = {
     "no step in Adam's state": (drop("step", 1), "the step of sub-group 0 is missing"),
     "no exp_avg_sq on one rank": (drop("exp_avg_sq", None, 1), "kinds of optimizer state differs"),
     "ranks at different steps of Adam": (state("step", lambda _: torch.tensor(99.0), 1, 1), "Adam's step differs"),
-    "Adam's steps of flat ids that differ, in no composite": (
-        state("step", lambda step: step + 1, 1),
-        "Adam's steps are",
-    ),
+    "Adam's steps of flat ids that differ, in no composite": (state("step", one_more, 1), "Adam's steps"),
     "exp_avg without the padding at the end, ZeRO-1/2": (optim(drop_padding), "elements instead of"),
     "step as int, plain tensors, zero_stage as int": (optim(spell_otherwise),),
     "no param_slice_mappings, no param_alignment_paddings": (
@@ -358,27 +351,15 @@ DEEPSPEED: Table = {
         "dtypes of buffers differs",
         EXTRAS[1:],
     ),
-    "a frozen param missing, ZeRO-3": (
-        model(lambda tree: tree["frozen_param_fragments"].popitem()),
-        "list different params",
-        FROZEN[:1],
-    ),
-    "all frozen params missing, ZeRO-3": (
-        put(MODEL, frozen_param_fragments=None),
-        "not in the model states",
-        FROZEN[:1],
-    ),
+    "a frozen param missing, ZeRO-3": (model(lambda tree: tree[HELD].popitem()), "list different params", FROZEN[:1]),
+    "all frozen params missing, ZeRO-3": (put(MODEL, **{HELD: None}), "not in the model states", FROZEN[:1]),
     "a frozen param missing, ZeRO-2": (
         model(lambda tree: tree["module"].pop(next(iter(tree["frozen_param_shapes"])))),
         "module lacks",
         FROZEN[1:],
     ),
     "fragments of frozen params of another shape": (frozen(as_row), "frozen", FROZEN),
-    "fragments of frozen params of another run, ZeRO-2 (--deep)": (
-        frozen(lambda one: one + 1),
-        "the module's",
-        FROZEN[1:],
-    ),
+    "fragments of frozen params of another run, ZeRO-2 (--deep)": (frozen(one_more), "the module's", FROZEN[1:]),
     "frozen params in fewer bits than the run has": (call_it_fp32, "the run trained in F32", FROZEN),
     "frozen params in another format": (frozen(torch.Tensor.half), "the run trained in BF16", FROZEN),
     "a tied name whose values are nowhere": (
@@ -399,11 +380,7 @@ DEEPSPEED: Table = {
     "fp32 of another step (--deep)": (masters_of_another_step, "is not the rounded master"),
     "module of another step, ZeRO-1/2 (--deep)": (module_of_another_step, "the module's weight of"),
     "weights of another step (--deep)": (take(WEIGHTS), "weight of"),
-    "two flat tensors of equal length swapped (--deep)": (
-        optim(swap_masters),
-        "is not the rounded master",
-        ("llama-layer", "zero2-layer"),
-    ),
+    "two flat tensors of equal length swapped (--deep)": (optim(swap_masters), "is not the rounded master", LAYERS),
     "NaN among the masters (--deep)": (master(third(float("nan")), 1, 0), "the master of"),
     "infinity among the moments (--deep)": (state("exp_avg", third(float("inf")), 1, 0), "exp_avg of"),
     "exp_avg_sq below zero (--deep)": (state("exp_avg_sq", third(-1.0), 1, 0), "a mean of squares can't be"),
@@ -424,6 +401,10 @@ def swap_states(first: int, second: int) -> Change:
 def more_ids(it: Optimizer) -> None:
     it.state[len(it.state)] = it.state[0]
     it.groups[1]["params"].append(len(it.state) - 1)
+
+
+def more_kinds(it: Optimizer) -> None:
+    it.state[0]["more"] = it.state[0]["exp_avg"]
 
 
 def swap_options(it: Optimizer) -> None:
@@ -456,10 +437,7 @@ def add_old_weights(root: Path, _: Path) -> None:
 
 
 TRAINER: Table = {
-    "base_lrs not the initial_lr of the param groups": (
-        put(SCHEDULER, base_lrs=[1.0, 1.0]),
-        "it starts from learning rate",
-    ),
+    "base_lrs not the initial_lr of the param groups": (put(SCHEDULER, base_lrs=[1.0, 1.0]), "it starts from"),
     "hyperparameters of the param groups swapped": (optim(swap_options), "only vectors have weight decay"),
     "ids of the params out of order": (optim(swap_ids), "out of order"),
     "eps missing": (optim(lambda it: [group.pop("eps") for group in it.groups]), "eps is missing"),
@@ -488,23 +466,11 @@ TRAINER: Table = {
     ),
     "weights in files of any name, by an index": (split_weights,),
     "a weight of another shape": (weights(**{NORM: torch.zeros(3)}), "has shape [3]"),
-    "states of some ids missing": (
-        optim(lambda it: [it.state.pop(number) for number in (1, 3)]),
-        "starts from zero moments there",
-    ),
+    "states of some ids missing": (optim(lambda it: [it.state.pop(1), it.state.pop(3)]), "starts from zero moments"),
     "states of all ids missing": (optim(lambda it: it.state.clear()), "no states, but"),
-    "a state that no param has": (
-        optim(lambda it: it.state.update({99: it.state[0]})),
-        "id 99, which no param group owns",
-    ),
-    "exp_avg_sq of a param missing": (
-        optim(lambda it: it.state[1].pop("exp_avg_sq")),
-        "state[1].exp_avg_sq is missing",
-    ),
-    "another kind of state in one param": (
-        optim(lambda it: it.state[0].update(more=it.state[0]["exp_avg"])),
-        "other kinds",
-    ),
+    "a state that no param has": (optim(lambda it: it.state.update({99: it.state[0]})), "id 99, which no param group"),
+    "exp_avg_sq of a param missing": (optim(lambda it: it.state[1].pop("exp_avg_sq")), "state[1].exp_avg_sq"),
+    "another kind of state in one param": (optim(more_kinds), "other kinds"),
     "no step of a param": (drop("step", 1), "no step of its own"),
     "states of different shapes swapped": (swap_states(0, 3), "the state of id 0 has shape"),
     "a moment of another shape": (state("exp_avg", lambda _: torch.zeros(3), 1), "different shapes"),
@@ -514,10 +480,7 @@ TRAINER: Table = {
     "moments in another dtype": (state("exp_avg", torch.Tensor.half), "a resume casts it"),
     "optimizer.pt of another step": (at_step(2.0), "from step 2, but the schedule is at step 4"),
     "trainer_state.json of another step": (write(STATE, '{"global_step": 3}'), "global_step is 3"),
-    "scheduler.pt with fewer entries": (
-        put(SCHEDULER, base_lrs=[1.0], _last_lr=[1.0]),
-        "1 learning rates for 2 param groups",
-    ),
+    "scheduler.pt with fewer entries": (put(SCHEDULER, base_lrs=[1.0], _last_lr=[1.0]), "1 learning rates for 2 param"),
     "config.json cut short": (write("config.json", "{"), "not JSON"),
     "config.json of another model": (on_json("config.json", num_hidden_layers=1), "ids, but the model has"),
     "NaN among the weights (--deep)": (on_weights(lambda found: third(float("nan"))(found[NORM])), "is not finite"),
