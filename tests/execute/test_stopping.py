@@ -113,9 +113,3 @@ def test_the_first_failure_is_told_and_not_what_follows_from_it():
 
     with stoppable() as stop, pytest.raises(SourceError, match="it"):
         run_all([work, fail, *[work] * 50], 2, stop)
-
-
-def test_results_come_in_order():
-    with stoppable() as stop:
-        assert run_all([lambda n=n: n for n in range(100)], 4, stop) == list(range(100))
-        assert run_all([], 4, stop) == []

@@ -24,7 +24,7 @@ INPUTS = {
 }
 """Per parser; those that read a whole checkpoint are slower, and have many seeds, which come first."""
 LONG = ("partial checkpoint", "universal", "dcp")
-"""The short suite damages these on purpose, not at random: test_tampered.py, test_damages.py and test_hostile.py."""
+"""The short suite damages these on purpose: see verify/damages.py, partial/test_tampered.py and dcp/test_hostile.py."""
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +65,13 @@ def test_what_ends_otherwise_is_a_finding(sound):
 
 @pytest.mark.long
 def test_the_script_runs_and_replays(tmp_path):
-    script = Path(fuzz.__file__).parent
-    command = [
-        sys.executable,
-        str(script),
-        "--minutes",
-        "0.02",
-        "--parser",
-        "flags",
-        "--seed",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(script.parents[1])})
+    def run(*words):
+        script = Path(fuzz.__file__).parent
+        command, path = [sys.executable, str(script), *map(str, words)], str(script.parents[1])
+        return subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": path})
+
+    result = run("--minutes", 0.02, "--parser", "flags", "--seed", 1, "--out", tmp_path)
     assert result.returncode == 0, result.stderr
     assert "flags: " in result.stdout and "0 findings" in result.stdout
     (tmp_path / "flags-0").write_bytes(b"nonsense")
-    command = [sys.executable, str(script), "--replay", str(tmp_path / "flags-0")]
-    result = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(script.parents[1])})
-    assert "the line is not valid JSON" in result.stdout
+    assert "the line is not valid JSON" in run("--replay", tmp_path / "flags-0").stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -196,14 +195,6 @@ def test_newer_partial_checkpoints_are_told_of(folder):
     assert done.returncode == 7 and "fix: compose one: llmtailor merge --run run; or restart" in done.stderr
     content = json.loads(call(folder, "latest", "run", "--json").stdout)
     assert content["newer_partial"] == "run/partial/step-00001000"
-
-
-def test_in_a_shell(folder):
-    """As it is meant to be used: the path and nothing else, and no path after a failure."""
-    program = f"{sys.executable} -m llmtailor latest"
-    script = f'echo "[$({program} run)]"; {program} run/checkpoint-90 || echo "code $?"'
-    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "[run/checkpoint-1000]\ncode 7\n"
 
 
 def test_from_python(folder):

@@ -34,23 +34,17 @@ def assert_clean(checkpoint: Path) -> None:
     assert not verdict.findings and not verdict.damage.states and not verdict.damage.files
 
 
-@pytest.mark.parametrize("stage", [None, 0, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("name", ["llama-layer", "zero2-rr", "qwen3-moe"])
-def test_conversions_verify(runs, tmp_path, name, world_size, stage):
-    assert_clean(convert(runs[name].checkpoint(4), tmp_path / "out", world_size=world_size, stage=stage))
+LAYOUTS = [(stage, ranks) for stage in (None, 0, 1, 2) for ranks in (1, 3)]
+CONVERSIONS = [
+    *((name, 4, *layout) for name in ("llama-layer", "zero2-rr", "qwen3-moe") for layout in LAYOUTS),
+    *(("llama-extras-layer", 4, *layout) for layout in ((None, 1), (None, 3), (2, 3))),  # buffers of other ranks
+    *((name, 1, None, 3) for name in ("llama-fp16", "zero2-fp16")),  # without a good step yet
+]
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(None, 1), (None, 3), (2, 3)])
-def test_buffers_of_other_ranks_verify(runs, tmp_path, stage, world_size):
-    assert_clean(
-        convert(runs["llama-extras-layer"].checkpoint(4), tmp_path / "out", stage=stage, world_size=world_size)
-    )
-
-
-@pytest.mark.parametrize("name", ["llama-fp16", "zero2-fp16"])
-def test_runs_without_a_good_step_yet(runs, tmp_path, name):
-    assert_clean(convert(runs[name].checkpoint(1), tmp_path / "out", world_size=3))
+@pytest.mark.parametrize(("name", "step", "stage", "world_size"), CONVERSIONS)
+def test_conversions_verify(runs, tmp_path, name, step, stage, world_size):
+    assert_clean(convert(runs[name].checkpoint(step), tmp_path / "out", world_size=world_size, stage=stage))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-layer", "zero1-extras-layer", "zero2"])

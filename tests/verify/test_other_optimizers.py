@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,15 +48,23 @@ def stepped(optimizer: Any) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
-def of_stock(trained, make) -> dict[str, Any]:
-    groups = trained.trainer.optimizer.param_groups
-    params = [[torch.nn.Parameter(param.detach().clone()) for param in group["params"]] for group in groups]
-    return stepped(make([{"params": group} for group in params]))
+Make = Callable[[Any, dict[str, Any], pytest.MonkeyPatch], dict[str, Any]]
+"""Given a training, and Adam's state dict of it"""
 
 
-def of_muon(trained) -> dict[str, Any]:
-    matrices = [torch.nn.Parameter(torch.ones(4, 4))]
-    return stepped(torch.optim.Muon(matrices))
+def stock(make: Callable[..., Any], **options: Any) -> Make:
+    """What an optimizer of torch or transformers saves for the params of the training."""
+
+    def build(trained, tree, patch):
+        groups = trained.trainer.optimizer.param_groups
+        params = [[torch.nn.Parameter(param.detach().clone()) for param in group["params"]] for group in groups]
+        return stepped(make([{"params": group} for group in params], **options))
+
+    return build
+
+
+def like(change: Callable[[Any], Any], **options: Any) -> Make:
+    return lambda trained, tree, patch: changed(without_adams_options(tree), change, **options)
 
 
 def changed(tree: dict[str, Any], change, **options: Any) -> dict[str, Any]:
@@ -88,7 +97,7 @@ class Kept:
     """An object in a state, of a class of another package."""
 
 
-def of_package(monkeypatch, module: str, name: str, tree: dict[str, Any]) -> dict[str, Any]:
+def of_package(tree: dict[str, Any], monkeypatch, module: str, name: str) -> dict[str, Any]:
     kind = type(name, (Kept,), {"__module__": module})
     words = module.split(".")
     for end in range(1, len(words) + 1):
@@ -103,29 +112,24 @@ def by_params(tree: dict[str, Any]) -> dict[str, Any]:
     return {"state": {}, "param_groups": [{**tree["param_groups"][0], "state": state}, *tree["param_groups"][1:]]}
 
 
-SGD, OLD_ADAM = torch.optim.SGD, without_adams_options
-OTHERS = {
-    "SGD": lambda trained, tree, patch: of_stock(trained, lambda groups: SGD(groups, lr=0.1)),
-    "SGD (it keeps momentum_buffer)": (
-        lambda trained, tree, patch: of_stock(trained, lambda groups: SGD(groups, lr=0.1, momentum=0.9))
-    ),
-    "Adafactor": lambda trained, tree, patch: of_stock(trained, lambda groups: Adafactor(groups, lr=None)),
-    "torch's Adafactor": lambda trained, tree, patch: of_stock(trained, torch.optim.Adafactor),
-    "NAdam": lambda trained, tree, patch: of_stock(trained, torch.optim.NAdam),
-    "ASGD": lambda trained, tree, patch: of_stock(trained, torch.optim.ASGD),
-    "Muon": lambda trained, tree, patch: of_muon(trained),
-    "a schedule-free optimizer": (
-        lambda trained, tree, patch: changed(OLD_ADAM(tree), as_schedule_free, k=4, weight_sum=1.0, weight_lr_power=2.0)
-    ),
-    "an 8-bit optimizer of bitsandbytes": lambda trained, tree, patch: changed(OLD_ADAM(tree), as_8_bit),
-    "an optimizer of bitsandbytes": lambda trained, tree, patch: changed(OLD_ADAM(tree), as_ademamix, t_beta3=None),
+def package(module: str, name: str) -> Make:
+    return lambda trained, tree, patch: of_package(tree, patch, module, name)
+
+
+OTHERS: dict[str, Make] = {
+    "SGD": stock(torch.optim.SGD, lr=0.1),
+    "SGD (it keeps momentum_buffer)": stock(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adafactor": stock(Adafactor, lr=None),
+    "torch's Adafactor": stock(torch.optim.Adafactor),
+    "NAdam": stock(torch.optim.NAdam),
+    "ASGD": stock(torch.optim.ASGD),
+    "Muon": lambda *_: stepped(torch.optim.Muon([torch.nn.Parameter(torch.ones(4, 4))])),
+    "a schedule-free optimizer": like(as_schedule_free, k=4, weight_sum=1.0, weight_lr_power=2.0),
+    "an 8-bit optimizer of bitsandbytes": like(as_8_bit),
+    "an optimizer of bitsandbytes": like(as_ademamix, t_beta3=None),
     "GrokAdamW": lambda trained, tree, patch: by_params(tree),
-    "GaLore": (
-        lambda trained, tree, patch: of_package(patch, "galore_torch.galore_projector", "GaLoreProjector", tree)
-    ),
-    "a low-bit optimizer of torchao": (
-        lambda trained, tree, patch: of_package(patch, "torchao.optim.subclass_8bit", "OptimState8bit", tree)
-    ),
+    "GaLore": package("galore_torch.galore_projector", "GaLoreProjector"),
+    "a low-bit optimizer of torchao": package("torchao.optim.subclass_8bit", "OptimState8bit"),
 }
 
 
@@ -145,7 +149,7 @@ def test_other_optimizers_are_refused_once_by_name(name, trained, checkpoint, mo
 
 def test_an_unknown_class_stays_unsafe(checkpoint, monkeypatch):
     path = checkpoint / "optimizer.pt"
-    torch.save(of_package(monkeypatch, "somebody.else", "Thing", torch.load(path)), path)
+    torch.save(of_package(torch.load(path), monkeypatch, "somebody.else", "Thing"), path)
     verdict = verify_checkpoint(checkpoint)
     assert verdict.level == NOT_RESUMABLE
     assert {finding.code for finding in verdict.findings} == {Code.UNSAFE_PICKLE}
