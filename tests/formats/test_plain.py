@@ -1,15 +1,15 @@
-"""optimizer.pt and its names: damage is refused, and ZeRO-3 becomes plain without a bit lost."""
+"""optimizer.pt and its names, and ZeRO-3 becomes plain without a bit lost."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from helpers.asking import in_a_fresh_process
 from helpers.cases import diagonal
@@ -25,80 +25,40 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, State
 from oracle import zero3
 from synthetic import pickled_as_deepspeed
-from trainings.models import build
+from trainings.alone import train
+from verify.damaging import on_json, optim
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-NO_DECAY = ("norm", "bias")
-
-
-def two_groups(model):
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    plain = [any(word in name for word in NO_DECAY) for name, _ in named]
-    return [
-        {"params": [param for (_, param), bare in zip(named, plain, strict=True) if not bare], "weight_decay": 0.1},
-        {"params": [param for (_, param), bare in zip(named, plain, strict=True) if bare], "weight_decay": 0.0},
-    ]
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    """What the Trainer leaves behind after one step, made without it."""
-    root = tmp_path_factory.mktemp("plain") / "checkpoint-1"
-    model = build("llama", 2, False)
-    optimizer = torch.optim.AdamW(two_groups(model), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    tokens = torch.arange(12)[None]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    scheduler.step()
-    model.save_pretrained(root)
-    torch.save(optimizer.state_dict(), root / "optimizer.pt")
-    torch.save(scheduler.state_dict(), root / "scheduler.pt")
-    torch.save({"cpu": torch.get_rng_state()}, root / "rng_state.pth")
-    (root / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
-    return root
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("run"), steps=2).checkpoint(2)
 
 
-def edit_optimizer(root, change):
-    tree = torch.load(root / "optimizer.pt", weights_only=True)
-    change(tree)
-    torch.save(tree, root / "optimizer.pt")
+@pytest.fixture
+def root(trained, tmp_path):
+    return Path(shutil.copytree(trained, tmp_path / "checkpoint-2"))
 
 
-def edit_weights(root, change):
-    weights = load_file(root / "model.safetensors")
-    change(weights)
-    save_file(weights, root / "model.safetensors", {"format": "pt"})
-
-
-def edit_json(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def test_remote_code_is_never_run(pristine, tmp_path):
-    root = tmp_path / "checkpoint-1"
-    shutil.copytree(pristine, root)
+def test_remote_code_is_never_run(root, tmp_path):
     (root / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-    evil = {"model_type": "evil", "auto_map": {"AutoConfig": "modeling_evil.Evil", "AutoModel": "modeling_evil.Evil"}}
-    edit_json(root / "config.json", lambda config: config.update(evil))
+    names = {"AutoConfig": "modeling_evil.Evil", "AutoModel": "modeling_evil.Evil"}
+    on_json("config.json", model_type="evil", auto_map=names)(root, root)
     with in_a_fresh_process(), pytest.raises(SourceError, match="transformers can't build the model"):
         index_checkpoint(root, "ckpt")
     assert not (tmp_path / "ran").exists()
 
 
-def test_names_make_the_model_unnecessary(pristine, tmp_path):
-    root = tmp_path / "checkpoint-1"
-    shutil.copytree(pristine, root)
+def test_names_make_the_model_unnecessary(root):
     index = index_checkpoint(root, "ckpt")
 
-    def name_them(tree):
-        for group, params in zip(tree["param_groups"], index.group_params, strict=True):
+    def name_them(it):
+        for group, params in zip(it.groups, index.group_params, strict=True):
             group["param_names"] = list(params)
 
-    edit_optimizer(root, name_them)
-    edit_json(root / "config.json", lambda config: config.update(architectures=["Nothing"]))
+    optim(name_them)(root, root)
+    on_json("config.json", architectures=["Nothing"])(root, root)
     named = index_checkpoint(root, "ckpt")
     assert (named.params, named.held.keys(), named.group_params) == (
         index.params,
@@ -146,7 +106,7 @@ def test_frozen_params_are_told_only_where_the_shapes_leave_no_doubt(shapes, nam
             derived_names(optimizer, MODEL, "x")
 
 
-def test_shapes_that_fit_nowhere(pristine):
+def test_shapes_that_fit_nowhere():
     with pytest.raises(SourceError, match="do not fit"):
         derived_names(saved([(8, 4), (9, 4), (4, 4)], [(4,)]), MODEL, "x")
 
@@ -235,16 +195,8 @@ def test_zero_to_plain_to_zero_is_the_same_again(tmp_path, stage, precision, tie
     assert [dict(group.hyper) for group in index.groups] == [dict(group.hyper) for group in there.groups]
 
 
-def test_a_bf16_model_gets_fp32_masters(pristine, tmp_path):
-    root = tmp_path / "checkpoint-1"
-    shutil.copytree(pristine, root)
-    edit_weights(root, lambda weights: weights.update({k: v.bfloat16() for k, v in weights.items()}))
-
-    def round_moments(tree):
-        for state in tree["state"].values():
-            state.update({moment: state[moment].bfloat16() for moment in MOMENTS})
-
-    edit_optimizer(root, round_moments)
+def test_a_bf16_model_gets_fp32_masters(tmp_path):
+    root = train(tmp_path / "run", steps=2, dtype=torch.bfloat16).checkpoint(2)
     base = index_checkpoint(root, "ckpt")
     assert base.precision == "BF16"
     zero = to_zero(base, tmp_path / "zero", 3, 2, "BF16")
