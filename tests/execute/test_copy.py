@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import threading
 import time
 import tracemalloc
@@ -151,6 +152,17 @@ def test_a_source_that_changes_is_an_error_and_not_zeros(source, tmp_path, copie
     with pytest.raises(SourceError, match=told) as caught:
         execute(plan, tmp_path / "out", Context(clone=clone))
     assert str(source / "data") in caught.value.problems[0].where
+
+
+def test_a_write_that_fails_is_an_error(source, tmp_path):
+    """The kernel refuses to let a file grow beyond the limit, as it would on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(StorageError, match="File too large"):
+            execute(a_plan(source), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_worker_goes_on_while_the_disk_is_busy_with_its_last_file(source, tmp_path, monkeypatch):
