@@ -36,6 +36,7 @@ What the readers of the files refuse on their own is not listed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -157,32 +158,35 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class OptimShard(Shard):
-    """The content of one rank's ``optim_states``. A group of ZeRO-1/2 counts as one sub-group."""
+    """The content of one rank's ``optim_states``, or what a universal checkpoint has of it.
+
+    A group of ZeRO-1/2 counts as one sub-group.
+    """
 
     stage: int
     """BF16_Optimizer counts as 1"""
     variant: str
     """``plain``, ``bf16_optimizer`` or ``elastic``"""
-    partition_counts: tuple[int, ...]
-    """The number of ranks; ZeRO-1/2: per group"""
-    flats: tuple[Mapping[str, Tensor], ...]
-    """Per sub-group: kind -> flat tensor; ``master`` and every elementwise state of the optimizer. In ZeRO-1/2, lengths
-    differ by the padding saved with some kinds."""
-    steps: tuple[float, ...]
-    """Per sub-group"""
-    step_is_tensor: bool
-    """Whether the step is a tensor, rather than an int; True for an empty state, which shows neither"""
     groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
     """For each param group: the sub-groups that it owns, and its hyperparameters. Those of elastic checkpoints have
     none, which these do not store."""
-    gaps: tuple[tuple[int, ...], ...]
+    steps: Mapping[int, float]
+    """Sub-group -> step"""
+    step_is_tensor: bool
+    """Whether the step is a tensor, rather than an int; True for an empty state, which shows neither"""
+    ds_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    partition_counts: tuple[int, ...] = ()
+    """The number of ranks; ZeRO-1/2: per group"""
+    flats: tuple[Mapping[str, Tensor], ...] = ()
+    """Per sub-group: kind -> flat tensor; ``master`` and every elementwise state of the optimizer. In ZeRO-1/2, lengths
+    differ by the padding saved with some kinds."""
+    gaps: tuple[tuple[int, ...], ...] = ()
     """Per group and param: elements of alignment after it (``parameter_alignment``)"""
-    mappings: tuple[dict[str, tuple[Any, Any]], ...]
+    mappings: tuple[dict[str, tuple[Any, Any]], ...] = ()
     """Per group: param -> its elements on this rank, and their start in the partition, as DeepSpeed saves it (wrong
     under ``round_robin_gradients``); empty if the file has none"""
-    has_group_step: bool
+    has_group_step: bool = False
     """Elastic checkpoints only: whether the step that a resume needs exists. torch's AdamW does not save it"""
-    ds_config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +265,11 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
         what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"
         raise damaged(where, what, Code.FIELD_UNKNOWN)
     flats: list[Mapping[str, Tensor]] = []
-    steps, step_is_tensor = [], True
+    steps, step_is_tensor = dict[int, float](), True
     for flat_id, master in enumerate(masters):
         if not state:  # fp16, and every step so far has overflowed
             flats.append({MASTER: master})
-            steps.append(0.0)
+            steps[flat_id] = 0.0
             continue
         if flat_id not in state:
             what = f"the optimizer state of {sub_group} {flat_id} is missing; a resume would restart Adam for it"
@@ -274,7 +278,7 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
         kinds, step = fields.read_elementwise(states, numel, flat_id, where)
         flats.append({MASTER: master, **kinds})
         step_is_tensor = not isinstance(step, (int, float))
-        steps.append(fields.read_step(root, step, flat_id, where))
+        steps[flat_id] = fields.read_step(root, step, flat_id, where)
         if flats[-1].keys() != flats[0].keys():
             have = f"{', '.join(flats[-1])}, but sub-group 0 has {', '.join(flats[0])}"
             raise damaged(where, f"sub-group {flat_id} has the states {have}", Code.STATE_MISSING)
@@ -287,7 +291,7 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
     all_gaps = tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps)
     alike = {
         "zero_stage": stage,
-        "Adam's step": tuple(steps),
+        "Adam's step": tuple(steps.values()),
         "partition_count": counts if count is None else count,
         **({"the number of flat tensors": len(flats)} if is_zero3 else {}),
         "the kinds of optimizer state": [sorted(flat) for flat in flats],
@@ -303,7 +307,7 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
         variant="elastic" if elastic else "plain" if "zero_stage" in outer else "bf16_optimizer",
         partition_counts=counts,
         flats=tuple(flats),
-        steps=tuple(steps),
+        steps=steps,
         step_is_tensor=step_is_tensor,
         groups=groups,
         gaps=all_gaps,

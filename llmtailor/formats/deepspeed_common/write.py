@@ -5,6 +5,11 @@ partitions, and one model file. Tensors become plain tensors with their own stor
 of ranks, rank r copies what is no state from the base's rank r modulo its world size. In a salvage, an unreadable
 rank's files are modelled on the first readable rank's: they differ only in states.
 
+Everything that is not a state (hyperparameters, loss scaler, counters, ds_config, DeepSpeed's classes by name) is
+copied from the base. If the base was trained without DeepSpeed, it is what DeepSpeed 0.19.8 would have written; what a
+resume takes from its own config is left out rather than invented: ``clip_grad``, ``global_samples`` and, but for
+ZeRO-3, the loss scaler.
+
 The files of two ranks of ZeRO-3 differ in which slice of each param they hold, and in what the base keeps besides
 states, which is mostly the same for all ranks. So a rank's file has the pickle of the first rank with the same rest.
 """
@@ -14,19 +19,24 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, TrainState
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Content, TorchLayout, pickle_content
 from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor
+from llmtailor.errors import Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.common.lightning import regrouped
 from llmtailor.formats.deepspeed_common.files import UNIVERSAL, model_name, optim_name
-from llmtailor.loaders.files import ADAPTER_CONFIG
+from llmtailor.formats.weights import lay_out_missing_weights
+from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, SCALER
 from llmtailor.loaders.loader import LOADERS, Loader
+from llmtailor.loaders.scheduler import regroup_scheduler
+from llmtailor.loaders.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 DS_VERSION = "0.19.8"
@@ -337,6 +347,7 @@ def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
     )
 
 
+_TreeOf = Callable[["ZeroTarget", TrainState, int, int], dict[str, Any]]
 _MAX_FORMS = 32
 """More than there are: the files of ranks on GPUs have up to 8 forms, one per GPU of a node, and rank 0's differ."""
 
@@ -355,23 +366,23 @@ def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) 
     return {**model_tree(target, cut_as, rest), "shared_params": tied}
 
 
+def shard_files(target: ZeroTarget, folder: str) -> Iterator[tuple[int, str, _TreeOf]]:
+    """Yield the rank, the path and the maker of the object tree of each shard file, the optimizer's first."""
+    for rank in range(target.layout.world_size):
+        yield rank, f"{folder}/{optim_name(rank, target.precision == 'BF16')}", optim_states
+    for rank in range(target.num_models):
+        yield rank, f"{folder}/{model_name(rank, target.layout.stage)}", model_states
+
+
 def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield the rank, the path and the object tree of each shard file, with its tensors bound to states."""
-    for rank in range(target.layout.world_size):
-        name = optim_name(rank, target.precision == "BF16")
-        yield rank, f"{target.tag}/{name}", optim_states(target, train, rank, rank)
-    for rank in range(target.num_models):
-        name = model_name(rank, target.layout.stage)
-        yield rank, f"{target.tag}/{name}", model_states(target, train, rank, rank)
+    for rank, path, tree_of in shard_files(target, target.tag):
+        yield rank, path, tree_of(target, train, rank, rank)
 
 
 def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str, Any]:
     """Return what a base keeps besides states for a rank: its own, or that of another rank."""
     return trees[rank % len(trees)] or next(tree for tree in trees if tree is not None)
-
-
-_Rest = Mapping[str, Any]
-_TreeOf = Callable[[ZeroTarget, TrainState, int, int], dict[str, Any]]
 
 
 class RankFiles:
@@ -384,21 +395,16 @@ class RankFiles:
         self._first: dict[tuple[_TreeOf, bytes], int] = {}
         self._form = lru_cache(_MAX_FORMS)(self._make_form)
 
-    def optim(self, folder: str) -> Iterator[FileLayout]:
-        """Yield the layout of each rank's ``optim_states``, in a folder."""
-        for rank in range(self.target.layout.world_size):
-            path = f"{folder}/{optim_name(rank, self.target.precision == 'BF16')}"
-            yield TorchLayout(path, partial(self._content, path, rank, optim_states, self.train.optim))
+    def layouts(self, folder: str, kinds: Sequence[_TreeOf] = (optim_states, model_states)) -> Iterator[FileLayout]:
+        """Yield the layout of each file of these kinds, in a folder."""
+        for rank, path, tree_of in shard_files(self.target, folder):
+            if tree_of in kinds:
+                yield TorchLayout(path, partial(self._content, path, rank, tree_of))
 
-    def model(self, folder: str) -> Iterator[FileLayout]:
-        """Yield the layout of each ``model_states``, in a folder."""
-        for rank in range(self.target.num_models):
-            path = f"{folder}/{model_name(rank, self.target.layout.stage)}"
-            yield TorchLayout(path, partial(self._content, path, rank, model_states, self.train.model))
-
-    def _content(self, path: str, rank: int, tree_of: _TreeOf, rests: Sequence[_Rest | None]) -> Content:
+    def _content(self, path: str, rank: int, tree_of: _TreeOf) -> Content:
         if self.target.layout.stage < 3:
             return pickle_content(path, tree_of(self.target, self.train, rank, rank))
+        rests = self.train.optim if tree_of is optim_states else self.train.model
         like = self._first.setdefault((tree_of, self._digest(rest_of(rests, rank))), rank) if rank else 0
         pickled, storages = self._form(tree_of, like)
         return pickled, [self._of_rank(content, rank) if content else content for content in storages]
@@ -425,7 +431,7 @@ class RankFiles:
                     pieces += slice_of(state, dtype, numel, rank, ranks)
         return tuple(pieces)
 
-    def _digest(self, rest: _Rest) -> bytes:
+    def _digest(self, rest: Mapping[str, Any]) -> bytes:
         """Return what is equal for trees that are written alike."""
         known = self._digests.get(id(rest))
         if known is None:
@@ -433,3 +439,75 @@ class RankFiles:
             content = repr([storage.content for storage in storages])
             known = self._digests[id(rest)] = hashlib.sha256(data + content.encode()).digest()
         return known
+
+
+def lay_out_engine(
+    base: CheckpointIndex, wanted: Wanted, lay_out_states: Callable[[ZeroTarget, TrainState], Iterable[FileLayout]]
+) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the layouts of a checkpoint of DeepSpeed, whose own files ``lay_out_states`` lays out; see `lay_out`."""
+    if base.form.has_masters:
+        precision, dtype, leave_out = base.precision, wanted.dtype, frozenset[str]()
+    else:
+        precision = dtype = wanted.dtype or base.precision
+        leave_out = frozenset((SCALER, LATEST))
+        _check_plain_base(base, precision)
+    target, train = ZeroTarget.of(base, wanted.layout, precision, wanted.client), base.train
+    if not train.optim:
+        train = new_engine(base, target.layout.stage, precision)
+    if wanted.from_group is not None:
+        where, old = f"{base.name}: lr_scheduler of the model states", len(base.groups)
+        adapted = {
+            id(tree): _with_scheduler(tree, where, old, wanted.from_group) for tree in train.model if tree is not None
+        }
+        train = replace(train, model=tuple(adapted.get(id(tree)) for tree in train.model))
+    notices: list[Problem] = []
+    without = {id(tree): tree for tree in train.model if tree is not None and not tree.get("lr_scheduler")}
+    if wanted.client != base.client and without:  # an engine that has a scheduler can't load None; others don't look
+        scheduler, about = scheduler_for(base, wanted)
+        notices += about if wanted.client == DEEPSPEED else []
+        given = {key: {**tree, "lr_scheduler": scheduler} for key, tree in without.items()}
+        train = replace(train, model=tuple(given.get(id(tree), tree) for tree in train.model))
+    states = [*lay_out_states(target, train)]
+    weights: list[FileLayout] = []
+    if target.client.saves_model or base.form.is_partial:
+        weights, missing = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
+        notices += missing
+    made, about = synthesize_files(base, wanted)
+    notices += [*about, *_rounded_twice(base, wanted.dtype)]
+    if base.form.family in (FSDP, DCP) and wanted.dtype is None:
+        what = f"the run that resumes has to train in {precision}, the dtype of the params"
+        notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
+    return lay_out_trainer_files(base, wanted, [*states, *weights, *made], dtype, leave_out), notices
+
+
+def _with_scheduler(tree: Mapping[str, Any], where: str, old: int, from_group: Sequence[int]) -> dict[str, Any]:
+    found = {"lr_scheduler": regroup_scheduler(tree.get("lr_scheduler"), where, old, from_group)}
+    return {**tree, **found, **regrouped(tree, where, old, from_group)}
+
+
+def _check_plain_base(base: CheckpointIndex, precision: str) -> None:
+    if precision == "F16":
+        what = "an fp16 run of DeepSpeed needs the state of its loss scaler, which a checkpoint without DeepSpeed lacks"
+        raise UnsupportedCheckpoint.at(base.name, what, "resume in bf16")
+    if ADAPTER_CONFIG in base.files:
+        what = "it is a PEFT adapter, and does not state the precision in which the model below it was trained"
+        raise UnsupportedCheckpoint.at(base.name, what, "stay without DeepSpeed")
+    unnamed = [param for group in base.groups for param in group.params if State(param, MASTER) not in base.held]
+    if unnamed:
+        what = f"the weight files have other names for {some(unnamed)} than the model, so they have no master weights"
+        fix = "stay without DeepSpeed; or train on with a run that saves the params' own names"
+        raise UnsupportedCheckpoint.at(base.name, what, fix)
+
+
+def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
+    """Return notices on weights that can't be rounded from their master weights, as it is not known which these are."""
+    if not dtype or not base.form.has_masters:
+        return []
+    weights = {state.param: held for state, held in base.held.items() if state.kind == WEIGHT and held.dtype != dtype}
+    known = params_on_disk(base)
+    unknown = [name for name in weights if name not in known]
+    if not unknown:
+        return []
+    what = f"{some(unknown)} are rounded a second time, from the weights: their master weights are not known"
+    fix = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
+    return [Problem("dtype", what, fix)]
