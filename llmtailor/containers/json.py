@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
-from llmtailor.containers.torch_file import open_torch_file, read_torch_file
+from llmtailor.containers.torch_file import TorchFile, Undecoded, open_torch_file, read_torch_file
 from llmtailor.containers.unpickle import SmallTensor, TensorView, as_shape, as_tensor
 from llmtailor.errors import UnsupportedCheckpoint, damaged
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT
@@ -273,27 +273,6 @@ def read_step(root: Path, node: Any, flat_id: int, where: str) -> float:
     return float(step)
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A stock file's object tree, as data."""
-
-    tree: Any
-    archive: str | None = None
-    """The stem of the file's name when it was saved; None if unknown"""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A stock file that is not decoded yet."""
-
-    decode: Callable[[], Decoded]
-    """Raises what `Trees.read` raises"""
-    archive: str | None = None
-    """See `Decoded.archive`"""
-    key: bytes | None = None
-    """Equal for files that differ in their names only, or in tensors of more than 8 bytes; None if that is unknown"""
-
-
 class Trees(Protocol):
     """A reader of one checkpoint's stock files."""
 
@@ -305,14 +284,14 @@ class Trees(Protocol):
         """Stock files, by relative path, that are not files of the folder"""
         ...
 
-    def read(self, path: str, where: str) -> Decoded:
+    def read(self, path: str, where: str) -> TorchFile:
         """Decode a stock file; no tensor byte is read. Messages call it ``where``.
 
         Raises SourceError for missing or damaged files, and UnsafePickle for names that are not on the allow-list.
         """
         ...
 
-    def open(self, path: str, where: str) -> Opened:
+    def open(self, path: str, where: str) -> Undecoded:
         """Read a stock file as far as needed to tell whether it is like another one. Raises what `read` raises."""
         ...
 
@@ -324,15 +303,8 @@ class FileTrees:
     root: Path
     inside: Collection[str] = ()
 
-    def read(self, path: str, where: str) -> Decoded:
-        file = read_torch_file(self.root, path, where)
-        return Decoded(file.tree, file.archive)
+    def read(self, path: str, where: str) -> TorchFile:
+        return read_torch_file(self.root, path, where)
 
-    def open(self, path: str, where: str) -> Opened:
-        file = open_torch_file(self.root, path, where)
-
-        def decode() -> Decoded:
-            decoded = file.decode()
-            return Decoded(decoded.tree, decoded.archive)
-
-        return Opened(decode, file.archive, file.key)
+    def open(self, path: str, where: str) -> Undecoded:
+        return open_torch_file(self.root, path, where)

@@ -11,9 +11,7 @@ from typing import Any
 from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
 from llmtailor.codes import Code
 from llmtailor.containers.json import Trees, read_json
-from llmtailor.containers.safetensors import (
-    survey_weights,
-)
+from llmtailor.containers.safetensors import survey_weights
 from llmtailor.errors import PathIn, Problems, SourceError, TailorError, UnsupportedCheckpoint, attempt, damaged, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.loaders.files import (

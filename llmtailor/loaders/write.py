@@ -14,34 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import (
-    ACCELERATE,
-    DCP,
-    DEEPSPEED,
-    TRAINER,
-    CheckpointIndex,
-    DcpEntry,
-)
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, CheckpointIndex, DcpEntry
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.json import is_count, read_json
-from llmtailor.containers.safetensors import (
-    INDEX,
-    SINGLE,
-    lay_out_index,
-    lay_out_weights,
-    list_tied,
-    read_weights,
-)
+from llmtailor.containers.safetensors import INDEX, SINGLE, lay_out_index, lay_out_weights, list_tied, read_weights
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.errors import (
-    PathIn,
-    Problem,
-    SourceError,
-    UnsupportedCheckpoint,
-    some,
-)
+from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.loaders.files import (
     ADAPTER_CONFIG,
     CARD,

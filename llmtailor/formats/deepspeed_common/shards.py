@@ -45,7 +45,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.codes import Code
 from llmtailor.containers import json as fields
-from llmtailor.containers.json import Decoded, Tensor, Trees, as_dict, check_name, get, get_count, is_count, read_tensor
+from llmtailor.containers.json import Tensor, Trees, as_dict, check_name, get, get_count, is_count, read_tensor
+from llmtailor.containers.torch_file import TorchFile
 from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_tensor, children
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, damaged, some
 from llmtailor.findings import Finding
@@ -235,7 +236,7 @@ _LAYOUTS = {
 """Whether it is ZeRO-3 -> the keys"""
 
 
-def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3: bool) -> OptimShard:
+def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero3: bool) -> OptimShard:
     """Return the content of one ``optim_states`` file. Raises SourceError or UnsupportedCheckpoint."""
     tree = file.tree
     check_archive(file.archive, path, where)
@@ -381,7 +382,7 @@ def _counts(node: Any, what: str, where: str) -> tuple[int, ...]:
     return tuple(node)
 
 
-def read_model_shard(file: Decoded, root: Path, path: str, where: str, is_zero3: bool) -> ModelShard:
+def read_model_shard(file: TorchFile, root: Path, path: str, where: str, is_zero3: bool) -> ModelShard:
     """Return the content of one ``model_states`` file. Raises SourceError or UnsupportedCheckpoint."""
     if is_zero3:
         check_archive(file.archive, path, where)
@@ -508,7 +509,7 @@ def _refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
 
 
 AnyShard = TypeVar("AnyShard", bound=Shard)
-_Read = Callable[[Decoded, Path, str, str, bool], AnyShard]
+_Read = Callable[[TorchFile, Path, str, str, bool], AnyShard]
 
 
 def read_all(

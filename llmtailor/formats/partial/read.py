@@ -12,20 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import (
-    DCP,
-    FSDP,
-    PARTIAL,
-    UNIVERSAL,
-    DcpKeyLayout,
-    PartialFacts,
-    TensorEntry,
-)
+from llmtailor.checkpoint.index import DCP, FSDP, PARTIAL, UNIVERSAL, DcpKeyLayout, PartialFacts, TensorEntry
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, Sliced, count, union
 from llmtailor.codes import Code
-from llmtailor.containers.json import Decoded, Opened, is_count, is_path_below, read_strict_json
+from llmtailor.containers.json import is_count, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import WeightFile, read_header
+from llmtailor.containers.torch_file import TorchFile, Undecoded
 from llmtailor.containers.unpickle import check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt
 from llmtailor.findings import Finding
@@ -76,7 +69,7 @@ class Partial:
     def inside(self) -> Collection[str]:
         return self.tree_of.keys()
 
-    def read(self, path: str, where: str) -> Decoded:
+    def read(self, path: str, where: str) -> TorchFile:
         """Decode the object tree of a stock file; see `containers.trees.Trees`."""
         if path not in self.tree_of:
             raise SourceError.at(where, "no rank shard contains this file's object tree", _FIX)
@@ -84,12 +77,12 @@ class Partial:
         try:
             tree = decode(read_strict_json(self.files[bundle].metadata[TREE + path].encode()), self._find)
             check_tree(tree)
-            return Decoded(tree)
+            return TorchFile(tree)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise SourceError.at(PathIn(self.name, bundle), f"its tree of {path} is damaged ({error})", _FIX) from error
 
-    def open(self, path: str, where: str) -> Opened:
-        return Opened(lambda: self.read(path, where))
+    def open(self, path: str, where: str) -> Undecoded:
+        return Undecoded(lambda: self.read(path, where))
 
     def _find(self, file: str, key: str) -> tuple[str, tuple[int, ...], Extent]:
         held = self.files[file].tensors[key]
