@@ -75,6 +75,21 @@ class TrainState:
     dcp: DcpKeyLayout | None = None
     """FSDP and others that save with torch.distributed.checkpoint"""
 
+    @property
+    def others(self) -> Mapping[str, DcpEntry]:
+        """What a DCP folder holds beside model and optimizer, by key"""
+        return self.dcp.others if self.dcp else {}
+
+    @property
+    def ds_config(self) -> Mapping[str, Any]:
+        config = next((tree.get("ds_config") for tree in self.optim if tree), None)
+        return config if isinstance(config, dict) else {}
+
+    @property
+    def engine_scheduler(self) -> Any:
+        """The scheduler's state that DeepSpeed keeps in its model states, if it keeps one"""
+        return next((tree.get("lr_scheduler") for tree in self.model if tree), None)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:

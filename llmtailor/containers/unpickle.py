@@ -29,9 +29,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from llmtailor.checkpoint.layout import Bytes, Piece
+from llmtailor.checkpoint.layout import Bytes, Piece, Slot
 from llmtailor.codes import Code
 from llmtailor.errors import ObjectKeys, Problem, UnsafePickle, damaged
+from llmtailor.model.roles import State
 
 STORAGE_DTYPES = {
     "DoubleStorage": "F64",
@@ -190,6 +191,12 @@ def make_tensor(dtype: str, shape: tuple[int, ...], content: tuple[Piece, ...]) 
         numel *= extent
     storage = Storage(dtype, numel, content)
     return Call(REBUILD_TENSOR, (storage, 0, shape, tuple(reversed(strides)), False, Ordered()))
+
+
+def state_tensor(state: State, dtype: str, shape: tuple[int, ...], begin: int = 0) -> Call:
+    """Return the node of a tensor whose elements are those of a state, from ``begin`` on."""
+    numel = math.prod(shape)
+    return make_tensor(dtype, shape, (Slot(state, dtype, begin, begin + numel),) if numel else ())
 
 
 _NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b", "U8": "<B"}

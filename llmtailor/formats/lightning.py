@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.layout import FileLayout, Slot
+from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Contiguous
 from llmtailor.codes import Code
 from llmtailor.containers.json import FLOATING, FileTrees, check_name, read_tensor
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.containers.unpickle import Ordered, as_tensor, make_tensor
+from llmtailor.containers.unpickle import Ordered, as_tensor, state_tensor
 from llmtailor.errors import PathIn, Problem, Problems, attempt
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.common import lightning
@@ -167,7 +167,6 @@ def _state_dict(base: CheckpointIndex, names: Mapping[str, Any]) -> Ordered:
     made: dict[str, Any] = {}
     for param in base.params.values():
         state = State(param.name, KIND_OF_ROLE[param.role])
-        dtype = base.held[state].live_dtype
-        made[param.name] = make_tensor(dtype, param.shape, (Slot(state, dtype, 0, param.numel),) if param.numel else ())
+        made[param.name] = state_tensor(state, base.held[state].live_dtype, param.shape)
     content = {name: made.get(base.tied.get(name, name), node) for name, node in names.items()}
     return Ordered(content.items(), getattr(names, "attributes", None))

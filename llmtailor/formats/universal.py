@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, TensorEntry, TrainState
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
+from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import NAME_KEYS, OptimizerLayout
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
 from llmtailor.codes import Code
 from llmtailor.containers.json import FileTrees, Tensor, Trees, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.containers.unpickle import Ordered, make_tensor
+from llmtailor.containers.unpickle import Ordered, state_tensor
 from llmtailor.errors import (
     COPY_CHECKPOINT,
     PathIn,
@@ -373,9 +373,8 @@ def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayou
             folder = f"{tag}/{FOLDER}/{param}"
             shape = target.base.params[param].shape
             for kind in (MASTER, *target.kinds):
-                state, numel = State(param, kind), target.base.params[param].numel
-                dtype = target.dtype(state)
-                tensor = make_tensor(dtype, shape, (Slot(state, dtype, 0, numel),) if numel else ())
+                state = State(param, kind)
+                tensor = state_tensor(state, target.dtype(state), shape)
                 yield lay_out_torch_file(f"{folder}/{NAME_OF.get(kind, kind)}.pt", {"cat_dim": 0, "param": tensor})
             yield lay_out_torch_file(f"{folder}/{STEP}.pt", step_node(target, number))
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, CheckpointIndex, DcpEntry
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
@@ -165,10 +165,6 @@ LR_SCHEDULER = "lr_scheduler"
 _CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
 
 
-def _others(base: CheckpointIndex) -> Mapping[str, DcpEntry]:
-    return base.train.dcp.others if base.train.dcp else {}
-
-
 def saved_scheduler(base: CheckpointIndex) -> Any:
     """Return the scheduler's state that a base holds, for its own param groups; None if it holds none.
 
@@ -180,10 +176,10 @@ def saved_scheduler(base: CheckpointIndex) -> Any:
             return tree
         return {**tree, "last_epoch": base.global_step, "_step_count": base.global_step + 1}
     if base.client == DEEPSPEED:
-        return next((tree.get("lr_scheduler") for tree in base.train.model if tree), None)
+        return base.train.engine_scheduler
     found = {
         str(entry.path[1]): entry.content
-        for entry in _others(base).values()
+        for entry in base.train.others.values()
         if entry.path[0] == LR_SCHEDULER and len(entry.path) == 2 and not entry.is_tensor
     }
     return found or None
@@ -225,7 +221,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         raise UnsupportedCheckpoint.at(base.name, what, "leave out --layout")
     made: list[FileLayout] = []
     notices: list[Problem] = []
-    own = next((tree.get("lr_scheduler") for tree in base.train.model if tree), None)
+    own = base.train.engine_scheduler
     is_engines = bool(wanted.layout.stage and own) and not is_torch_scheduler(own)  # made from the DeepSpeed config
     if wanted.client == TRAINER or (wanted.client == ACCELERATE and not is_engines):
         scheduler, notices = _scheduler(base, wanted)
@@ -239,8 +235,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         what = "it has no random states; accelerate logs that, and draws other numbers"
         notices.append(Problem(base.name, what, "nothing, if the run that resumes seeds its processes"))
     if wanted.client == TRAINER:
-        config = next((tree.get("ds_config") for tree in base.train.optim if tree), None)
-        size = config.get("train_micro_batch_size_per_gpu") if isinstance(config, dict) else None
+        size = base.train.ds_config.get("train_micro_batch_size_per_gpu")
         what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
         fix = (
             "set logging_steps, save_steps and eval_steps in it to those of the run that resumes: the Trainer takes "
@@ -306,7 +301,7 @@ def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
         known = {loader_of(base).scheduler, loader_of(base).optimizer}
         has_rng = LOADERS[client].saves_rng
         return [path for path in base.files if own(path) and path not in known and not (is_rng_file(path) and has_rng)]
-    return sorted({str(entry.path[0]) for entry in _others(base).values()} - {LR_SCHEDULER, "llmtailor"})
+    return sorted({str(entry.path[0]) for entry in base.train.others.values()} - {LR_SCHEDULER, "llmtailor"})
 
 
 def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEntry, TrainState
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
+from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import SAVED_NAMES, OptimizerLayout, ParamGroup, SubGroup, with_names
 from llmtailor.checkpoint.placement import AllZero, Contiguous, Sliced
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_strict_json, read_tied
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
-from llmtailor.containers.unpickle import make_tensor
+from llmtailor.containers.unpickle import make_tensor, state_tensor
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer
@@ -214,22 +214,35 @@ def kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
     return kinds
 
 
+def written_dtype(base: CheckpointIndex, held: TensorEntry | None) -> str:
+    """Return the dtype of a param's states where weights are the masters: those of a ZeRO base become fp32."""
+    return "F32" if base.form.has_masters or held is None else held.live_dtype
+
+
+def state_nodes(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, dict[str, Any]]:
+    """Return the node of each trained param's states, with the step, in the order of the groups."""
+    kinds = kinds_by_param(base)
+    return {
+        param: {
+            "step": step_node(base, one.step, param),
+            **{
+                kind: state_tensor(State(param, kind), written_dtype(base, held), held.shape)
+                for kind, held in kinds[param].items()
+            },
+        }
+        for one in layout.sub_groups  # one for each param, through the groups
+        for param in one.params
+    }
+
+
 def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout, *, is_partial: bool = False) -> dict[str, Any]:
     """Return the tree of ``optimizer.pt``, or of a partial checkpoint, with its tensors bound to states."""
-    kinds = kinds_by_param(base)
-    state: dict[int, dict[str, Any]] = {}
-    nodes = []
-    steps = [one.step for one in layout.sub_groups]  # one for each param, through the groups
+    nodes, first = [], 0
     for group in layout.groups:
-        ids = list(range(len(state), len(state) + len(group.params)))
-        for number, param in zip(ids, group.params, strict=True):
-            state[number] = {
-                "step": step_node(base, steps[number], param),
-                **{kind: _tensor(State(param, kind), held, base) for kind, held in kinds[param].items()},
-            }
         listed = {**group.hyper, SAVED_NAMES: [*group.params]} if is_partial else with_names(group.hyper, group.params)
-        nodes.append({**listed, "params": ids})
-    return {"state": state, "param_groups": nodes}
+        nodes.append({**listed, "params": list(range(first, first + len(group.params)))})
+        first += len(group.params)
+    return {"state": dict(enumerate(state_nodes(base, layout).values())), "param_groups": nodes}
 
 
 def step_node(base: CheckpointIndex, step: float, what: str) -> Any:
@@ -237,11 +250,6 @@ def step_node(base: CheckpointIndex, step: float, what: str) -> Any:
     if not (base.form.has_masters or base.train.step_is_tensor):
         return int(step)
     return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of {what}"),))
-
-
-def _tensor(state: State, held: TensorEntry, base: CheckpointIndex) -> Any:
-    dtype = "F32" if base.form.has_masters else held.live_dtype  # the dtype of the param
-    return make_tensor(dtype, held.shape, (Slot(state, dtype, 0, held.numel),) if held.numel else ())
 
 
 def lay_out_master_weights(base: CheckpointIndex) -> list[FileLayout]:

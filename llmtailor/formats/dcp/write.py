@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,17 @@ from llmtailor.checkpoint.placement import Absent
 from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, lay_out_metadata
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
-from llmtailor.containers.unpickle import SmallTensor, as_tensor, make_tensor
+from llmtailor.containers.unpickle import SmallTensor, as_tensor, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.dcp_key_layout import cut_rows
-from llmtailor.formats.common.states import check_masters, kinds_by_param, lay_out_master_weights, step_node
+from llmtailor.formats.common.states import (
+    check_masters,
+    kinds_by_param,
+    lay_out_master_weights,
+    state_nodes,
+    step_node,
+    written_dtype,
+)
 from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
@@ -211,7 +218,7 @@ class _Target:
             kind = KIND_OF_ROLE[param.role]
             state = State(param.name, kind)
             held = base.held.get(state)
-            dtype = "F32" if kind != BUFFER and base.form.has_masters else held.live_dtype if held else "F32"
+            dtype = held.live_dtype if held and kind == BUFFER else written_dtype(base, held)
             yield name, dtype, param.shape, state, kind != BUFFER
 
     def add_model(self, folder: FolderBuilder) -> None:
@@ -234,30 +241,12 @@ class _Target:
 
     def whole(self) -> list[FileLayout]:
         """Return the model's file, the optimizer's, and weight files for other readers."""
-        kinds = kinds_by_param(self.base)
-        model: dict[str, Any] = {}
-        for name, dtype, shape, state, _ in self._weights():
-            numel = math.prod(shape)
-            model[name] = make_tensor(dtype, shape, _slots(state, dtype)(0, numel) if numel else ())
-        states = {
-            param: {
-                "step": step_node(self.base, step, param),
-                **{kind: self._moment(State(param, kind), held) for kind, held in kinds[param].items()},
-            }
-            for param, step in self._steps().items()
-        }
-        groups = self.wanted.layout.groups
-        nodes = [{**self.options(group, at), "params": list(group.params)} for at, group in enumerate(groups)]
-        optimizer = {"state": states, "param_groups": nodes}
+        model = {name: state_tensor(state, dtype, shape) for name, dtype, shape, state, _ in self._weights()}
+        layout = self.wanted.layout
+        nodes = [{**self.options(group, at), "params": list(group.params)} for at, group in enumerate(layout.groups)]
+        optimizer = {"state": state_nodes(self.base, layout), "param_groups": nodes}
         files = [lay_out_torch_file(MODEL_FILE, model), lay_out_torch_file(OPTIMIZER_FILE, optimizer)]
         return [*files, *lay_out_master_weights(self.base)]
-
-    def _moment(self, state: State, held: TensorEntry) -> Any:
-        dtype = "F32" if self.base.form.has_masters else held.live_dtype
-        return make_tensor(dtype, held.shape, _slots(state, dtype)(0, held.numel) if held.numel else ())
-
-    def _steps(self) -> dict[str, float]:
-        return {param: one.step for one in self.wanted.layout.sub_groups for param in one.params}
 
     def shards(self) -> list[FileLayout]:
         """Return the safetensors file of each rank."""
@@ -283,12 +272,12 @@ class _Target:
     def add_optimizer(self, folder: FolderBuilder) -> None:
         base, layout = self.base, self.wanted.layout
         kinds = kinds_by_param(base)
-        steps = self._steps()
+        steps = {param: one.step for one in layout.sub_groups for param in one.params}
         for group in layout.groups:
             for param in group.params:
                 shape = base.params[param].shape
                 for kind, held in kinds[param].items():
-                    dtype = "F32" if base.form.has_masters else held.live_dtype
+                    dtype = written_dtype(base, held)
                     content = _slots(State(param, kind), dtype)
                     folder.add_tensor(self._path(STATE, param, kind), dtype, shape, content, is_cut=True)
                 path, step = self._path(STATE, param, "step"), step_node(base, steps[param], param)
@@ -330,8 +319,7 @@ class _Target:
 
     def _defaults(self) -> dict[str, Any]:
         """Return the options that torch's AdamW has and DeepSpeed's own optimizers don't save."""
-        config = next((tree.get("ds_config") for tree in self.base.train.optim if tree), None)
-        made = config.get("optimizer") if isinstance(config, dict) else None
+        made = self.base.train.ds_config.get("optimizer")
         if not isinstance(made, dict) or str(made.get("type")).lower() != "adam":
             return ADAMW
         options = made.get("params")
@@ -339,9 +327,8 @@ class _Target:
 
     def add_others(self, folder: FolderBuilder) -> None:
         """Add what belongs neither to the model nor to the optimizer, among it the scheduler's state."""
-        others: Mapping[str, DcpEntry] = self.base.train.dcp.others if self.base.train.dcp else {}
         tree = scheduler_tree(self.base, self.wanted.from_group)
-        for key, entry in others.items():
+        for key, entry in self.base.train.others.items():
             if entry.path[0] != LR_SCHEDULER and key not in (".".join(BUFFERS), ".".join(TIED)):
                 folder.add_entry(entry)
         if isinstance(tree, dict):

@@ -28,7 +28,7 @@ from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Content, TorchLayout, pickle_content
-from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor
+from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor, state_tensor
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.lightning import regrouped
 from llmtailor.formats.deepspeed_common.files import UNIVERSAL, model_name, optim_name
@@ -294,8 +294,7 @@ def _whole_params(target: ZeroTarget, names: Mapping[str, Any]) -> Iterator[tupl
 def _whole(target: ZeroTarget, state: State, begin: int) -> Any:
     param = target.base.params[state.param]
     dtype = target.precision if state.kind == MODULE else target.dtype(state)
-    slots = (Slot(state, dtype, begin, begin + param.numel),) if param.numel else ()
-    return make_tensor(dtype, param.shape if slots else (0,), slots)
+    return state_tensor(state, dtype, param.shape if param.numel else (0,), begin)
 
 
 def _flat_tensor(target: ZeroTarget, states: Sequence[State], rank: int) -> Any:
