@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import Trees, read_json
 from llmtailor.containers.safetensors import survey_weights
 from llmtailor.errors import PathIn, Problems, SourceError, TailorError, UnsupportedCheckpoint, attempt, damaged, some
-from llmtailor.findings import ERROR, Finding
+from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.loaders.files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -186,6 +187,20 @@ def _check_rates(tree: Any, where: str) -> SchedulerFacts:
     if not facts.lengths:
         raise damaged(where, "the scheduler state holds no learning rates", Code.FIELD_MISSING)
     return facts
+
+
+def compare_global_step(trainer: TrainerFiles, root: Path, name: str, step: float) -> Iterator[Finding]:
+    """Yield a finding if trainer_state.json is of another step than the optimizer, which may be on purpose."""
+    stated = trainer.global_step
+    if stated is None or stated == step:
+        return
+    what = f"global_step is {stated}, but the optimizer's states are from step {step:g}"
+    if step > stated or step_of(root) == step:
+        fix = "silent: data order and step count follow the former; copy the file of this save"
+        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
+    else:
+        fix = "nothing, if steps were skipped (fp16), or the run was once resumed without its optimizer"
+        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, WARNING)
 
 
 def read_config(index: CheckpointIndex) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEnt
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import SAVED_NAMES, OptimizerLayout, ParamGroup, SubGroup, with_names
 from llmtailor.checkpoint.placement import AllZero, Contiguous, Sliced
-from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_strict_json, read_tied
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
@@ -30,8 +29,8 @@ from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer
 from llmtailor.formats.common.param_names import Fitted
 from llmtailor.formats.weights import adapter_file, new_weights
-from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, TRAINER_STATE
-from llmtailor.loaders.read import TrainerFiles
+from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST
+from llmtailor.loaders.read import TrainerFiles, compare_global_step
 from llmtailor.loaders.scheduler import read_scheduler
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
@@ -160,13 +159,7 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
             severity = WARNING if step < counted else ERROR
             why = "nothing, if it had no gradients in these steps" if severity == WARNING else f"silent: {fix}"
             yield Finding(where, what, why, Code.STEPS_DIFFER, severity)
-    if trainer.global_step not in (None, counted):
-        what = f"global_step is {trainer.global_step}, but optimizer and schedule are at step {counted}"
-        is_sure = counted > (trainer.global_step or 0) or step_of(index.root) == counted
-        fix = "nothing, if steps were skipped (fp16) or the run was once resumed without its optimizer"
-        if is_sure:
-            fix = "silent: data order and step count follow the former; copy the file of this save"
-        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR if is_sure else WARNING)
+    yield from compare_global_step(trainer, index.root, name, counted)
 
 
 def listed_ties(root: Path, name: str) -> dict[str, str] | None:
