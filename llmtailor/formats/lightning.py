@@ -17,14 +17,14 @@ from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Contiguous
 from llmtailor.codes import Code
-from llmtailor.containers.json import FLOATING, FileTrees, check_name, read_tensor
+from llmtailor.containers.json import FLOATING, FileTrees, check_name, get, get_count, read_tensor
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.containers.unpickle import Ordered, as_tensor, state_tensor
 from llmtailor.errors import PathIn, Problem, Problems, attempt
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.common import lightning
 from llmtailor.formats.common.lightning import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
-from llmtailor.formats.common.optimizer import parse_optimizer
+from llmtailor.formats.common.optimizer import parse_optimizer, read_tree
 from llmtailor.formats.common.param_names import ModelFacts, derived_names, fit, has_names, listed_names
 from llmtailor.formats.common.states import (
     check_masters,
@@ -36,7 +36,6 @@ from llmtailor.formats.common.states import (
     optimizer_tree,
 )
 from llmtailor.formats.format import Draft, usual_dtype
-from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
@@ -59,7 +58,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     problems, trees = Problems(), FileTrees(root)
     if root.is_file():
         trainer, where = _alone(root), PathIn(name, ".")
-        tree = attempt(lambda: _read(trees, where), problems)
+        tree = attempt(lambda: read_tree(trees, where), problems)
     else:
         trainer, where = read_trainer_files(trees, name, problems, LIGHTNING), PathIn(name, CKPT)
         tree = trainer.trees.get(CKPT)
@@ -71,26 +70,17 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     return draft or Draft(problems)
 
 
-def _read(trees: FileTrees, where: PathIn) -> Any:
-    with naming_others(where):
-        return trees.read(where.path, where).tree
-
-
 def _alone(root: Path) -> TrainerFiles:
     """Return what is known of a checkpoint that is one file."""
     fact = file_fact(root)
-    files = {".": fact} if fact is not None else {}
-    none: frozenset[str] = frozenset()
-    return TrainerFiles(
-        LOADERS[LIGHTNING], files, none, {}, {}, None, frozenset((0,)), None, None, (), has_all_weights=True
-    )
+    return TrainerFiles(LOADERS[LIGHTNING], {".": fact} if fact is not None else {})
 
 
 def _draft(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems: Problems) -> Draft:
     """Return the draft. Raises SourceError if optimizer and weights don't fit together."""
     saved = parse_optimizer(root, lightning.read_optimizer_tree(tree, where), where)
-    step = attempt(lambda: lightning.read_global_step(tree, where), problems)
-    schedulers = attempt(lambda: lightning.read_schedulers(tree, where), problems) or []
+    step = attempt(lambda: get_count(tree, "global_step", where), problems)
+    schedulers = attempt(lambda: get(tree, SCHEDULERS, list, where), problems) or []
     weights, tied = _weights(lightning.read_names(tree, where), where)
     model = _facts(weights, tied)
     groups = listed_names(saved, where) if has_names(saved) else derived_names(saved, model, where)

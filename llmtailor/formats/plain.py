@@ -15,7 +15,7 @@ base's do, and else under a key of ours; the Trainer keeps the key and saves it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +53,7 @@ from llmtailor.loaders.files import (
     SCALER,
     SCHEDULER,
     is_pickled_weights,
+    is_sign_of,
     rank_of,
 )
 from llmtailor.loaders.loader import LOADERS
@@ -61,11 +62,9 @@ from llmtailor.loaders.write import Wanted, lay_out_trainer_files, synthesize_fi
 from llmtailor.model.roles import WEIGHT, State
 
 OTHER_WEIGHTS = "pytorch_model.bin"
-_NOT_PLAIN = ("latest", "zero_to_fp32.py", "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
-"""Files of a DeepSpeed or FSDP checkpoint"""
-_PLAIN = (OPTIMIZER, SCHEDULER, *(LOADERS[ACCELERATE].optimizer, LOADERS[ACCELERATE].scheduler, "random_states_0.pkl"))
-
-
+_OF_OTHERS = (*ENGINE_FILES, "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
+"""Files and folders of a DeepSpeed or FSDP checkpoint"""
+_COPY_BACK = "copy it back, or leave this checkpoint out"
 _AS_SAFETENSORS = (
     "save in safetensors form (the default of the Trainer and of accelerate); or load this checkpoint with what saved "
     "it, and save it again so"
@@ -74,9 +73,10 @@ _AS_SAFETENSORS = (
 
 def detects(root: Path) -> bool:
     """Return whether this is, or was, a checkpoint without DeepSpeed or FSDP; `survey` reports gaps."""
-    if not root.is_dir() or any((root / name).exists() for name in _NOT_PLAIN) or any(root.glob("global_step*")):
+    names = {path.name for path in root.iterdir()} if root.is_dir() else set()
+    if names.intersection(_OF_OTHERS) or any(name.startswith("global_step") for name in names):
         return False
-    return any((root / name).exists() for name in _PLAIN)
+    return any(name in (OPTIMIZER, SCHEDULER) or is_sign_of(ACCELERATE, name) for name in names)
 
 
 def read(root: Path, name: str, client: str | None = None) -> Draft:
@@ -88,8 +88,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     trainer = read_trainer_files(trees, name, problems, client)
     optimizer = attempt(lambda: read_optimizer(trees, PathIn(name, trainer.client.optimizer)), problems)
     if optimizer and ADAPTER_CONFIG in trainer.files and not has_names(optimizer):
-        file = trainer.client.optimizer
-        what = f"this is a PEFT run without DeepSpeed, and its {file} does not state which params it holds"
+        what = f"a PEFT run without DeepSpeed, whose {trainer.client.optimizer} does not say which params it holds"
         fix = "leave it out; the partial checkpoints of such a run can be composed, and full ones with DeepSpeed"
         raise UnsupportedCheckpoint.at(name, what, fix)
     weights = attempt(lambda: _weights(root, name, optimizer, trainer), problems)
@@ -167,12 +166,11 @@ def _index(
         findings += frozen_by_guess(known.params, where)
     if renamed := [param for param in known.params if param not in weights]:
         what = f"the weight files have other names for {some(renamed)} than the model, so a resume does not find them"
-        from_this = "from this one, transformers 5.23 keeps the initial values"
-        fix = f"save with llmtailor.saving, or under DeepSpeed; {from_this}"
+        fix = "save with llmtailor.saving, or under DeepSpeed; transformers 5.23 would keep the initial values"
         if all(param in known.weight_of for param in renamed):
             fix = "resume from a copy with the model's own names: llmtailor convert makes it"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
-    world_size = _world_size(trainer.files)
+    world_size = max((rank + 1 for path in trainer.files if (rank := rank_of(path)) is not None), default=1)
     return replace(
         index,
         world_size=world_size,
@@ -188,8 +186,7 @@ def _check_complete(trainer: TrainerFiles, weights: Mapping[State, TensorEntry] 
     problems = []
     if trainer.client.needs_scheduler and trainer.client.scheduler not in trainer.files:
         what = "the file is missing; without it a resume silently loads neither the schedule nor the optimizer"
-        fix = "copy it back, or leave this checkpoint out"
-        problems.append(Problem(PathIn(name, SCHEDULER), what, fix, Code.FILE_MISSING))
+        problems.append(Problem(PathIn(name, SCHEDULER), what, _COPY_BACK, Code.FILE_MISSING))
     if weights is not None and not weights:
         fix = "save in safetensors form; without DeepSpeed the weights are what the optimizer updates"
         problems.append(Problem(name, "there are no weights in safetensors form", fix, Code.WEIGHTS_MISSING))
@@ -217,10 +214,6 @@ def _ask_model(
         what = f"tied names and buffers are not known ({error.problems[0].what})"
         findings.append(Finding(name, what, fix, Code.MODEL_UNKNOWN))
         return None
-
-
-def _world_size(files: Iterable[str]) -> int:
-    return max((rank + 1 for path in files if (rank := rank_of(path)) is not None), default=1)
 
 
 check = check_masters
@@ -251,9 +244,8 @@ def _check_base(base: CheckpointIndex, client: str) -> None:
     problems = []
     if base.client == client and LOADERS[client].needs_scheduler and not base.offers(SCHEDULER):
         what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
-        problems.append(
-            Problem(PathIn(base.name, SCHEDULER), what, "use a base whose run used the Trainer's scheduler")
-        )
+        fix = "use a base whose run used the Trainer's scheduler"
+        problems.append(Problem(PathIn(base.name, SCHEDULER), what, fix))
     if not kinds_by_param(base):
         what = "its optimizer has made no step yet, so it has no states"
         problems.append(Problem(base.name, what, "use a later checkpoint as base"))

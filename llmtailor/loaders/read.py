@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +51,21 @@ class TrainerFiles:
     """Whose loader resumes from the checkpoint"""
     files: Mapping[str, FileFact]
     """Every regular file in the root"""
-    inside: frozenset[str]
+    inside: frozenset[str] = frozenset()
     """Stock files that a partial checkpoint contains in its rank shards"""
-    trees: Mapping[str, Any]
+    trees: Mapping[str, Any] = field(default_factory=dict)
     """See `TrainState.trees`"""
-    weights: Mapping[State, TensorEntry]
-    global_step: int | None
+    weights: Mapping[State, TensorEntry] = field(default_factory=dict)
+    global_step: int | None = None
     """From trainer_state.json; None without the file"""
-    step_lags: frozenset[int]
+    step_lags: frozenset[int] = frozenset((0,))
     """How many steps Adam may be behind the run; see `trainer_state.read_lags`"""
-    scheduler: SchedulerFacts | None
-    """The content of the client's scheduler file; None without it"""
-    scales_loss: bool | None
+    scheduler: SchedulerFacts | None = None
+    """The content of the loader's scheduler file; None without it"""
+    scales_loss: bool | None = None
     """Whether the run trains in fp16, by training_args.bin; None if unknown"""
-    findings: tuple[Finding, ...]
-    has_all_weights: bool
+    findings: tuple[Finding, ...] = ()
+    has_all_weights: bool = True
     """Whether every weight file is intact"""
 
 
@@ -92,17 +92,14 @@ def read_trainer_files(
     content = attempt(lambda: read_json(root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
     is_the_trainers = content is None or is_of_trainer(content)
     entries = [f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()]
-    if client is None:
-        below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
-        is_trainers_state = is_the_trainers if TRAINER_STATE in files else None
-        for_whom = detect_loader([*entries, *below], is_trainers_state, is_engines)
-    else:
-        for_whom = LOADERS[client]
-    if for_whom.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
+    below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
+    detected = detect_loader([*entries, *below], is_the_trainers if TRAINER_STATE in files else None, is_engines)
+    loader = LOADERS[client] if client else detected
+    if loader.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
         what = f"accelerate has saved several models or optimizers: {some(others)}"
         fix = "leave it out; checkpoints of one model and one optimizer can be composed"
         raise UnsupportedCheckpoint.at(name, what, fix)
-    if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and for_whom.saves_model:
+    if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and loader.saves_model:
         findings.append(_no_weights(files, name))
     global_step, scheduler = None, None
     if TRAINER_STATE in files and content is not None:
@@ -111,14 +108,14 @@ def read_trainer_files(
             findings += check_trainer_state(content, where)
     saved_as: dict[str, str] = {}
     known: dict[str, Any] = {}
-    whole, optimizer = (for_whom.optimizer, "") if for_whom.holds_all else ("", for_whom.optimizer)
+    whole, optimizer = (loader.optimizer, "") if loader.holds_all else ("", loader.optimizer)
     in_root = [path for path in inside if "/" not in path and path != optimizer]
     for path in (*files, *in_root):
         where, is_rng = PathIn(name, path), is_rng_file(path)
         try:
             if path == CONFIG:
                 read_json(root / path, where)
-            elif path in inside or is_rng or path in (for_whom.scheduler, SCALER, whole):
+            elif path in inside or is_rng or path in (loader.scheduler, SCALER, whole):
                 decoded = trees.read(path, where)
                 known[path] = decoded.tree
                 if is_rng and decoded.archive is not None:
@@ -127,31 +124,31 @@ def read_trainer_files(
                     findings += check_random_states(root, decoded.tree, where)
                 elif is_rng and is_the_trainers:
                     findings += check_rng(root, decoded.tree, where)
-                elif path == for_whom.scheduler:
+                elif path == loader.scheduler:
                     findings += check_scheduler(decoded.tree, where)
                     scheduler = _check_rates(decoded.tree, where)
-                    if not for_whom.counts_steps:
+                    if not loader.counts_steps:
                         scheduler = replace(scheduler, num_steps=None)
                 elif path == SCALER:
                     findings += check_scaler(decoded.tree, scales_loss, where)
         except TailorError as error:
             problems.add(error)
-    if for_whom.state and for_whom.state not in files:
-        fix = f"copy it back; {for_whom.title} can't resume without it"
-        findings.append(Finding(PathIn(name, for_whom.state), "the file is missing", fix, Code.FILE_MISSING, ERROR))
+    if loader.state and loader.state not in files:
+        fix = f"copy it back; {loader.title} can't resume without it"
+        findings.append(Finding(PathIn(name, loader.state), "the file is missing", fix, Code.FILE_MISSING, ERROR))
     findings += find_swapped(saved_as, name, may_repeat=MANIFEST in files)
     return TrainerFiles(
-        for_whom,
-        files,
-        frozenset(inside),
-        known,
-        weights,
-        global_step,
-        read_lags(content or {}),
-        scheduler,
-        scales_loss,
-        tuple(findings),
-        has_all_weights,
+        client=loader,
+        files=files,
+        inside=frozenset(inside),
+        trees=known,
+        weights=weights,
+        global_step=global_step,
+        step_lags=read_lags(content or {}),
+        scheduler=scheduler,
+        scales_loss=scales_loss,
+        findings=tuple(findings),
+        has_all_weights=has_all_weights,
     )
 
 

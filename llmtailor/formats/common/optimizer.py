@@ -132,9 +132,13 @@ def read_optimizer(trees: Trees, where: PathIn) -> SavedOptimizer:
     if where.path not in trees.inside and not (trees.root / where.path).exists():
         fix = "copy it back; without it a resume fails, or silently loads neither the optimizer nor the schedule"
         raise SourceError.at(where, "the file is missing", fix, Code.FILE_MISSING)
+    return parse_optimizer(trees.root, read_tree(trees, where), where)
+
+
+def read_tree(trees: Trees, where: PathIn) -> Any:
+    """Return the object tree of a file with an optimizer's states. Raises AnotherOptimizer if its classes tell one."""
     with naming_others(where):
-        tree = trees.read(where.path, where).tree
-    return parse_optimizer(trees.root, tree, where)
+        return trees.read(where.path, where).tree
 
 
 def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
@@ -160,11 +164,9 @@ def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
 
 
 def _refuse_others(state: Mapping[Any, Any], options: Collection[str], where: str) -> None:
-    """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed."""
     states = [one for one in state.values() if isinstance(one, dict)]
-    objects = (value for one in states for kind, value in one.items() if kind != "step" and as_tensor(value) is None)
-    kinds = {frozenset(str(kind) for kind in one) for one in states}
-    refuse_others(kinds, {str(option) for option in options}, where, has_objects=any(True for _ in objects))
+    has_objects = any(kind != "step" and as_tensor(value) is None for one in states for kind, value in one.items())
+    refuse_others([{*map(str, one)} for one in states], {*map(str, options)}, where, has_objects=has_objects)
 
 
 def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
@@ -197,8 +199,8 @@ def _read_group(root: Path, node: Any, where: str) -> SavedGroup:
     ids = as_ints(group.get("params"))
     if ids is None:
         raise damaged(where, "a param group's params are not a list of ids")
-    names, key = None, next((key for key in (SAVED_NAMES, *NAME_KEYS) if group.get(key) is not None), "")
-    if key:
+    names = None
+    if key := next((key for key in (SAVED_NAMES, *NAME_KEYS) if group.get(key) is not None), ""):
         listed = group[key]
         if not isinstance(listed, (list, tuple)):
             raise damaged(where, f"{key} of a param group is not a list of names")
