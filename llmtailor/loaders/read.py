@@ -27,7 +27,7 @@ from llmtailor.loaders.files import (
     is_second_models,
 )
 from llmtailor.loaders.loader import LOADERS, Loader, detect_loader
-from llmtailor.loaders.rng import check_random_states, check_rng, find_swapped
+from llmtailor.loaders.rng import check_rng, find_swapped
 from llmtailor.loaders.scheduler import SchedulerFacts, check_scheduler, read_scheduler
 from llmtailor.loaders.trainer_state import (
     check_scaler,
@@ -120,10 +120,8 @@ def read_trainer_files(
                 known[path] = decoded.tree
                 if is_rng and decoded.archive is not None:
                     saved_as[path] = f"{decoded.archive}{Path(path).suffix}"
-                if is_rng and path.endswith(".pkl"):
-                    findings += check_random_states(root, decoded.tree, where)
-                elif is_rng and is_the_trainers:
-                    findings += check_rng(root, decoded.tree, where)
+                if is_rng and (is_the_trainers or path.endswith(".pkl")):
+                    findings += check_rng(root, decoded.tree, where, is_accelerates=path.endswith(".pkl"))
                 elif path == loader.scheduler:
                     findings += check_scheduler(decoded.tree, where)
                     scheduler = _check_rates(decoded.tree, where)

@@ -112,32 +112,27 @@ def to_accelerate(tree: Any) -> dict[str, Any]:
     return found
 
 
-def check_rng(root: Path, tree: Any, where: str) -> Iterator[Finding]:
-    """Yield findings on states that a resume rejects. Of tensors, only that of the CPU's generator is read."""
-    yield from check_file(tree, RNG_TABLE, "random states", where, _OF_ARRAYS)
-    if isinstance(tree, dict) and not _holds_valid(root, tree.get("cpu"), "cpu", where):
-        fix = f"a resume fails, or reads out of bounds; {COPY_FILE}"
-        yield Finding(where, "cpu does not hold a state of torch's generator", fix, Code.FIELD_RANGE, ERROR)
+def check_rng(root: Path, tree: Any, where: str, *, is_accelerates: bool = False) -> Iterator[Finding]:
+    """Yield findings on states that a resume rejects; accelerate then draws other numbers, others fail.
 
-
-def check_random_states(root: Path, tree: Any, where: str) -> Iterator[Finding]:
-    """Yield findings on accelerate's states; without them, a resume draws other numbers."""
-    for one in check_file(tree, ACCELERATE_TABLE, "random states", where, _OF_ARRAYS):
-        yield replace(one, severity=WARNING)
-    key = ACCELERATE_KEYS["cpu"]
-    if isinstance(tree, dict) and not _holds_valid(root, tree.get(key), key, where):
-        fix = f"a resume works, and draws other random numbers; {COPY_FILE}"
-        yield Finding(where, f"{key} does not hold a state of torch's generator", fix, Code.FIELD_RANGE, WARNING)
-
-
-def _holds_valid(root: Path, node: Any, key: str, where: str) -> bool:
-    """Return whether torch accepts a tensor as a state of its generator; True for anything else."""
+    Of tensors, only that of the CPU's generator is read.
+    """
+    key, table, severity = "cpu", RNG_TABLE, ERROR
+    effect = "a resume fails, or reads out of bounds"
+    if is_accelerates:
+        key, table, severity = ACCELERATE_KEYS["cpu"], ACCELERATE_TABLE, WARNING
+        effect = "a resume works, and draws other random numbers"
+    for one in check_file(tree, table, "random states", where, _OF_ARRAYS):
+        yield replace(one, severity=severity)
+    node = tree.get(key) if isinstance(tree, dict) else None
     view = as_tensor(node)
-    if view is None or not _is_torch_state(node):
-        return True
-    extent = extent_of(view, key, where)
-    with open_source(root / extent.path, where) as file:
-        return _is_valid(file.read(extent.start, extent.stop))
+    if view is not None and _is_torch_state(node):
+        extent = extent_of(view, key, where)
+        with open_source(root / extent.path, where) as file:
+            is_valid = _is_valid(file.read(extent.start, extent.stop))
+        if not is_valid:
+            what = f"{key} does not hold a state of torch's generator"
+            yield Finding(where, what, f"{effect}; {COPY_FILE}", Code.FIELD_RANGE, severity)
 
 
 def _is_valid(state: bytes) -> bool:

@@ -64,12 +64,8 @@ def read_scheduler(tree: Any) -> SchedulerFacts:
     if type(tree.get("last_batch_iteration")) is int:  # DeepSpeed's schedulers count batches, from -1
         counted = tree["last_batch_iteration"] + 1
     is_whole = type(counted) is int or (isinstance(counted, float) and counted.is_integer())
-    return SchedulerFacts(
-        lengths,
-        _rates(tree.get("_last_lr")),
-        () if "max_lrs" in tree else _rates(tree.get("base_lrs")),  # CyclicLR alternates between two
-        int(counted) if is_whole else None,  # type: ignore[arg-type]
-    )
+    base = () if "max_lrs" in tree else _rates(tree.get("base_lrs"))  # CyclicLR alternates between two
+    return SchedulerFacts(lengths, _rates(tree.get("_last_lr")), base, int(counted or 0) if is_whole else None)
 
 
 def _rates(value: Any) -> tuple[float, ...]:
@@ -172,7 +168,8 @@ def regroup_scheduler(tree: Any, where: str, num_groups: int, from_group: Sequen
     if tree is None:
         return None
     if not isinstance(tree, dict):
-        raise SourceError.at(where, f"the scheduler's state is {_kind(tree)}, not a dict", _KEEP)
+        kind = getattr(tree, "func", type(tree).__name__)
+        raise SourceError.at(where, f"the scheduler's state is {kind}, not a dict", _KEEP)
     return {key: _entry(key, value, f"{where}: {key}", num_groups, from_group) for key, value in tree.items()}
 
 
@@ -184,15 +181,10 @@ def _entry(key: Any, value: Any, where: str, num_groups: int, from_group: Sequen
     if key in _PER_GROUP:
         if len(value) != num_groups:
             what = f"there are {len(value)} entries for {num_groups} param groups"
-            raise SourceError.at(
-                where, what, "copy the file again: it is not of the same save as the shards", Code.SCHEDULER_LENGTH
-            )
+            fix = "copy the file again: it is not of the same save as the shards"
+            raise SourceError.at(where, what, fix, Code.SCHEDULER_LENGTH)
         return type(value)(value[number] for number in from_group)
     if len(value) == num_groups:
         what = f"as many entries as param groups ({num_groups}) in an unknown scheduler: maybe one for each"
         raise SourceError.at(where, what, _KEEP)
     return value
-
-
-def _kind(node: Any) -> str:
-    return f"{getattr(node, 'func', type(node).__name__)}"

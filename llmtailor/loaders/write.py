@@ -92,10 +92,8 @@ def lay_out_trainer_files(
 
 def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) -> list[FileLayout]:
     """Return layouts of weight files like the base's. ZeRO-3 runs list each tied weight once, others by both names."""
-    if not (
-        base.has_weight_files and any(state.kind == WEIGHT for state in base.held)
-    ):  # files that a salvage can't use are not in its index
-        return []
+    if not (base.has_weight_files and any(state.kind == WEIGHT for state in base.held)):
+        return []  # files that a salvage can't use are not in its index
     weights = read_weights(base.root, str(base.root))
     relists = (base.form.stage == 3) != (stage == 3)
     if relists:
@@ -227,10 +225,8 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         scheduler, notices = _scheduler(base, wanted)
         made.append(scheduler)
     if lost := [*_without_counterpart(base, wanted.client)]:
-        text = f"its {some(lost)} have no counterpart, and are left out"
-        if base.client == DCP:
-            text = f"its values under {some(lost)} have no counterpart, and are left out"
-        notices.append(Problem(base.name, text, "nothing, if the run that resumes does not need them"))
+        what = f"its {'values under ' if base.client == DCP else ''}{some(lost)} have no counterpart, and are left out"
+        notices.append(Problem(base.name, what, "nothing, if the run that resumes does not need them"))
     if wanted.client == ACCELERATE and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
         what = "it has no random states; accelerate logs that, and draws other numbers"
         notices.append(Problem(base.name, what, "nothing, if the run that resumes seeds its processes"))
@@ -242,8 +238,8 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
             "them from there, not from its arguments, and they are 500 here"
         )
         if not is_count(size) or not size:
-            size, more = 1, "; with auto_find_batch_size, set train_batch_size, too, which is 1 here"
-            fix += more
+            size = 1
+            fix += "; with auto_find_batch_size, set train_batch_size, too, which is 1 here"
         notices.append(Problem(base.name, what, fix))
         data = json.dumps(_trainer_state(base.global_step, size), indent=2, sort_keys=True).encode() + b"\n"
         made.append(FileLayout(TRAINER_STATE, (Bytes(data, "made for the step"),)))
@@ -308,8 +304,8 @@ def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
     """Yield notices on what accelerate saves for a number of processes."""
     if base.client != ACCELERATE or ranks == base.world_size:
         return
-    where, client = PathIn(base.name, loader_of(base).scheduler), loader_of(base)
-    counted = read_scheduler(base.train.trees.get(client.scheduler)).num_steps
+    scheduler = loader_of(base).scheduler
+    counted = read_scheduler(base.train.trees.get(scheduler)).num_steps
     if counted not in (None, base.global_step):
         what = (
             f"the schedule is at {counted} for step {base.global_step}, because accelerate steps it once per process; "
@@ -319,7 +315,7 @@ def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
             "nothing, if the batch of each process stays the same, as the schedule then counts batches; with the same "
             f"global batch, set last_epoch of the scheduler to {base.global_step * ranks} after load_state"
         )
-        yield Problem(where, what, fix)
+        yield Problem(PathIn(base.name, scheduler), what, fix)
     if ranks > base.world_size and any(map(is_rng_file, base.files)):
         what = f"it has random states of {base.world_size} processes, which the others repeat"
         yield Problem(base.name, what, "seed each process after load_state, if they must draw different numbers")
