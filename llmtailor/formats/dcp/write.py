@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, FSDP, FULL, SHARDS, CheckpointIndex, DcpEntry, DcpKeyLayout, TensorEntry
-from llmtailor.checkpoint.layout import Copy, FileLayout, Piece, Slot
+from llmtailor.checkpoint.layout import Copy, FileLayout, Piece
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Absent
 from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, lay_out_metadata
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
-from llmtailor.containers.unpickle import SmallTensor, as_tensor, make_tensor, state_tensor
+from llmtailor.containers.unpickle import as_tensor, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.dcp_key_layout import cut_rows
 from llmtailor.formats.common.states import (
@@ -53,9 +53,6 @@ from llmtailor.loaders.write import (
 )
 from llmtailor.model.roles import BUFFER, ITEMSIZE, KIND_OF_ROLE, State
 
-Content = Callable[[int, int], tuple[Piece, ...]]
-"""What elements ``begin``..``end`` of a tensor consist of"""
-
 
 class FolderBuilder:
     """A DCP folder being laid out; ``folder`` is relative to the checkpoint, ``""`` for its root."""
@@ -67,31 +64,33 @@ class FolderBuilder:
         self._next = 0
         self._entries: dict[str, Entry] = {}
 
-    def add_tensor(self, path: KeyPath, dtype: str, shape: tuple[int, ...], content: Content, *, is_cut: bool) -> None:
-        """Add a tensor, cut along dimension 0 or whole on one rank."""
-        numel = math.prod(shape)
-        chunks = []
-        if not (is_cut and shape and numel):
-            tree = make_tensor(dtype, shape, content(0, numel) if numel else ())
-            chunks.append(Chunk((0,) * len(shape), shape, self._put(self._take_turn(), tree)))
-        else:
-            row = numel // shape[0]
-            for rank, (low, high) in enumerate(cut_rows(shape[0], len(self._ends))):
-                if low < high:
-                    sizes = (high - low, *shape[1:])
-                    blob = self._put(rank, make_tensor(dtype, sizes, content(low * row, high * row)))
-                    chunks.append(Chunk((low, *[0] * (len(shape) - 1)), sizes, blob))
+    def add_state(self, path: KeyPath, state: State, dtype: str, shape: tuple[int, ...]) -> None:
+        """Add a state, cut along dimension 0."""
+        if not math.prod(shape) or not shape:
+            self.add(path, state_tensor(state, dtype, shape))
+            return
+        chunks, row = [], math.prod(shape[1:])
+        for rank, (low, high) in enumerate(cut_rows(shape[0], len(self._ends))):
+            if low < high:
+                sizes = (high - low, *shape[1:])
+                blob = self._put(rank, state_tensor(state, dtype, sizes, low * row))
+                chunks.append(Chunk((low, *[0] * (len(shape) - 1)), sizes, blob))
         self._entries[_key(path)] = Entry(path, dtype, shape, tuple(chunks))
 
-    def add_object(self, path: KeyPath, value: Any) -> None:
-        """Add a value that is not a tensor."""
-        blob = self._put(self._take_turn(), value)
-        self._entries[_key(path)] = Entry(path, chunks=(Chunk((), (), blob),))
+    def add(self, path: KeyPath, value: Any) -> None:
+        """Add a value whole on one rank; a tensor with its own storage."""
+        view, dtype = as_tensor(value), ""
+        shape: tuple[int, ...] = ()
+        if view is not None:
+            dtype, shape = view.storage.dtype, view.shape
+            value = make_tensor(dtype, shape, view.storage.content)
+        chunk = Chunk((0,) * len(shape), shape, self._put(self._take_turn(), value))
+        self._entries[_key(path)] = Entry(path, dtype, shape, (chunk,))
 
     def add_entry(self, entry: DcpEntry) -> None:
         """Add a value of the base, its tensors cut as they are."""
         if not entry.is_tensor:
-            self.add_object(entry.path, entry.content)
+            self.add(entry.path, entry.content)
             return
         dtype, shape, boxes = entry.content
         chunks = []
@@ -224,7 +223,10 @@ class _Target:
     def add_model(self, folder: FolderBuilder) -> None:
         for name, dtype, shape, state, is_cut in self._weights():
             path: KeyPath = (self.style.model, name) if self.style.model else (name,)
-            folder.add_tensor(path, dtype, shape, _slots(state, dtype), is_cut=is_cut)
+            if is_cut:
+                folder.add_state(path, state, dtype, shape)
+            else:
+                folder.add(path, state_tensor(state, dtype, shape))
 
     def folders(self) -> list[FileLayout]:
         """Return the files of the optimizer's folder, and of the model's, or its shards."""
@@ -277,23 +279,18 @@ class _Target:
             for param in group.params:
                 shape = base.params[param].shape
                 for kind, held in kinds[param].items():
-                    dtype = written_dtype(base, held)
-                    content = _slots(State(param, kind), dtype)
-                    folder.add_tensor(self._path(STATE, param, kind), dtype, shape, content, is_cut=True)
-                path, step = self._path(STATE, param, "step"), step_node(base, steps[param], param)
-                if (view := as_tensor(step)) is None:
-                    folder.add_object(path, step)
-                else:
-                    folder.add_tensor(path, "F32", (), _constant(view.storage.content), is_cut=False)
+                    path = self._path(STATE, param, kind)
+                    folder.add_state(path, State(param, kind), written_dtype(base, held), shape)
+                folder.add(self._path(STATE, param, "step"), step_node(base, steps[param], param))
         for number, group in enumerate(layout.groups):
             options = self.options(group, number)
             if self.style.is_flat:
                 for param in group.params:
                     for key, value in options.items():
-                        _add_option(folder, self._path(GROUPS, param, key), value)
+                        folder.add(self._path(GROUPS, param, key), value)
                 continue
             for key, value in {**options, "params": list(group.params)}.items():
-                _add_option(folder, (*self._optimizer, GROUPS, number, key), value)
+                folder.add((*self._optimizer, GROUPS, number, key), value)
 
     @property
     def _optimizer(self) -> tuple[str, ...]:
@@ -333,15 +330,15 @@ class _Target:
                 folder.add_entry(entry)
         if isinstance(tree, dict):
             for name, value in tree.items():
-                folder.add_object((LR_SCHEDULER, str(name)), value)
+                folder.add((LR_SCHEDULER, str(name)), value)
 
     def add_roles(self, folder: FolderBuilder) -> None:
         """Add the names of floating-point buffers, and tied names: both look like frozen params to a later reader."""
         names = [param.name for param in self.base.params.values() if param.role == "buffer" and param.numel]
         if names:
-            folder.add_object(BUFFERS, names)
+            folder.add(BUFFERS, names)
         if self.base.tied or any(param.role != "trainable" for param in self.base.params.values()):
-            folder.add_object(TIED, dict(self.base.tied))
+            folder.add(TIED, dict(self.base.tied))
 
     def notices(self) -> list[Problem]:
         found = []
@@ -353,19 +350,3 @@ class _Target:
             what = f"its param groups lack options that torch's AdamW asks for: {', '.join(added)}"
             found.append(Problem(self.base.name, what, "nothing; they get AdamW's defaults"))
         return found
-
-
-def _add_option(folder: FolderBuilder, path: KeyPath, value: Any) -> None:
-    """Add an option of a param group; a loader asks for a tensor where its own option is one."""
-    if isinstance(value, SmallTensor):
-        folder.add_tensor(path, value.dtype, value.shape, lambda begin, end: value.content, is_cut=False)
-    else:
-        folder.add_object(path, value)
-
-
-def _slots(state: State, dtype: str) -> Content:
-    return lambda begin, end: (Slot(state, dtype, begin, end),)
-
-
-def _constant(content: tuple[Piece, ...]) -> Content:
-    return lambda begin, end: content
