@@ -29,9 +29,8 @@ full.
 from it. Whether they are alike is decided by their bytes: under ZeRO-3 the files of most ranks differ in the names of
 their archives and in tensors, whose places are the same.
 
-The fields of DeepSpeed's files that decide a training (deepspeed 0.19.8); see `loaders.stock_fields`.
-
-What the readers of the files refuse on their own is not listed.
+The tables list the fields that decide a training, but for what the readers refuse on their own: see
+`loaders.stock_fields`.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -83,7 +83,6 @@ def _class_of(value: Any) -> str:
 
 
 def _is_dynamic(tree: Any) -> bool:
-    """Whether the loss scaler is one that adapts."""
     return any(_class_of(one) == "DynamicLossScaler" for _, one in find(tree, (_OUTER, "loss_scaler")))
 
 
@@ -256,11 +255,9 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         groups = tuple(read_param_group(root, group, where) for group in get(inner, "param_groups", list, where))
         state = get(inner, "state", dict, where)
         _refuse_others(state, [hyper for _, hyper in groups], where)
-        ids = [flat_id for owned, _ in groups for flat_id in owned]
-        if ids != list(range(len(masters))) or not (is_zero3 or len(groups) == len(masters)):
-            what = f"{len(masters)} master tensors, but the param groups own {ids}, in this order"
-            if not is_zero3:
-                what = f"{len(masters)} master partitions, but the param groups do not own one each"
+        owned = [list(ids) for ids, _ in groups]
+        if [*chain(*owned)] != [*range(len(masters))] or not (is_zero3 or len(groups) == len(masters)):
+            what = f"it has {len(masters)} master tensors, but the param groups own {owned}"
             raise damaged(where, what, Code.FIELD_CONFLICT)
     if unexpected := [key for key in state if key not in range(len(masters))]:
         what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"
@@ -286,15 +283,14 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
     gaps = () if is_zero3 else outer.get("param_alignment_paddings") or ()
     if not isinstance(gaps, (list, tuple)):
         raise damaged(where, "param_alignment_paddings is not a list", Code.FIELD_TYPE)
-    count = get_count(outer, "partition_count", where) if is_zero3 else None
-    counts = _counts(outer.get("partition_count"), "partition_count", where) if count is None else (count,)
+    counted = [get_count(outer, "partition_count", where)] if is_zero3 else outer.get("partition_count")
+    counts = _counts(counted, "partition_count", where)
     stage = 3 if is_zero3 else read_stage(outer, (1, 2), "with the layout of ZeRO-1 and ZeRO-2", where)
     all_gaps = tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps)
     alike = {
         "zero_stage": stage,
         "Adam's step": tuple(steps.values()),
-        "partition_count": counts if count is None else count,
-        **({"the number of flat tensors": len(flats)} if is_zero3 else {}),
+        "partition_count": counts if len({*counts}) > 1 else counts[0] if counts else None,
         "the kinds of optimizer state": [sorted(flat) for flat in flats],
         "the dtype of a state": [{kind: tensor.dtype for kind, tensor in flat.items()} for flat in flats],
         "param_alignment_paddings": all_gaps,
@@ -319,12 +315,11 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
 
 
 def _refuse_others(state: Mapping[Any, Any], groups: list[Mapping[str, Any]], where: str) -> None:
-    """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed. Without any, fp16 has overflowed."""
     options = {str(option) for hyper in groups for option in hyper}
     states = [one for one in state.values() if isinstance(one, dict)]
     views = [as_tensor(node) for one in states for kind, node in one.items() if kind not in ADAM_KINDS]
     has_objects = any(view is None or len(view.shape) != 1 for view in views)
-    if state or "betas" not in options:
+    if state or "betas" not in options:  # without states, fp16 has overflowed
         refuse_others([{*map(str, one)} for one in states], options, where, has_objects=has_objects)
 
 
@@ -369,10 +364,13 @@ def read_param_group(root: Path, group: Any, where: str) -> tuple[tuple[int, ...
 def _mappings(node: Any) -> tuple[dict[str, tuple[Any, Any]], ...]:
     """Return ``param_slice_mappings``, [{param: fragment_address(numel, start)}], as far as they are readable."""
     groups = [group if isinstance(group, dict) else {} for group in (node if isinstance(node, list) else ())]
-    states = [{name: getattr(call, "state", None) for name, call in group.items()} for group in groups]
     return tuple(
-        {name: (one.get("numel"), one.get("start")) for name, one in group.items() if isinstance(one, dict)}
-        for group in states
+        {
+            name: (state.get("numel"), state.get("start"))
+            for name, call in group.items()
+            if isinstance(state := getattr(call, "state", None), dict)
+        }
+        for group in groups
     )
 
 
@@ -389,12 +387,9 @@ def read_model_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
     tree = as_dict(file.tree, "the file", where)
     _refuse_other_parallelism(tree, where)
     module = get(tree, "module", dict, where)
-    shapes = tree.get("param_shapes")
-    if not is_zero3:
-        get(tree, "param_shapes", list, where)
-    param_shapes = tuple(
-        fields.read_shapes(entry, "param_shapes", where) for entry in (shapes if isinstance(shapes, list) else [shapes])
-    )
+    shapes = tree.get("param_shapes") if is_zero3 else get(tree, "param_shapes", list, where)
+    listed_shapes = shapes if isinstance(shapes, list) else [shapes]
+    param_shapes = tuple(fields.read_shapes(entry, "param_shapes", where) for entry in listed_shapes)
     frozen_shapes = fields.read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
     tied = fields.read_tied(tree.get("shared_params"), where)
     if not is_zero3 and (root / ADAPTER_CONFIG).exists():  # PEFT drops frozen params, but not their other names

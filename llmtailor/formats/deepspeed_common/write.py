@@ -32,6 +32,7 @@ from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor, st
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.lightning import regrouped
 from llmtailor.formats.deepspeed_common.files import UNIVERSAL, model_name, optim_name
+from llmtailor.formats.deepspeed_common.shards import section
 from llmtailor.formats.weights import lay_out_missing_weights
 from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, SCALER
 from llmtailor.loaders.loader import LOADERS, Loader
@@ -55,8 +56,7 @@ def clipping_node(rest: Mapping[str, Any]) -> dict[str, Any]:
 
     ZeRO-1/2 clip at the checkpoint's value; without one, at that of the run's own config (1.0 if that has none, too).
     """
-    config = rest.get("ds_config")
-    clip_grad = config.get("gradient_clipping") if isinstance(config, dict) else None
+    clip_grad = section(rest, "ds_config").get("gradient_clipping")
     stated = rest["optimizer_state_dict"].get("clip_grad", clip_grad if type(clip_grad) in (int, float) else None)
     return {} if stated is None else {"clip_grad": stated}
 
@@ -156,16 +156,17 @@ class ZeroTarget:
             return held.live_dtype if held else "F32"
         return self.precision if state.kind == FROZEN else "F32"
 
-    def adapt_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a ``ds_config`` with the target's stage, and the batch size of a step on its ranks."""
-        adapted = dict(config)
+    def adapted(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a tree whose ``ds_config``, if any, has the target's stage, and the batch of a step on its ranks."""
+        if "ds_config" not in tree:
+            return dict(tree)
+        adapted = dict(tree["ds_config"] or {})
         total = adapted.get("train_batch_size")
         if type(total) is int and total % self.base.world_size == 0:
             adapted["train_batch_size"] = total // self.base.world_size * self.layout.world_size
-        zero = adapted.get("zero_optimization")
-        if isinstance(zero, dict):
+        if isinstance(zero := adapted.get("zero_optimization"), dict):
             adapted["zero_optimization"] = {**zero, "stage": self.layout.stage}
-        return adapted
+        return {**tree, "ds_config": adapted}
 
     def excludes_frozen(self, model_states: Mapping[str, Any]) -> bool:
         """Return whether the run saved without its frozen params, as the Trainer does with PEFT.
@@ -203,9 +204,7 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
     groups = [{**group.hyper, "params": layout.of_group(at)} for at, group in enumerate(layout.groups)]
     optimizer = {"state": state if target.kinds else {}, "param_groups": groups}
     stage_node, scaling = {"zero_stage": make_stage(stage)}, scaling_nodes(outer, stage == 3 or bool(base.form.stage))
-    around = {key: value for key, value in rest.items() if key != "optimizer_state_dict"}
-    if "ds_config" in around:
-        around["ds_config"] = target.adapt_config(around["ds_config"] or {})
+    around = target.adapted({key: value for key, value in rest.items() if key != "optimizer_state_dict"})
     if stage == 3:
         made = {
             **stage_node,
@@ -215,14 +214,13 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
             "fp32_flat_groups": masters,
         }
         return {**around, "optimizer_state_dict": {**unknown(outer, base.form.stage == 3), **made}}
-    vectors = [target.vector(one) for one in cut]
     made = {
         **({} if is_bf16 else scaling),
         **clipping_node(rest),
         "base_optimizer_state": optimizer,
         "single_partition_of_fp32_groups": masters,
         **({} if is_bf16 else stage_node),
-        "group_paddings": [vector.padding(rank) for vector in vectors],
+        "group_paddings": [target.vector(one).padding(rank) for one in cut],
         "partition_count": [layout.world_size] * len(layout.groups),
         "ds_version": rest.get("ds_version"),
         "param_slice_mappings": [_mapping(target, one, rank) for one in cut],
@@ -305,10 +303,10 @@ def _flat_tensor(target: ZeroTarget, states: Sequence[State], rank: int) -> Any:
         for state, dtype in zip(states, dtypes, strict=True)
         for piece in slice_of(state, dtype, target.base.held[state].numel, rank, world_size)
     ]
-    return _tensor(dtypes[0] if dtypes else "F32", content)
+    return _joined(dtypes[0] if dtypes else "F32", content)
 
 
-def _tensor(dtype: str, content: Sequence[Piece]) -> Any:
+def _joined(dtype: str, content: Sequence[Piece]) -> Any:
     return make_tensor(dtype, (sum(piece.num_bytes for piece in content) // ITEMSIZE[dtype],), tuple(content))
 
 
@@ -335,7 +333,7 @@ def _partition(target: ZeroTarget, one: SubGroup, kind: str, rank: int, is_strip
         at = offset + end - begin
     if at < length:
         content.append(Zeros((length - at) * ITEMSIZE[dtype], _PADDING))
-    return _tensor(dtype, content)
+    return _joined(dtype, content)
 
 
 def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
@@ -358,11 +356,8 @@ def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) 
 
 def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
     """Return the tree of a rank's ``model_states``, or of those of all, with the slices of rank ``cut_as``."""
-    rest = dict(rest_of(train.model, rank))
-    if "ds_config" in rest:
-        rest["ds_config"] = target.adapt_config(rest["ds_config"] or {})
     tied = dict(target.base.tied) if rank == 0 else {}
-    return {**model_tree(target, cut_as, rest), "shared_params": tied}
+    return {**model_tree(target, cut_as, target.adapted(rest_of(train.model, rank))), "shared_params": tied}
 
 
 def shard_files(target: ZeroTarget, folder: str) -> Iterator[tuple[int, str, _TreeOf]]:
@@ -455,17 +450,15 @@ def lay_out_engine(
         train = new_engine(base, target.layout.stage, precision)
     if wanted.from_group is not None:
         where, old = f"{base.name}: lr_scheduler of the model states", len(base.groups)
-        adapted = {
-            id(tree): _with_scheduler(tree, where, old, wanted.from_group) for tree in train.model if tree is not None
-        }
-        train = replace(train, model=tuple(adapted.get(id(tree)) for tree in train.model))
+        train = _each_model(train, lambda tree: _with_scheduler(tree, where, old, wanted.from_group or ()))
     notices: list[Problem] = []
-    without = {id(tree): tree for tree in train.model if tree is not None and not tree.get("lr_scheduler")}
-    if wanted.client != base.client and without:  # an engine that has a scheduler can't load None; others don't look
+    is_without = any(tree is not None and not tree.get("lr_scheduler") for tree in train.model)
+    if wanted.client != base.client and is_without:  # an engine that has a scheduler can't load None; others don't look
         scheduler, about = scheduler_for(base, wanted)
         notices += about if wanted.client == DEEPSPEED else []
-        given = {key: {**tree, "lr_scheduler": scheduler} for key, tree in without.items()}
-        train = replace(train, model=tuple(given.get(id(tree), tree) for tree in train.model))
+        train = _each_model(
+            train, lambda tree: tree if tree.get("lr_scheduler") else {**tree, "lr_scheduler": scheduler}
+        )
     states = [*lay_out_states(target, train)]
     weights: list[FileLayout] = []
     if target.client.saves_model or base.form.is_partial:
@@ -477,6 +470,12 @@ def lay_out_engine(
         what = f"the run that resumes has to train in {precision}, the dtype of the params"
         notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
     return lay_out_trainer_files(base, wanted, [*states, *weights, *made], dtype, leave_out), notices
+
+
+def _each_model(train: TrainState, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> TrainState:
+    """Change each tree of model states; ranks that share one share the new one."""
+    changed = {id(tree): change(tree) for tree in train.model if tree is not None}
+    return replace(train, model=tuple(changed.get(id(tree)) for tree in train.model))
 
 
 def _with_scheduler(tree: Mapping[str, Any], where: str, old: int, from_group: Sequence[int]) -> dict[str, Any]:
@@ -504,9 +503,9 @@ def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
         return []
     weights = {state.param: held for state, held in base.held.items() if state.kind == WEIGHT and held.dtype != dtype}
     known = params_on_disk(base)
-    unknown = [name for name in weights if name not in known]
-    if not unknown:
+    others = [name for name in weights if name not in known]
+    if not others:
         return []
-    what = f"{some(unknown)} are rounded a second time, from the weights: their master weights are not known"
+    what = f"{some(others)} are rounded a second time, from the weights: their master weights are not known"
     fix = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
     return [Problem("dtype", what, fix)]
