@@ -344,8 +344,6 @@ def open_torch_file(root: Path, path: str, where: str) -> Undecoded:
 
 @dataclass(frozen=True, slots=True)
 class _Parsed:
-    """A file whose pickle is not decoded yet."""
-
     archive: str
     pickle: bytes
     storages: Mapping[str, tuple[int, int]]

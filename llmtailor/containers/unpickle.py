@@ -633,7 +633,6 @@ def check_tree(tree: Any) -> None:
 
 
 def _named(node: Any, done: set[int]) -> set[Global]:
-    """Return the globals that are left in a decoded tree."""
     if isinstance(node, Global):
         return {node}
     if not isinstance(node, _CONTAINERS) or id(node) in done:

@@ -106,7 +106,6 @@ def finish(draft: Draft, root: Path, name: str) -> Survey:
 
 
 def _compare_loader(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
-    """Yield findings on the scheduler and on the states of random numbers."""
     if trainer.scheduler is not None:
         groups = [group.hyper for group in index.groups]
         # without ZeRO, the format's check compares the steps

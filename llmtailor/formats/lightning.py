@@ -77,7 +77,6 @@ def _alone(root: Path) -> TrainerFiles:
 
 
 def _draft(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems: Problems) -> Draft:
-    """Return the draft. Raises SourceError if optimizer and weights don't fit together."""
     saved = parse_optimizer(root, lightning.read_optimizer_tree(tree, where), where)
     step = attempt(lambda: get_count(tree, "global_step", where), problems)
     schedulers = attempt(lambda: get(tree, SCHEDULERS, list, where), problems) or []
@@ -128,7 +127,6 @@ def _weights(state_dict: Mapping[Any, Any], where: PathIn) -> tuple[dict[str, Te
 
 
 def _facts(weights: Mapping[str, TensorEntry], tied: Mapping[str, str]) -> ModelFacts:
-    """Return what the tensors say about the module."""
     norms = {name.removesuffix(_COUNTER) for name in weights if name.endswith(_COUNTER)}
     of_norms = {f"{norm}{kind}" for norm in norms for kind in _OF_BATCH_NORM}
     buffers = {name for name, held in weights.items() if held.dtype not in FLOATING or name in of_norms}

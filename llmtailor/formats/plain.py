@@ -146,7 +146,6 @@ def _index(
     trainer: TrainerFiles,
     stored: Mapping[State, TensorEntry],
 ) -> CheckpointIndex:
-    """Return the index. Raises SourceError if optimizer, weights and model don't fit together."""
     where = PathIn(name, trainer.client.optimizer)
     findings: list[Finding] = []
     ties = listed_ties(root, name) if has_names(optimizer) and ADAPTER_CONFIG not in trainer.files else None

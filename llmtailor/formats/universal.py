@@ -143,8 +143,6 @@ def read_global_state(trees: Trees, path: str, where: str) -> OptimShard:
 
 @dataclass(frozen=True, slots=True)
 class _StoredParam:
-    """The files of one param."""
-
     tensors: Mapping[str, Tensor | None]
     """Kind -> its tensor; None for a file that is missing or damaged"""
     step: float | None
@@ -407,7 +405,6 @@ def _global_state(target: ZeroTarget, rest: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _unlike_options(layout: OptimizerLayout) -> list[str]:
-    """Return the hyperparameters that are not the same in all param groups."""
     first = layout.groups[0].hyper
     keys = dict.fromkeys(key for group in layout.groups for key in group.hyper)
     return [

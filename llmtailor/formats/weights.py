@@ -73,7 +73,6 @@ def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
 
 
 def _shard(tensors: Iterable[tuple[str, TensorEntry]]) -> list[tuple[str, dict[str, TensorEntry]]]:
-    """Return tensors split into files, by path."""
     shards: list[dict[str, TensorEntry]] = [{}]
     room = SHARD_BYTES
     for name, held in tensors:

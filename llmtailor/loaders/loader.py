@@ -190,7 +190,6 @@ def choose_loader(base: CheckpointIndex, family: str, to: str | None, layout: st
 
 
 def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
-    """Raise MismatchError for a client's layout that the states of a base, or a family of formats, don't fit."""
     able = [TRAINER, ACCELERATE, *([DEEPSPEED] if family in (DEEPSPEED, UNIVERSAL) else [])]
     fix = f"use --layout {', '.join(able[:-1])} or {able[-1]}, or leave it out"
     if base.client == LIGHTNING:

@@ -55,7 +55,6 @@ def _is_numpy_state(value: Any) -> bool:
 
 
 def _are_numpy_words(node: Any) -> bool:
-    """Whether this is an array of 624 words."""
     if isinstance(node, (list, tuple)):
         return len(node) == _NUM_WORDS and all(type(word) is int and 0 <= word < 1 << 32 for word in node)
     if not isinstance(node, Call) or getattr(node.func, "name", "") != "_reconstruct":

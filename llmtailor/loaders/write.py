@@ -277,7 +277,6 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
 
 
 def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[Problem]]:
-    """Return the scheduler's file, and notices."""
     client, step = LOADERS[wanted.client], base.global_step
     tree, notices = scheduler_for(base, wanted)
     if not client.counts_steps and read_scheduler(tree).num_steps is not None:

@@ -212,7 +212,6 @@ def _read_group(root: Path, node: Any, where: str) -> SavedGroup:
 
 
 def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
-    """Raise SourceError unless every id is owned once."""
     owned = Counter(ids)
     checks = (
         ("the param groups own {} twice", sorted(number for number, count in owned.items() if count > 1)),

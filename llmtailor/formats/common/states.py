@@ -264,7 +264,6 @@ def lay_out_master_weights(base: CheckpointIndex) -> list[FileLayout]:
 
 
 def _is_renamed(base: CheckpointIndex) -> bool:
-    """Return whether the weight files' names differ from the params', and are known."""
     params = [param.name for param in base.params.values() if param.role != "buffer"]
     unnamed = [name for name in params if State(name, WEIGHT) not in base.held]
     return bool(unnamed) and all({State(name, MASTER), State(name, FROZEN)} & base.held.keys() for name in unnamed)

@@ -59,8 +59,6 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder's content."""
-
     tensors: Mapping[str, Stored] = field(default_factory=dict)
     objects: Mapping[str, tuple[KeyPath, Any]] = field(default_factory=dict)
     """Key -> path, and the decoded object"""

@@ -162,7 +162,6 @@ def merge_alike(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
 
 
 def _check_owned(optimizer: Optimizer, where: str) -> None:
-    """Raise SourceError unless each param with states is in exactly one group, and each param of a group has some."""
     owned = Counter(param for group in optimizer.groups for param in group.params)
     states = {**optimizer.numbers, **optimizer.tensors}
     problems = []

@@ -153,7 +153,6 @@ def _is_cut(index: CheckpointIndex, name: str) -> bool:
 
 
 def _repeated(held: TensorEntry, world_size: int) -> TensorEntry:
-    """Return the entry of a buffer of which all ranks resume with the same copy."""
     (whole,) = held.place.cover(0, held.numel)
     copies = Sliced((whole.extent,) * world_size, 0, held.numel, ITEMSIZE[held.dtype])
     return TensorEntry(held.dtype, (world_size, *held.shape), copies)
@@ -251,8 +250,6 @@ def _read_trainers(root: Path, name: str, problems: Problems) -> Folders | None:
 
 
 class _Indexing:
-    """Builds the index of the folders read."""
-
     def __init__(self, root: Path, name: str, folders: Folders, trainer: TrainerFiles | None, problems: Problems):
         self.root, self.name, self.folders, self.trainer, self.problems = root, name, folders, trainer, problems
         in_file = folders.form == FULL
@@ -332,7 +329,6 @@ class _Indexing:
         return prefix, weights, {**more, **others}
 
     def _refuse_others(self, optimizer: Optimizer, trained: list[str]) -> None:
-        """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed."""
         numbers = [optimizer.numbers.get(param, {}) for param in trained]
         kinds = [one | optimizer.tensors.get(param, {}) for one, param in zip(numbers, trained, strict=True)]
         options = {option for group in optimizer.groups for option in group.hyper}

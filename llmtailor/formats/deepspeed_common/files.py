@@ -74,7 +74,6 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
 
 
 def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_alone: bool = False) -> ShardFiles | None:
-    """Return the shard files in a tag folder; see `survey_shard_files`."""
     names = sorted(entry.name for entry in folder.iterdir())
     place = where if is_alone else PathIn(where, tag)
     refuse_other_parallelism(names, place)
@@ -227,7 +226,6 @@ def _why_not_there(root: Path) -> tuple[str, str]:
 
 
 def _checkpoints_in(folder: Path) -> list[str]:
-    """Return the names in a folder that are those of a run's checkpoints, by step."""
     found = [(step, path.name) for path in folder.glob("*") if (step := step_of(path)) is not None]
     return [name for _, name in sorted(found)]
 
@@ -269,7 +267,6 @@ def write_latest(latest: Path, tag: str) -> str:
 
 
 def _is_tag(folder: Path) -> bool:
-    """Return whether a folder is a tag folder, by its name or its files."""
     if folder.name.startswith(ASIDE):
         return False
     return folder.name.startswith("global_step") or any(is_shard_name(path.name) for path in folder.iterdir())

@@ -380,7 +380,6 @@ def _check_whole_module(model: ModelShard, where: str) -> None:
 
 
 def _check_tied(tied: Mapping[str, str], module: Container[str], where: str) -> None:
-    """Raise SourceError if a name is tied to one that the module does not have."""
     if lost := [name for name, stored in tied.items() if stored not in module]:
         what = f"{lost[0]} is tied to {tied[lost[0]]}, which the checkpoint does not contain"
         raise SourceError.at(where, what, COPY_CHECKPOINT, Code.TIED)
@@ -418,7 +417,6 @@ def _extents(
 def _trained(
     files: ShardFiles, model: ModelShard, sample: OptimShard, optim: Sequence[OptimShard | None], cuts: Sequence[_Cut]
 ) -> _Placed:
-    """Yield the trained params, with the places of their states."""
     for flat_id, (shapes, cut) in enumerate(zip(model.param_shapes, cuts, strict=True)):
         for kind, like in sample.flats[flat_id].items():
             extents = _extents(files.optim, optim, lambda shard: shard.flats[flat_id][kind])  # noqa: B023
@@ -428,7 +426,6 @@ def _trained(
 
 
 def _rest3(files: ShardFiles, usual: ModelShard, model: Sequence[ModelShard | None]) -> _Placed:
-    """Yield the other params of ZeRO-3, with the places of their states."""
     for param, shape in usual.frozen_shapes.items():
         entry = None
         if like := usual.fragments.get(param):
@@ -640,7 +637,6 @@ def _find_contradictions(
 
 
 def _params_by_dtype(index: CheckpointIndex, *kinds: str) -> dict[tuple[str, str], list[str]]:
-    """Return the params of each of these kinds of state and dtype."""
     found: dict[tuple[str, str], list[str]] = {}
     for (param, kind), held in index.held.items():
         if kind in kinds:

@@ -380,8 +380,6 @@ def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str
 
 
 class RankFiles:
-    """The files of all ranks of one checkpoint."""
-
     def __init__(self, target: ZeroTarget, train: TrainState):
         self.target, self.train = target, train
         self._numels = {name: param.numel for name, param in target.base.params.items()}

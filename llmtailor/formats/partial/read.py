@@ -236,7 +236,6 @@ def _setback(manifest: Manifest, name: str) -> dict[str, tuple[int, float]]:
 
 
 def _framework(manifest: Manifest) -> str | None:
-    """Return the family of formats of the run's own checkpoints, if the manifest names one."""
     named = manifest.shards.get("framework")
     return named if named in (UNIVERSAL, FSDP, DCP) else None
 
