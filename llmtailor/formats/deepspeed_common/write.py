@@ -26,12 +26,13 @@ from typing import Any
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
+from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Content, TorchLayout, pickle_content
 from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor, state_tensor
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.lightning import regrouped
-from llmtailor.formats.deepspeed_common.files import UNIVERSAL, model_name, optim_name
+from llmtailor.formats.deepspeed_common.files import model_name, optim_name
 from llmtailor.formats.deepspeed_common.shards import section
 from llmtailor.formats.weights import lay_out_missing_weights
 from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, SCALER
@@ -132,7 +133,7 @@ class ZeroTarget:
 
     @property
     def tag(self) -> str:
-        kept = self.base.zero.tag.removesuffix(UNIVERSAL)
+        kept = self.base.zero.tag.removesuffix(UNIVERSAL_SUFFIX)
         if kept and (self.client.name == self.base.client or (self.client.tag and self.client.finds(kept))):
             return kept
         return self.client.default_tag.format(self.base.global_step)
@@ -454,9 +455,8 @@ def lay_out_engine(
     if wanted.client != base.client and is_without:  # an engine that has a scheduler can't load None; others don't look
         scheduler, about = scheduler_for(base, wanted)
         notices += about if wanted.client == DEEPSPEED else []
-        train = _each_model(
-            train, lambda tree: tree if tree.get("lr_scheduler") else {**tree, "lr_scheduler": scheduler}
-        )
+        given = {"lr_scheduler": scheduler}
+        train = _each_model(train, lambda tree: tree if tree.get("lr_scheduler") else {**tree, **given})
     states = [*lay_out_states(target, train)]
     weights: list[FileLayout] = []
     if target.client.saves_model or base.form.is_partial:

@@ -180,9 +180,8 @@ def read_manifest(root: Path, name: str) -> Manifest:
     try:
         return _parse(read_strict_json(text))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise SourceError.at(
-            where, f"it is not a partial checkpoint's manifest ({error!r:.200})", _FIX, Code.MANIFEST
-        ) from error
+        what = f"it is not a partial checkpoint's manifest ({error!r:.200})"
+        raise SourceError.at(where, what, _FIX, Code.MANIFEST) from error
 
 
 def manifest_json(
@@ -198,7 +197,8 @@ def manifest_json(
     For people, it also has facts that no reader needs: the policy's name and options, and for each part the bytes of
     its states over all ranks.
     """
-    saved_as = manifest.saved_as
+    saved_as = manifest.saved_as or {}
+    rows = {name: [[one.name, list(one.shape), one.begin] for one in made] for name, made in saved_as.items()}
     content = {
         "schema": SCHEMA,
         "llmtailor_version": tool_version,
@@ -214,7 +214,7 @@ def manifest_json(
             for name, fact in manifest.params.items()
         },
         "tied": dict(manifest.tied),
-        "saved_as": None if saved_as is None else {name: list(map(_row, made)) for name, made in saved_as.items()},
+        "saved_as": None if manifest.saved_as is None else rows,
         "bundles": [
             {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc32:08x}"} for one in manifest.bundles
         ],
@@ -232,10 +232,6 @@ def manifest_json(
 def _params_of(part: str, manifest: Manifest) -> dict[str, Any]:
     pieces = manifest.pieces_of.get(part)
     return {"params": list(manifest.params_of[part])} | ({"pieces": dict(pieces)} if pieces else {})
-
-
-def _row(one: SavedAs) -> list[Any]:
-    return [one.name, list(one.shape), one.begin]
 
 
 _PLAIN = {
