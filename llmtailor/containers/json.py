@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Copy
-from llmtailor.checkpoint.placement import Extent
+from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.torch_file import TorchFile, Undecoded, open_torch_file, read_torch_file
 from llmtailor.containers.unpickle import SmallTensor, TensorView, as_shape, as_tensor
@@ -114,6 +115,10 @@ class Tensor:
     @property
     def numel(self) -> int:
         return self.extent.num_bytes // ITEMSIZE[self.dtype]
+
+    @property
+    def entry(self) -> TensorEntry:
+        return TensorEntry(self.dtype, self.shape, Contiguous(self.extent, ITEMSIZE[self.dtype]))
 
 
 def read_shapes(node: Any, what: str, where: str) -> dict[str, tuple[int, ...]]:

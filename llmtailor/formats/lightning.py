@@ -15,7 +15,6 @@ from typing import Any
 
 from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
-from llmtailor.checkpoint.placement import Contiguous
 from llmtailor.codes import Code
 from llmtailor.containers.json import FLOATING, FileTrees, check_name, get, get_count, read_tensor
 from llmtailor.containers.torch_file import lay_out_torch_file
@@ -41,7 +40,7 @@ from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.loaders.scheduler import check_scheduler, compare_scheduler, read_scheduler
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files
-from llmtailor.model.roles import ITEMSIZE, KIND_OF_ROLE, WEIGHT, State
+from llmtailor.model.roles import KIND_OF_ROLE, WEIGHT, State
 
 _SUFFIX = ".ckpt"
 _COUNTER = "num_batches_tracked"
@@ -122,7 +121,7 @@ def _weights(state_dict: Mapping[Any, Any], where: PathIn) -> tuple[dict[str, Te
         if stored != name:
             tied[name] = stored
         else:
-            weights[name] = TensorEntry(one.dtype, one.shape, Contiguous(one.extent, ITEMSIZE[one.dtype]))
+            weights[name] = one.entry
     return weights, tied
 
 

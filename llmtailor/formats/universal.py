@@ -26,7 +26,7 @@ from typing import Any
 from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, TensorEntry, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import NAME_KEYS, OptimizerLayout
-from llmtailor.checkpoint.placement import Contiguous, Extent
+from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
 from llmtailor.codes import Code
 from llmtailor.containers.json import FileTrees, Tensor, Trees, as_dict, check_kind, get, read_step, read_tensor
@@ -81,7 +81,7 @@ from llmtailor.loaders.read import file_fact, read_trainer_files
 from llmtailor.loaders.stock_fields import check_fields, facts_of_rank
 from llmtailor.loaders.write import Wanted
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, State
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, State
 from llmtailor.storage.local import FileFact, list_entries
 
 FOLDER, GLOBAL_STATE, STEP = "zero", "optimizer_state.pt", "step"
@@ -316,8 +316,7 @@ class _Reader:
                 if tensor is None:
                     self.unreadable.add(path := self.path(param, kind))
                     tensor = Tensor("F32", shape, Extent(path, 0, 0))
-                place = Contiguous(tensor.extent, ITEMSIZE[tensor.dtype])
-                yield Param(param, shape, "trainable"), kind, TensorEntry(tensor.dtype, shape, place)
+                yield Param(param, shape, "trainable"), kind, tensor.entry
 
 
 _PARAMS = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")

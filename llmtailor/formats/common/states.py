@@ -19,7 +19,7 @@ from typing import Any
 from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEntry, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import SAVED_NAMES, OptimizerLayout, ParamGroup, SubGroup, with_names
-from llmtailor.checkpoint.placement import AllZero, Contiguous, Sliced
+from llmtailor.checkpoint.placement import AllZero, Sliced
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_strict_json, read_tied
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
@@ -76,11 +76,17 @@ def make_index(
     ``dtypes`` are those of the weights, which the moments have that do not exist yet.
     """
     usual = max(dtypes.values(), key=[*dtypes.values()].count, default="F32")
-    owned = [
-        (at, param, number)
-        for at, (names, saved) in enumerate(zip(groups, optimizer.groups, strict=True))
-        for param, number in zip(names, saved.ids, strict=True)
-    ]
+    sub_groups: list[SubGroup] = []
+    held: dict[State, TensorEntry] = {}
+    zero: dict[State, TensorEntry] = {}
+    for at, (names, saved) in enumerate(zip(groups, optimizer.groups, strict=True)):
+        for param, number in zip(names, saved.ids, strict=True):
+            sub_groups.append(SubGroup(at, (param,), optimizer.steps[number]))
+            kinds = optimizer.kinds[number]
+            held |= {State(param, kind): one.entry for kind, one in kinds.items()}
+            for kind in () if kinds else optimizer.zeroed:
+                entry = TensorEntry(dtypes.get(param, usual), params[param].shape, AllZero())
+                zero[State(param, kind)] = entry
     return CheckpointIndex(
         root=root,
         name=name,
@@ -90,19 +96,9 @@ def make_index(
         precision="F32",
         params=params,
         tied=tied,
-        held={
-            State(param, kind): TensorEntry(one.dtype, one.shape, Contiguous(one.extent, ITEMSIZE[one.dtype]))
-            for _, param, number in owned
-            for kind, one in optimizer.kinds[number].items()
-        }
-        | {
-            State(param, kind): TensorEntry(dtypes.get(param, usual), params[param].shape, AllZero())
-            for _, param, number in owned
-            if not optimizer.kinds[number]
-            for kind in optimizer.zeroed
-        },
+        held=held | zero,
         groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
-        sub_groups=tuple(SubGroup(at, (param,), optimizer.steps[number]) for at, param, number in owned),
+        sub_groups=tuple(sub_groups),
         files={},
         train=TrainState(optimizer.step_is_tensor),
     )
@@ -166,9 +162,9 @@ def listed_ties(root: Path, name: str) -> dict[str, str] | None:
     """Return the tied names that a composite's weight files list; None if a file was not written by llmtailor."""
     found: dict[str, str] = {}
     for file in read_weights(root, name):
-        if (text := file.metadata.get(TIED_KEY)) is None:
+        where, text = PathIn(name, file.path), file.metadata.get(TIED_KEY)
+        if text is None:
             return None
-        where = PathIn(name, file.path)
         try:
             found |= read_tied(read_strict_json(text.encode()), where)
         except (ValueError, RecursionError) as error:

@@ -347,7 +347,5 @@ def _split(
         if as_tensor(value) is None:
             objects[key] = (path, value)
             continue
-        tensor = read_tensor(value, key, where)
-        place = Contiguous(tensor.extent, ITEMSIZE[tensor.dtype])
-        tensors[key] = Stored(path, TensorEntry(tensor.dtype, tensor.shape, place))
+        tensors[key] = Stored(path, read_tensor(value, key, where).entry)
     return tensors, objects

@@ -43,7 +43,7 @@ from llmtailor.checkpoint.optimizer import (
     part_size,
     round_robin,
 )
-from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Placement, Sliced
+from llmtailor.checkpoint.placement import Extent, Partitioned, Placement, Sliced
 from llmtailor.checkpoint.step_names import step_of_tag
 from llmtailor.codes import Code
 from llmtailor.containers.json import Tensor, Trees
@@ -210,7 +210,7 @@ def draft_of_engine(
 def _second_places(model: ModelShard) -> dict[str, TensorEntry]:
     """Return the second places of states in ZeRO-1/2's module: trainable params, tied names, frozen fragments."""
     names = {name for shapes in model.param_shapes for name in shapes} | set(model.tied) | set(model.fragments)
-    return {name: _whole(tensor) for name, tensor in model.module.items() if name in names}
+    return {name: tensor.entry for name, tensor in model.module.items() if name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,16 +449,12 @@ def _rest12(model: ModelShard) -> _Placed:
         if name in model.buffer_names:
             yield Param(name, tensor.shape, "buffer"), BUFFER, _copies((tensor.extent,) * model.world_size, tensor)
         elif name not in trained:
-            yield Param(name, tensor.shape, "frozen"), FROZEN, _whole(model.fragments.get(name, tensor))
+            yield Param(name, tensor.shape, "frozen"), FROZEN, model.fragments.get(name, tensor).entry
 
 
 def _copies(extents: tuple[Extent, ...], like: Tensor) -> TensorEntry:
     place = Sliced(extents, 0, like.numel, ITEMSIZE[like.dtype])
     return TensorEntry(like.dtype, (len(extents), *like.shape), place)
-
-
-def _whole(tensor: Tensor) -> TensorEntry:
-    return TensorEntry(tensor.dtype, tensor.shape, Contiguous(tensor.extent, ITEMSIZE[tensor.dtype]))
 
 
 def order_groups(
