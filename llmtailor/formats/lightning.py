@@ -24,17 +24,9 @@ from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.common import lightning
 from llmtailor.formats.common.lightning import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
 from llmtailor.formats.common.optimizer import parse_optimizer, read_tree
-from llmtailor.formats.common.param_names import ModelFacts, derived_names, fit, has_names, listed_names
-from llmtailor.formats.common.states import (
-    check_masters,
-    check_steps,
-    find_stateless,
-    frozen_by_guess,
-    hold_weights,
-    make_index,
-    optimizer_tree,
-)
-from llmtailor.formats.format import Draft, usual_dtype
+from llmtailor.formats.common.param_names import ModelFacts
+from llmtailor.formats.common.states import check_masters, check_steps, index_with_weights, optimizer_tree
+from llmtailor.formats.format import Draft
 from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
@@ -81,25 +73,17 @@ def _draft(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems
     schedulers = attempt(lambda: get(tree, SCHEDULERS, list, where), problems) or []
     weights, tied = _weights(lightning.read_names(tree, where), where)
     model = _facts(weights, tied)
-    groups = listed_names(saved, where) if has_names(saved) else derived_names(saved, model, where)
-    known = fit(groups, saved, weights, model, model.buffers, where)
     trainer = replace(trainer, global_step=step, trees={**trainer.trees, CKPT: lightning.without_states(tree)})
-    of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
-    index = make_index(root, where.checkpoint, saved, groups, known.params, known.tied, of_weights)
+    index, known = index_with_weights(root, where, saved, weights, model, model.buffers, trainer)
     hyper = [group.hyper for group in saved.groups]
     findings = [*saved.findings, *lightning.check_loops(tree, where)]
     for one in schedulers:
         findings += [*check_scheduler(one, where), *compare_scheduler(read_scheduler(one), where, hyper, None)]
-    findings += find_stateless(index, where)
-    if not has_names(saved):
-        findings += frozen_by_guess(known.params, where)
     copies = {State(param, WEIGHT): weights[known.tied.get(param, param)] for param in (*weights, *known.tied)}
     index = replace(
         index,
-        global_step=index.global_step if step is None else step,
-        precision=usual_dtype(weight.dtype for weight in weights.values()),
-        held={**index.held, **dict(hold_weights(weights, known, 1)), **copies},
-        findings=tuple(findings),
+        held={**index.held, **copies},
+        findings=(*findings, *index.findings),
         train=replace(index.train, model_order=tuple(model.params)),
     )
     if lightning.SCALED in tree:  # a step whose gradients overflow counts, but Adam makes none

@@ -28,21 +28,18 @@ from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer, read_optimizer
-from llmtailor.formats.common.param_names import ModelFacts, derived_names, describe_model, fit, has_names, listed_names
+from llmtailor.formats.common.param_names import ModelFacts, describe_model, has_names
 from llmtailor.formats.common.states import (
     check_masters,
     check_steps,
-    find_stateless,
-    frozen_by_guess,
-    hold_weights,
+    index_with_weights,
     kinds_by_param,
     lay_out_master_weights,
     listed_buffers,
     listed_ties,
-    make_index,
     optimizer_tree,
 )
-from llmtailor.formats.format import Draft, usual_dtype
+from llmtailor.formats.format import Draft
 from llmtailor.formats.weights import read_adapter
 from llmtailor.loaders.files import (
     ADAPTER,
@@ -54,12 +51,10 @@ from llmtailor.loaders.files import (
     SCHEDULER,
     is_pickled_weights,
     is_sign_of,
-    rank_of,
 )
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, read_trainer_files
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files, synthesize_files
-from llmtailor.model.roles import WEIGHT, State
 
 OTHER_WEIGHTS = "pytorch_model.bin"
 _OF_OTHERS = (*ENGINE_FILES, "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
@@ -108,7 +103,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
 
 def _weights(
     root: Path, name: str, optimizer: SavedOptimizer | None, trainer: TrainerFiles
-) -> Mapping[State, TensorEntry]:
+) -> Mapping[str, TensorEntry]:
     """Return the weights of the model, or of the trained adapter.
 
     Raises SourceError, or UnsupportedCheckpoint if the only ones are those of ``torch.save``.
@@ -119,9 +114,9 @@ def _weights(
         what = "the only weights are in this file, which a resume reads, but llmtailor does not"
         raise UnsupportedCheckpoint.at(PathIn(name, pickled), what, _AS_SAFETENSORS)
     if not is_adapter:
-        return trainer.weights
+        return {state.param: held for state, held in trainer.weights.items()}
     trained = [param for group in optimizer.groups for param in group.names or ()] if optimizer else []
-    return {State(param, WEIGHT): held for param, held in read_adapter(root, name, trained).items()}
+    return read_adapter(root, name, trained)
 
 
 def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
@@ -144,43 +139,25 @@ def _index(
     name: str,
     optimizer: SavedOptimizer,
     trainer: TrainerFiles,
-    stored: Mapping[State, TensorEntry],
+    weights: Mapping[str, TensorEntry],
 ) -> CheckpointIndex:
     where = PathIn(name, trainer.client.optimizer)
     findings: list[Finding] = []
     ties = listed_ties(root, name) if has_names(optimizer) and ADAPTER_CONFIG not in trainer.files else None
     model = _ask_model(root, name, optimizer, trainer, findings) if ties is None else None
-    if has_names(optimizer):
-        groups = listed_names(optimizer, where)
-    else:
-        assert model is not None
-        groups = derived_names(optimizer, model, where)
-    weights = {state.param: held for state, held in stored.items()}
-    known = fit(groups, optimizer, weights, model, listed_buffers(root, name), where)
-    of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
-    tied = known.tied if ties is None else {name: of for name, of in ties.items() if of in known.params}
-    index = make_index(root, name, optimizer, groups, known.params, tied, of_weights)
-    findings += find_stateless(index, where)
-    if not has_names(optimizer):
-        findings += frozen_by_guess(known.params, where)
+    buffers = listed_buffers(root, name)
+    index, known = index_with_weights(root, where, optimizer, weights, model, buffers, trainer, ties)
+    findings += index.findings
     if renamed := [param for param in known.params if param not in weights]:
         what = f"the weight files have other names for {some(renamed)} than the model, so a resume does not find them"
         fix = "save with llmtailor.saving, or under DeepSpeed; transformers 5.23 would keep the initial values"
         if all(param in known.weight_of for param in renamed):
             fix = "resume from a copy with the model's own names: llmtailor convert makes it"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
-    world_size = max((rank + 1 for path in trainer.files if (rank := rank_of(path)) is not None), default=1)
-    return replace(
-        index,
-        world_size=world_size,
-        global_step=index.global_step if trainer.global_step is None else trainer.global_step,
-        precision=usual_dtype(weight.dtype for weight in stored.values()),
-        held={**index.held, **dict(hold_weights(weights, known, world_size))},
-        findings=tuple(findings),
-    )
+    return replace(index, findings=tuple(findings))
 
 
-def _check_complete(trainer: TrainerFiles, weights: Mapping[State, TensorEntry] | None, name: str) -> None:
+def _check_complete(trainer: TrainerFiles, weights: Mapping[str, TensorEntry] | None, name: str) -> None:
     """Raise SourceError for missing files without which a resume fails or silently drops the optimizer."""
     problems = []
     if trainer.client.needs_scheduler and trainer.client.scheduler not in trainer.files:

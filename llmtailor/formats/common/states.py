@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from llmtailor.containers.unpickle import make_tensor, state_tensor
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer
-from llmtailor.formats.common.param_names import Fitted
+from llmtailor.formats.common.param_names import Fitted, ModelFacts, derived_names, fit, has_names, listed_names
+from llmtailor.formats.format import usual_dtype
 from llmtailor.formats.weights import adapter_file, new_weights
-from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST
+from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, rank_of
 from llmtailor.loaders.read import TrainerFiles, compare_global_step
 from llmtailor.loaders.scheduler import read_scheduler
 from llmtailor.model.parts import Param
@@ -43,15 +44,7 @@ TIED_KEY = "tied"
 """In the same, also if there are none: JSON, tied names and the names that their values are stored under"""
 
 
-def frozen_by_guess(params: Mapping[str, Param], where: str) -> Iterator[Finding]:
-    """Yield a finding on params without a state, if nothing but that says that they are frozen."""
-    if frozen := [param.name for param in params.values() if param.role == "frozen"]:
-        fix = "if they were trained, their states are lost: leave this checkpoint out"
-        what = f"it has no state of {some(frozen)}: assumed to be frozen"
-        yield Finding(where, what, fix, Code.STATE_MISSING)
-
-
-def find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:
+def _find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:
     """Yield a finding on params without a state, which an optimizer of torch gives a param with its first gradient."""
     lacking = dict.fromkeys(state.param for state, held in index.held.items() if held.is_all_zero)
     if lacking:
@@ -104,7 +97,45 @@ def make_index(
     )
 
 
-def hold_weights(
+def index_with_weights(
+    root: Path,
+    where: PathIn,
+    optimizer: SavedOptimizer,
+    weights: Mapping[str, TensorEntry],
+    model: ModelFacts | None,
+    buffers: Collection[str],
+    trainer: TrainerFiles,
+    ties: Mapping[str, str] | None = None,
+) -> tuple[CheckpointIndex, Fitted]:
+    """Return the index of an optimizer and the weights that it updates, and how they fit.
+
+    ``where`` is the optimizer's file; the weight files list ``buffers``, and maybe ``ties``. Raises SourceError if
+    these and the model don't fit together.
+    """
+    is_named = has_names(optimizer) or model is None
+    groups = listed_names(optimizer, where) if model is None or is_named else derived_names(optimizer, model, where)
+    known = fit(groups, optimizer, weights, model, buffers, where)
+    of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
+    tied = known.tied if ties is None else {name: of for name, of in ties.items() if of in known.params}
+    index = make_index(root, where.checkpoint, optimizer, groups, known.params, tied, of_weights)
+    findings = [*_find_stateless(index, where)]
+    if not is_named and (frozen := [param.name for param in known.params.values() if param.role == "frozen"]):
+        fix = "if they were trained, their states are lost: leave this checkpoint out"
+        what = f"it has no state of {some(frozen)}: assumed to be frozen"
+        findings.append(Finding(where, what, fix, Code.STATE_MISSING))
+    world_size = max((rank + 1 for path in trainer.files if (rank := rank_of(path)) is not None), default=1)
+    index = replace(
+        index,
+        world_size=world_size,
+        global_step=index.global_step if trainer.global_step is None else trainer.global_step,
+        precision=usual_dtype(weight.dtype for weight in weights.values()),
+        held={**index.held, **dict(_hold_weights(weights, known, world_size))},
+        findings=tuple(findings),
+    )
+    return index, known
+
+
+def _hold_weights(
     weights: Mapping[str, TensorEntry], known: Fitted, world_size: int
 ) -> Iterator[tuple[State, TensorEntry]]:
     """Yield the states that the weights are: masters, frozen params and buffers."""
