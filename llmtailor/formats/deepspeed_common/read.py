@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,7 @@ def draft_of_engine(
         params[param.name] = param
         if entry is not None:
             held[State(param.name, kind)] = entry
-    dealt = usual.world_size if uses_round_robin(config, optim.stage, optim.variant) else 1
-    groups, sub_groups = order_groups(optim.groups, usual.param_shapes, steps, optim.gaps, dealt_to=dealt)
+    groups, sub_groups = _order_groups(optim, usual, steps)
     index = CheckpointIndex(
         root=root,
         name=name,
@@ -177,7 +176,7 @@ def draft_of_engine(
         zero=ZeroFacts(
             files.tag,
             usual.skipped_steps,
-            read_settings(config, files.is_bf16, optim.variant),
+            _read_settings(config, files.is_bf16, optim.variant),
             _second_places(usual) if framework == DEEPSPEED and not files.is_zero3 else {},
         ),
         unreadable=frozenset((*unreadable, *(one for one, of in zip(files.model, model, strict=True) if of is None))),
@@ -243,8 +242,7 @@ def fit_models(
     if usual is None:
         return kept
     if not files.is_zero3:
-        whole = usual
-        attempt(lambda: _check_whole_module(whole, where), problems)
+        attempt(lambda: _check_whole_module(usual, where), problems)
         return kept
     attempt(lambda: _check_tied_once(name, files.model, kept), problems)
     kept = _drop(files.model, kept, _wrong_module(usual, kept[0]), name, problems, Code.DAMAGED)
@@ -457,35 +455,27 @@ def _copies(extents: tuple[Extent, ...], like: Tensor) -> TensorEntry:
     return TensorEntry(like.dtype, (len(extents), *like.shape), place)
 
 
-def order_groups(
-    owned_by: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]],
-    shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    steps: Sequence[float],
-    gaps: Sequence[tuple[int, ...]] = (),
-    *,
-    dealt_to: int,
+def _order_groups(
+    optim: OptimShard, model: ModelShard, steps: Sequence[float]
 ) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
-    """Return the param groups, in the optimizer's order, and the sub-groups.
+    """Return the param groups, in the optimizer's order, and the sub-groups, which have these steps.
 
-    ``owned_by`` has the sub-groups of each param group and its hyperparameters; ``shapes`` and ``steps`` are those of
-    each sub-group, ``gaps`` the elements of alignment after each of its params. ``dealt_to`` is the number of ranks
-    that ``round_robin_gradients`` has dealt out the params of a group to, which is undone.
+    If ``round_robin_gradients`` has dealt out the params of a group to the ranks, that is undone.
     """
-    group_of = {flat_id: group for group, (owned, _) in enumerate(owned_by) for flat_id in owned}
-    gaps = gaps if any(any(row) for row in gaps) else ((),) * len(shapes)
+    dealt_to = model.world_size if uses_round_robin(optim.ds_config, optim.stage, optim.variant) else 1
+    group_of = {flat_id: group for group, (owned, _) in enumerate(optim.groups) for flat_id in owned}
+    gaps = optim.gaps if any(map(any, optim.gaps)) else ((),) * len(model.param_shapes)
     cut = tuple(
         SubGroup(group_of[flat_id], tuple(params), step, gap)
-        for flat_id, (params, step, gap) in enumerate(zip(shapes, steps, gaps, strict=True))
+        for flat_id, (params, step, gap) in enumerate(zip(model.param_shapes, steps, gaps, strict=True))
     )
     dealt = (zip(round_robin(len(one.params), dealt_to), one.params, strict=True) for one in cut)
-    orders = [tuple(name for _, name in sorted(numbered)) for numbered in dealt]
-    groups = (
-        ParamGroup(tuple(name for flat_id in owned for name in orders[flat_id]), hyper) for owned, hyper in owned_by
-    )
-    return tuple(groups), cut
+    orders = [[name for _, name in sorted(numbered)] for numbered in dealt]
+    owned_by = ((chain.from_iterable(orders[flat_id] for flat_id in owned), hyper) for owned, hyper in optim.groups)
+    return tuple(ParamGroup(tuple(names), hyper) for names, hyper in owned_by), cut
 
 
-def read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
+def _read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
     """Return the settings that decide the layout, from the ``ds_config`` in a checkpoint."""
     zero = section(config, "zero_optimization")
     gradients = section(config, "data_types").get("grad_accum_dtype")
@@ -519,8 +509,9 @@ def _check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
     made = read_manifest(index.root, index.name)
     if made is not None and (0 not in steps or 0 in made.steps.values()):
         return
-    of_optimizer = f"the optimizer states from step {max(steps):g}"
-    what = f"the model states are from step {expected} (without skipped ones), {of_optimizer}"
+    what = (
+        f"the model states are from step {expected} (skipped ones aside), the optimizer states from step {max(steps):g}"
+    )
     raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
 
 
@@ -557,20 +548,14 @@ def _check_folder(
         what = f"the tag folder is {files.tag}, but {client.title} looks for one {begins} {client.tag.rstrip('*')}"
         fix = f"rename it to {client.default_tag.format(index.global_step)}, and write that into latest"
         yield Finding(place, what, fix, Code.FILE_NAME, ERROR)
-    if (
-        is_there
-        and not {LATEST, LATEST_UNIVERSAL} & trainer.files.keys()
-        and client.name == ACCELERATE
-        and files.tag == client.tag
-    ):
+    is_accelerates = client.name == ACCELERATE and files.tag == client.tag
+    if is_there and is_accelerates and not {LATEST, LATEST_UNIVERSAL} & trainer.files.keys():
         what = f"the file is missing; {client.title} does not need it, but DeepSpeed's tools do"
         fix = f"write the tag into it: {write_latest(index.root / LATEST, files.tag)}"
         yield Finding(PathIn(index.name, LATEST), what, fix, Code.FILE_NAME, WARNING)
     if SCALER in trainer.files:
-        what, fix = (
-            "DeepSpeed keeps the loss scale itself",
-            "a resume fails if it finds this file; move it out of the folder",
-        )
+        what = "DeepSpeed keeps the loss scale itself"
+        fix = "a resume fails if it finds this file; move it out of the folder"
         yield Finding(PathIn(index.name, SCALER), what, fix, Code.FIELD_UNKNOWN, ERROR)
     enabled = section(config, "bf16").get("enabled")
     if isinstance(enabled, bool) and enabled != files.is_bf16:

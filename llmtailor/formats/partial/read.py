@@ -201,7 +201,13 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     """Return the draft. Raises SourceError with every problem of every file."""
     partial = open_partial(root, name)
     manifest = partial.manifest
-    draft = _read_zero(partial, client) if manifest.stage else _read_plain(partial, client)
+    if manifest.stage:
+        shards = manifest.shards
+        optim, model = tuple(shards["optim"]), tuple(shards["model"])
+        files = ShardFiles(manifest.tag, shards["is_bf16"], optim, model, manifest.stage == 3)
+        draft = read_shards(partial, files, name, Problems(), client)
+    else:
+        draft = _read_plain(partial, client)
     draft.problems.raise_if_any()
     index = draft.index
     assert index is not None, "a checkpoint without an index has problems"
@@ -213,6 +219,8 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     if (dict(index.params), dict(index.tied)) != (params, dict(manifest.tied)):
         raise SourceError.at(name, "the params of its object trees are not those that manifest.json lists", _FIX)
     held = _place(index.held, partial)
+    saved = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
+    setback = {part: (saved[part], steps) for part, steps in manifest.setback.items() if part in saved}
     rounded: tuple[Finding, ...] = ()
     if any(one.rounded_from for one in held.values()):
         what = "its moments were saved rounded to bf16; composites widen them again, without the lost digits"
@@ -224,25 +232,15 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
         held=held,
         findings=(*index.findings, *rounded),
         files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
-        partial=PartialFacts(frozenset(partial.tree_of), manifest.saved_as, _setback(manifest, name)),
+        partial=PartialFacts(frozenset(partial.tree_of), manifest.saved_as, setback),
         zero=replace(index.zero, module={}),
     )
     return replace(draft, index=index)
 
 
-def _setback(manifest: Manifest, name: str) -> dict[str, tuple[int, float]]:
-    held = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
-    return {part: (held[part], steps) for part, steps in manifest.setback.items() if part in held}
-
-
 def _framework(manifest: Manifest) -> str | None:
     named = manifest.shards.get("framework")
     return named if named in (UNIVERSAL, FSDP, DCP) else None
-
-
-def _is_rounded(state: State, dtype: str, described: str) -> bool:
-    """Return whether a save stored a moment rounded to bf16, as ``moments="bf16"`` asks for."""
-    return state.kind in (EXP_AVG, EXP_AVG_SQ) and (dtype, described) == ("BF16", "F32")
 
 
 def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, TensorEntry]:
@@ -256,7 +254,8 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
             continue
         fragment = partial.fragments.get(state)
         placed[state] = fragment or replace(described, place=_ABSENT)
-        if fragment and _is_rounded(state, fragment.dtype, described.dtype):
+        is_moment = state.kind in (EXP_AVG, EXP_AVG_SQ)
+        if fragment and is_moment and (fragment.dtype, described.dtype) == ("BF16", "F32"):  # moments="bf16"
             fragment = placed[state] = replace(fragment, rounded_from=described.dtype)
         if fragment and (fragment.live_dtype, fragment.shape) != (described.dtype, described.shape):
             what = f"{state.kind} of {state.param} does not match its object tree"
@@ -272,16 +271,8 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
     return placed
 
 
-def _read_zero(partial: Partial, client: str | None) -> Draft:
-    """Read a save of training under DeepSpeed; `formats.zero.read` has the layout of the stock files."""
-    shards, manifest = partial.manifest.shards, partial.manifest
-    optim, model = tuple(shards["optim"]), tuple(shards["model"])
-    files = ShardFiles(manifest.tag, shards["is_bf16"], optim, model, manifest.stage == 3)
-    return read_shards(partial, files, partial.name, Problems(), client)
-
-
 def _read_plain(partial: Partial, client: str | None) -> Draft:
-    """Read a save of training without DeepSpeed; `formats.plain.read` has the layout of the stock files."""
+    """Read a save of a training without DeepSpeed."""
     manifest, name, problems = partial.manifest, partial.name, Problems()
     if client is None and _framework(manifest) == DCP:  # none of its files would say so
         client = DCP
