@@ -239,6 +239,12 @@ def _dtype(node: Any) -> str:
     return TORCH_DTYPES[dtype.name]
 
 
+def cut_rows(rows: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the rows of each rank, as FSDP2 cuts them (``torch.chunk``); the last ones may be empty."""
+    size = -(-rows // ranks)
+    return [(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(ranks)]
+
+
 def lay_out_metadata(path: str, entries: Mapping[str, Entry]) -> FileLayout:
     """Return the layout of a ``.metadata`` that torch's own loader reads."""
     about = {key: _entry_node(entry) for key, entry in entries.items()}

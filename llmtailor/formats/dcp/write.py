@@ -23,12 +23,11 @@ from llmtailor.checkpoint.index import DCP, FSDP, FULL, SHARDS, CheckpointIndex,
 from llmtailor.checkpoint.layout import Copy, FileLayout, Piece
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Absent
-from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, lay_out_metadata
+from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, cut_rows, lay_out_metadata
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
 from llmtailor.containers.unpickle import as_tensor, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
-from llmtailor.formats.common.dcp_key_layout import cut_rows
 from llmtailor.formats.common.states import (
     check_masters,
     kinds_by_param,

@@ -80,6 +80,12 @@ SCHEMA_MASTERS = "llmtailor.partial/2"
 """Of a save with ``masters``, which readers of the other would take for a save that has nothing of these parts"""
 SCHEMA_BUNDLE = "llmtailor.bundle/1"
 TREE = "tree:"
+KEY_LAYOUT = "dcp/style"
+"""The name of the tree, beside those of stock files, that says how the run's DCP folders are arranged::
+
+    {model, optimizer, is_flat, form,
+     others: [{path, object} or {path, dtype, shape, boxes: [(offsets, sizes, tensor)]}]}
+"""
 _FIX = "leave this checkpoint out; its save is damaged"
 
 

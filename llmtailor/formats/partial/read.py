@@ -12,17 +12,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, PARTIAL, UNIVERSAL, DcpKeyLayout, PartialFacts, TensorEntry
+from llmtailor.checkpoint.index import (
+    DCP,
+    FOLDERS,
+    FSDP,
+    FULL,
+    PARTIAL,
+    SHARDS,
+    UNIVERSAL,
+    DcpEntry,
+    DcpKeyLayout,
+    PartialFacts,
+    TensorEntry,
+)
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, Sliced, count, union
 from llmtailor.codes import Code
-from llmtailor.containers.json import is_count, is_path_below, read_strict_json
+from llmtailor.containers.json import as_dict, get, is_count, is_path_below, read_strict_json, read_tensor
 from llmtailor.containers.safetensors import WeightFile, read_header
 from llmtailor.containers.torch_file import TorchFile, Undecoded
-from llmtailor.containers.unpickle import check_tree
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt
+from llmtailor.containers.unpickle import as_ints, check_tree
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt, damaged
 from llmtailor.findings import Finding
-from llmtailor.formats.common.dcp_key_layout import STYLE, read_style
 from llmtailor.formats.common.lightning import read_optimizer_tree, without_states
 from llmtailor.formats.common.optimizer import parse_optimizer, read_optimizer
 from llmtailor.formats.common.states import make_index
@@ -31,6 +42,7 @@ from llmtailor.formats.deepspeed_common.read import read_shards
 from llmtailor.formats.format import Draft
 from llmtailor.formats.partial.json_trees import PADDING, decode
 from llmtailor.formats.partial.manifest import (
+    KEY_LAYOUT,
     SCHEMA_BUNDLE,
     TREE,
     BundleFact,
@@ -277,7 +289,7 @@ def _read_plain(partial: Partial, client: str | None) -> Draft:
     if client is None and _framework(manifest) == DCP:  # none of its files would say so
         client = DCP
     trainer = read_trainer_files(partial, name, problems, client)
-    style = attempt(lambda: _style(partial), problems)
+    style = attempt(lambda: _read_key_layout(partial), problems)
     where = PathIn(name, trainer.client.optimizer)
     if trainer.client.holds_all and (tree := trainer.trees.get(where.path)) is not None:
         optimizer = parse_optimizer(partial.root, read_optimizer_tree(tree, where), where)
@@ -304,12 +316,40 @@ def _read_plain(partial: Partial, client: str | None) -> Draft:
     return Draft(problems, index, trainer)
 
 
-def _style(partial: Partial) -> DcpKeyLayout | None:
+def _read_key_layout(partial: Partial) -> DcpKeyLayout | None:
     """Return how the run's DCP folders are arranged; None if the training has saved by itself."""
-    if STYLE not in partial.inside:
+    if KEY_LAYOUT not in partial.inside:
         return None
-    where = PathIn(partial.name, partial.tree_of[STYLE])
-    return read_style(partial.read(STYLE, where).tree, where)
+    where = PathIn(partial.name, partial.tree_of[KEY_LAYOUT])
+    tree = as_dict(partial.read(KEY_LAYOUT, where).tree, "the file", where)
+    words = [get(tree, key, str, where) for key in ("model", "optimizer", "form")]
+    if words[2] not in (FOLDERS, SHARDS, FULL):
+        raise damaged(where, f"form {words[2]!r:.40} is unknown", Code.FIELD_RANGE)
+    entries = [_read_entry(node, where) for node in get(tree, "others", list, where)]
+    others = {".".join(map(str, entry.path)): entry for entry in entries}
+    return DcpKeyLayout(words[0], words[1], get(tree, "is_flat", bool, where), words[2], others)
+
+
+def _read_entry(node: Any, where: str) -> DcpEntry:
+    node = as_dict(node, "a value", where)
+    path = get(node, "path", tuple, where)
+    if not path or not all(type(word) in (str, int) for word in path):
+        raise damaged(where, "the path of a value is not one", Code.FIELD_TYPE)
+    if "object" in node:
+        return DcpEntry(path, node["object"])
+    dtype, shape = get(node, "dtype", str, where), as_ints(node.get("shape"))
+    if dtype not in ITEMSIZE or shape is None:
+        raise damaged(where, "a tensor has no dtype or shape", Code.FIELD_TYPE)
+    return DcpEntry(path, (dtype, shape, tuple(_read_boxes(node, dtype, shape, where))), is_tensor=True)
+
+
+def _read_boxes(node: dict[str, Any], dtype: str, shape: tuple[int, ...], where: str) -> Iterator[tuple[Any, ...]]:
+    for box in get(node, "boxes", list, where):
+        offsets, sizes = map(as_ints, box[:2]) if isinstance(box, tuple) and len(box) == 3 else (None, None)
+        tensor = None if offsets is None or sizes is None else read_tensor(box[2], "a box", where)
+        if tensor is None or (tensor.dtype, tensor.shape) != (dtype, sizes) or not len(shape) == len(offsets or ()):
+            raise damaged(where, "a box does not fit its tensor", Code.FIELD_TYPE)
+        yield offsets, sizes, tensor.extent
 
 
 def _hold(partial: Partial, of_optimizer: Mapping[State, TensorEntry]) -> Iterator[tuple[State, TensorEntry]]:

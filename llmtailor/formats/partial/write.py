@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex, DcpEntry, DcpKeyLayout, TensorEntry
 from llmtailor.checkpoint.layout import Copy, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.optimizer import part_size
+from llmtailor.containers.dcp import cut_rows
 from llmtailor.containers.json import extent_of
-from llmtailor.containers.unpickle import Ordered, TensorView
+from llmtailor.containers.unpickle import Ordered, TensorView, make_tensor
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
-from llmtailor.formats.common.dcp_key_layout import STYLE, cut_rows, style_tree
 from llmtailor.formats.common.states import optimizer_tree
 from llmtailor.formats.deepspeed_common.files import describe_shards, optim_name
 from llmtailor.formats.deepspeed_common.write import ZeroTarget, make_shards, slice_of
@@ -32,6 +32,7 @@ from llmtailor.formats.partial.json_trees import (
     to_text,
 )
 from llmtailor.formats.partial.manifest import (
+    KEY_LAYOUT,
     SCHEMA_BUNDLE,
     TREE,
     BundleFact,
@@ -332,7 +333,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
     else:
         add(0, loader_of(index).optimizer, optimizer_tree(index, index.layout, is_partial=True))
     if index.train.dcp is not None:
-        add(0, STYLE, style_tree(index.train.dcp))
+        add(0, KEY_LAYOUT, _key_layout_tree(index.train.dcp))
     owners = {loader_of(index).scheduler: 0, **({} if index.form.has_masters else {SCALER: 0})}
     owners |= {rng_file(rank, index.world_size, index.client): rank for rank in range(index.world_size)}
     for path, rank in owners.items():
@@ -356,3 +357,24 @@ def _model_tree(tree: dict[str, Any], index: CheckpointIndex, rank: int) -> dict
     if fragments:
         tree["frozen_param_fragments"] = Ordered((name, Known(stored(frozen_file, name))) for name in fragments)
     return {**tree, "module": module}
+
+
+def _key_layout_tree(style: DcpKeyLayout) -> dict[str, Any]:
+    return {
+        "model": style.model,
+        "optimizer": style.optimizer,
+        "is_flat": style.is_flat,
+        "form": style.form,
+        "others": [_entry_tree(entry) for entry in style.others.values()],
+    }
+
+
+def _entry_tree(entry: DcpEntry) -> dict[str, Any]:
+    if not entry.is_tensor:
+        return {"path": entry.path, "object": entry.content}
+    dtype, shape, boxes = entry.content
+    tensors = [
+        (offsets, sizes, make_tensor(dtype, sizes, (Copy(extent),) if extent.num_bytes else ()))
+        for offsets, sizes, extent in boxes
+    ]
+    return {"path": entry.path, "dtype": dtype, "shape": shape, "boxes": tensors}
