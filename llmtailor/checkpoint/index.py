@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, ZeroSettings
-from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Placement, Runs, count
+from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Extent, Placement, Runs, Sliced, count
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.parts import Param, SavedAs, layer_of, step_of
@@ -142,6 +142,12 @@ class TensorEntry:
     def is_whole(self) -> bool:
         """Whether the checkpoint holds all of it"""
         return count(self.runs) == self.numel if isinstance(self.place, Bundled) and self.place.ends else self.is_here
+
+
+def buffer_on_ranks(dtype: str, shape: tuple[int, ...], copies: tuple[Extent, ...]) -> TensorEntry:
+    """Return the entry of a buffer, of which each rank has one of these copies."""
+    place = Sliced(copies, 0, math.prod(shape), ITEMSIZE[dtype])
+    return TensorEntry(dtype, (len(copies), *shape), place)
 
 
 PLAIN, BF16_OPTIMIZER, ELASTIC = "plain", "bf16_optimizer", "elastic"

@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEntry, TrainState
+from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEntry, TrainState, buffer_on_ranks
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import SAVED_NAMES, OptimizerLayout, ParamGroup, SubGroup, with_names
-from llmtailor.checkpoint.placement import AllZero, Sliced
+from llmtailor.checkpoint.placement import AllZero
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_strict_json, read_tied
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
@@ -34,7 +34,7 @@ from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, rank_of
 from llmtailor.loaders.read import TrainerFiles, compare_global_step
 from llmtailor.loaders.scheduler import read_scheduler
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
@@ -145,8 +145,7 @@ def _hold_weights(
             yield State(name, MASTER if role == "trainable" else FROZEN), weight
             continue
         for whole in weight.place.cover(0, weight.numel):  # one file for all ranks: every rank resumes with these
-            copies = Sliced((whole.extent,) * world_size, 0, weight.numel, ITEMSIZE[weight.dtype])
-            yield State(name, BUFFER), TensorEntry(weight.dtype, (world_size, *weight.shape), copies)
+            yield State(name, BUFFER), buffer_on_ranks(weight.dtype, weight.shape, (whole.extent,) * world_size)
 
 
 def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:

@@ -36,9 +36,9 @@ from llmtailor.checkpoint.index import (
     Form,
     TensorEntry,
     TrainState,
+    buffer_on_ranks,
 )
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
-from llmtailor.checkpoint.placement import Sliced
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
@@ -129,33 +129,20 @@ def agree_on_buffers(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointInde
 
 def with_buffers(index: CheckpointIndex, names: Collection[str]) -> CheckpointIndex:
     """Return the index with these tensors as buffers, if they are assumed to be frozen params."""
-    found = {
-        name: param
-        for name, param in index.params.items()
-        if name in names and param.role == "frozen" and index.form.framework in (FSDP, DCP) and not _is_cut(index, name)
-    }
-    if not found:
-        return index
-    params = {name: replace(param, role="buffer") if name in found else param for name, param in index.params.items()}
-    held = {state: entry for state, entry in index.held.items() if state not in {State(n, FROZEN) for n in found}}
-    held |= {
-        State(name, BUFFER): _repeated(index.held[State(name, FROZEN)], index.world_size)
-        for name, param in found.items()
-        if param.numel
-    }
-    return replace(index, params=params, held=held)
-
-
-def _is_cut(index: CheckpointIndex, name: str) -> bool:
-    """Return whether a tensor is in several pieces: FSDP cuts params only."""
-    held = index.held[State(name, FROZEN)]
-    return len([*held.place.cover(0, held.numel)]) > 1
-
-
-def _repeated(held: TensorEntry, world_size: int) -> TensorEntry:
-    (whole,) = held.place.cover(0, held.numel)
-    copies = Sliced((whole.extent,) * world_size, 0, held.numel, ITEMSIZE[held.dtype])
-    return TensorEntry(held.dtype, (world_size, *held.shape), copies)
+    params, held = dict(index.params), dict(index.held)
+    for name, param in index.params.items() if index.form.framework in (FSDP, DCP) else ():
+        if name not in names or param.role != "frozen":
+            continue
+        whole = index.held[State(name, FROZEN)]
+        pieces = [*whole.place.cover(0, whole.numel)]
+        if len(pieces) > 1:  # FSDP cuts params only
+            continue
+        params[name] = replace(param, role="buffer")
+        del held[State(name, FROZEN)]
+        for piece in pieces if param.numel else ():  # all ranks resume with the same copy
+            copies = (piece.extent,) * index.world_size
+            held[State(name, BUFFER)] = buffer_on_ranks(whole.dtype, whole.shape, copies)
+    return index if held.keys() == index.held.keys() else replace(index, params=params, held=held)
 
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -265,8 +252,12 @@ class _Indexing:
         prefix, weights, others = self._weights(rest, trained)
         self._check_states(optimizer, weights)
         steps = self._steps(optimizer, trained)
-        listed = self._listed_ties(others)
-        if listed is None:
+        listed: Mapping[str, str] | None = None
+        if self.folders.form == FULL:
+            listed = attempt(lambda: listed_ties(self.root, self.name), self.problems)
+        elif entry := others.get(".".join(TIED)):
+            listed = read_tied(entry.content, self.optimizer_where)
+        if listed is None:  # llmtailor did not write the folder
             tied = self._find_tied(weights, set(trained))
         else:
             tied = {name: stored for name, stored in listed.items() if name in weights and stored in weights}
@@ -373,13 +364,6 @@ class _Indexing:
             what = f"Adam's step of {some(lost)} is missing"
             raise SourceError.at(self.optimizer_where, what, _PARTIAL_LOAD, Code.STATE_MISSING)
         return steps | dict.fromkeys(unknown, max(steps.values(), default=0.0))  # all are alike but in a composite
-
-    def _listed_ties(self, others: Mapping[str, DcpEntry]) -> Mapping[str, str] | None:
-        """Return the tied names that llmtailor listed; None if it did not write the folder."""
-        if self.folders.form == FULL:
-            return attempt(lambda: listed_ties(self.root, self.name), self.problems)
-        entry = others.get(".".join(TIED))
-        return None if entry is None else read_tied(entry.content, self.optimizer_where)
 
     def _find_tied(self, weights: Mapping[str, Stored], trained: set[str]) -> dict[str, str]:
         """Return the names that no optimizer trains, and whose elements are all those of a trained param."""

@@ -33,6 +33,7 @@ from llmtailor.checkpoint.index import (
     TensorEntry,
     TrainState,
     ZeroFacts,
+    buffer_on_ranks,
 )
 from llmtailor.checkpoint.optimizer import (
     ParamGroup,
@@ -160,6 +161,9 @@ def draft_of_engine(
         if entry is not None:
             held[State(param.name, kind)] = entry
     groups, sub_groups = _order_groups(optim, usual, steps)
+    second: set[str] = set()  # ZeRO-1/2's module has second places of trainable params, tied names, frozen fragments
+    if framework == DEEPSPEED and not files.is_zero3:
+        second = {*chain(*usual.param_shapes), *usual.tied, *usual.fragments}
     index = CheckpointIndex(
         root=root,
         name=name,
@@ -177,7 +181,7 @@ def draft_of_engine(
             files.tag,
             usual.skipped_steps,
             _read_settings(config, files.is_bf16, optim.variant),
-            _second_places(usual) if framework == DEEPSPEED and not files.is_zero3 else {},
+            {name: tensor.entry for name, tensor in usual.module.items() if name in second},
         ),
         unreadable=frozenset((*unreadable, *(one for one, of in zip(files.model, model, strict=True) if of is None))),
         train=TrainState(
@@ -204,12 +208,6 @@ def draft_of_engine(
             yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
 
     return Draft(problems, index, trainer, check)
-
-
-def _second_places(model: ModelShard) -> dict[str, TensorEntry]:
-    """Return the second places of states in ZeRO-1/2's module: trainable params, tied names, frozen fragments."""
-    names = {name for shapes in model.param_shapes for name in shapes} | set(model.tied) | set(model.fragments)
-    return {name: tensor.entry for name, tensor in model.module.items() if name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +433,7 @@ def _rest3(files: ShardFiles, usual: ModelShard, model: Sequence[ModelShard | No
         if param in usual.tied:
             continue
         extents = _extents(files.model, model, lambda shard: shard.module[param])  # noqa: B023
-        yield Param(param, like.shape, "buffer"), BUFFER, _copies(extents, like)
+        yield Param(param, like.shape, "buffer"), BUFFER, buffer_on_ranks(like.dtype, like.shape, extents)
 
 
 def _rest12(model: ModelShard) -> _Placed:
@@ -445,14 +443,10 @@ def _rest12(model: ModelShard) -> _Placed:
         if name in model.tied:
             continue
         if name in model.buffer_names:
-            yield Param(name, tensor.shape, "buffer"), BUFFER, _copies((tensor.extent,) * model.world_size, tensor)
+            copies = (tensor.extent,) * model.world_size
+            yield Param(name, tensor.shape, "buffer"), BUFFER, buffer_on_ranks(tensor.dtype, tensor.shape, copies)
         elif name not in trained:
             yield Param(name, tensor.shape, "frozen"), FROZEN, model.fragments.get(name, tensor).entry
-
-
-def _copies(extents: tuple[Extent, ...], like: Tensor) -> TensorEntry:
-    place = Sliced(extents, 0, like.numel, ITEMSIZE[like.dtype])
-    return TensorEntry(like.dtype, (len(extents), *like.shape), place)
 
 
 def _order_groups(

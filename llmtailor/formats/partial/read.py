@@ -24,9 +24,10 @@ from llmtailor.checkpoint.index import (
     DcpKeyLayout,
     PartialFacts,
     TensorEntry,
+    buffer_on_ranks,
 )
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, Sliced, count, union
+from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, count, union
 from llmtailor.codes import Code
 from llmtailor.containers.json import as_dict, get, is_count, is_path_below, read_strict_json, read_tensor
 from llmtailor.containers.safetensors import WeightFile, read_header
@@ -371,5 +372,4 @@ def _hold(partial: Partial, of_optimizer: Mapping[State, TensorEntry]) -> Iterat
         elif fact.role == "buffer":
             held = bundle.tensors[f"{BUFFER}/{param}"]
             if held.numel:  # rank 0's, for all ranks, as in the Trainer
-                copies = Sliced((_extent(held),) * world_size, 0, held.numel, ITEMSIZE[held.dtype])
-                yield State(param, BUFFER), TensorEntry(held.dtype, (world_size, *fact.shape), copies)
+                yield State(param, BUFFER), buffer_on_ranks(held.dtype, held.shape, (_extent(held),) * world_size)
