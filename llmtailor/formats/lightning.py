@@ -48,7 +48,8 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     """Read a checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
     problems, trees = Problems(), FileTrees(root)
     if root.is_file():
-        trainer, where = _alone(root), PathIn(name, ".")
+        fact, where = file_fact(root), PathIn(name, ".")
+        trainer = TrainerFiles(LOADERS[LIGHTNING], {where.path: fact} if fact is not None else {})
         tree = attempt(lambda: read_tree(trees, where), problems)
     else:
         trainer, where = read_trainer_files(trees, name, problems, LIGHTNING), PathIn(name, CKPT)
@@ -59,12 +60,6 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
         trainer = replace(trainer, findings=(*trainer.findings, finding))
     draft = attempt(lambda: _draft(root, where, tree, trainer, problems), problems) if tree is not None else None
     return draft or Draft(problems)
-
-
-def _alone(root: Path) -> TrainerFiles:
-    """Return what is known of a checkpoint that is one file."""
-    fact = file_fact(root)
-    return TrainerFiles(LOADERS[LIGHTNING], {".": fact} if fact is not None else {})
 
 
 def _draft(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems: Problems) -> Draft:

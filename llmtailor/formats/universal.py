@@ -342,15 +342,16 @@ def _check_base(base: CheckpointIndex) -> None:
     if lacking := [param for param in base.steps() if State(param, EXP_AVG) not in base.held]:
         what = f"it has no moments of {some(lacking)}, which a universal checkpoint needs"
         problems.append(Problem(base.name, what, "use a later checkpoint as base"))
-    if unfit := [param for param in base.steps() if not _is_folder_name(param)]:
+    unfit = [
+        one
+        for one in base.steps()
+        if one in ("", ".", "..") or {*"/\0"} & {*one} or len(one.encode()) > _MAX_NAME_BYTES
+    ]
+    if unfit:
         what = f"{some(unfit)} can't be the names of folders, as a universal checkpoint has them"
         problems.append(Problem(base.name, what, "stay with another format"))
     if problems:
         raise UnsupportedCheckpoint(problems)
-
-
-def _is_folder_name(param: str) -> bool:
-    return param not in ("", ".", "..") and not {*param} & {*"/\0"} and len(param.encode()) <= _MAX_NAME_BYTES
 
 
 def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:

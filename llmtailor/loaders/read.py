@@ -124,9 +124,10 @@ def read_trainer_files(
                     findings += check_rng(root, decoded.tree, where, is_accelerates=path.endswith(".pkl"))
                 elif path == loader.scheduler:
                     findings += check_scheduler(decoded.tree, where)
-                    scheduler = _check_rates(decoded.tree, where)
-                    if not loader.counts_steps:
-                        scheduler = replace(scheduler, num_steps=None)
+                    facts = read_scheduler(decoded.tree)
+                    if not facts.lengths:
+                        raise damaged(where, "the scheduler state holds no learning rates", Code.FIELD_MISSING)
+                    scheduler = facts if loader.counts_steps else replace(facts, num_steps=None)
                 elif path == SCALER:
                     findings += check_scaler(decoded.tree, scales_loss, where)
         except TailorError as error:
@@ -175,13 +176,6 @@ def _no_weights(files: Mapping[str, FileFact], name: str) -> Finding:
         what = "the weights are in pytorch_model.bin form, which is left out"
     fix = "nothing: a resume does not read them, and they can be rounded from the master weights"
     return Finding(name, what, fix, Code.WEIGHTS_MISSING)
-
-
-def _check_rates(tree: Any, where: str) -> SchedulerFacts:
-    facts = read_scheduler(tree)
-    if not facts.lengths:
-        raise damaged(where, "the scheduler state holds no learning rates", Code.FIELD_MISSING)
-    return facts
 
 
 def compare_global_step(trainer: TrainerFiles, root: Path, name: str, step: float) -> Iterator[Finding]:

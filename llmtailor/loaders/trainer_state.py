@@ -130,14 +130,6 @@ def read_lags(content: Mapping[str, Any]) -> frozenset[int]:
     return frozenset((0, *(lag for lag in lags if type(lag) is int))) if isinstance(lags, list) else frozenset((0,))
 
 
-def with_lags(content: Mapping[str, Any], lags: frozenset[int]) -> dict[str, Any]:
-    """Return the content of a ``trainer_state.json`` that states these lags; none if 0 is the only one."""
-    others = {key: value for key, value in _callbacks(content).items() if key != LAGS}
-    if lags - {0}:
-        others[LAGS] = {"args": {}, "attributes": {"step_lags": sorted(lags - {0})}}
-    return {**content, CALLBACKS: others}
-
-
 def is_of_trainer(content: Mapping[str, Any]) -> bool:
     """Return whether the Trainer wrote this, rather than the saver in a training loop without it.
 
@@ -219,7 +211,11 @@ def state_lags(
     lags = found | {0}
     content = _content(layouts, reference)
     if content is not None and read_lags(content) != lags:
-        return _with_content(layouts, with_lags(content, lags), "the base's, with Adam's steps behind it"), []
+        callbacks = {key: value for key, value in _callbacks(content).items() if key != LAGS}
+        if lags != {0}:
+            callbacks[LAGS] = {"args": {}, "attributes": {"step_lags": sorted(lags - {0})}}
+        changed = {**content, CALLBACKS: callbacks}
+        return _with_content(layouts, changed, "the base's, with Adam's steps behind it"), []
     # elsewhere each param has a step of its own, and those without gradients lag behind in any training
     is_usual = lags == {0} or (family not in (DEEPSPEED, UNIVERSAL) and 0 in found and min(found) == 0)
     if content is not None or is_usual:

@@ -55,18 +55,15 @@ from llmtailor.loaders.stock_fields import (
     optimizer_fields,
 )
 
+_STEP_AT = ("state", EACH, "step")
 _STEP = FieldType("step", lambda value: is_number(value) or as_tensor(value) is not None)
-
-
-def _counts_by_param(tree: Any) -> bool:
-    """Return whether the step is in the params' states, not in the param group, as in some variants of Adam."""
-    return is_adam(tree) and has(tree, "state", EACH, "step")
 
 
 OPTIMIZER_TABLE = Table(
     "optimizer.pt (without DeepSpeed)",
     "optimizer.pt",
-    (*optimizer_fields(), field("state.*.step", _STEP, applies=_counts_by_param)),
+    # some variants of Adam have the step in the param group
+    (*optimizer_fields(), field("state.*.step", _STEP, applies=lambda tree: is_adam(tree) and has(tree, *_STEP_AT))),
 )
 
 
