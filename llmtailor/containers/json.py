@@ -167,16 +167,6 @@ def read_tensor(node: Any, what: str, where: str) -> Tensor:
     return Tensor(view.storage.dtype, view.shape, extent_of(view, what, where))
 
 
-def read_masters(nodes: list[Any], what: str, where: str) -> list[Tensor]:
-    """Return the flat tensors of the master weights. Raises SourceError for one that is not flat."""
-    masters = [read_tensor(node, f"{what}[{number}]", where) for number, node in enumerate(nodes)]
-    for number, master in enumerate(masters):
-        if len(master.shape) != 1:
-            shape = list(master.shape)
-            raise damaged(where, f"{what}[{number}] has shape {shape} instead of being flat", Code.STATE_SIZE)
-    return masters
-
-
 def get(tree: Any, key: str, kind: type, where: str) -> Any:
     value = as_dict(tree, "the file", where).get(key)
     if not isinstance(value, kind):

@@ -18,6 +18,7 @@ so a copy without params has that name. What each stage then reads of ``zero/`` 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -342,12 +343,8 @@ def _check_base(base: CheckpointIndex) -> None:
     if lacking := [param for param in base.steps() if State(param, EXP_AVG) not in base.held]:
         what = f"it has no moments of {some(lacking)}, which a universal checkpoint needs"
         problems.append(Problem(base.name, what, "use a later checkpoint as base"))
-    unfit = [
-        one
-        for one in base.steps()
-        if one in ("", ".", "..") or {*"/\0"} & {*one} or len(one.encode()) > _MAX_NAME_BYTES
-    ]
-    if unfit:
+    no_name = re.compile(r"\.{0,2}|.*[/\0].*", re.DOTALL)
+    if unfit := [one for one in base.steps() if no_name.fullmatch(one) or len(one.encode()) > _MAX_NAME_BYTES]:
         what = f"{some(unfit)} can't be the names of folders, as a universal checkpoint has them"
         problems.append(Problem(base.name, what, "stay with another format"))
     if problems:

@@ -90,15 +90,13 @@ def _is_lambda(tree: Any) -> bool:
     return is_torch_scheduler(tree) and ("lr_lambdas" in tree or not tree.keys() - _BASE_KEYS)
 
 
-def _are_rates(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(is_number, value))
-
-
 def _in_range(rates: Any) -> bool:
     return all(not isinstance(rate, (int, float)) or (math.isfinite(rate) and rate >= 0) for rate in rates)
 
 
-_RATES = FieldType("list of learning rates", _are_rates, _in_range)
+_RATES = FieldType(
+    "list of learning rates", lambda value: isinstance(value, (list, tuple)) and all(map(is_number, value)), _in_range
+)
 _STEPS = number("count", lambda value: 0 <= value < MAX_COUNT and value == int(value))
 SCHEDULER_TABLE = Table(
     "scheduler.pt",

@@ -222,10 +222,6 @@ def count(name: str = "count", least: int = 0) -> FieldType:
     return FieldType(name, lambda value: type(value) is int, lambda value: least <= value < MAX_COUNT)
 
 
-def _are_betas(value: Any) -> bool:
-    return any(map(is_a(Call), value)) or all(0 <= beta < 1 for beta in value)
-
-
 FROM_ZERO = number("number >= 0", lambda value: value >= 0)
 POSITIVE = number("number > 0", lambda value: value > 0)
 FLAG = FieldType("flag", is_a(bool, int, type(None)))
@@ -234,7 +230,7 @@ ANYTHING = FieldType("value", lambda value: True)
 BETAS = FieldType(
     "pair of numbers from 0 to below 1",
     lambda value: isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_number, value)),
-    _are_betas,
+    lambda value: any(map(is_a(Call), value)) or all(0 <= beta < 1 for beta in value),
 )
 
 

@@ -148,12 +148,8 @@ class DcpWriter:
             what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
             raise MismatchError.at("--groups", what, "leave --groups out")
         target = _Target(base, wanted, style)
-        if self.family == FSDP:
-            return self._lay_out_trainers(target)
-        return self._lay_out_bare(target)
-
-    def _lay_out_trainers(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
-        base, wanted = target.base, target.wanted
+        if self.family == DCP:
+            return self._lay_out_bare(target)
         made, notices = synthesize_files(base, wanted)
         dtype = "F32" if base.form.has_masters else None
         laid_out = [*made, *(target.whole() if target.style.form == FULL else target.folders())]

@@ -243,7 +243,11 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
     if is_zero3:
         _check_zero3(outer, where)
     inner_key, masters_key, sub_group, table = _LAYOUTS[is_zero3]
-    masters = fields.read_masters(get(outer, masters_key, list, where), masters_key, where)
+    nodes = get(outer, masters_key, list, where)
+    masters = [read_tensor(node, f"{masters_key}[{number}]", where) for number, node in enumerate(nodes)]
+    if odd := [(number, list(one.shape)) for number, one in enumerate(masters) if len(one.shape) != 1]:
+        what = f"{masters_key}[{odd[0][0]}] has shape {odd[0][1]} instead of being flat"
+        raise damaged(where, what, Code.STATE_SIZE)
     inner = outer.get(inner_key)
     elastic = isinstance(inner, list) and not is_zero3
     groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]

@@ -138,11 +138,6 @@ class ZeroTarget:
             return kept
         return self.client.default_tag.format(self.base.global_step)
 
-    @property
-    def num_models(self) -> int:
-        """The number of ``model_states`` files"""
-        return self.layout.world_size if self.layout.stage == 3 else 1
-
     def numels(self, one: SubGroup) -> dict[str, int]:
         return {param: self.base.params[param].numel for param in one.params}
 
@@ -365,7 +360,7 @@ def shard_files(target: ZeroTarget, folder: str) -> Iterator[tuple[int, str, _Tr
     """Yield the rank, the path and the maker of the object tree of each shard file, the optimizer's first."""
     for rank in range(target.layout.world_size):
         yield rank, f"{folder}/{optim_name(rank, target.precision == 'BF16')}", optim_states
-    for rank in range(target.num_models):
+    for rank in range(target.layout.world_size if target.layout.stage == 3 else 1):
         yield rank, f"{folder}/{model_name(rank, target.layout.stage)}", model_states
 
 

@@ -192,20 +192,26 @@ def describe_partial(
     ``parts`` are those it holds, with the reasons; ``masters`` those of which it holds the masters alone;
     ``params_of`` the trained params of each.
     """
+    tag, shards = "plain", dict[str, Any]()
+    if index.form.family in (UNIVERSAL, FSDP, DCP):
+        shards["framework"] = index.form.family
+    if index.form.has_masters:
+        tag = _zero_target(index).tag
+        shards |= describe_shards(tag, index.form.stage, index.world_size, index.precision)
     return Manifest(
         step=index.global_step,
         save_id=save_id,
         stage=index.form.stage,
         world_size=index.world_size,
         precision=index.precision,
-        tag=_zero_target(index).tag if index.form.has_masters else "plain",
+        tag=tag,
         parts=parts,
         params_of=params_of,
         params={name: ParamFact(one.shape, one.role, _live_dtype(index, one)) for name, one in index.params.items()},
         tied=index.tied,
         saved_as=_saved_as(index),
         bundles=bundles,
-        shards=_describe_shards(index),
+        shards=shards,
         ledger=ledger,
         masters=masters,
     )
@@ -213,14 +219,6 @@ def describe_partial(
 
 def _zero_target(index: CheckpointIndex) -> ZeroTarget:
     return ZeroTarget.of(index, index.layout, index.precision, index.client)
-
-
-def _describe_shards(index: CheckpointIndex) -> dict[str, Any]:
-    framework = {"framework": index.form.family} if index.form.family in (UNIVERSAL, FSDP, DCP) else {}
-    if not index.form.has_masters:
-        return framework
-    tag, stage = _zero_target(index).tag, index.form.stage
-    return {**framework, **describe_shards(tag, stage, index.world_size, index.precision)}
 
 
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
