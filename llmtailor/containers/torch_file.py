@@ -238,7 +238,7 @@ class Window(SourceFile):
 
 
 class Buffered(SourceFile):
-    """A file of which headers are read: in blocks, because they lie close together.
+    """A file whose headers are read in blocks, because they lie close together.
 
     The beginning and the end are kept. Blocks grow where one follows the other, and are small between tensors.
     """
@@ -512,14 +512,14 @@ def _zip(
 def _between_names(length: int, pickled: bytes, storages: tuple[tuple[Piece, ...], ...]) -> list[bytes] | None:
     """Return what is between the names of a file whose storages are known now, given the length of the name.
 
-    The ranks of ZeRO-3 have thousands of files with the same pickle and no tensors. None if the parts can't be told.
+    The ranks of ZeRO-3 have thousands of files with the same pickle and no tensors. None if they can't be determined.
     """
     name = b"\xff" * (length - 1) + b"/"
     [whole] = _zip_as(name, pickled, storages, as_torch=True)
     assert isinstance(whole, Bytes), "a file of literals is one"
     parts = whole.data.split(name)
     records = len(storages) + _OTHER_RECORDS
-    return parts if len(parts) == 2 * records + 1 else None  # else the pickle has such bytes, too
+    return parts if len(parts) == 2 * records + 1 else None  # else the pickle also has such bytes
 
 
 def _zip_as(name: bytes, pickled: bytes, storages: Sequence[tuple[Piece, ...]], as_torch: bool) -> tuple[Piece, ...]:
@@ -750,7 +750,7 @@ def _read_headers_only(file: SourceFile) -> tuple[bytes, int] | None:
 
 
 def _key_of(data: bytes, count: int) -> tuple[str, bytes | None]:
-    """Return the archive's name, and what identifies the bytes apart from it; None if they hold it elsewhere, too."""
+    """Return the archive's name, and what identifies the bytes apart from it; None if they also hold it elsewhere."""
     length = int.from_bytes(data[26:28], "little")
     name = data[_NAME_AT : _NAME_AT + length].partition(b"/")[0] + b"/"
     nameless = b"\xff" * len(name)

@@ -326,7 +326,7 @@ class Machine:
         raise ValueError(f"it has more than {self.max_opcodes:,} opcodes")
 
     def refuse(self, code: bytes) -> None:
-        """Raise ValueError after recording the names in the rest, as far as it is a pickle."""
+        """Raise ValueError after recording the names in the rest, up to the first damage."""
         if not code:
             raise ValueError("it ends in the middle of an object")
         with contextlib.suppress(ValueError, AttributeError, OverflowError):  # the rest may be damaged as well

@@ -151,7 +151,7 @@ def with_experts(
 
 
 def shared_layers(index: CheckpointIndex, structure: ModelStructure) -> set[str]:
-    """Return the layers of which a partial checkpoint holds a share, and of a composite those of several steps.
+    """Return the layers that a partial checkpoint holds in part, or whose experts have several steps in a composite.
 
     In ``structure``, layers are whole.
     """

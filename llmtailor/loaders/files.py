@@ -74,7 +74,7 @@ class FileName:
     """Whether it may be deleted or replaced as a training's own, whatever else is in the folder. If not,
     `loaders.known_files` decides by the rest of the folder."""
     is_sign: bool = True
-    """Whether the file alone tells that its owner's loader resumes from the checkpoint"""
+    """Whether the file alone means that its owner's loader resumes from the checkpoint"""
 
 
 _N = r"(_[0-9]{1,5})?"
@@ -90,7 +90,7 @@ TABLE = (
     FileName(rf"rng_state{_N}\.pth", TRAINER, Holds.RNG),
     *_named(SEVERAL, Holds.PROGRESS, SCALER),
     *_named(SEVERAL, Holds.STATES, OPTIMIZER),
-    FileName(rf"optimizer{_N}\.bin", ACCELERATE, Holds.STATES),  # the Trainer's, too, with FSDP
+    FileName(rf"optimizer{_N}\.bin", ACCELERATE, Holds.STATES),  # with FSDP also the Trainer's
     FileName(rf"scheduler{_N}\.bin", ACCELERATE, Holds.PROGRESS),
     FileName(rf"random_states{_N}\.pkl", ACCELERATE, Holds.RNG),
     FileName(rf"(sampler|dl_state_dict){_N}\.bin|custom_checkpoint{_N}\.pkl", ACCELERATE, Holds.OBJECTS),
@@ -158,7 +158,7 @@ def is_known_name(path: str) -> bool:
 
 
 def is_sign_of(loader: str, path: str) -> bool:
-    """Return whether a file of this name alone tells that a loader resumes from the checkpoint."""
+    """Return whether a file of this name alone means that a loader resumes from the checkpoint."""
     row = row_of(path)
     return row is not None and row.owner == loader and row.is_sign
 

@@ -154,7 +154,7 @@ def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bo
 
     ``names`` are those of the entries of its root, folders with a ``/`` at the end. ``is_trainers`` says whether its
     trainer_state.json is the Trainer's; llmtailor's own in a loop without a Trainer is not. None without such a file.
-    ``is_engines`` says whether DeepSpeed has saved the states; the names don't tell whether Lightning told it to.
+    ``is_engines`` says whether DeepSpeed has saved the states; the names don't show whether Lightning made it do so.
     """
     names = [*names]
     if CKPT in names:
@@ -209,7 +209,7 @@ def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
 def is_tag_alone(folder: Path) -> bool:
     """Return whether a folder is the tag folder of an engine in a loop.
 
-    It is a checkpoint of its own, of which nothing is beside it; other clients have files there.
+    It is a checkpoint of its own, with nothing beside it; other loaders have files there.
     """
     if not folder.is_dir() or not any(OPTIM_STATES.fullmatch(entry.name) for entry in folder.iterdir()):
         return False

@@ -187,7 +187,7 @@ def format_path(path: Iterable[Any]) -> str:
 
 
 def _comparable(value: Any) -> object:
-    """Return something that equals the same of an equal value: NaN equals NaN, and where a tensor lies is no matter."""
+    """Return something comparable: NaN equals NaN, and the place of a tensor does not count."""
     if value is _ABSENT:
         return "absent"
     if (view := as_tensor(value)) is not None:
@@ -206,7 +206,7 @@ def is_a(*types: type) -> Callable[[Any], bool]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether this computes as a number; what a tensor or a numpy scalar holds can't be told without reading it."""
+    """Whether this computes as a number; the value of a tensor or a numpy scalar is not read."""
     return (isinstance(value, (int, float)) and not isinstance(value, bool)) or isinstance(value, Call)
 
 
@@ -267,7 +267,7 @@ ADAM_KINDS = frozenset(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
 def keeps_as_adam(kinds: Collection[str], options: Collection[str]) -> bool:
     """Whether an optimizer is Adam, by all kinds of its states and all options of its param groups.
 
-    A moment that no param has tells another optimizer, unless the options are those of torch's or DeepSpeed's Adam.
+    A moment that no param has means another optimizer, unless the options are those of torch's or DeepSpeed's Adam.
     """
     return ADAM_KINDS.issuperset(kinds) and ({"exp_avg", "exp_avg_sq"} <= {*kinds} or has_adams_options(options))
 

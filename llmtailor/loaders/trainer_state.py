@@ -133,7 +133,7 @@ def read_lags(content: Mapping[str, Any]) -> frozenset[int]:
 def is_of_trainer(content: Mapping[str, Any]) -> bool:
     """Return whether the Trainer wrote this, rather than the saver in a training loop without it.
 
-    The saver writes only the step and our own marks there, and no Trainer resumes from it.
+    The saver writes only the step and our own marks there, and a Trainer does not resume from it.
     """
     callbacks = content.get(CALLBACKS, {})
     if content.keys() - {CALLBACKS} != {"global_step"} or not isinstance(callbacks, dict):
@@ -190,7 +190,7 @@ def state_attempt(
     if not is_one_attempt(known):
         words = sorted(f"{past.lineage}@{past.step}" for past in known)
         attempt = Past(reference.global_step, f"mixed-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}", {})
-        what = "its sources are of different attempts of the run, one of which was abandoned for the other"
+        what = "its sources are of different attempts of the run; one was abandoned for the other"
         fix = "leave out those of the abandoned attempt, if this is not intended; `llmtailor merge --run` does"
         notices.append(Problem("sources", what, fix, Code.MIXED_ATTEMPTS))
     content = _content(layouts, reference) if TRAINER_STATE in reference.files else None
@@ -204,7 +204,7 @@ def state_lags(
 ) -> tuple[list[FileLayout], list[Problem]]:
     """Return the files of a composite, with how far its optimizer's ``steps`` are behind its base, and notices.
 
-    Checkpoints that a training saves after a resume keep this, which tells them from files of several saves.
+    Checkpoints that a training saves after a resume keep this, which distinguishes them from files of several saves.
     """
     expected = reference.global_step - reference.zero.skipped_steps
     found = frozenset(int(expected - step) for step in steps)

@@ -197,7 +197,7 @@ def scheduler_tree(base: CheckpointIndex, from_group: Sequence[int] | None) -> A
 def first_rates(base: CheckpointIndex, wanted: Wanted) -> list[Any]:
     """Return the learning rate that each wanted param group started with; None if it is not known.
 
-    A group's ``lr`` does not tell: DeepSpeed's schedulers, and loops that set it, leave no ``initial_lr``.
+    A group's ``lr`` is not enough: DeepSpeed's schedulers, and loops that set it, leave no ``initial_lr``.
     """
     known = read_scheduler(saved_scheduler(base)).base_rates
     origins = wanted.from_group or range(len(wanted.layout.groups))
@@ -239,7 +239,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         )
         if not is_count(size) or not size:
             size = 1
-            fix += "; with auto_find_batch_size, set train_batch_size, too, which is 1 here"
+            fix += "; with auto_find_batch_size, also set train_batch_size, which is 1 here"
         notices.append(Problem(base.name, what, fix))
         data = json.dumps(_trainer_state(base.global_step, size), indent=2, sort_keys=True).encode() + b"\n"
         made.append(FileLayout(TRAINER_STATE, (Bytes(data, "made for the step"),)))

@@ -133,7 +133,7 @@ def read_optimizer(trees: Trees, where: PathIn) -> SavedOptimizer:
 
 
 def read_tree(trees: Trees, where: PathIn) -> Any:
-    """Return the object tree of a file with an optimizer's states. Raises AnotherOptimizer if its classes tell one."""
+    """Return the object tree of a file with an optimizer's states. Raises what `naming_others` raises."""
     with naming_others(where):
         return trees.read(where.path, where).tree
 

@@ -8,7 +8,7 @@ A model's facts from stock transformers: names, shapes, ties, and which params d
 
 ``optimizer.pt`` has bare ids, and safetensors are sorted by name; the order of the params is that of the model's code.
 So transformers builds the model from config.json on the meta device, in a separate process: this one stays
-light, and no code that comes with a checkpoint is ever run (trust_remote_code is never given).
+light. Code that comes with a checkpoint is never run (trust_remote_code is never given).
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def listed_ties(root: Path, name: str) -> dict[str, str] | None:
 
 
 def listed_buffers(root: Path, name: str) -> set[str]:
-    """Return the buffers that a composite's weight files list; others don't tell them from params."""
+    """Return the buffers that a composite's weight files list; other files don't distinguish them from params."""
     listed = (file.metadata.get(BUFFERS_KEY, "") for file in read_weights(root, name))
     return {buffer for names in listed for buffer in names.split(",") if buffer}
 
@@ -305,7 +305,7 @@ def _from_originals(file: WeightFile, base: CheckpointIndex) -> WeightFile:
 
 
 def _roles_in(shard: Container[str], base: CheckpointIndex) -> dict[str, str]:
-    """Return the metadata of a weight file: what neither its tensors nor, of an added module, the config tells."""
+    """Return the metadata of a weight file: buffers and tied names, which neither tensors nor config.json reveal."""
     buffers = [name for name, param in base.params.items() if name in shard and param.role == "buffer"]
     tied = {name: stored for name, stored in base.tied.items() if stored in shard}
     listed = {BUFFERS_KEY: ",".join(buffers)} if buffers else {}

@@ -10,7 +10,7 @@ Layouts, as seen with torch 2.13, accelerate 1.15 and transformers 5.23::
 
 None of them has separate master weights: the sharded params are what the optimizer updates. FSDP2 with mixed precision
 keeps them in fp32 and computes in bf16; a model loaded in bf16 has bf16 params and bf16 moments. So the weights are
-listed as masters, too. Adam's ``step`` is stored per param, so every param is its own sub-group.
+also listed as masters. Adam's ``step`` is stored per param, so every param is its own sub-group.
 
 No format says what is frozen. A tensor of the model without optimizer states is tied if its elements are those of
 a trained one, a buffer if it holds integers, and else frozen, which is also right for a buffer: it is copied.
@@ -162,7 +162,7 @@ def detects(root: Path) -> bool:
 
 
 def _is_full(root: Path) -> bool:
-    """Return whether model and optimizer are in one file each; an accelerate run without FSDP has the latter, too."""
+    """Return whether model and optimizer are in one file each; an accelerate run without FSDP also has the latter."""
     return (root / MODEL_FILE).exists() and not (root / OPTIMIZER_FOLDER).is_dir()
 
 
@@ -381,7 +381,7 @@ class _Indexing:
         return tied
 
     def _are_equal(self, one: TensorEntry, other: TensorEntry) -> bool:
-        """Whether all bytes are alike. Samples come first: they tell most pairs apart."""
+        """Whether all bytes are equal. Samples are compared first: they differ for most pairs."""
         samples = [(one.numel - min(one.numel, _SAMPLE)) * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
         runs = [(begin, min(begin + _SAMPLE, one.numel)) for begin in samples]
         runs += [(begin, min(begin + _CHUNK, one.numel)) for begin in range(0, one.numel, _CHUNK)]

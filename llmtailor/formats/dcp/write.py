@@ -5,7 +5,7 @@ keep them: the run should build the model in fp32 (and compute in bf16 by mixed 
 both names, as ``model.state_dict()`` has them.
 
 A loader asks for each option that its own param groups have, so options of torch's AdamW that the base lacks are added
-with their defaults. Keys that nobody asks for are ignored.
+with their defaults. A loader ignores keys that it does not ask for.
 
 As torch saves under FSDP2, a tensor is cut along dimension 0 into ``ceil(rows / ranks)`` rows per rank, so that the
 last ranks may have fewer rows or none; what all ranks have alike is saved once, spread over the ranks.

@@ -148,7 +148,7 @@ def draft_of_engine(
     trainer: TrainerFiles,
     problems: Problems,
 ) -> Draft:
-    """Return the draft of a checkpoint with DeepSpeed's model states, of which at least one can be used.
+    """Return the draft of a checkpoint with DeepSpeed's model states; at least one of them can be used.
 
     ``trained`` are the places of the trained params' states, ``steps`` those of each sub-group, ``rests`` what each
     rank's ``optim_states`` hold besides states.

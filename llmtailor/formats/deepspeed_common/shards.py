@@ -366,7 +366,7 @@ def read_param_group(root: Path, group: Any, where: str) -> tuple[tuple[int, ...
 
 
 def _mappings(node: Any) -> tuple[dict[str, tuple[Any, Any]], ...]:
-    """Return ``param_slice_mappings``, [{param: fragment_address(numel, start)}], as far as they are readable."""
+    """Return ``param_slice_mappings``, [{param: fragment_address(numel, start)}], without unreadable entries."""
     groups = [group if isinstance(group, dict) else {} for group in (node if isinstance(node, list) else ())]
     return tuple(
         {
@@ -522,7 +522,7 @@ def read_all(
 ) -> list[AnyShard | None]:
     """Read every rank's file; continue after a bad one so that all are reported. Missing ones have been reported.
 
-    Adds findings on each file by itself, then reports every fact that differs from most ranks', and puts None for such
+    Adds findings on each single file, then reports every fact that differs from most ranks', and puts None for such
     a file. Stock DeepSpeed compares none of this: each rank loads its own file and continues.
     """
     known: dict[bytes, AnyShard] = {}

@@ -55,7 +55,7 @@ def make_stage(stage: int) -> Call:
 def clipping_node(rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``clip_grad`` of an ``optim_states``, if the base's or its config states it.
 
-    ZeRO-1/2 clip at the checkpoint's value; without one, at that of the run's own config (1.0 if that has none, too).
+    ZeRO-1/2 clip at the checkpoint's value; without one, at that of the run's own config (1.0 if that has none either).
     """
     clip_grad = section(rest, "ds_config").get("gradient_clipping")
     stated = rest["optimizer_state_dict"].get("clip_grad", clip_grad if type(clip_grad) in (int, float) else None)

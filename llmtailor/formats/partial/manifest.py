@@ -14,7 +14,7 @@ element of this rank's fragments) and, under ``tree:PATH``, the object tree of t
 `trees`, with placeholders for flat tensors. If a save leaves out some of the experts that are fused in a param,
 ``begin`` is a list of runs of elements, each with its first and its last + 1; they follow each other in the tensor. If
 it has moments of fewer elements than masters, their list is under ``exp_avg/FQN``.
-There are no pickles, and no weights: these are the rounded masters.
+There are neither pickles nor weights: weights are the rounded masters.
 
 The functions that check single values of a possibly damaged manifest return them, or raise ValueError.
 """
@@ -159,14 +159,14 @@ class Manifest:
     """Part that this save left out -> by how many steps training falls back with its last save, an estimate; empty if
     it was not measured"""
     pieces_of: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
-    """Chosen part -> fused param -> the first and the last + 1 of the expert's elements. The rank shards hold the
-    states of these, too."""
+    """Chosen part -> fused param -> the first and the last + 1 of the expert's elements. The rank shards also
+    hold the states of these."""
     masters: tuple[str, ...] = ()
-    """Further parts, of which the rank shards hold the masters without the moments. They are in ``params_of`` and
-    ``pieces_of``, too."""
+    """Further parts: the rank shards hold their masters without the moments. They are also in ``params_of``
+    and ``pieces_of``."""
 
     def runs_of(self, kind: str) -> dict[str, Runs]:
-        """Return the elements of every trained param of which the rank shards hold a kind of state."""
+        """Return the elements of every trained param for which the rank shards hold a kind of state."""
         left_out = {*self.masters} if is_moment(kind) else set()
         held = [names for part, names in self.params_of.items() if part not in left_out]
         runs = {name: [(0, math.prod(self.params[name].shape))] for names in held for name in names}

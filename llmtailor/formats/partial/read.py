@@ -318,7 +318,7 @@ def _read_plain(partial: Partial, client: str | None) -> Draft:
 
 
 def _read_key_layout(partial: Partial) -> DcpKeyLayout | None:
-    """Return how the run's DCP folders are arranged; None if the training has saved by itself."""
+    """Return how the run's DCP folders are arranged; None if the base had no DCP folder."""
     if KEY_LAYOUT not in partial.inside:
         return None
     where = PathIn(partial.name, partial.tree_of[KEY_LAYOUT])

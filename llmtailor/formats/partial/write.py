@@ -189,7 +189,7 @@ def describe_partial(
 ) -> Manifest:
     """Return the manifest of a partial checkpoint made from a full one.
 
-    ``parts`` are those it holds, with the reasons; ``masters`` those of which it holds the masters alone;
+    ``parts`` are those it holds, with the reasons; ``masters`` those whose masters alone it holds;
     ``params_of`` the trained params of each.
     """
     tag, shards = "plain", dict[str, Any]()
@@ -244,7 +244,7 @@ def trained_states(index: CheckpointIndex) -> dict[str, list[State]]:
 
 
 def _live_dtype(index: CheckpointIndex, param: Param) -> str:
-    """Return a param's dtype in training: under ZeRO the weights', of which the optimizer has fp32 copies."""
+    """Return a param's dtype in training: under ZeRO that of the weights; the optimizer has fp32 copies."""
     if param.role == "trainable" and index.form.stage:
         return index.precision
     return index.held[State(param.name, KIND_OF_ROLE[param.role])].dtype
