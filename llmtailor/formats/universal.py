@@ -127,7 +127,7 @@ def read_global_state(trees: Trees, path: str, where: str) -> OptimShard:
     outer = {key: value for key, value in tree.items() if key not in STATES and key != "param_groups"}
     stage = read_stage(tree, (1, 2, 3), "of a universal checkpoint", where)
     read = _SCALING if stage == 3 else _SCALING | {"clip_grad", "ds_version"}
-    table = replace(ZERO12, fields=tuple(one for one in ZERO12.fields if len(one.path) > 1 and one.path[1] in read))
+    table = tuple(one for one in ZERO12 if len(one.path) > 1 and one.path[1] in read)
     wrapped = {"optimizer_state_dict": outer}
     return OptimShard(
         path=path,

@@ -77,9 +77,7 @@ PYTHON = FieldType("state of Python's generator", _is_python_state)
 NUMPY = FieldType("state of numpy's generator", _is_numpy_state)
 TORCH = FieldType("byte tensor of torch's generator", _is_torch_state)
 _STATES = {"python": PYTHON, "numpy": NUMPY, "cpu": TORCH}
-RNG_TABLE = Table(
-    "rng_state.pth, rng_state_N.pth", "rng_state.pth", tuple(field(key, type) for key, type in _STATES.items())
-)
+RNG_TABLE: Table = tuple(field(key, type) for key, type in _STATES.items())
 ACCELERATE_KEYS = {
     "python": "random_state",
     "numpy": "numpy_random_seed",
@@ -87,11 +85,7 @@ ACCELERATE_KEYS = {
     "cuda": "torch_cuda_manual_seed",
 }
 """The Trainer's keys -> accelerate's; it loads all of them or, with a line in the log, none"""
-ACCELERATE_TABLE = Table(
-    "random_states_N.pkl (accelerate)",
-    "random_states_0.pkl",
-    tuple(field(ACCELERATE_KEYS[key], type, severity=WARNING) for key, type in _STATES.items()),
-)
+ACCELERATE_TABLE: Table = tuple(field(ACCELERATE_KEYS[key], type, severity=WARNING) for key, type in _STATES.items())
 """Without them, a resume draws other random numbers"""
 
 

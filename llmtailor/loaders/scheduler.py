@@ -98,14 +98,10 @@ _RATES = FieldType(
     "list of learning rates", lambda value: isinstance(value, (list, tuple)) and all(map(is_number, value)), _in_range
 )
 _STEPS = number("count", lambda value: 0 <= value < MAX_COUNT and value == int(value))
-SCHEDULER_TABLE = Table(
-    "scheduler.pt",
-    "scheduler.pt",
-    (
-        field("last_epoch", _STEPS, applies=is_torch_scheduler),
-        field("base_lrs", _RATES, if_missing=None, applies=_is_lambda),
-        field("_last_lr", _RATES, if_missing=None, applies=_is_lambda),
-    ),
+SCHEDULER_TABLE: Table = (
+    field("last_epoch", _STEPS, applies=is_torch_scheduler),
+    field("base_lrs", _RATES, if_missing=None, applies=_is_lambda),
+    field("_last_lr", _RATES, if_missing=None, applies=_is_lambda),
 )
 
 

@@ -105,19 +105,13 @@ def field(
     return Field(tuple(path.split(".")), type, if_missing, is_alike, severity, applies)
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The fields of one kind of file."""
-
-    title: str
-    file: str
-    """Its name, as docs have it"""
-    fields: tuple[Field, ...]
+Table = tuple[Field, ...]
+"""The fields of one kind of file"""
 
 
 def check_fields(tree: Any, table: Table, where: str) -> Iterator[Finding]:
     """Yield a finding for every field that is missing, of another type or out of range."""
-    for one in table.fields:
+    for one in table:
         for path, value in find(tree, one.path) if one.applies(tree) else ():
             code, shown = _judge(one, value)
             if code is not None:
@@ -145,7 +139,7 @@ def facts_of_rank(tree: Any, table: Table) -> dict[str, object]:
     """Return what must be alike in the files of all ranks: the field's name -> a value that compares."""
     return {
         format_path(path): _comparable(value)
-        for one in table.fields
+        for one in table
         if one.is_alike and one.applies(tree)
         for path, value in find(tree, one.path)
     }

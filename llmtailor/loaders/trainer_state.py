@@ -54,16 +54,12 @@ def read_scales_loss(root: Path, where: str) -> bool | None:
 
 _GROWTH = number("number > 1", lambda value: value > 1)
 _BACKOFF = number("number between 0 and 1", lambda value: 0 < value < 1)
-SCALER_TABLE = Table(
-    "scaler.pt (fp16 without DeepSpeed)",
-    "scaler.pt",
-    (
-        field("scale", POSITIVE),
-        field("growth_factor", _GROWTH),
-        field("backoff_factor", _BACKOFF),
-        field("growth_interval", count("count from 1 up", 1)),
-        field("_growth_tracker", count()),
-    ),
+SCALER_TABLE: Table = (
+    field("scale", POSITIVE),
+    field("growth_factor", _GROWTH),
+    field("backoff_factor", _BACKOFF),
+    field("growth_interval", count("count from 1 up", 1)),
+    field("_growth_tracker", count()),
 )
 
 
@@ -82,14 +78,10 @@ _LOG = FieldType(
     "list of entries",
     lambda value: isinstance(value, list) and all(isinstance(entry, dict) for entry in value),
 )
-TRAINER_STATE_TABLE = Table(
-    "trainer_state.json",
-    "trainer_state.json",
-    (
-        field("train_batch_size", number("number", lambda value: True)),
-        field("log_history", _LOG, if_missing=None),
-        field("stateful_callbacks", DICT),
-    ),
+TRAINER_STATE_TABLE: Table = (
+    field("train_batch_size", number("number", lambda value: True)),
+    field("log_history", _LOG, if_missing=None),
+    field("stateful_callbacks", DICT),
 )
 """``global_step`` is checked by `read_global_step`."""
 CALLBACKS, MARK = "stateful_callbacks", "llmtailor"

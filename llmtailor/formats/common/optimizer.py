@@ -55,15 +55,13 @@ from llmtailor.loaders.stock_fields import (
     optimizer_fields,
 )
 
-_STEP_AT = ("state", EACH, "step")
 _STEP = FieldType("step", lambda value: is_number(value) or as_tensor(value) is not None)
 
 
-OPTIMIZER_TABLE = Table(
-    "optimizer.pt (without DeepSpeed)",
-    "optimizer.pt",
+OPTIMIZER_TABLE: Table = (
+    *optimizer_fields(),
     # some variants of Adam have the step in the param group
-    (*optimizer_fields(), field("state.*.step", _STEP, applies=lambda tree: is_adam(tree) and has(tree, *_STEP_AT))),
+    field("state.*.step", _STEP, applies=lambda tree: is_adam(tree) and has(tree, "state", EACH, "step")),
 )
 
 

@@ -94,41 +94,27 @@ _SCALER_FIELDS = (
     field(f"{_OUTER}.loss_scaler.cur_iter", count(), is_alike=True, applies=_is_dynamic),
     field(f"{_OUTER}.loss_scaler.scale_window", count("count from 1 up", 1), is_alike=True, applies=_is_dynamic),
 )
-_OPTIM_FILE = "TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt"
 
-ZERO3 = Table(
-    "ZeRO-3, optimizer states",
-    _OPTIM_FILE,
-    (
-        *_SCALER_FIELDS,
-        field(f"{_OUTER}.dynamic_loss_scale", FLAG, is_alike=True),
-        *optimizer_fields(f"{_OUTER}.optimizer_state_dict."),
-    ),
+ZERO3: Table = (
+    *_SCALER_FIELDS,
+    field(f"{_OUTER}.dynamic_loss_scale", FLAG, is_alike=True),
+    *optimizer_fields(f"{_OUTER}.optimizer_state_dict."),
 )
 
-ZERO12 = Table(
-    "ZeRO-1 and ZeRO-2, optimizer states",
-    _OPTIM_FILE,
-    (
-        *_SCALER_FIELDS,
-        field(f"{_OUTER}.dynamic_loss_scale", FLAG, if_missing=None, is_alike=True),
-        field(f"{_OUTER}.clip_grad", FROM_ZERO, if_missing=None, is_alike=True),
-        field(f"{_OUTER}.ds_version", FieldType("version", is_a(str)), if_missing=Code.VERSION_MISSING),
-        *optimizer_fields(f"{_OUTER}.base_optimizer_state."),
-    ),
+ZERO12: Table = (
+    *_SCALER_FIELDS,
+    field(f"{_OUTER}.dynamic_loss_scale", FLAG, if_missing=None, is_alike=True),
+    field(f"{_OUTER}.clip_grad", FROM_ZERO, if_missing=None, is_alike=True),
+    field(f"{_OUTER}.ds_version", FieldType("version", is_a(str)), if_missing=Code.VERSION_MISSING),
+    *optimizer_fields(f"{_OUTER}.base_optimizer_state."),
 )
 
-MODEL = Table(
-    "Model states, all stages",
-    "TAG/[zero_pp_rank_R_]mp_rank_00_model_states.pt",
-    (
-        field("mp_world_size", ANYTHING),
-        field("global_samples", count(), if_missing=None, is_alike=True),
-        field("lr_scheduler", ANYTHING, if_missing=None, is_alike=True),
-        field("lr_scheduler.last_batch_iteration", count("step", -1), if_missing=None),
-    ),
+MODEL: Table = (
+    field("mp_world_size", ANYTHING),
+    field("global_samples", count(), if_missing=None, is_alike=True),
+    field("lr_scheduler", ANYTHING, if_missing=None, is_alike=True),
+    field("lr_scheduler.last_batch_iteration", count("step", -1), if_missing=None),
 )
-TABLES = (ZERO3, ZERO12, MODEL)
 
 
 _EXTRA = "_extra_state"
