@@ -18,7 +18,7 @@ from llmtailor.errors import COPY_FILE, PathIn
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.loaders.files import rng_file
 from llmtailor.loaders.loader import Loader
-from llmtailor.loaders.stock_fields import FieldType, Table, check_file, field
+from llmtailor.loaders.stock_fields import Field, FieldType, Table, check_file
 from llmtailor.storage.local import open_source
 
 _OF_ARRAYS = frozenset(("_reconstruct", "ndarray", "dtype"))
@@ -77,7 +77,7 @@ PYTHON = FieldType("state of Python's generator", _is_python_state)
 NUMPY = FieldType("state of numpy's generator", _is_numpy_state)
 TORCH = FieldType("byte tensor of torch's generator", _is_torch_state)
 _STATES = {"python": PYTHON, "numpy": NUMPY, "cpu": TORCH}
-RNG_TABLE: Table = tuple(field(key, type) for key, type in _STATES.items())
+RNG_TABLE: Table = tuple(Field(key, type) for key, type in _STATES.items())
 ACCELERATE_KEYS = {
     "python": "random_state",
     "numpy": "numpy_random_seed",
@@ -85,7 +85,7 @@ ACCELERATE_KEYS = {
     "cuda": "torch_cuda_manual_seed",
 }
 """The Trainer's keys -> accelerate's; it loads all of them or, with a line in the log, none"""
-ACCELERATE_TABLE: Table = tuple(field(ACCELERATE_KEYS[key], type, severity=WARNING) for key, type in _STATES.items())
+ACCELERATE_TABLE: Table = tuple(Field(ACCELERATE_KEYS[key], type, severity=WARNING) for key, type in _STATES.items())
 """Without them, a resume draws other random numbers"""
 
 

@@ -17,7 +17,7 @@ from llmtailor.containers.json import MAX_COUNT
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.findings import ERROR, Finding
-from llmtailor.loaders.stock_fields import FieldType, Table, check_file, field, is_number, number
+from llmtailor.loaders.stock_fields import Field, FieldType, Table, check_file, is_number, number
 
 _PER_GROUP = frozenset(
     (
@@ -99,9 +99,9 @@ _RATES = FieldType(
 )
 _STEPS = number("count", lambda value: 0 <= value < MAX_COUNT and value == int(value))
 SCHEDULER_TABLE: Table = (
-    field("last_epoch", _STEPS, applies=is_torch_scheduler),
-    field("base_lrs", _RATES, if_missing=None, applies=_is_lambda),
-    field("_last_lr", _RATES, if_missing=None, applies=_is_lambda),
+    Field("last_epoch", _STEPS, applies=is_torch_scheduler),
+    Field("base_lrs", _RATES, if_missing=None, applies=_is_lambda),
+    Field("_last_lr", _RATES, if_missing=None, applies=_is_lambda),
 )
 
 

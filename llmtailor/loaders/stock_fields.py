@@ -76,33 +76,25 @@ class FieldType:
 class Field:
     """A field that decides a training."""
 
-    path: tuple[str, ...]
-    """Keys and attribute names from the root of the tree; `EACH` for every entry."""
+    dotted: str
+    """`path`, with dots"""
     type: FieldType
-    if_missing: Code | None
+    if_missing: Code | None = Code.FIELD_MISSING
     """The code of the finding if it is missing; None if it may be, or the file's reader refuses that"""
-    is_alike: bool
+    is_alike: bool = False
     """Whether it is the same in the files of all ranks"""
-    severity: str
-    applies: Callable[[Any], bool]
+    severity: str = ERROR
+    applies: Callable[[Any], bool] = lambda tree: True
     """Whether a tree has it at all"""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Keys and attribute names from the root of the tree; `EACH` for every entry."""
+        return tuple(self.dotted.split("."))
 
     @property
     def name(self) -> str:
         return format_path(self.path)
-
-
-def field(
-    path: str,
-    type: FieldType,
-    *,
-    if_missing: Code | None = Code.FIELD_MISSING,
-    is_alike: bool = False,
-    severity: str = ERROR,
-    applies: Callable[[Any], bool] = lambda tree: True,
-) -> Field:
-    """Return a field, whose path is given with dots."""
-    return Field(tuple(path.split(".")), type, if_missing, is_alike, severity, applies)
 
 
 Table = tuple[Field, ...]
@@ -234,19 +226,19 @@ def optimizer_fields(at: str = "") -> tuple[Field, ...]:
     group, state = f"{at}param_groups.*", f"{at}state.*"
 
     def of_adam(path: str, type: FieldType, code: Code = Code.FIELD_MISSING) -> Field:
-        return field(path, type, if_missing=code, applies=lambda tree: is_adam(tree, *root))
+        return Field(path, type, if_missing=code, applies=lambda tree: is_adam(tree, *root))
 
     def of_amsgrad(tree: Any) -> bool:
         return any(value is True for _, value in find(tree, (*root, "param_groups", EACH, "amsgrad")))
 
     return (
-        field(f"{group}.*", ANYTHING, is_alike=True),
-        field(f"{group}.lr", FROM_ZERO),
+        Field(f"{group}.*", ANYTHING, is_alike=True),
+        Field(f"{group}.lr", FROM_ZERO),
         of_adam(f"{group}.betas", BETAS),
         of_adam(f"{group}.eps", POSITIVE),
         of_adam(f"{group}.weight_decay", FROM_ZERO),
         *(of_adam(f"{state}.{key}", ANYTHING, Code.STATE_MISSING) for key in ("exp_avg", "exp_avg_sq")),
-        field(f"{state}.max_exp_avg_sq", ANYTHING, if_missing=Code.STATE_MISSING, applies=of_amsgrad),
+        Field(f"{state}.max_exp_avg_sq", ANYTHING, if_missing=Code.STATE_MISSING, applies=of_amsgrad),
     )
 
 

@@ -30,12 +30,12 @@ from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
 from llmtailor.loaders.stock_fields import (
     DICT,
     POSITIVE,
+    Field,
     FieldType,
     Table,
     check_fields,
     check_file,
     count,
-    field,
     number,
 )
 
@@ -55,11 +55,11 @@ def read_scales_loss(root: Path, where: str) -> bool | None:
 _GROWTH = number("number > 1", lambda value: value > 1)
 _BACKOFF = number("number between 0 and 1", lambda value: 0 < value < 1)
 SCALER_TABLE: Table = (
-    field("scale", POSITIVE),
-    field("growth_factor", _GROWTH),
-    field("backoff_factor", _BACKOFF),
-    field("growth_interval", count("count from 1 up", 1)),
-    field("_growth_tracker", count()),
+    Field("scale", POSITIVE),
+    Field("growth_factor", _GROWTH),
+    Field("backoff_factor", _BACKOFF),
+    Field("growth_interval", count("count from 1 up", 1)),
+    Field("_growth_tracker", count()),
 )
 
 
@@ -79,9 +79,9 @@ _LOG = FieldType(
     lambda value: isinstance(value, list) and all(isinstance(entry, dict) for entry in value),
 )
 TRAINER_STATE_TABLE: Table = (
-    field("train_batch_size", number("number", lambda value: True)),
-    field("log_history", _LOG, if_missing=None),
-    field("stateful_callbacks", DICT),
+    Field("train_batch_size", number("number", lambda value: True)),
+    Field("log_history", _LOG, if_missing=None),
+    Field("stateful_callbacks", DICT),
 )
 """``global_step`` is checked by `read_global_step`."""
 CALLBACKS, MARK = "stateful_callbacks", "llmtailor"

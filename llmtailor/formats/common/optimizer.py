@@ -42,11 +42,11 @@ from llmtailor.formats.other_optimizers import another, flattened, naming_others
 from llmtailor.loaders.stock_fields import (
     ADAM_KINDS,
     EACH,
+    Field,
     FieldType,
     Table,
     check_fields,
     decays_vectors_alone,
-    field,
     find_refused,
     has,
     is_adam,
@@ -61,7 +61,7 @@ _STEP = FieldType("step", lambda value: is_number(value) or as_tensor(value) is 
 OPTIMIZER_TABLE: Table = (
     *optimizer_fields(),
     # some variants of Adam have the step in the param group
-    field("state.*.step", _STEP, applies=lambda tree: is_adam(tree) and has(tree, "state", EACH, "step")),
+    Field("state.*.step", _STEP, applies=lambda tree: is_adam(tree) and has(tree, "state", EACH, "step")),
 )
 
 

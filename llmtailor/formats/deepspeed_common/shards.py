@@ -35,10 +35,9 @@ The tables list the fields that decide a training, but for what the readers refu
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -59,12 +58,12 @@ from llmtailor.loaders.stock_fields import (
     ANYTHING,
     FLAG,
     FROM_ZERO,
+    Field,
     FieldType,
     Table,
     check_fields,
     count,
     facts_of_rank,
-    field,
     find,
     is_a,
     number,
@@ -89,31 +88,31 @@ def _is_dynamic(tree: Any) -> bool:
 _SCALER = FieldType("loss scaler", lambda value: _class_of(value) in _SCALER_CLASSES)
 _SCALE = number(f"number > 0, up to {_MOST_SCALE:g}", lambda value: 0 < value <= _MOST_SCALE)
 _SCALER_FIELDS = (
-    field(f"{_OUTER}.loss_scaler", _SCALER, if_missing=None),
-    field(f"{_OUTER}.loss_scaler.cur_scale", _SCALE, is_alike=True),
-    field(f"{_OUTER}.loss_scaler.cur_iter", count(), is_alike=True, applies=_is_dynamic),
-    field(f"{_OUTER}.loss_scaler.scale_window", count("count from 1 up", 1), is_alike=True, applies=_is_dynamic),
+    Field(f"{_OUTER}.loss_scaler", _SCALER, if_missing=None),
+    Field(f"{_OUTER}.loss_scaler.cur_scale", _SCALE, is_alike=True),
+    Field(f"{_OUTER}.loss_scaler.cur_iter", count(), is_alike=True, applies=_is_dynamic),
+    Field(f"{_OUTER}.loss_scaler.scale_window", count("count from 1 up", 1), is_alike=True, applies=_is_dynamic),
 )
 
 ZERO3: Table = (
     *_SCALER_FIELDS,
-    field(f"{_OUTER}.dynamic_loss_scale", FLAG, is_alike=True),
+    Field(f"{_OUTER}.dynamic_loss_scale", FLAG, is_alike=True),
     *optimizer_fields(f"{_OUTER}.optimizer_state_dict."),
 )
 
 ZERO12: Table = (
     *_SCALER_FIELDS,
-    field(f"{_OUTER}.dynamic_loss_scale", FLAG, if_missing=None, is_alike=True),
-    field(f"{_OUTER}.clip_grad", FROM_ZERO, if_missing=None, is_alike=True),
-    field(f"{_OUTER}.ds_version", FieldType("version", is_a(str)), if_missing=Code.VERSION_MISSING),
+    Field(f"{_OUTER}.dynamic_loss_scale", FLAG, if_missing=None, is_alike=True),
+    Field(f"{_OUTER}.clip_grad", FROM_ZERO, if_missing=None, is_alike=True),
+    Field(f"{_OUTER}.ds_version", FieldType("version", is_a(str)), if_missing=Code.VERSION_MISSING),
     *optimizer_fields(f"{_OUTER}.base_optimizer_state."),
 )
 
 MODEL: Table = (
-    field("mp_world_size", ANYTHING),
-    field("global_samples", count(), if_missing=None, is_alike=True),
-    field("lr_scheduler", ANYTHING, if_missing=None, is_alike=True),
-    field("lr_scheduler.last_batch_iteration", count("step", -1), if_missing=None),
+    Field("mp_world_size", ANYTHING),
+    Field("global_samples", count(), if_missing=None, is_alike=True),
+    Field("lr_scheduler", ANYTHING, if_missing=None, is_alike=True),
+    Field("lr_scheduler.last_batch_iteration", count("step", -1), if_missing=None),
 )
 
 
@@ -160,7 +159,7 @@ class OptimShard(Shard):
     """Sub-group -> step"""
     step_is_tensor: bool
     """Whether the step is a tensor, rather than an int; True for an empty state, which shows neither"""
-    ds_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
     partition_counts: tuple[int, ...] = ()
     """The number of ranks; ZeRO-1/2: per group"""
     flats: tuple[Mapping[str, Tensor], ...] = ()
