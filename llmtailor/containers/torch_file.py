@@ -25,7 +25,7 @@ import itertools
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -660,6 +660,13 @@ _NAME_AT = 30
 length"""
 
 
+def _blanked(data: bytes, spans: Iterable[tuple[int, int]]) -> bytes:
+    blank = bytearray(data)
+    for begin, end in spans:
+        blank[begin:end] = bytes(end - begin)
+    return bytes(blank)
+
+
 @dataclass(frozen=True, slots=True)
 class _Form(Generic[T]):
     """What is equal in blobs that are alike."""
@@ -675,10 +682,7 @@ class _Form(Generic[T]):
     found: T
 
     def is_like(self, tail: bytes) -> bool:
-        blank = bytearray(tail)
-        for begin, end in self.differing:
-            blank[begin:end] = bytes(end - begin)
-        return blank == self.tail and all(
+        return _blanked(tail, self.differing) == self.tail and all(
             zlib.crc32(tail[begin:end]) == int.from_bytes(tail[at : at + 4], "little") for begin, end, at in self.hashes
         )
 
@@ -717,17 +721,15 @@ class AlikeBlobs(Generic[T]):
         spans = [(one.start, one.stop) for one in hashes]
         for one in (elements, *hashes):
             spans += [(one.stop + _CRC_IN_DESCRIPTOR, one.stop + _CRC_IN_DESCRIPTOR + 4), (one.crc_at, one.crc_at + 4)]
+        differing = tuple((begin - first, end - first) for begin, end in spans)
         form = _Form(
             blob.read(0, elements.start),
-            b"",
-            tuple((begin - first, end - first) for begin, end in spans),
+            _blanked(blob.read(first, blob.num_bytes), differing),
+            differing,
             tuple((one.start - first, one.stop - first, one.crc_at - first) for one in hashes),
             found,
         )
-        tail = bytearray(blob.read(first, blob.num_bytes))
-        for begin, end in form.differing:
-            tail[begin:end] = bytes(end - begin)
-        self._forms.setdefault(blob.num_bytes, []).append(replace(form, tail=bytes(tail)))
+        self._forms.setdefault(blob.num_bytes, []).append(form)
 
     def _bytes(self, file: SourceFile, start: int, stop: int) -> bytes:
         """Read bytes, with some more: after a blob's end the next one begins."""
