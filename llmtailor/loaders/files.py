@@ -138,7 +138,7 @@ _RNG_RANK = re.compile(r"(?:rng_state|random_states)(?:_([0-9]+))?\.(?:pth|pkl)"
 
 @lru_cache(maxsize=4096)
 def row_of(path: str) -> FileName:
-    """Return the row of a path below a checkpoint's root; for a name that is not in the table, one that holds nothing."""
+    """Return the row of a path below a checkpoint's root; one that holds nothing if the name is not in the table."""
     return next((row for pattern, row in _ROWS if pattern.fullmatch(path)), _UNKNOWN)
 
 
