@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -222,11 +222,6 @@ def read_elementwise(
 
 _OPTION_BYTES = 1024
 """Larger tensors are no hyperparameters; they stay where they are."""
-
-
-def read_options(root: Path, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the options of a param group, read by `read_option`."""
-    return {key: read_option(root, value, where) for key, value in options.items()}
 
 
 def read_option(root: Path, value: Any, where: str) -> Any:

@@ -13,7 +13,7 @@ from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import Trees, read_json
 from llmtailor.containers.safetensors import survey_weights
-from llmtailor.errors import PathIn, Problems, SourceError, TailorError, UnsupportedCheckpoint, attempt, damaged, some
+from llmtailor.errors import PathIn, Problems, TailorError, UnsupportedCheckpoint, attempt, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.loaders.files import (
     ADAPTER_CONFIG,
@@ -78,9 +78,11 @@ def read_trainer_files(
     `loader.detect_loader`. Raises UnsupportedCheckpoint for several models of accelerate.
     """
     root, inside = trees.root, trees.inside
-    found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
-    files = {path: fact for path, fact in found if fact is not None}
-    _report_non_files(root, name, problems)
+    there = sorted(root.iterdir())
+    files = {path.name: fact for path in there if (fact := file_fact(path)) is not None}
+    for entry in there:  # folders, pipes and the like under names that a resume opens, and may block on
+        if (entry.name in _OPENED or is_rng_file(entry.name)) and entry.exists():
+            attempt(lambda: check_regular(entry.stat().st_mode, PathIn(name, entry.name)), problems)  # noqa: B023
     findings: list[Finding] = []
     weights: dict[State, TensorEntry] = {}
     sound = len(problems.errors)
@@ -91,7 +93,7 @@ def read_trainer_files(
     where = PathIn(name, TRAINER_STATE)
     content = attempt(lambda: read_json(root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
     is_the_trainers = content is None or is_of_trainer(content)
-    entries = [f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()]
+    entries = [f"{path.name}/" if path.is_dir() else path.name for path in there]
     below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
     detected = detect_loader([*entries, *below], is_the_trainers if TRAINER_STATE in files else None, is_engines)
     loader = LOADERS[client] if client else detected
@@ -100,7 +102,13 @@ def read_trainer_files(
         fix = "leave it out; checkpoints of one model and one optimizer can be composed"
         raise UnsupportedCheckpoint.at(name, what, fix)
     if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and loader.saves_model:
-        findings.append(_no_weights(files, name))
+        what = (
+            "there are no weights in safetensors form (with ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
+        )
+        if any(map(is_pickled_weights, files)):
+            what = "the weights are in pytorch_model.bin form, which is left out"
+        fix = "nothing: a resume does not read them, and they can be rounded from the master weights"
+        findings.append(Finding(name, what, fix, Code.WEIGHTS_MISSING))
     global_step, scheduler = None, None
     if TRAINER_STATE in files and content is not None:
         global_step = attempt(lambda: read_global_step(content, where), problems)
@@ -151,16 +159,6 @@ def read_trainer_files(
     )
 
 
-def _report_non_files(root: Path, name: str, problems: Problems) -> None:
-    """Report folders, pipes and the like under the names of files that a resume opens, and may block on."""
-    for path in sorted(root.iterdir()):
-        if (path.name in _OPENED or is_rng_file(path.name)) and path.exists():
-            try:
-                check_regular(path.stat().st_mode, PathIn(name, path.name))
-            except SourceError as error:
-                problems.add(error)
-
-
 def file_fact(path: Path) -> FileFact | None:
     """Return size and time of a regular file, following links; None for anything else."""
     try:
@@ -168,14 +166,6 @@ def file_fact(path: Path) -> FileFact | None:
     except FileNotFoundError:  # a dangling link
         return None
     return FileFact.of(status) if stat.S_ISREG(status.st_mode) else None
-
-
-def _no_weights(files: Mapping[str, FileFact], name: str) -> Finding:
-    what = "there are no weights in safetensors form (with ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
-    if any(map(is_pickled_weights, files)):
-        what = "the weights are in pytorch_model.bin form, which is left out"
-    fix = "nothing: a resume does not read them, and they can be rounded from the master weights"
-    return Finding(name, what, fix, Code.WEIGHTS_MISSING)
 
 
 def compare_global_step(trainer: TrainerFiles, root: Path, name: str, step: float) -> Iterator[Finding]:

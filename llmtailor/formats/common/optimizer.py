@@ -31,7 +31,7 @@ from llmtailor.containers.json import (
     check_kind,
     check_name,
     get,
-    read_options,
+    read_option,
     read_step,
     read_tensor,
 )
@@ -202,8 +202,8 @@ def _read_group(root: Path, node: Any, where: str) -> SavedGroup:
         if len(listed) != len(ids):
             raise damaged(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}")
         names = tuple(check_name(name, key, where) for name in listed)
-    options = {key: value for key, value in group.items() if key not in ("params", SAVED_NAMES)}
-    return SavedGroup(ids, names, read_options(root, options, where))
+    options = ((key, value) for key, value in group.items() if key not in ("params", SAVED_NAMES))
+    return SavedGroup(ids, names, {key: read_option(root, value, where) for key, value in options})
 
 
 def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:

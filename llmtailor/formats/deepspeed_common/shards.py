@@ -347,7 +347,7 @@ def read_param_group(root: Path, group: Any, where: str) -> tuple[tuple[int, ...
     if group.get("use_muon"):
         what, fix = "the optimizer is Muon, whose state is not elementwise", "only Adam-like optimizers can be composed"
         raise AnotherOptimizer.at(where, what, fix)
-    return ids, fields.read_options(root, {key: value for key, value in group.items() if key != "params"}, where)
+    return ids, {key: fields.read_option(root, value, where) for key, value in group.items() if key != "params"}
 
 
 def _mappings(node: Any) -> tuple[dict[str, tuple[Any, Any]], ...]:

@@ -66,21 +66,18 @@ class Bundle:
     path: str
     entries: list[Entry] = field(default_factory=list)
     trees: dict[str, str] = field(default_factory=dict)
-    _runs: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Key of a tensor of fragments -> the first and the last + 1 of each of their runs of elements"""
-    _at: dict[str, int] = field(default_factory=dict)
-    """Key -> position among the entries"""
+    _runs: dict[str, tuple[int, list[list[int]]]] = field(default_factory=dict)
+    """Key of a tensor of fragments -> its position among the entries, and the first and the last + 1 of each of their
+    runs of elements"""
 
     def add_fragment(self, entry: Entry, begin: int) -> None:
         """Add elements of a state, from ``begin`` on; those of the same key follow each other in one tensor."""
         end = begin + math.prod(entry.shape)
-        runs = self._runs.setdefault(entry.key, [])
-        if not runs:
-            self._at[entry.key] = len(self.entries)
+        if entry.key not in self._runs:
+            self._runs[entry.key] = len(self.entries), [[begin, end]]
             self.entries.append(entry)
-            runs.append([begin, end])
             return
-        at = self._at[entry.key]
+        at, runs = self._runs[entry.key]
         before = self.entries[at]
         shape = (before.shape[0] + end - begin,)
         self.entries[at] = replace(before, shape=shape, content=(*before.content, *entry.content))
@@ -109,7 +106,7 @@ class Bundle:
 
     def lay_out(self, facts: Mapping[str, str]) -> FileLayout:
         begin: dict[str, Any] = {}
-        for key, runs in self._runs.items():
+        for key, (_, runs) in self._runs.items():
             own = runs[0][0] if len(runs) == 1 else runs
             if begin.setdefault(key.partition("/")[2], own) != own:
                 begin[key] = own
