@@ -73,7 +73,7 @@ class FileName:
     holds: Holds
     is_known: bool = True
     """Whether it may be deleted or replaced as a training's own, whatever else is in the folder. If not,
-    `loaders.known_files` decides by the rest of the folder."""
+    `loaders.loader` decides by the rest of the folder."""
     is_sign: bool = True
     """Whether the file alone means that its owner's loader resumes from the checkpoint"""
 

@@ -83,7 +83,7 @@ class Partial:
         return self.tree_of.keys()
 
     def read(self, path: str, where: str) -> TorchFile:
-        """Decode the object tree of a stock file; see `containers.trees.Trees`."""
+        """Decode the object tree of a stock file; see `containers.json.Trees`."""
         if path not in self.tree_of:
             raise SourceError.at(where, "no rank shard contains this file's object tree", _FIX)
         bundle = self.tree_of[path]
