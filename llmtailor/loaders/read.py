@@ -173,7 +173,7 @@ def compare_global_step(trainer: TrainerFiles, root: Path, name: str, step: floa
     stated = trainer.global_step
     if stated is None or stated == step:
         return
-    what = f"global_step is {stated}, but the optimizer's states are from step {step:g}"
+    what = f"global_step is {stated}, but the optimizer's states are from step {int(step)}"
     if step > stated or step_of(root) == step:
         fix = "silent: data order and step count follow the former; copy the file of this save"
         yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)

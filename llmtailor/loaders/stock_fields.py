@@ -1,8 +1,8 @@
 """The fields of a checkpoint's files that decide a training, as data, and their checks. Pure.
 
 A table says of every field of a file what it may hold, whether it may be missing, and whether it is the same in the
-files of all ranks. A field is a place in a file's tree, as decoded by `containers.torch_file` or `containers.json`. Each
-table is beside the other checks of its file; that of an optimizer's state (torch 2.13) is here, because files with
+files of all ranks. A field is a place in a file's tree, as decoded by `containers.torch_file` or `containers.json`.
+Each table is beside the other checks of its file; that of an optimizer's state (torch 2.13) is here, because files with
 DeepSpeed and without have it.
 """
 
