@@ -129,11 +129,12 @@ def agree_on_buffers(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointInde
 
 def with_buffers(index: CheckpointIndex, names: Collection[str]) -> CheckpointIndex:
     """Return the index with these tensors as buffers, if they are assumed to be frozen params."""
+    assumed = [param for param in index.params.values() if param.role == "frozen" and param.name in names]
+    if not assumed or index.form.framework not in (FSDP, DCP):
+        return index
     params, held = dict(index.params), dict(index.held)
-    for name, param in index.params.items() if index.form.framework in (FSDP, DCP) else ():
-        if name not in names or param.role != "frozen":
-            continue
-        whole = index.held[State(name, FROZEN)]
+    for param in assumed:
+        name, whole = param.name, index.held[State(param.name, FROZEN)]
         pieces = [*whole.place.cover(0, whole.numel)]
         if len(pieces) > 1:  # FSDP cuts params only
             continue
@@ -142,7 +143,7 @@ def with_buffers(index: CheckpointIndex, names: Collection[str]) -> CheckpointIn
         for piece in pieces if param.numel else ():  # all ranks resume with the same copy
             copies = (piece.extent,) * index.world_size
             held[State(name, BUFFER)] = buffer_on_ranks(whole.dtype, whole.shape, copies)
-    return index if held.keys() == index.held.keys() else replace(index, params=params, held=held)
+    return replace(index, params=params, held=held)
 
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
