@@ -21,7 +21,7 @@ from llmtailor import errors  # noqa: E402
 from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.formats.common.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.deepspeed_common.shards import TABLES as DEEPSPEED  # noqa: E402
+from llmtailor.formats.deepspeed_common.shards import MODEL, ZERO3, ZERO12  # noqa: E402
 from llmtailor.loaders.rng import ACCELERATE_TABLE, RNG_TABLE  # noqa: E402
 from llmtailor.loaders.scheduler import SCHEDULER_TABLE  # noqa: E402
 from llmtailor.loaders.stock_fields import EACH, Table  # noqa: E402
@@ -154,24 +154,27 @@ def finding_codes() -> str:
     return table(("code of a finding", "what it says"), [(f"`{code.value}`", code.meaning) for code in Code])
 
 
+OPTIM_FILE = "TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt"
 FIELD_TABLES = (
-    *DEEPSPEED,
-    TRAINER_STATE_TABLE,
-    SCHEDULER_TABLE,
-    RNG_TABLE,
-    ACCELERATE_TABLE,
-    SCALER_TABLE,
-    OPTIMIZER_TABLE,
+    ("ZeRO-3, optimizer states", OPTIM_FILE, ZERO3),
+    ("ZeRO-1 and ZeRO-2, optimizer states", OPTIM_FILE, ZERO12),
+    ("Model states, all stages", "TAG/[zero_pp_rank_R_]mp_rank_00_model_states.pt", MODEL),
+    ("trainer_state.json", "trainer_state.json", TRAINER_STATE_TABLE),
+    ("scheduler.pt", "scheduler.pt", SCHEDULER_TABLE),
+    ("rng_state.pth, rng_state_N.pth", "rng_state.pth", RNG_TABLE),
+    ("random_states_N.pkl (accelerate)", "random_states_0.pkl", ACCELERATE_TABLE),
+    ("scaler.pt (fp16 without DeepSpeed)", "scaler.pt", SCALER_TABLE),
+    ("optimizer.pt (without DeepSpeed)", "optimizer.pt", OPTIMIZER_TABLE),
 )
-"""The tables of fields, in the order of docs/findings.md"""
+"""Title, file and fields, in the order of docs/findings.md"""
 
 
 def fields() -> str:
     """Return the fields that decide a training, as `verify` checks them."""
-    return "\n".join(map(field_table, FIELD_TABLES))
+    return "\n".join(field_table(*one) for one in FIELD_TABLES)
 
 
-def field_table(one: Table) -> str:
+def field_table(title: str, file: str, fields: Table) -> str:
     rows: list[tuple[object, ...]] = [
         (
             f"`{field.name}`",
@@ -179,9 +182,9 @@ def field_table(one: Table) -> str:
             "-" if field.if_missing is None or field.path[-1] == EACH else field.severity,
             "must be alike" if field.is_alike else "-",
         )
-        for field in one.fields
+        for field in fields
     ]
-    return f"**{one.title}**, `{one.file}`\n\n{table(('field', 'holds', 'missing', 'on all ranks'), rows)}"
+    return f"**{title}**, `{file}`\n\n{table(('field', 'holds', 'missing', 'on all ranks'), rows)}"
 
 
 PAGES = {

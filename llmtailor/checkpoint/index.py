@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, ZeroSettings
-from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Placement, Runs, count
+from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Extent, Placement, Runs, Sliced, count
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.parts import Param, SavedAs, layer_of, step_of
@@ -75,6 +75,21 @@ class TrainState:
     dcp: DcpKeyLayout | None = None
     """FSDP and others that save with torch.distributed.checkpoint"""
 
+    @property
+    def others(self) -> Mapping[str, DcpEntry]:
+        """What a DCP folder holds beside model and optimizer, by key"""
+        return self.dcp.others if self.dcp else {}
+
+    @property
+    def ds_config(self) -> Mapping[str, Any]:
+        config = next((tree.get("ds_config") for tree in self.optim if tree), None)
+        return config if isinstance(config, dict) else {}
+
+    @property
+    def engine_scheduler(self) -> Any:
+        """The scheduler's state that DeepSpeed keeps in its model states, if it keeps one"""
+        return next((tree.get("lr_scheduler") for tree in self.model if tree), None)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
@@ -127,6 +142,12 @@ class TensorEntry:
     def is_whole(self) -> bool:
         """Whether the checkpoint holds all of it"""
         return count(self.runs) == self.numel if isinstance(self.place, Bundled) and self.place.ends else self.is_here
+
+
+def buffer_on_ranks(dtype: str, shape: tuple[int, ...], copies: tuple[Extent, ...]) -> TensorEntry:
+    """Return the entry of a buffer, of which each rank has one of these copies."""
+    place = Sliced(copies, 0, math.prod(shape), ITEMSIZE[dtype])
+    return TensorEntry(dtype, (len(copies), *shape), place)
 
 
 PLAIN, BF16_OPTIMIZER, ELASTIC = "plain", "bf16_optimizer", "elastic"

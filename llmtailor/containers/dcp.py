@@ -29,7 +29,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Record, list_blob_records
-from llmtailor.containers.unpickle import MAX_OPCODES, Call, Global, as_shape, read_pickle
+from llmtailor.containers.unpickle import MAX_OPCODES, TORCH_DTYPES, Call, Global, as_shape, read_pickle
 from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
 from llmtailor.storage.local import read_source
 
@@ -43,29 +43,14 @@ _BYTES_PER_OPCODE = 2
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-}
-_TORCH_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES_OF_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 ALLOWED = {
     _MODULE: {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
         *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     },
     _FILESYSTEM: {"_StorageInfo"},
-    "torch": {"Size", *_DTYPES},
+    "torch": {"Size", *TORCH_DTYPES},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
@@ -249,9 +234,15 @@ def _dtype(node: Any) -> str:
     """Return the dtype of ``TensorProperties``, which pickles as a tuple that begins with it."""
     state = node.state if _is(node, "TensorProperties") else None
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
-    if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in _DTYPES:
+    if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in TORCH_DTYPES:
         raise ValueError("a tensor has no known dtype")
-    return _DTYPES[dtype.name]
+    return TORCH_DTYPES[dtype.name]
+
+
+def cut_rows(rows: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the rows of each rank, as FSDP2 cuts them (``torch.chunk``); the last ones may be empty."""
+    size = -(-rows // ranks)
+    return [(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(ranks)]
 
 
 def lay_out_metadata(path: str, entries: Mapping[str, Entry]) -> FileLayout:
@@ -264,17 +255,15 @@ def lay_out_metadata(path: str, entries: Mapping[str, Entry]) -> FileLayout:
             blob = chunk.blob
             at = {"relative_path": blob.path, "offset": blob.start, "length": blob.stop - blob.start}
             storage[_object("MetadataIndex", {"offset": None, "index": None} | place)] = _object("_StorageInfo", at)
-    tree = _object(
-        "Metadata",
-        {
-            "state_dict_metadata": about,
-            "planner_data": {key: entry.path for key, entry in entries.items()},
-            "storage_data": storage,
-            "storage_meta": None,  # torch fills it in
-            "version": "1.0.0",
-        },
-    )
-    return FileLayout(path, (Bytes(write_pickle(tree)[0], "the metadata of the distributed checkpoint"),))
+    content = {
+        "state_dict_metadata": about,
+        "planner_data": {key: entry.path for key, entry in entries.items()},
+        "storage_data": storage,
+        "storage_meta": None,  # torch fills it in
+        "version": "1.0.0",
+    }
+    data, _ = write_pickle(_object("Metadata", content))
+    return FileLayout(path, (Bytes(data, "the metadata of the distributed checkpoint"),))
 
 
 def _object(name: str, state: Any) -> Call:
@@ -291,7 +280,7 @@ def _entry_node(entry: Entry) -> Call:
         return Call(Global(_MODULE, "BytesStorageMetadata"), (), new=True)
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Call(Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
-    dtype = Global("torch", _TORCH_DTYPES[entry.dtype])
+    dtype = Global("torch", _NAMES_OF_DTYPES[entry.dtype])
     chunks = [
         _object("ChunkStorageMetadata", {"offsets": _size(chunk.offsets), "sizes": _size(chunk.sizes)})
         for chunk in entry.chunks

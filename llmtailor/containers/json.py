@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Copy
-from llmtailor.checkpoint.placement import Extent
+from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
-from llmtailor.containers.torch_file import open_torch_file, read_torch_file
+from llmtailor.containers.torch_file import TorchFile, Undecoded, open_torch_file, read_torch_file
 from llmtailor.containers.unpickle import SmallTensor, TensorView, as_shape, as_tensor
 from llmtailor.errors import UnsupportedCheckpoint, damaged
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT
@@ -115,6 +116,10 @@ class Tensor:
     def numel(self) -> int:
         return self.extent.num_bytes // ITEMSIZE[self.dtype]
 
+    @property
+    def entry(self) -> TensorEntry:
+        return TensorEntry(self.dtype, self.shape, Contiguous(self.extent, ITEMSIZE[self.dtype]))
+
 
 def read_shapes(node: Any, what: str, where: str) -> dict[str, tuple[int, ...]]:
     shapes = {}
@@ -160,16 +165,6 @@ def read_tensor(node: Any, what: str, where: str) -> Tensor:
     if view is None:
         raise damaged(where, f"{what} is not a tensor", Code.FIELD_TYPE)
     return Tensor(view.storage.dtype, view.shape, extent_of(view, what, where))
-
-
-def read_masters(nodes: list[Any], what: str, where: str) -> list[Tensor]:
-    """Return the flat tensors of the master weights. Raises SourceError for one that is not flat."""
-    masters = [read_tensor(node, f"{what}[{number}]", where) for number, node in enumerate(nodes)]
-    for number, master in enumerate(masters):
-        if len(master.shape) != 1:
-            shape = list(master.shape)
-            raise damaged(where, f"{what}[{number}] has shape {shape} instead of being flat", Code.STATE_SIZE)
-    return masters
 
 
 def get(tree: Any, key: str, kind: type, where: str) -> Any:
@@ -229,11 +224,6 @@ _OPTION_BYTES = 1024
 """Larger tensors are no hyperparameters; they stay where they are."""
 
 
-def read_options(root: Path, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the options of a param group, read by `read_option`."""
-    return {key: read_option(root, value, where) for key, value in options.items()}
-
-
 def read_option(root: Path, value: Any, where: str) -> Any:
     """Return an option of a param group; of small tensors in it, such as ``lr`` and ``betas``, with their bytes.
 
@@ -273,27 +263,6 @@ def read_step(root: Path, node: Any, flat_id: int, where: str) -> float:
     return float(step)
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A stock file's object tree, as data."""
-
-    tree: Any
-    archive: str | None = None
-    """The stem of the file's name when it was saved; None if unknown"""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A stock file that is not decoded yet."""
-
-    decode: Callable[[], Decoded]
-    """Raises what `Trees.read` raises"""
-    archive: str | None = None
-    """See `Decoded.archive`"""
-    key: bytes | None = None
-    """Equal for files that differ in their names only, or in tensors of more than 8 bytes; None if that is unknown"""
-
-
 class Trees(Protocol):
     """A reader of one checkpoint's stock files."""
 
@@ -305,14 +274,14 @@ class Trees(Protocol):
         """Stock files, by relative path, that are not files of the folder"""
         ...
 
-    def read(self, path: str, where: str) -> Decoded:
+    def read(self, path: str, where: str) -> TorchFile:
         """Decode a stock file; no tensor byte is read. Messages call it ``where``.
 
         Raises SourceError for missing or damaged files, and UnsafePickle for names that are not on the allow-list.
         """
         ...
 
-    def open(self, path: str, where: str) -> Opened:
+    def open(self, path: str, where: str) -> Undecoded:
         """Read a stock file as far as needed to tell whether it is like another one. Raises what `read` raises."""
         ...
 
@@ -324,15 +293,8 @@ class FileTrees:
     root: Path
     inside: Collection[str] = ()
 
-    def read(self, path: str, where: str) -> Decoded:
-        file = read_torch_file(self.root, path, where)
-        return Decoded(file.tree, file.archive)
+    def read(self, path: str, where: str) -> TorchFile:
+        return read_torch_file(self.root, path, where)
 
-    def open(self, path: str, where: str) -> Opened:
-        file = open_torch_file(self.root, path, where)
-
-        def decode() -> Decoded:
-            decoded = file.decode()
-            return Decoded(decoded.tree, decoded.archive)
-
-        return Opened(decode, file.archive, file.key)
+    def open(self, path: str, where: str) -> Undecoded:
+        return open_torch_file(self.root, path, where)

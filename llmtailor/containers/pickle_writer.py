@@ -51,8 +51,10 @@ class _Writer:
             self.put(key)
         elif isinstance(node, Storage):
             self.save_storage(node)
-        elif isinstance(node, (bytes, set)):
-            self.save(self.keep(_as_call(node)))
+        elif isinstance(node, bytes):  # protocol 2 has no opcode for bytes or sets
+            self.save(self.keep(Call(Global("_codecs", "encode"), (node.decode("latin1"), "latin1"))))
+        elif isinstance(node, set):
+            self.save(self.keep(Call(Global("__builtin__", "set"), (list(node),))))
         elif isinstance(node, Ordered):
             self.save_call(Call(Global("collections", "OrderedDict"), (), items=list(node.items())), key)
             if node.attributes is not None:
@@ -132,10 +134,3 @@ def _scalar(node: float | bool | None) -> bytes:
     """Return the opcode of a number or constant, without the frame that `pickle.dumps` puts around it."""
     plain = node if node is None or isinstance(node, bool) else (int if isinstance(node, int) else float)(node)
     return pickle.dumps(plain, 2)[len(_PROTO) : -len(_STOP)]
-
-
-def _as_call(node: bytes | set[Any]) -> Call:
-    """Return the call that stands for bytes or a set, for which protocol 2 has no opcode, as Python writes it."""
-    if isinstance(node, bytes):
-        return Call(Global("_codecs", "encode"), (node.decode("latin1"), "latin1"))
-    return Call(Global("__builtin__", "set"), (list(node),))

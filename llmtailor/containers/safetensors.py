@@ -19,7 +19,7 @@ from llmtailor.checkpoint.layout import BLOCK_BYTES, Bytes, FileLayout, Fill, Pi
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
-from llmtailor.errors import PathIn, Problems, SourceError, damaged
+from llmtailor.errors import PathIn, Problems, SourceError, attempt, damaged
 from llmtailor.model.roles import ITEMSIZE, WEIGHT, State
 from llmtailor.storage.local import open_source
 
@@ -59,17 +59,13 @@ def survey_weights(root: Path, where: str, problems: Problems) -> tuple[WeightFi
     is_single = (root / SINGLE).exists()  # transformers ignores an index beside it
     names_of: dict[str, set[str]] = {SINGLE: set()} if is_single else {}
     if not is_single and (root / INDEX).exists():
-        try:
-            for tensor, path in _read_weight_map(root, PathIn(where, INDEX)).items():
-                names_of.setdefault(path, set()).add(tensor)
-        except SourceError as error:
-            problems.add(error)
+        listed_in = attempt(lambda: _read_weight_map(root, PathIn(where, INDEX)), problems)
+        for tensor, path in (listed_in or {}).items():
+            names_of.setdefault(path, set()).add(tensor)
     files = []
     for path, listed in names_of.items():
-        try:
-            file = read_header(root, path, PathIn(where, path))
-        except SourceError as error:
-            problems.add(error)
+        file = attempt(lambda: read_header(root, path, PathIn(where, path)), problems)  # noqa: B023
+        if file is None:
             continue
         files.append(file)
         for name in sorted(listed ^ set(file.tensors)) if not is_single else ():
@@ -84,9 +80,8 @@ def _read_weight_map(root: Path, where: str) -> dict[str, str]:
         raise damaged(where, "the index has no weight_map of names to files")
     for path in dict.fromkeys(weight_map.values()):
         if Path(path).name != path or not path.endswith(".safetensors") or not path.isprintable():
-            raise SourceError.at(
-                where, f"the index points to {path!r}", "an index may only name .safetensors files in its own folder"
-            )
+            fix = "an index may only name .safetensors files in its own folder"
+            raise SourceError.at(where, f"the index points to {path!r}", fix)
     return weight_map
 
 
@@ -96,8 +91,7 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
         size = file.num_bytes
         length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else -1
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            what = f"the safetensors header is damaged (a header of {length} bytes in a file of {size})"
-            raise damaged(where, what)
+            raise damaged(where, f"the safetensors header is damaged (it has {length} bytes, the file {size})")
         text = file.read(8, 8 + length)
     try:
         header = read_strict_json(text)
@@ -158,12 +152,9 @@ def lay_out_weights(file: WeightFile, dtype: str | None) -> FileLayout:
     for name, held in file.tensors.items():
         state, begin = file.filled_by.get(name, (State(name, WEIGHT), 0))
         slot = Slot(state, target_dtype(held.dtype, dtype), begin, begin + held.numel)
-        header[name] = {
-            "dtype": slot.dtype,
-            "shape": list(held.shape),
-            "data_offsets": [at, at + slot.num_bytes],
-        }
-        at += slot.num_bytes
+        end = at + slot.num_bytes
+        header[name] = {"dtype": slot.dtype, "shape": list(held.shape), "data_offsets": [at, end]}
+        at = end
         if slot.num_bytes:
             pieces.append(slot)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -194,9 +185,8 @@ def list_tied(files: tuple[WeightFile, ...], tied: Mapping[str, str], listed: bo
 def lay_out_index(files: tuple[WeightFile, ...], dtype: str | None) -> FileLayout:
     """Return the layout of the index of several files."""
     weight_map = {name: file.path for file in files for name in file.tensors}
-    total = sum(
-        held.numel * ITEMSIZE[target_dtype(held.dtype, dtype)] for file in files for held in file.tensors.values()
-    )
+    tensors = [held for file in files for held in file.tensors.values()]
+    total = sum(held.numel * ITEMSIZE[target_dtype(held.dtype, dtype)] for held in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return FileLayout(INDEX, (Bytes(json.dumps(index, indent=2).encode() + b"\n", "safetensors index"),))
 

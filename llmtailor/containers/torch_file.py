@@ -4,23 +4,18 @@ Reading (format facts verified against torch 2.13): ``NAME/data.pkl`` is the pic
 storage KEY, ``NAME/byteorder`` says ``little``. Local headers are padded so that records start at multiples of 64; the
 central directory does not show this padding, so offsets are taken from the local headers.
 
+Readers of zip files differ: where they look for the end, how they treat bytes before the first record, which of two
+equal names they use, whether case matters. A crafted file can show harmless content to one reader and an exploit to
+``torch.load``. So the end records must end the file, the directory must directly precede them, the first record must
+start the file, records must not overlap, and names must differ by more than case. Python's ``zipfile`` checks none of
+this, and does not say where in the directory an entry is.
+
 Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records), with more
 padding before storages that can share blocks with the files they are copied from. The CRCs of tensor records are
 filled in once the bytes have streamed past.
 
-The directory of a zip file of stored records, read so strictly that every other reader finds the same records.
-
-Readers of zip files differ: where they look for the end, how they treat bytes before the first record, which of two
-equal names they use, whether case matters. A crafted file can show harmless content to one reader and an exploit to
-``torch.load``. So the end records must end the file, the directory must directly precede them, the first record must
-start the file, records must not overlap, and names must differ by more than case.
-
-Views of an open file: a part of it as a file of its own, and one that is read in blocks.
-
-Which torch files are alike? Tells it by their bytes, without decoding them.
-
 The ranks of a training write thousands of files that differ in nothing but the archive's name, which is in the header
-of every record, and in tensors.
+of every record, and in tensors. Such files are recognized by their bytes, and decoded once.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ import itertools
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -243,7 +238,7 @@ class Window(SourceFile):
 
 
 class Buffered(SourceFile):
-    """A file of which headers are read: in blocks, because they lie close together.
+    """A file whose headers are read in blocks, because they lie close together.
 
     The beginning and the end are kept. Blocks grow where one follows the other, and are small between tensors.
     """
@@ -287,12 +282,10 @@ ALIGNMENT = 64
 MAX_PICKLE_BYTES = 64 << 20
 """A larger ``data.pkl`` is refused: it does not contain the tensors, and describes each in about 150 bytes."""
 
-_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _SMALL = 4096
 """Maximum size in bytes of a record other than a tensor or the pickle, such as a version"""
 _SCALAR = 8
 """Maximum size in bytes of a storage that counts as a scalar, such as Adam's step"""
-_U32 = 0xFFFFFFFF
 _SAVE_AGAIN = "save it again uncompressed: torch.save(torch.load(FILE, weights_only=False), FILE)"
 _SAVE_NEW = "save it again with a current torch: torch.save(torch.load(FILE), FILE)"
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -304,10 +297,22 @@ class TorchFile:
     """A decoded file: its object tree, and the extent of each storage."""
 
     tree: Any
-    records: Mapping[str, Extent]
+    archive: str | None = None
+    """The archive's name: torch uses the stem of the file's name when it was saved, or ``archive``; None if unknown"""
+    records: Mapping[str, Extent] = field(default_factory=dict)
     """The storages by key."""
-    archive: str
-    """The archive's name: torch uses the stem of the file's name when it was saved, or ``archive``"""
+
+
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """A file that is not decoded yet, and is open no longer."""
+
+    decode: Callable[[], TorchFile]
+    """Raises what `read_torch_file` raises"""
+    archive: str | None = None
+    """See `TorchFile.archive`"""
+    key: bytes | None = None
+    """Equal for files that differ in their names only, or in tensors of more than 8 bytes; None if that is unknown"""
 
 
 def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) -> TorchFile:
@@ -322,15 +327,23 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
 
 def decode_torch_file(file: SourceFile, path: str, where: str, any_names: bool = False) -> TorchFile:
     """Decode an open file, or a `Window` of one; extents are those of the whole file. See `read_torch_file`."""
-    return parse_torch_file(Buffered(file), where).decode(
-        path, file.start if isinstance(file, Window) else 0, where, any_names
-    )
+    first = file.start if isinstance(file, Window) else 0
+    return _parse(Buffered(file), where).decode(path, first, where, any_names)
+
+
+def open_torch_file(root: Path, path: str, where: str) -> Undecoded:
+    """Read ``root/path`` as far as needed to tell whether it is like another file. Raises as `read_torch_file`."""
+    with open_source(root / path, where) as source:
+        file = Buffered(source)
+        if (data := _read_headers_only(file)) is None:
+            parsed = _parse(file, where)
+            return Undecoded(lambda: parsed.decode(path, 0, where), parsed.archive, parsed.key())
+    archive, key = _key_of(*data)
+    return Undecoded(lambda: decode_torch_file(Held(data[0], where), path, where), archive, key)
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedFile:
-    """A file whose pickle is not decoded yet."""
-
+class _Parsed:
     archive: str
     pickle: bytes
     storages: Mapping[str, tuple[int, int]]
@@ -339,7 +352,6 @@ class ParsedFile:
     """The content of all storages of up to 8 bytes"""
 
     def key(self) -> bytes:
-        """Return what is equal for files that differ in their names only, or in tensors of more than 8 bytes."""
         return hashlib.sha256(repr((self.storages, self.scalars, self.pickle)).encode()).digest()
 
     def decode(self, path: str, first: int, where: str, any_names: bool = False) -> TorchFile:
@@ -357,16 +369,14 @@ class ParsedFile:
                 raise ValueError(f"storage {key!r:.40} is given two types")
             return storage
 
-        return TorchFile(read_pickle(self.pickle, where, find_storage, any_names), extents, self.archive)
+        return TorchFile(read_pickle(self.pickle, where, find_storage, any_names), self.archive, extents)
 
 
-def parse_torch_file(file: SourceFile, where: str) -> ParsedFile:
+def _parse(file: SourceFile, where: str) -> _Parsed:
     """Check all of a file but its tensors, and return what is needed to decode it. Raises as `read_torch_file`."""
     try:
         records = read_records(file)
-        if not records:
-            raise BadZip("it has no data.pkl")
-        prefix = next(iter(records)).partition("/")[0]
+        prefix = next(iter(records), "").partition("/")[0]
         tree = records.get(f"{prefix}/data.pkl")
         if tree is None:
             raise BadZip("it has no data.pkl")
@@ -398,7 +408,7 @@ def parse_torch_file(file: SourceFile, where: str) -> ParsedFile:
             if record.crc not in (None, zlib.crc32(data)):
                 what = f"{name.rpartition('/')[2]} does not match its CRC: the file is damaged"
                 raise damaged(where, what)
-    return ParsedFile(prefix, pickle_bytes, storages, b"".join(scalars))
+    return _Parsed(prefix, pickle_bytes, storages, b"".join(scalars))
 
 
 def read_attributes(root: Path, path: str, where: str) -> dict[Any, Any]:
@@ -502,14 +512,14 @@ def _zip(
 def _between_names(length: int, pickled: bytes, storages: tuple[tuple[Piece, ...], ...]) -> list[bytes] | None:
     """Return what is between the names of a file whose storages are known now, given the length of the name.
 
-    The ranks of ZeRO-3 have thousands of files with the same pickle and no tensors. None if the parts can't be told.
+    The ranks of ZeRO-3 have thousands of files with the same pickle and no tensors. None if they can't be determined.
     """
     name = b"\xff" * (length - 1) + b"/"
     [whole] = _zip_as(name, pickled, storages, as_torch=True)
     assert isinstance(whole, Bytes), "a file of literals is one"
     parts = whole.data.split(name)
     records = len(storages) + _OTHER_RECORDS
-    return parts if len(parts) == 2 * records + 1 else None  # else the pickle has such bytes, too
+    return parts if len(parts) == 2 * records + 1 else None  # else the pickle also has such bytes
 
 
 def _zip_as(name: bytes, pickled: bytes, storages: Sequence[tuple[Piece, ...]], as_torch: bool) -> tuple[Piece, ...]:
@@ -568,10 +578,10 @@ class _ZipBuilder:
         name, size, header_at = self.name + record.encode(), sum([part.num_bytes for part in content]), self.at
         big = size >= _U32
         zip64 = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
-        bare = self.at + _LOCAL_HEADER.size + len(name) + len(zip64) + 4
+        bare = self.at + _LOCAL.size + len(name) + len(zip64) + 4
         padding = -bare % ALIGNMENT if start is None else (start - bare) % BLOCK_BYTES
         short = _U32 if big else 0  # the data descriptor has the sizes; zip64 readers look in the extra field
-        header = _LOCAL_HEADER.pack(
+        header = _LOCAL.pack(
             b"PK\x03\x04", 45 if big else 0, 0x0808, 0, 0, 0, 0, short, short, len(name), len(zip64) + 4 + padding
         )
         extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
@@ -598,20 +608,16 @@ class _ZipBuilder:
         for name, size, header_at, version, crc in self.directory:
             wide = [value for value in (size, size, header_at) if value >= _U32]
             extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-            self.put(
-                Bytes(struct.pack("<4sHHHHHH", b"PK\x01\x02", 45 if wide else 0, version, 0x0808, 0, 0, 0), "zip entry")
-            )
+            head = struct.pack("<4sHHHHHH", b"PK\x01\x02", 45 if wide else 0, version, 0x0808, 0, 0, 0)
+            self.put(Bytes(head, "zip entry"))
             self.put(crc)
             short = min(size, _U32)
             rest = struct.pack("<IIHHHHHII", short, short, len(name), len(extra), 0, 0, 0, 0, min(header_at, _U32))
             self.put(Bytes(rest + name + extra, "zip entry"))
         size, count, zip64_at = self.at - start, len(self.directory), self.at
-        end64 = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
-        locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, zip64_at, 1)
-        short_count = min(count, 0xFFFF)
-        end = struct.pack(
-            "<4sHHHHIIH", b"PK\x05\x06", 0, 0, short_count, short_count, min(size, _U32), min(start, _U32), 0
-        )
+        end64 = _END64.pack(b"PK\x06\x06", _END64.size - 12, 45, 45, 0, 0, count, count, size, start)
+        locator, short = _LOCATOR.pack(b"PK\x06\x07", 0, zip64_at, 1), min(count, _U16)
+        end = _END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, _U32), min(start, _U32), 0)
         self.put(Bytes(end64 + locator + end, "zip end records"))
         self.flush()
         return tuple(self.pieces)
@@ -654,32 +660,11 @@ _NAME_AT = 30
 length"""
 
 
-@dataclass(frozen=True, slots=True)
-class Undecoded:
-    """A file that is open no longer, and whose pickle is not decoded yet."""
-
-    archive: str
-    """See `TorchFile.archive`"""
-    key: bytes | None
-    """Equal for files that differ in their names only, or in tensors of more than 8 bytes; None if that is unknown"""
-    decode: Callable[[], TorchFile]
-    """Raises what `read_torch_file` raises"""
-
-
-def open_torch_file(root: Path, path: str, where: str) -> Undecoded:
-    """Read ``root/path`` as far as needed to tell whether it is like another file. Raises as `read_torch_file`."""
-    with open_source(root / path, where) as source:
-        whole = _read_headers_only(Buffered(source))
-        if whole is None:
-            return open_torch_blob(source, path, where)
-    archive, key = _key_of(*whole)
-    return Undecoded(archive, key, lambda: decode_torch_file(Held(whole[0], where), path, where))
-
-
-def open_torch_blob(file: SourceFile, path: str, where: str) -> Undecoded:
-    """Do the same for an open file, or a `Window` of one; what comes before the window does not count for the key."""
-    parsed, first = parse_torch_file(Buffered(file), where), file.start if isinstance(file, Window) else 0
-    return Undecoded(parsed.archive, parsed.key(), lambda: parsed.decode(path, first, where))
+def _blanked(data: bytes, spans: Iterable[tuple[int, int]]) -> bytes:
+    blank = bytearray(data)
+    for begin, end in spans:
+        blank[begin:end] = bytes(end - begin)
+    return bytes(blank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -697,10 +682,7 @@ class _Form(Generic[T]):
     found: T
 
     def is_like(self, tail: bytes) -> bool:
-        blank = bytearray(tail)
-        for begin, end in self.differing:
-            blank[begin:end] = bytes(end - begin)
-        return blank == self.tail and all(
+        return _blanked(tail, self.differing) == self.tail and all(
             zlib.crc32(tail[begin:end]) == int.from_bytes(tail[at : at + 4], "little") for begin, end, at in self.hashes
         )
 
@@ -739,17 +721,15 @@ class AlikeBlobs(Generic[T]):
         spans = [(one.start, one.stop) for one in hashes]
         for one in (elements, *hashes):
             spans += [(one.stop + _CRC_IN_DESCRIPTOR, one.stop + _CRC_IN_DESCRIPTOR + 4), (one.crc_at, one.crc_at + 4)]
+        differing = tuple((begin - first, end - first) for begin, end in spans)
         form = _Form(
             blob.read(0, elements.start),
-            b"",
-            tuple((begin - first, end - first) for begin, end in spans),
+            _blanked(blob.read(first, blob.num_bytes), differing),
+            differing,
             tuple((one.start - first, one.stop - first, one.crc_at - first) for one in hashes),
             found,
         )
-        tail = bytearray(blob.read(first, blob.num_bytes))
-        for begin, end in form.differing:
-            tail[begin:end] = bytes(end - begin)
-        self._forms.setdefault(blob.num_bytes, []).append(replace(form, tail=bytes(tail)))
+        self._forms.setdefault(blob.num_bytes, []).append(form)
 
     def _bytes(self, file: SourceFile, start: int, stop: int) -> bytes:
         """Read bytes, with some more: after a blob's end the next one begins."""
@@ -772,7 +752,7 @@ def _read_headers_only(file: SourceFile) -> tuple[bytes, int] | None:
 
 
 def _key_of(data: bytes, count: int) -> tuple[str, bytes | None]:
-    """Return the archive's name, and what identifies the bytes apart from it; None if they hold it elsewhere, too."""
+    """Return the archive's name, and what identifies the bytes apart from it; None if they also hold it elsewhere."""
     length = int.from_bytes(data[26:28], "little")
     name = data[_NAME_AT : _NAME_AT + length].partition(b"/")[0] + b"/"
     nameless = b"\xff" * len(name)

@@ -1,19 +1,12 @@
 """The only reader of pickles: it decodes them as data, runs nothing, and refuses what no checkpoint needs.
 
-`pickle_machine` decodes; this module lists what may be named and called. Nothing is run in any case. Names that are not
-on the list are still refused, because what we read is written into checkpoints that stock ``torch.load`` opens without
-protection.
+`Machine` understands a closed set of opcodes, those that ``torch.save`` and pickle's protocols 2 to 5 write for data;
+``pickletools`` reads their arguments. They build plain values (None, bool, int, float, str, bytes, list, tuple, dict),
+which represent themselves, and symbolic nodes. No bytes can make it import, access an attribute or call anything. The
+number of bytes and `MAX_OPCODES` bound time and memory.
 
-A safe pickle machine: opcodes build plain values and symbolic nodes, nothing else.
-
-It understands a closed set of opcodes, those that ``torch.save`` and pickle's protocols 2 to 5 write for data;
-``pickletools`` reads their arguments. No bytes can make it import, access an attribute or call anything. The number of
-bytes and `MAX_OPCODES` bound time and memory.
-
-A pickle as data: what the reader returns and the writer takes.
-
-Plain values (None, bool, int, float, str, bytes, list, tuple, dict) represent themselves. Everything else stays
-symbolic: nothing is imported, looked up or called.
+Names that are not on the list `ALLOWED` are still refused, because what we read is written into checkpoints that stock
+``torch.load`` opens without protection.
 """
 
 from __future__ import annotations
@@ -29,9 +22,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from llmtailor.checkpoint.layout import Bytes, Piece
+from llmtailor.checkpoint.layout import Bytes, Piece, Slot
 from llmtailor.codes import Code
 from llmtailor.errors import ObjectKeys, Problem, UnsafePickle, damaged
+from llmtailor.model.roles import State
 
 STORAGE_DTYPES = {
     "DoubleStorage": "F64",
@@ -49,6 +43,23 @@ STORAGE_DTYPES = {
     "ComplexFloatStorage": "C64",
 }
 """torch's storage classes, as pickles name them, and the safetensors dtype of their elements."""
+
+TORCH_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+}
+"""torch's dtypes -> safetensors'"""
 
 MAX_DIMENSIONS = 64
 MAX_NUMEL = 1 << 62
@@ -192,6 +203,12 @@ def make_tensor(dtype: str, shape: tuple[int, ...], content: tuple[Piece, ...]) 
     return Call(REBUILD_TENSOR, (storage, 0, shape, tuple(reversed(strides)), False, Ordered()))
 
 
+def state_tensor(state: State, dtype: str, shape: tuple[int, ...], begin: int = 0) -> Call:
+    """Return the node of a tensor whose elements are those of a state, from ``begin`` on."""
+    numel = math.prod(shape)
+    return make_tensor(dtype, shape, (Slot(state, dtype, begin, begin + numel),) if numel else ())
+
+
 _NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b", "U8": "<B"}
 
 
@@ -309,7 +326,7 @@ class Machine:
         raise ValueError(f"it has more than {self.max_opcodes:,} opcodes")
 
     def refuse(self, code: bytes) -> None:
-        """Raise ValueError after recording the names in the rest, as far as it is a pickle."""
+        """Raise ValueError after recording the names in the rest, up to the first damage."""
         if not code:
             raise ValueError("it ends in the middle of an object")
         with contextlib.suppress(ValueError, AttributeError, OverflowError):  # the rest may be damaged as well
@@ -464,8 +481,6 @@ _WITH_ARGUMENT: dict[str, Callable[[Machine, Any], object]] = {
     **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), Machine.push),
     **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), Machine.text),
     **dict.fromkeys(("LONG1", "LONG4"), Machine.long),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), Machine.put),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda self, index: self.push(self.memo[index])),
 }
 _WITHOUT: dict[str, Callable[[Machine], object]] = {
     "NONE": lambda self: self.push(None),
@@ -510,29 +525,22 @@ _OPCODES = {_CODES[name]: do for name, do in _WITHOUT.items()}
 _OPCODES |= {_CODES[name]: _reading(name, do) for name, do in _WITH_ARGUMENT.items()}
 
 
-def _get(size: int) -> Callable[[Machine], None]:
-    def get(self: Machine) -> None:
+def _memo(size: int, is_get: bool) -> Callable[[Machine], None]:
+    def run(self: Machine) -> None:
         data = self.file.read(size)
         if len(data) < size:
             raise ValueError(f"not enough data in stream to read uint{size}")
-        self.stack.append(self.memo[int.from_bytes(data, "little")])
+        if is_get:
+            self.stack.append(self.memo[int.from_bytes(data, "little")])
+        else:
+            self.memo[int.from_bytes(data, "little")] = self.stack[-1]
 
-    return get
-
-
-def _put(size: int) -> Callable[[Machine], None]:
-    def put(self: Machine) -> None:
-        data = self.file.read(size)
-        if len(data) < size:
-            raise ValueError(f"not enough data in stream to read uint{size}")
-        self.memo[int.from_bytes(data, "little")] = self.stack[-1]
-
-    return put
+    return run
 
 
 # half of all opcodes of large pickles, at a third of the time
-_OPCODES |= {_CODES["BINGET"]: _get(1), _CODES["LONG_BINGET"]: _get(4)}
-_OPCODES |= {_CODES["BINPUT"]: _put(1), _CODES["LONG_BINPUT"]: _put(4)}
+_OPCODES |= {_CODES["BINGET"]: _memo(1, True), _CODES["LONG_BINGET"]: _memo(4, True)}
+_OPCODES |= {_CODES["BINPUT"]: _memo(1, False), _CODES["LONG_BINPUT"]: _memo(4, False)}
 
 
 _NUMPY = {
@@ -540,16 +548,12 @@ _NUMPY = {
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
     "numpy.core.multiarray": {"_reconstruct", "scalar"},
 }
-_TORCH_DTYPES = {
-    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
-    *("float8_e4m3fn", "float8_e5m2", "complex64"),
-}
 ALLOWED: dict[str, set[str]] = {
     "collections": {"OrderedDict"},
     "builtins": {"set"},
     "__builtin__": {"set"},
     "_codecs": {"encode"},
-    "torch": {"Size", "Tensor", "device", *_TORCH_DTYPES, *STORAGE_DTYPES},
+    "torch": {"Size", "Tensor", "device", *TORCH_DTYPES, *STORAGE_DTYPES},
     "torch.nn.parameter": {"Parameter"},
     "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"},
     "torch._tensor": {"_rebuild_from_type_v2"},
@@ -576,6 +580,10 @@ _CONTAINERS = (dict, list, tuple, set, Call)
 _LEAVES = {str, int, Global}
 """Most of what is not a container"""
 _SHOWN = 20
+_DO_NOT_LOAD = (
+    "do not load this file with torch.load unless you trust it; leave this checkpoint out, or save it again without "
+    "that object"
+)
 
 
 def read_pickle(
@@ -607,7 +615,8 @@ def read_pickle(
         named = _named(tree, set())
         refused = [name for name in refused if name not in GETATTR or name in named]
     if refused and not any_names:
-        unsafe = UnsafePickle([_unsafe(name, where) for name in refused[:_SHOWN]])
+        texts = (f"the pickle names {name}, which no checkpoint needs" for name in refused[:_SHOWN])
+        unsafe = UnsafePickle([Problem(where, what, _DO_NOT_LOAD, Code.UNSAFE_PICKLE) for what in texts])
         unsafe.names = tuple((name.module, name.name) for name in refused)
         raise unsafe from damage
     if isinstance(damage, ObjectKey):
@@ -626,23 +635,12 @@ def check_tree(tree: Any) -> None:
 
 
 def _named(node: Any, done: set[int]) -> set[Global]:
-    """Return the globals that are left in a decoded tree."""
     if isinstance(node, Global):
         return {node}
     if not isinstance(node, _CONTAINERS) or id(node) in done:
         return set()
     done.add(id(node))
     return set().union(*(_named(child, done) for child in children(node)))
-
-
-def _unsafe(name: Global, where: str) -> Problem:
-    return Problem(
-        where,
-        f"the pickle names {name}, which no checkpoint needs",
-        "do not load this file with torch.load unless you trust it; leave this checkpoint out, or save it again "
-        "without that object",
-        Code.UNSAFE_PICKLE,
-    )
 
 
 def _measure(node: Any, depth: int, done: dict[int, tuple[int, int]]) -> tuple[int, int]:

@@ -45,10 +45,6 @@ class Writer(Protocol):
 _SHOWN = 3
 
 
-def _no_findings(index: CheckpointIndex) -> Iterable[Finding]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Draft:
     """What a reader has found; `finish` does the rest."""
@@ -59,7 +55,7 @@ class Draft:
     """Of the files with states; None if damage hides where they are. Its findings are the reader's."""
     trainer: TrainerFiles | None = None
     """The loader's files; None for a folder without any"""
-    check: Callable[[CheckpointIndex], Iterable[Finding]] = _no_findings
+    check: Callable[[CheckpointIndex], Iterable[Finding]] = lambda index: ()
     """Checks of the format with the loader's files in the index. May raise SourceError."""
 
 
@@ -106,7 +102,6 @@ def finish(draft: Draft, root: Path, name: str) -> Survey:
 
 
 def _compare_loader(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
-    """Yield findings on the scheduler and on the states of random numbers."""
     if trainer.scheduler is not None:
         groups = [group.hyper for group in index.groups]
         # without ZeRO, the format's check compares the steps

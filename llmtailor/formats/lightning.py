@@ -14,35 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.layout import FileLayout, Slot
-from llmtailor.checkpoint.placement import Contiguous
+from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
-from llmtailor.containers.json import FLOATING, FileTrees, check_name, read_tensor
+from llmtailor.containers.json import FLOATING, FileTrees, check_name, get, get_count, read_tensor
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.containers.unpickle import Ordered, as_tensor, make_tensor
+from llmtailor.containers.unpickle import Ordered, as_tensor, state_tensor
 from llmtailor.errors import PathIn, Problem, Problems, attempt
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.common import lightning
 from llmtailor.formats.common.lightning import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
-from llmtailor.formats.common.optimizer import parse_optimizer
-from llmtailor.formats.common.param_names import ModelFacts, derived_names, fit, has_names, listed_names
-from llmtailor.formats.common.states import (
-    check_masters,
-    check_steps,
-    find_stateless,
-    frozen_by_guess,
-    hold_weights,
-    make_index,
-    optimizer_tree,
-)
-from llmtailor.formats.format import Draft, usual_dtype
-from llmtailor.formats.other_optimizers import naming_others
+from llmtailor.formats.common.optimizer import parse_optimizer, read_tree
+from llmtailor.formats.common.param_names import ModelFacts
+from llmtailor.formats.common.states import check_masters, check_steps, index_with_weights, optimizer_tree
+from llmtailor.formats.format import Draft
 from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.loaders.scheduler import check_scheduler, compare_scheduler, read_scheduler
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files
-from llmtailor.model.roles import ITEMSIZE, KIND_OF_ROLE, WEIGHT, State
+from llmtailor.model.roles import KIND_OF_ROLE, WEIGHT, State
 
 _SUFFIX = ".ckpt"
 _COUNTER = "num_batches_tracked"
@@ -58,8 +48,9 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     """Read a checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
     problems, trees = Problems(), FileTrees(root)
     if root.is_file():
-        trainer, where = _alone(root), PathIn(name, ".")
-        tree = attempt(lambda: _read(trees, where), problems)
+        fact, where = file_fact(root), PathIn(name, ".")
+        trainer = TrainerFiles(LOADERS[LIGHTNING], {where.path: fact} if fact is not None else {})
+        tree = attempt(lambda: read_tree(trees, where), problems)
     else:
         trainer, where = read_trainer_files(trees, name, problems, LIGHTNING), PathIn(name, CKPT)
         tree = trainer.trees.get(CKPT)
@@ -71,47 +62,23 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     return draft or Draft(problems)
 
 
-def _read(trees: FileTrees, where: PathIn) -> Any:
-    with naming_others(where):
-        return trees.read(where.path, where).tree
-
-
-def _alone(root: Path) -> TrainerFiles:
-    """Return what is known of a checkpoint that is one file."""
-    fact = file_fact(root)
-    files = {".": fact} if fact is not None else {}
-    none: frozenset[str] = frozenset()
-    return TrainerFiles(
-        LOADERS[LIGHTNING], files, none, {}, {}, None, frozenset((0,)), None, None, (), has_all_weights=True
-    )
-
-
 def _draft(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems: Problems) -> Draft:
-    """Return the draft. Raises SourceError if optimizer and weights don't fit together."""
     saved = parse_optimizer(root, lightning.read_optimizer_tree(tree, where), where)
-    step = attempt(lambda: lightning.read_global_step(tree, where), problems)
-    schedulers = attempt(lambda: lightning.read_schedulers(tree, where), problems) or []
+    step = attempt(lambda: get_count(tree, "global_step", where), problems)
+    schedulers = attempt(lambda: get(tree, SCHEDULERS, list, where), problems) or []
     weights, tied = _weights(lightning.read_names(tree, where), where)
     model = _facts(weights, tied)
-    groups = listed_names(saved, where) if has_names(saved) else derived_names(saved, model, where)
-    known = fit(groups, saved, weights, model, model.buffers, where)
     trainer = replace(trainer, global_step=step, trees={**trainer.trees, CKPT: lightning.without_states(tree)})
-    of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
-    index = make_index(root, where.checkpoint, saved, groups, known.params, known.tied, of_weights)
+    index, known = index_with_weights(root, where, saved, weights, model, model.buffers, trainer)
     hyper = [group.hyper for group in saved.groups]
     findings = [*saved.findings, *lightning.check_loops(tree, where)]
     for one in schedulers:
         findings += [*check_scheduler(one, where), *compare_scheduler(read_scheduler(one), where, hyper, None)]
-    findings += find_stateless(index, where)
-    if not has_names(saved):
-        findings += frozen_by_guess(known.params, where)
     copies = {State(param, WEIGHT): weights[known.tied.get(param, param)] for param in (*weights, *known.tied)}
     index = replace(
         index,
-        global_step=index.global_step if step is None else step,
-        precision=usual_dtype(weight.dtype for weight in weights.values()),
-        held={**index.held, **dict(hold_weights(weights, known, 1)), **copies},
-        findings=tuple(findings),
+        held={**index.held, **copies},
+        findings=(*findings, *index.findings),
         train=replace(index.train, model_order=tuple(model.params)),
     )
     if lightning.SCALED in tree:  # a step whose gradients overflow counts, but Adam makes none
@@ -133,12 +100,11 @@ def _weights(state_dict: Mapping[Any, Any], where: PathIn) -> tuple[dict[str, Te
         if stored != name:
             tied[name] = stored
         else:
-            weights[name] = TensorEntry(one.dtype, one.shape, Contiguous(one.extent, ITEMSIZE[one.dtype]))
+            weights[name] = one.entry
     return weights, tied
 
 
 def _facts(weights: Mapping[str, TensorEntry], tied: Mapping[str, str]) -> ModelFacts:
-    """Return what the tensors say about the module."""
     norms = {name.removesuffix(_COUNTER) for name in weights if name.endswith(_COUNTER)}
     of_norms = {f"{norm}{kind}" for norm in norms for kind in _OF_BATCH_NORM}
     buffers = {name for name, held in weights.items() if held.dtype not in FLOATING or name in of_norms}
@@ -167,7 +133,6 @@ def _state_dict(base: CheckpointIndex, names: Mapping[str, Any]) -> Ordered:
     made: dict[str, Any] = {}
     for param in base.params.values():
         state = State(param.name, KIND_OF_ROLE[param.role])
-        dtype = base.held[state].live_dtype
-        made[param.name] = make_tensor(dtype, param.shape, (Slot(state, dtype, 0, param.numel),) if param.numel else ())
+        made[param.name] = state_tensor(state, base.held[state].live_dtype, param.shape)
     content = {name: made.get(base.tied.get(name, name), node) for name, node in names.items()}
     return Ordered(content.items(), getattr(names, "attributes", None))

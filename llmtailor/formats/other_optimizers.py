@@ -1,9 +1,9 @@
 """Optimizers other than Adam, recognized by what they keep: in files, or in a training before their first step. Pure.
 
-The rule: a state that some params have and others lack is damage. What no param has tells another optimizer, which may
-be healthy, so it is refused once, by its likely name. Seen in torch 2.13, transformers 5.23, bitsandbytes 0.50, torchao
-0.18, schedulefree 1.4.1, grokadamw 0.1.2, galore_torch 1.0, apollo_torch 1.0.3, came_pytorch 0.1.3, adam-mini 1.1.1,
-torch-optimi 0.3.3, lomo-optim 0.1.
+The rule: a state that some params have and others lack is damage. A state that no param has means another optimizer.
+Its checkpoint may be healthy, so it is refused once, by its likely name. Seen in torch 2.13, transformers 5.23,
+bitsandbytes 0.50, torchao 0.18, schedulefree 1.4.1, grokadamw 0.1.2, galore_torch 1.0, apollo_torch 1.0.3, came_pytorch
+0.1.3, adam-mini 1.1.1, torch-optimi 0.3.3, lomo-optim 0.1.
 
 In a training, an optimizer that is not named here is judged by its states after the first step: `Training.has_state`.
 """
@@ -95,7 +95,7 @@ def another(kinds: Collection[str], options: Collection[str], where: str, why: s
 
 @contextmanager
 def naming_others(where: str) -> Iterator[None]:
-    """Name the optimizer whose file can't be decoded, if its classes tell: raises AnotherOptimizer instead."""
+    """Raise AnotherOptimizer, with its name, for a file that can't be decoded because of its classes."""
     try:
         yield
     except ObjectKeys as error:

@@ -15,7 +15,7 @@ base's do, and else under a key of ours; the Trainer keeps the key and saves it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,21 +28,18 @@ from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer, read_optimizer
-from llmtailor.formats.common.param_names import ModelFacts, derived_names, describe_model, fit, has_names, listed_names
+from llmtailor.formats.common.param_names import ModelFacts, describe_model, has_names
 from llmtailor.formats.common.states import (
     check_masters,
     check_steps,
-    find_stateless,
-    frozen_by_guess,
-    hold_weights,
+    index_with_weights,
     kinds_by_param,
     lay_out_master_weights,
     listed_buffers,
     listed_ties,
-    make_index,
     optimizer_tree,
 )
-from llmtailor.formats.format import Draft, usual_dtype
+from llmtailor.formats.format import Draft
 from llmtailor.formats.weights import read_adapter
 from llmtailor.loaders.files import (
     ADAPTER,
@@ -53,19 +50,16 @@ from llmtailor.loaders.files import (
     SCALER,
     SCHEDULER,
     is_pickled_weights,
-    rank_of,
+    is_sign_of,
 )
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, read_trainer_files
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files, synthesize_files
-from llmtailor.model.roles import WEIGHT, State
 
 OTHER_WEIGHTS = "pytorch_model.bin"
-_NOT_PLAIN = ("latest", "zero_to_fp32.py", "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
-"""Files of a DeepSpeed or FSDP checkpoint"""
-_PLAIN = (OPTIMIZER, SCHEDULER, *(LOADERS[ACCELERATE].optimizer, LOADERS[ACCELERATE].scheduler, "random_states_0.pkl"))
-
-
+_OF_OTHERS = (*ENGINE_FILES, "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
+"""Files and folders of a DeepSpeed or FSDP checkpoint"""
+_COPY_BACK = "copy it back, or leave this checkpoint out"
 _AS_SAFETENSORS = (
     "save in safetensors form (the default of the Trainer and of accelerate); or load this checkpoint with what saved "
     "it, and save it again so"
@@ -74,9 +68,10 @@ _AS_SAFETENSORS = (
 
 def detects(root: Path) -> bool:
     """Return whether this is, or was, a checkpoint without DeepSpeed or FSDP; `survey` reports gaps."""
-    if not root.is_dir() or any((root / name).exists() for name in _NOT_PLAIN) or any(root.glob("global_step*")):
+    names = {path.name for path in root.iterdir()} if root.is_dir() else set()
+    if names.intersection(_OF_OTHERS) or any(name.startswith("global_step") for name in names):
         return False
-    return any((root / name).exists() for name in _PLAIN)
+    return any(name in (OPTIMIZER, SCHEDULER) or is_sign_of(ACCELERATE, name) for name in names)
 
 
 def read(root: Path, name: str, client: str | None = None) -> Draft:
@@ -88,8 +83,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     trainer = read_trainer_files(trees, name, problems, client)
     optimizer = attempt(lambda: read_optimizer(trees, PathIn(name, trainer.client.optimizer)), problems)
     if optimizer and ADAPTER_CONFIG in trainer.files and not has_names(optimizer):
-        file = trainer.client.optimizer
-        what = f"this is a PEFT run without DeepSpeed, and its {file} does not state which params it holds"
+        what = f"a PEFT run without DeepSpeed, whose {trainer.client.optimizer} does not say which params it holds"
         fix = "leave it out; the partial checkpoints of such a run can be composed, and full ones with DeepSpeed"
         raise UnsupportedCheckpoint.at(name, what, fix)
     weights = attempt(lambda: _weights(root, name, optimizer, trainer), problems)
@@ -109,7 +103,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
 
 def _weights(
     root: Path, name: str, optimizer: SavedOptimizer | None, trainer: TrainerFiles
-) -> Mapping[State, TensorEntry]:
+) -> Mapping[str, TensorEntry]:
     """Return the weights of the model, or of the trained adapter.
 
     Raises SourceError, or UnsupportedCheckpoint if the only ones are those of ``torch.save``.
@@ -120,9 +114,9 @@ def _weights(
         what = "the only weights are in this file, which a resume reads, but llmtailor does not"
         raise UnsupportedCheckpoint.at(PathIn(name, pickled), what, _AS_SAFETENSORS)
     if not is_adapter:
-        return trainer.weights
+        return {state.param: held for state, held in trainer.weights.items()}
     trained = [param for group in optimizer.groups for param in group.names or ()] if optimizer else []
-    return {State(param, WEIGHT): held for param, held in read_adapter(root, name, trained).items()}
+    return read_adapter(root, name, trained)
 
 
 def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
@@ -145,51 +139,30 @@ def _index(
     name: str,
     optimizer: SavedOptimizer,
     trainer: TrainerFiles,
-    stored: Mapping[State, TensorEntry],
+    weights: Mapping[str, TensorEntry],
 ) -> CheckpointIndex:
-    """Return the index. Raises SourceError if optimizer, weights and model don't fit together."""
     where = PathIn(name, trainer.client.optimizer)
     findings: list[Finding] = []
     ties = listed_ties(root, name) if has_names(optimizer) and ADAPTER_CONFIG not in trainer.files else None
     model = _ask_model(root, name, optimizer, trainer, findings) if ties is None else None
-    if has_names(optimizer):
-        groups = listed_names(optimizer, where)
-    else:
-        assert model is not None
-        groups = derived_names(optimizer, model, where)
-    weights = {state.param: held for state, held in stored.items()}
-    known = fit(groups, optimizer, weights, model, listed_buffers(root, name), where)
-    of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
-    tied = known.tied if ties is None else {name: of for name, of in ties.items() if of in known.params}
-    index = make_index(root, name, optimizer, groups, known.params, tied, of_weights)
-    findings += find_stateless(index, where)
-    if not has_names(optimizer):
-        findings += frozen_by_guess(known.params, where)
+    buffers = listed_buffers(root, name)
+    index, known = index_with_weights(root, where, optimizer, weights, model, buffers, trainer, ties)
+    findings += index.findings
     if renamed := [param for param in known.params if param not in weights]:
         what = f"the weight files have other names for {some(renamed)} than the model, so a resume does not find them"
-        from_this = "from this one, transformers 5.23 keeps the initial values"
-        fix = f"save with llmtailor.saving, or under DeepSpeed; {from_this}"
+        fix = "save with llmtailor.saving, or under DeepSpeed; transformers 5.23 would keep the initial values"
         if all(param in known.weight_of for param in renamed):
             fix = "resume from a copy with the model's own names: llmtailor convert makes it"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
-    world_size = _world_size(trainer.files)
-    return replace(
-        index,
-        world_size=world_size,
-        global_step=index.global_step if trainer.global_step is None else trainer.global_step,
-        precision=usual_dtype(weight.dtype for weight in stored.values()),
-        held={**index.held, **dict(hold_weights(weights, known, world_size))},
-        findings=tuple(findings),
-    )
+    return replace(index, findings=tuple(findings))
 
 
-def _check_complete(trainer: TrainerFiles, weights: Mapping[State, TensorEntry] | None, name: str) -> None:
+def _check_complete(trainer: TrainerFiles, weights: Mapping[str, TensorEntry] | None, name: str) -> None:
     """Raise SourceError for missing files without which a resume fails or silently drops the optimizer."""
     problems = []
     if trainer.client.needs_scheduler and trainer.client.scheduler not in trainer.files:
         what = "the file is missing; without it a resume silently loads neither the schedule nor the optimizer"
-        fix = "copy it back, or leave this checkpoint out"
-        problems.append(Problem(PathIn(name, SCHEDULER), what, fix, Code.FILE_MISSING))
+        problems.append(Problem(PathIn(name, SCHEDULER), what, _COPY_BACK, Code.FILE_MISSING))
     if weights is not None and not weights:
         fix = "save in safetensors form; without DeepSpeed the weights are what the optimizer updates"
         problems.append(Problem(name, "there are no weights in safetensors form", fix, Code.WEIGHTS_MISSING))
@@ -217,10 +190,6 @@ def _ask_model(
         what = f"tied names and buffers are not known ({error.problems[0].what})"
         findings.append(Finding(name, what, fix, Code.MODEL_UNKNOWN))
         return None
-
-
-def _world_size(files: Iterable[str]) -> int:
-    return max((rank + 1 for path in files if (rank := rank_of(path)) is not None), default=1)
 
 
 check = check_masters
@@ -251,9 +220,8 @@ def _check_base(base: CheckpointIndex, client: str) -> None:
     problems = []
     if base.client == client and LOADERS[client].needs_scheduler and not base.offers(SCHEDULER):
         what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
-        problems.append(
-            Problem(PathIn(base.name, SCHEDULER), what, "use a base whose run used the Trainer's scheduler")
-        )
+        fix = "use a base whose run used the Trainer's scheduler"
+        problems.append(Problem(PathIn(base.name, SCHEDULER), what, fix))
     if not kinds_by_param(base):
         what = "its optimizer has made no step yet, so it has no states"
         problems.append(Problem(base.name, what, "use a later checkpoint as base"))

@@ -16,14 +16,7 @@ from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA
 from llmtailor.errors import MismatchError, SourceError, damaged, printable
-from llmtailor.formats import lightning as lightning_reader
-from llmtailor.formats import lightning as lightning_writer
-from llmtailor.formats import plain as plain_reader
-from llmtailor.formats import plain as plain_writer
-from llmtailor.formats import universal as universal_reader
-from llmtailor.formats import universal as universal_writer
-from llmtailor.formats import zero as zero_reader
-from llmtailor.formats import zero as zero_writer
+from llmtailor.formats import lightning, plain, universal, zero
 from llmtailor.formats.common.param_names import describe_model
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
@@ -41,21 +34,14 @@ from llmtailor.timing import Stopwatch
 logger = logging.getLogger(__name__)
 
 
-READERS: tuple[Reader, ...] = (
-    partial_reader,
-    lightning_reader,
-    dcp_reader,
-    plain_reader,
-    universal_reader,
-    zero_reader,
-)
+READERS: tuple[Reader, ...] = (partial_reader, lightning, dcp_reader, plain, universal, zero)
 """In the order in which they are tried; the last one reports what is wrong with a folder of no format."""
 
 
 _WRITERS: Mapping[str, Writer] = {
-    DEEPSPEED: zero_writer,
-    UNIVERSAL: universal_writer,
-    TRAINER: plain_writer,
+    DEEPSPEED: zero,
+    UNIVERSAL: universal,
+    TRAINER: plain,
     FSDP: DcpWriter(FSDP),
     DCP: DcpWriter(DCP),
 }
@@ -63,8 +49,7 @@ _WRITERS: Mapping[str, Writer] = {
 
 def writer_of(family: str, client: str = TRAINER) -> Writer:
     """Return the writer of a family of formats, for whose loader resumes from the output."""
-    is_one_file = family == TRAINER and LOADERS[client].holds_all
-    return lightning_writer if is_one_file else _WRITERS[family]
+    return lightning if family == TRAINER and LOADERS[client].holds_all else _WRITERS[family]
 
 
 def is_checkpoint(root: Path) -> bool:
@@ -111,8 +96,7 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
     name, watch = name or display_name(see(root)), Stopwatch()
     try:
         if (root / UPLOADING).is_file():
-            what = "its upload was cut off: it is incomplete"
-            raise damaged(name, what, Code.FILE_MISSING)
+            raise damaged(name, "its upload was cut off: it is incomplete", Code.FILE_MISSING)
         reader = next((one for one in READERS[:-1] if one.detects(root)), READERS[-1])
         survey = finish(reader.read(root, name, client), root, name)
         if survey.index is None:
@@ -123,9 +107,8 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
         return survey
     except OSError as error:
         fix = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
-        raise SourceError.at(
-            name, f"can't read {error.filename}: {error.strerror or error}", fix, Code.FILE_UNREADABLE
-        ) from error
+        what = f"can't read {error.filename}: {error.strerror or error}"
+        raise SourceError.at(name, what, fix, Code.FILE_UNREADABLE) from error
 
 
 def display_name(path: Path) -> str:
@@ -168,7 +151,7 @@ def with_experts(
 
 
 def shared_layers(index: CheckpointIndex, structure: ModelStructure) -> set[str]:
-    """Return the layers of which a partial checkpoint holds a share, and of a composite those of several steps.
+    """Return the layers that a partial checkpoint holds in part, or whose experts have several steps in a composite.
 
     In ``structure``, layers are whole.
     """

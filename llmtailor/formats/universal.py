@@ -13,25 +13,26 @@ ZeRO-1/2 it also writes ``fp32.pt`` for frozen params, buffers and tied names, w
 come from the model states. Tensors merged from tensor-parallel ranks have other keys beside ``param`` and are refused.
 
 The model states are those of the output's stage. A run in the other kind of stage opens a file of another name first,
-so a copy without params has that name. What each stage then reads of ``zero/`` is in `read.read_global_state`.
+so a copy without params has that name. What each stage then reads of ``zero/`` `read_global_state` says.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, Form, TensorEntry, TrainState, ZeroFacts
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
+from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, TensorEntry, TrainState
+from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import NAME_KEYS, OptimizerLayout
-from llmtailor.checkpoint.placement import Contiguous, Extent
+from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
 from llmtailor.codes import Code
 from llmtailor.containers.json import FileTrees, Tensor, Trees, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.containers.unpickle import Ordered, make_tensor
+from llmtailor.containers.unpickle import Ordered, state_tensor
 from llmtailor.errors import (
     COPY_CHECKPOINT,
     PathIn,
@@ -52,20 +53,23 @@ from llmtailor.formats.deepspeed_common.files import (
     read_tag,
     refuse_other_parallelism,
 )
-from llmtailor.formats.deepspeed_common.read import (
-    check_folder,
-    check_save,
-    lay_out_engine,
-    order_groups,
-    read_settings,
+from llmtailor.formats.deepspeed_common.read import draft_of_engine, first_of, fit_models, uses_round_robin
+from llmtailor.formats.deepspeed_common.shards import (
+    STATES,
+    ZERO12,
+    OptimShard,
+    read_all,
+    read_model_shard,
+    read_param_group,
+    read_stage,
+    section,
 )
-from llmtailor.formats.deepspeed_common.shards import STATES, ZERO12, ModelShard, read_param_group, read_stage, section
-from llmtailor.formats.deepspeed_common.states import fit_models, hold_untrained, read_models, uses_round_robin
 from llmtailor.formats.deepspeed_common.write import (
     DS_VERSION,
     RankFiles,
     ZeroTarget,
     clipping_node,
+    lay_out_engine,
     make_stage,
     model_states,
     scaling_nodes,
@@ -74,11 +78,11 @@ from llmtailor.formats.deepspeed_common.write import (
 )
 from llmtailor.formats.format import Draft
 from llmtailor.loaders.files import ENGINE_FILES, LATEST, LATEST_UNIVERSAL, MANIFEST
-from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
+from llmtailor.loaders.read import file_fact, read_trainer_files
 from llmtailor.loaders.stock_fields import check_fields, facts_of_rank
 from llmtailor.loaders.write import Wanted
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, State
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, State
 from llmtailor.storage.local import FileFact, list_entries
 
 FOLDER, GLOBAL_STATE, STEP = "zero", "optimizer_state.pt", "step"
@@ -87,6 +91,7 @@ NAME_OF = {MASTER: "fp32"}
 _REQUIRED = (MASTER, EXP_AVG, EXP_AVG_SQ)
 _KEYS = {"param", "cat_dim"}
 _SCALING = {"loss_scaler", "dynamic_loss_scale", "overflow"}
+_Shapes = Mapping[str, tuple[int, ...]]
 
 
 def detects(root: Path) -> bool:
@@ -100,26 +105,8 @@ def _tags(root: Path) -> list[str]:
     return [path.parent.name for path in root.glob(f"*/{FOLDER}") if path.is_dir()]
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalState:
-    """The content of ``optimizer_state.pt``."""
-
-    rest: Mapping[str, Any]
-    """The tree without states and param groups"""
-    facts: Mapping[str, object]
-    findings: tuple[Finding, ...]
-    stage: int
-    """Of the run that saved it"""
-    variant: str
-    groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
-    """For each param group: the sub-groups that it owns, and its hyperparameters"""
-    steps: Mapping[int, float]
-    """Sub-group -> step, as far as it is stored here; ZeRO-3 takes that of the first for all params"""
-    step_is_tensor: bool
-
-
-def read_global_state(trees: Trees, path: str, where: str) -> GlobalState:
-    """Return the content of ``optimizer_state.pt``, which ZeRO's stages read differently.
+def read_global_state(trees: Trees, path: str, where: str) -> OptimShard:
+    """Return the content of ``optimizer_state.pt``, which has no flat tensors, and may lack steps.
 
     All read ``loss_scaler``, ``dynamic_loss_scale`` and ``overflow``; ZeRO-1/2 also ``clip_grad``, ``ds_version`` and
     ``param_groups``; ZeRO-3 ``optimizer_state_dict.state[0].step`` and ``optimizer_state_dict.param_groups[0]``, for
@@ -140,24 +127,23 @@ def read_global_state(trees: Trees, path: str, where: str) -> GlobalState:
     outer = {key: value for key, value in tree.items() if key not in STATES and key != "param_groups"}
     stage = read_stage(tree, (1, 2, 3), "of a universal checkpoint", where)
     read = _SCALING if stage == 3 else _SCALING | {"clip_grad", "ds_version"}
-    table = replace(ZERO12, fields=tuple(one for one in ZERO12.fields if len(one.path) > 1 and one.path[1] in read))
+    table = tuple(one for one in ZERO12 if len(one.path) > 1 and one.path[1] in read)
     wrapped = {"optimizer_state_dict": outer}
-    return GlobalState(
-        outer,
-        facts_of_rank(wrapped, table),
-        tuple(check_fields(wrapped, table, where)),
-        stage,
-        "plain" if "zero_stage" in tree else "bf16_optimizer",
-        groups,
-        steps,
-        step_is_tensor,
+    return OptimShard(
+        path=path,
+        rest=outer,
+        facts=facts_of_rank(wrapped, table),
+        findings=tuple(check_fields(wrapped, table, where)),
+        stage=stage,
+        variant="plain" if "zero_stage" in tree else "bf16_optimizer",
+        groups=groups,
+        steps=steps,
+        step_is_tensor=step_is_tensor,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class StoredParam:
-    """The files of one param."""
-
+class _StoredParam:
     tensors: Mapping[str, Tensor | None]
     """Kind -> its tensor; None for a file that is missing or damaged"""
     step: float | None
@@ -169,27 +155,61 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
 
     Raises UnsupportedCheckpoint for tensors of another parallelism than ZeRO's; the draft reports damage.
     """
-    problems, trees = Problems(), FileTrees(root)
+    problems, trees, findings = Problems(), FileTrees(root), list[Finding]()
     tag = read_tag(root, name, LATEST_UNIVERSAL, _tags(root), problems)
     trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if tag is None:
         return Draft(problems)
     facts = dict(_files_in(root, f"{tag}/"))
     refuse_other_parallelism([path.rpartition("/")[2] for path in facts if path.count("/") == 1], PathIn(name, tag))
-    path = f"{tag}/{FOLDER}/{GLOBAL_STATE}"
-    known = attempt(lambda: read_global_state(trees, path, PathIn(name, path)), problems)
+    path, place = f"{tag}/{FOLDER}/{GLOBAL_STATE}", PathIn(name, tag)
+    where = PathIn(name, path)
+    known = attempt(lambda: read_global_state(trees, path, where), problems)
     if known is None:
         return Draft(problems)
-    names = {path.rpartition("/")[2] for path in facts}
-    count = count_models(names) if known.stage == 3 else 1
+    count = count_models(file.rpartition("/")[2] for file in facts) if known.stage == 3 else 1
     model_paths = tuple(f"{tag}/{model_name(rank, known.stage)}" for rank in range(count))
     files = ShardFiles(tag, False, (path,), model_paths, known.stage == 3)
-    named: dict[str, list[str]] = {}
-    for path in facts:
-        folder, _, file = path.rpartition("/")
-        if file.endswith(".pt"):
-            named.setdefault(f"{folder}/", []).append(file.removesuffix(".pt"))
-    return _Reader(root, name, trees, files, known, facts, trainer, problems, named).read()
+    model = read_all(read_model_shard, trees, files, files.model, name, problems, findings)
+    model = fit_models(trees, files, model, name, problems)
+    usual = first_of(model)
+    if usual is None:
+        return Draft(problems)
+    if files.is_zero3 and count != usual.world_size:
+        saved = counted(usual.world_size, "rank")
+        what = f"there are model states of {counted(count, 'rank')}, but they say that {saved} saved them"
+        problems.add(SourceError.at(place, what, COPY_CHECKPOINT, Code.FILE_MISSING))
+    if (have := len(usual.param_shapes)) != (owned := sum(len(ids) for ids, _ in known.groups)):
+        what = f"the param groups own {owned} sub-groups, but the model states describe {have}"
+        problems.add(damaged(where, what, Code.FIELD_CONFLICT))
+        return Draft(problems)
+    reader = _Reader(name, trees, f"{tag}/{FOLDER}/", facts, problems)
+    stored = {param: reader.read(param, shape) for shapes in usual.param_shapes for param, shape in shapes.items()}
+    steps = [reader.step(flat_id, shapes, stored, known.steps) for flat_id, shapes in enumerate(usual.param_shapes)]
+    config = usual.rest.get("ds_config")
+    config = config if isinstance(config, dict) else {}
+    if uses_round_robin(config, known.stage, known.variant) and not (root / MANIFEST).is_file():
+        what = "ds_to_universal 0.19.8 mixes up the params of a run with round_robin_gradients"
+        fix = "use the checkpoint that it was made from; llmtailor convert --to universal makes another"
+        problems.add(SourceError.at(place, what, fix))
+    are_tensors = [one.step_is_tensor for one in stored.values() if one.step is not None]
+    version = known.rest.get("ds_version", usual.rest.get("ds_version"))
+    return draft_of_engine(
+        UNIVERSAL,
+        root,
+        name,
+        replace(files, is_bf16=section(config, "bf16").get("enabled") is True),
+        replace(known, ds_config=config, step_is_tensor=[*are_tensors, known.step_is_tensor][0]),
+        model,
+        trained=[*reader.placed(usual.param_shapes, stored)],
+        steps=steps,
+        rests=[{"ds_config": config, "ds_version": version, "optimizer_state_dict": known.rest}],
+        facts=facts,
+        unreadable=reader.unreadable,
+        findings=[*findings, *known.findings, *_other_steps(known.steps.get(0), steps, where)],
+        trainer=trainer,
+        problems=problems,
+    )
 
 
 def _files_in(root: Path, folder: str) -> Iterator[tuple[str, FileFact]]:
@@ -201,82 +221,44 @@ def _files_in(root: Path, folder: str) -> Iterator[tuple[str, FileFact]]:
             yield path, fact
 
 
-@dataclass(frozen=True, slots=True)
+def _other_steps(first: float | None, steps: Sequence[float], where: str) -> Iterator[Finding]:
+    if first is not None and (others := sorted({*steps} - {first})):
+        what = f"Adam's steps are {', '.join(f'{step:g}' for step in (first, *others))}"
+        fix = f"a resume with ZeRO-3 takes {first:g} for all params; ZeRO-1 and ZeRO-2 keep them"
+        yield Finding(where, what, fix, Code.STEPS_DIFFER, WARNING)
+
+
 class _Reader:
-    root: Path
-    name: str
-    trees: Trees
-    files: ShardFiles
-    known: GlobalState
-    facts: Mapping[str, FileFact]
-    trainer: TrainerFiles
-    problems: Problems
-    named: Mapping[str, list[str]]
-    """Folder of a param -> the stems of its ``.pt`` files"""
+    """Reads the folders of params, which lie in ``folder``."""
 
-    def read(self) -> Draft:
-        found: list[Finding] = []
-        model = read_models(self.trees, self.files, self.name, self.problems, found)
-        model = fit_models(self.trees, self.files, model, self.name, self.problems)
-        usual = next((shard for shard in model if shard is not None), None)
-        if usual is None:
-            return Draft(self.problems)
-        attempt(lambda: self._check_count(usual), self.problems)
-        if (have := len(usual.param_shapes)) != (owned := sum(len(ids) for ids, _ in self.known.groups)):
-            what = f"the param groups own {owned} sub-groups, but the model states describe {have}"
-            self.problems.add(damaged(self._in(GLOBAL_STATE), what, Code.FIELD_CONFLICT))
-            return Draft(self.problems)
-        stored = {
-            param: self._read_param(param, shape) for shapes in usual.param_shapes for param, shape in shapes.items()
+    def __init__(self, name: str, trees: Trees, folder: str, facts: Mapping[str, FileFact], problems: Problems):
+        self.name, self.trees, self.folder, self.facts, self.problems = name, trees, folder, facts, problems
+        self.unreadable: set[str] = set()
+        self.named: dict[str, list[str]] = {}
+        """Folder of a param -> the stems of its ``.pt`` files"""
+        for path in facts:
+            if path.endswith(".pt"):
+                above, _, file = path.rpartition("/")
+                self.named.setdefault(above, []).append(file.removesuffix(".pt"))
+
+    def path(self, param: str, kind: str) -> str:
+        return f"{self.folder}{param}/{NAME_OF.get(kind, kind)}.pt"
+
+    def read(self, param: str, shape: tuple[int, ...]) -> _StoredParam:
+        names = self.named.get(f"{self.folder}{param}", [])
+        kinds = (*_REQUIRED, *(one for one in names if one not in (STEP, *NAME_OF.values(), *_REQUIRED)))
+        tensors = {
+            kind: attempt(lambda: self._read_tensor(self.path(param, kind), kind, shape), self.problems)  # noqa: B023
+            for kind in kinds
         }
-        steps = [self._step(flat_id, shapes, stored) for flat_id, shapes in enumerate(usual.param_shapes)]
-        config = usual.rest.get("ds_config")
-        config = config if isinstance(config, dict) else {}
-        is_bf16 = section(config, "bf16").get("enabled") is True
-        files = replace(self.files, is_bf16=is_bf16)
-        attempt(lambda: self._check_order(config), self.problems)
-        trainer, facts, scheduler = self.trainer, self.known.facts, usual.scheduler
-
-        def check(index: CheckpointIndex) -> Iterator[Finding]:
-            yield from check_folder(index, files, trainer, {})
-            yield from check_save(index, files, trainer, config, facts, scheduler, self.problems)
-
-        index = self._index(usual, model, stored, steps, config, is_bf16, found)
-        return Draft(self.problems, index, trainer, check)
-
-    def _in(self, path: str) -> PathIn:
-        return PathIn(self.name, f"{self.files.tag}/{FOLDER}/{path}")
-
-    def _check_count(self, usual: ModelShard) -> None:
-        have = len(self.files.model)
-        if self.files.is_zero3 and have != usual.world_size:
-            saved = counted(usual.world_size, "rank")
-            what = f"there are model states of {counted(have, 'rank')}, but they say that {saved} saved them"
-            raise SourceError.at(PathIn(self.name, self.files.tag), what, COPY_CHECKPOINT, Code.FILE_MISSING)
-
-    def _check_order(self, config: Mapping[str, Any]) -> None:
-        """Raise SourceError for what ``ds_to_universal`` makes of a run with ``round_robin_gradients``."""
-        if uses_round_robin(config, self.known.stage, self.known.variant) and not (self.root / MANIFEST).is_file():
-            what = "ds_to_universal 0.19.8 mixes up the params of a run with round_robin_gradients"
-            fix = "use the checkpoint that it was made from; llmtailor convert --to universal makes another"
-            raise SourceError.at(PathIn(self.name, self.files.tag), what, fix)
-
-    def _read_param(self, param: str, shape: tuple[int, ...]) -> StoredParam:
-        folder = f"{self.files.tag}/{FOLDER}/{param}/"
-        names = self.named.get(folder, [])
-        others = [one for one in names if one not in (STEP, *NAME_OF.values(), *_REQUIRED)]
-        tensors: dict[str, Tensor | None] = {}
-        for kind in (*_REQUIRED, *others):
-            path = f"{folder}{NAME_OF.get(kind, kind)}.pt"
-            tensors[kind] = attempt(lambda: self._read_tensor(path, kind, shape), self.problems)  # noqa: B023
         step, is_tensor = None, True
         if STEP in names:
-            path = f"{folder}{STEP}.pt"
+            path = self.path(param, STEP)
             node = attempt(lambda: self.trees.read(path, PathIn(self.name, path)).tree, self.problems)
             is_tensor = not isinstance(node, (int, float))
             if node is not None:
-                step = attempt(lambda: read_step(self.root, node, 0, PathIn(self.name, path)), self.problems)
-        return StoredParam(tensors, step, is_tensor)
+                step = attempt(lambda: read_step(self.trees.root, node, 0, PathIn(self.name, path)), self.problems)
+        return _StoredParam(tensors, step, is_tensor)
 
     def _read_tensor(self, path: str, kind: str, shape: tuple[int, ...]) -> Tensor:
         where = PathIn(self.name, path)
@@ -302,90 +284,40 @@ class _Reader:
             raise damaged(where, what, Code.STATE_SIZE)
         return replace(tensor, shape=shape)
 
-    def _step(self, flat_id: int, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredParam]) -> float:
+    def step(
+        self, flat_id: int, shapes: _Shapes, stored: Mapping[str, _StoredParam], general_steps: Mapping[int, float]
+    ) -> float:
         """Return the step of a sub-group; add to the problems if its params have different ones."""
+        where = PathIn(self.name, f"{self.folder}{GLOBAL_STATE}")
         own = {param: stored[param].step for param in shapes}
-        told = {step for step in own.values() if step is not None}
-        if len(told) > 1 or (told and None in own.values()):
-            which = ", ".join(f"{step:g}" for step in sorted(told))
+        stated = {step for step in own.values() if step is not None}
+        if len(stated) > 1 or (stated and None in own.values()):
+            which = ", ".join(f"{step:g}" for step in sorted(stated))
             lacking = [param for param, step in own.items() if step is None]
             what = f"params of one group have the steps {which}" + (f", {some(lacking)} none" if lacking else "")
-            self.problems.add(damaged(self._in(next(iter(own))), f"{what}; a resume refuses that", Code.STEPS_DIFFER))
-        general = self.known.steps.get(flat_id, next(iter(self.known.steps.values()), None))
-        if told and general is not None and general not in told:
-            what = f"the step of sub-group {flat_id} is {general:g}, but {STEP}.pt of its params says {min(told):g}"
-            self.problems.add(SourceError.at(self._in(GLOBAL_STATE), what, COPY_CHECKPOINT, Code.STEPS_DIFFER))
-        if not told and general is None:
+            place = PathIn(self.name, f"{self.folder}{next(iter(own))}")
+            self.problems.add(damaged(place, f"{what}; a resume refuses that", Code.STEPS_DIFFER))
+        general = general_steps.get(flat_id, next(iter(general_steps.values()), None))
+        if stated and general is not None and general not in stated:
+            what = f"the step of sub-group {flat_id} is {general:g}, but {STEP}.pt of its params says {min(stated):g}"
+            self.problems.add(SourceError.at(where, what, COPY_CHECKPOINT, Code.STEPS_DIFFER))
+        if not stated and general is None:
             what = f"neither {GLOBAL_STATE} nor {STEP}.pt of the params has the step of sub-group {flat_id}"
-            self.problems.add(damaged(self._in(GLOBAL_STATE), what, Code.STATE_MISSING))
-        return min(told) if told else general or 0.0
+            self.problems.add(damaged(where, what, Code.STATE_MISSING))
+        return min(stated) if stated else general or 0.0
 
-    def _findings(self, steps: Sequence[float]) -> Iterator[Finding]:
-        first = self.known.steps.get(0)
-        if others := sorted({step for step in steps if first is not None and step != first}):
-            what = f"Adam's steps are {', '.join(f'{step:g}' for step in (first, *others) if step is not None)}"
-            fix = f"a resume with ZeRO-3 takes {first:g} for all params; ZeRO-1 and ZeRO-2 keep them"
-            yield Finding(self._in(GLOBAL_STATE), what, fix, Code.STEPS_DIFFER, WARNING)
-
-    def _index(
-        self,
-        usual: ModelShard,
-        model: Sequence[ModelShard | None],
-        stored: Mapping[str, StoredParam],
-        steps: Sequence[float],
-        config: Mapping[str, Any],
-        is_bf16: bool,
-        found: Sequence[Finding],
-    ) -> CheckpointIndex:
-        known, files = self.known, self.files
-        dealt = usual.world_size if uses_round_robin(config, known.stage, known.variant) else 1
-        groups, sub_groups = order_groups(known.groups, usual.param_shapes, steps, dealt_to=dealt)
-        params: dict[str, Param] = {}
-        held: dict[State, TensorEntry] = {}
-        unreadable = {path for path, shard in zip(files.model, model, strict=True) if shard is None}
+    def placed(
+        self, shapes_of: Sequence[_Shapes], stored: Mapping[str, _StoredParam]
+    ) -> Iterator[tuple[Param, str, TensorEntry]]:
+        """Yield the place of each state; the element ranges of one that is not readable are right."""
         kinds = dict.fromkeys(kind for one in stored.values() for kind in one.tensors)
-        for shapes in usual.param_shapes:
-            for param, shape in shapes.items():
-                params[param] = Param(param, shape, "trainable")
-                for kind in kinds:
-                    path = f"{files.tag}/{FOLDER}/{param}/{NAME_OF.get(kind, kind)}.pt"
-                    tensor = stored[param].tensors.get(kind)
-                    if tensor is None:
-                        unreadable.add(path)
-                        tensor = Tensor("F32", shape, Extent(path, 0, 0))
-                    place = Contiguous(tensor.extent, ITEMSIZE[tensor.dtype])
-                    held[State(param, kind)] = TensorEntry(tensor.dtype, shape, place)
-        for one, kind, entry in hold_untrained(files, usual, model):
-            params[one.name] = one
-            if entry is not None:
-                held[State(one.name, kind)] = entry
-        are_tensors = [one.step_is_tensor for one in stored.values() if one.step is not None]
-        step_is_tensor = are_tensors[0] if are_tensors else known.step_is_tensor
-        version = known.rest.get("ds_version", usual.rest.get("ds_version"))
-        rest = {"ds_config": config, "ds_version": version, "optimizer_state_dict": known.rest}
-        return CheckpointIndex(
-            root=self.root,
-            name=self.name,
-            form=Form(UNIVERSAL, known.stage, known.variant),
-            world_size=usual.world_size,
-            global_step=usual.global_steps,
-            precision="BF16" if is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
-            params=params,
-            tied={tied: name for tied, name in usual.tied.items() if name in params},
-            held=held,
-            groups=groups,
-            sub_groups=sub_groups,
-            zero=ZeroFacts(files.tag, usual.skipped_steps, read_settings(config, is_bf16, known.variant)),
-            files=self.facts,
-            unreadable=frozenset(unreadable),
-            train=TrainState(
-                step_is_tensor,
-                tuple(usual.rest["module"]),
-                optim=(rest,),
-                model=tuple(None if shard is None else shard.rest for shard in model),
-            ),
-            findings=(*found, *known.findings, *self._findings(steps)),
-        )
+        for param, shape in (item for shapes in shapes_of for item in shapes.items()):
+            for kind in kinds:
+                tensor = stored[param].tensors.get(kind)
+                if tensor is None:
+                    self.unreadable.add(path := self.path(param, kind))
+                    tensor = Tensor("F32", shape, Extent(path, 0, 0))
+                yield Param(param, shape, "trainable"), kind, tensor.entry
 
 
 _PARAMS = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
@@ -411,15 +343,12 @@ def _check_base(base: CheckpointIndex) -> None:
     if lacking := [param for param in base.steps() if State(param, EXP_AVG) not in base.held]:
         what = f"it has no moments of {some(lacking)}, which a universal checkpoint needs"
         problems.append(Problem(base.name, what, "use a later checkpoint as base"))
-    if unfit := [param for param in base.steps() if not _is_folder_name(param)]:
+    no_name = re.compile(r"\.{0,2}|.*[/\0].*", re.DOTALL)
+    if unfit := [one for one in base.steps() if no_name.fullmatch(one) or len(one.encode()) > _MAX_NAME_BYTES]:
         what = f"{some(unfit)} can't be the names of folders, as a universal checkpoint has them"
         problems.append(Problem(base.name, what, "stay with another format"))
     if problems:
         raise UnsupportedCheckpoint(problems)
-
-
-def _is_folder_name(param: str) -> bool:
-    return param not in ("", ".", "..") and not {*param} & {*"/\0"} and len(param.encode()) <= _MAX_NAME_BYTES
 
 
 def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
@@ -427,7 +356,7 @@ def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayou
     if target.client.finds(target.tag) and not target.client.finds(tag):
         tag = target.tag
     yield FileLayout(LATEST_UNIVERSAL, (Bytes(tag.encode(), "the tag"),))
-    models = RankFiles(target, train).model(tag)
+    models = RankFiles(target, train).layouts(tag, (model_states,))
     yield next(models)
     other = {**model_states(target, train, 0, 0), **dict.fromkeys(_PARAMS), "module": Ordered()}
     yield lay_out_torch_file(f"{tag}/{model_name(0, 3 if target.layout.stage < 3 else 1)}", other)
@@ -439,9 +368,8 @@ def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayou
             folder = f"{tag}/{FOLDER}/{param}"
             shape = target.base.params[param].shape
             for kind in (MASTER, *target.kinds):
-                state, numel = State(param, kind), target.base.params[param].numel
-                dtype = target.dtype(state)
-                tensor = make_tensor(dtype, shape, (Slot(state, dtype, 0, numel),) if numel else ())
+                state = State(param, kind)
+                tensor = state_tensor(state, target.dtype(state), shape)
                 yield lay_out_torch_file(f"{folder}/{NAME_OF.get(kind, kind)}.pt", {"cat_dim": 0, "param": tensor})
             yield lay_out_torch_file(f"{folder}/{STEP}.pt", step_node(target, number))
 
@@ -474,7 +402,6 @@ def _global_state(target: ZeroTarget, rest: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _unlike_options(layout: OptimizerLayout) -> list[str]:
-    """Return the hyperparameters that are not the same in all param groups."""
     first = layout.groups[0].hyper
     keys = dict.fromkeys(key for group in layout.groups for key in group.hyper)
     return [

@@ -43,7 +43,9 @@ def new_weights(
     listed += [(name, index.params[stored]) for name, stored in index.tied.items() if list_tied]
     for name, stored in listed:
         held_as = _dtype(stored, index, dtype)
-        for tensor in _tensors(replace(stored, name=name), index, naming):
+        saved_as = index.partial.saved_as
+        known = None if saved_as is None else saved_as.get(name, (SavedAs(name, stored.shape),))  # a tied name has none
+        for tensor in on_disk(replace(stored, name=name), naming) if known is None else known:
             # the layout decides its place in the output
             tensors[tensor.name] = TensorEntry(held_as, tensor.shape, Contiguous(Extent("", 0, 0), ITEMSIZE[held_as]))
             filled_by[tensor.name] = (State(stored.name, WEIGHT), tensor.begin)
@@ -53,12 +55,6 @@ def new_weights(
         WeightFile(path, shard, {"format": "pt"}, {name: filled_by[name] for name in shard})
         for path, shard in _shard(ordered)
     )
-
-
-def _tensors(param: Param, index: CheckpointIndex, naming: Naming) -> Iterable[SavedAs]:
-    if (saved_as := index.partial.saved_as) is None:
-        return on_disk(param, naming)
-    return saved_as.get(param.name, (SavedAs(param.name, param.shape),))  # a tied name is not a separate param
 
 
 def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
@@ -73,7 +69,6 @@ def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
 
 
 def _shard(tensors: Iterable[tuple[str, TensorEntry]]) -> list[tuple[str, dict[str, TensorEntry]]]:
-    """Return tensors split into files, by path."""
     shards: list[dict[str, TensorEntry]] = [{}]
     room = SHARD_BYTES
     for name, held in tensors:

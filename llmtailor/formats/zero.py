@@ -10,8 +10,8 @@ from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.containers.json import FileTrees
 from llmtailor.errors import Problem, Problems
 from llmtailor.formats.deepspeed_common.files import survey_shard_files
-from llmtailor.formats.deepspeed_common.read import lay_out_engine, read_shards
-from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget
+from llmtailor.formats.deepspeed_common.read import read_shards
+from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget, lay_out_engine
 from llmtailor.formats.format import Draft
 from llmtailor.loaders.files import LATEST
 from llmtailor.loaders.loader import is_tag_alone
@@ -48,6 +48,4 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
 def _lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
     if LATEST not in target.base.files or not target.base.train.optim or target.tag != target.base.zero.tag:
         yield FileLayout(LATEST, (Bytes(target.tag.encode(), "the tag"),))
-    ranks = RankFiles(target, train)
-    yield from ranks.optim(target.tag)
-    yield from ranks.model(target.tag)
+    yield from RankFiles(target, train).layouts(target.tag)

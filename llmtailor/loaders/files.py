@@ -59,6 +59,7 @@ class Holds(Enum):
     POINTER = "the name of the folder with the states"
     SCRIPT = "a program that DeepSpeed adds"
     SETTINGS = "what the model or tokenizer is"
+    NOTHING = "nothing that is known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,9 @@ class FileName:
     holds: Holds
     is_known: bool = True
     """Whether it may be deleted or replaced as a training's own, whatever else is in the folder. If not,
-    `loaders.known_files` decides by the rest of the folder."""
+    `loaders.loader` decides by the rest of the folder."""
     is_sign: bool = True
-    """Whether the file alone tells that its owner's loader resumes from the checkpoint"""
+    """Whether the file alone means that its owner's loader resumes from the checkpoint"""
 
 
 _N = r"(_[0-9]{1,5})?"
@@ -90,7 +91,7 @@ TABLE = (
     FileName(rf"rng_state{_N}\.pth", TRAINER, Holds.RNG),
     *_named(SEVERAL, Holds.PROGRESS, SCALER),
     *_named(SEVERAL, Holds.STATES, OPTIMIZER),
-    FileName(rf"optimizer{_N}\.bin", ACCELERATE, Holds.STATES),  # the Trainer's, too, with FSDP
+    FileName(rf"optimizer{_N}\.bin", ACCELERATE, Holds.STATES),  # with FSDP also the Trainer's
     FileName(rf"scheduler{_N}\.bin", ACCELERATE, Holds.PROGRESS),
     FileName(rf"random_states{_N}\.pkl", ACCELERATE, Holds.RNG),
     FileName(rf"(sampler|dl_state_dict){_N}\.bin|custom_checkpoint{_N}\.pkl", ACCELERATE, Holds.OBJECTS),
@@ -129,38 +130,35 @@ TABLE = (
     *_named("llmtailor", Holds.PROGRESS, MANIFEST),
 )
 """The first row that matches counts."""
+_UNKNOWN = FileName("", "", Holds.NOTHING, is_known=False, is_sign=False)
 _ROWS = tuple((re.compile(row.pattern), row) for row in TABLE)
 _SECOND = re.compile(r"(model|optimizer|pytorch_model|pytorch_model_fsdp)_[1-9][0-9]*(/|\.bin|\.safetensors)")
 _RNG_RANK = re.compile(r"(?:rng_state|random_states)(?:_([0-9]+))?\.(?:pth|pkl)")
 
 
 @lru_cache(maxsize=4096)
-def row_of(path: str) -> FileName | None:
-    """Return the row of a path below a checkpoint's root; None for a name that is not in the table."""
-    return next((row for pattern, row in _ROWS if pattern.fullmatch(path)), None)
+def row_of(path: str) -> FileName:
+    """Return the row of a path below a checkpoint's root; one that holds nothing if the name is not in the table."""
+    return next((row for pattern, row in _ROWS if pattern.fullmatch(path)), _UNKNOWN)
 
 
-def owner_of(path: str) -> str | None:
-    row = row_of(path)
-    return row.owner if row else None
+def owner_of(path: str) -> str:
+    return row_of(path).owner
 
 
 def holds(path: str, *kinds: Holds) -> bool:
     """Return whether a file's name is one of files that hold something of these kinds."""
-    row = row_of(path)
-    return row is not None and row.holds in kinds
+    return row_of(path).holds in kinds
 
 
 def is_known_name(path: str) -> bool:
     """Return whether a file of this name may be deleted whatever else is in the folder."""
-    row = row_of(path)
-    return row is not None and row.is_known
+    return row_of(path).is_known
 
 
 def is_sign_of(loader: str, path: str) -> bool:
-    """Return whether a file of this name alone tells that a loader resumes from the checkpoint."""
-    row = row_of(path)
-    return row is not None and row.owner == loader and row.is_sign
+    """Return whether a file of this name alone means that a loader resumes from the checkpoint."""
+    return row_of(path).is_sign and owner_of(path) == loader
 
 
 def is_trainer_file(path: str) -> bool:

@@ -154,7 +154,7 @@ def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bo
 
     ``names`` are those of the entries of its root, folders with a ``/`` at the end. ``is_trainers`` says whether its
     trainer_state.json is the Trainer's; llmtailor's own in a loop without a Trainer is not. None without such a file.
-    ``is_engines`` says whether DeepSpeed has saved the states; the names don't tell whether Lightning told it to.
+    ``is_engines`` says whether DeepSpeed has saved the states; the names don't show whether Lightning made it do so.
     """
     names = [*names]
     if CKPT in names:
@@ -190,7 +190,6 @@ def choose_loader(base: CheckpointIndex, family: str, to: str | None, layout: st
 
 
 def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
-    """Raise MismatchError for a client's layout that the states of a base, or a family of formats, don't fit."""
     able = [TRAINER, ACCELERATE, *([DEEPSPEED] if family in (DEEPSPEED, UNIVERSAL) else [])]
     fix = f"use --layout {', '.join(able[:-1])} or {able[-1]}, or leave it out"
     if base.client == LIGHTNING:
@@ -210,7 +209,7 @@ def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
 def is_tag_alone(folder: Path) -> bool:
     """Return whether a folder is the tag folder of an engine in a loop.
 
-    It is a checkpoint of its own, of which nothing is beside it; other clients have files there.
+    It is a checkpoint of its own, with nothing beside it; other loaders have files there.
     """
     if not folder.is_dir() or not any(OPTIM_STATES.fullmatch(entry.name) for entry in folder.iterdir()):
         return False
@@ -317,18 +316,18 @@ def check_replaceable(root: Path, where: str) -> Entries:
     except OSError as error:
         what = f"the output can't be read ({error.strerror}), so it is not replaced"
         raise TargetError.at(where, what, "choose another output") from error
-    reason = ""
+    fix = "choose another output"
     if contents.unknown:
         reason = f"it holds files that are not a checkpoint's, or that no training made: {some(contents.unknown, 8)}"
+        fix = "move these away, or choose another output"
     elif contents.is_partial:
         reason = "it is a partial checkpoint, on which other steps of its run may depend"
     elif contents.known and not contents.is_training:
         reason = "it is not a checkpoint: it has weights or settings only, no training state"
-    if reason:
-        fix = "move these away, or choose another output" if contents.unknown else "choose another output"
-        what = f"{reason}; --force replaces one checkpoint, and nothing else"
-        raise TargetError.at(where, f"the output is not replaced: {what}", fix)
-    return contents.known
+    else:
+        return contents.known
+    what = f"the output is not replaced: {reason}; --force replaces one checkpoint, and nothing else"
+    raise TargetError.at(where, what, fix)
 
 
 class _Recognizer:
@@ -375,12 +374,9 @@ class _Recognizer:
             listed = self._json(INDEX).get("weight_map")
             shards = set(listed.values()) if isinstance(listed, dict) else None
             yield from (path for path in self.top if _SHARD.fullmatch(path) and (shards is None or path in shards))
-        elif sharded := [path for path in self.top if _OF_RANK.fullmatch(path)]:
-            yield from sharded
-        elif orphans := [path for path in self.top if _SHARD.fullmatch(path)]:
-            yield from orphans
         else:
-            yield from (path for path in self.top if _BIN.fullmatch(path))
+            found = ([path for path in self.top if pattern.fullmatch(path)] for pattern in (_OF_RANK, _SHARD, _BIN))
+            yield from next(filter(None, found), ())
 
     def _code(self) -> Iterator[str]:
         """Yield modules of the checkpoint's own model, config or tokenizer, as ``auto_map`` names them."""
@@ -410,18 +406,15 @@ class _Recognizer:
 
     def _is_as_written(self, path: str) -> bool:
         fact = self.top[path]
-        if path not in self.written or fact is None or fact.num_bytes != self.written[path][0]:
-            return False
-        try:
-            return _crc_of(self.root / path) == self.written[path][1]
-        except SourceError:
-            return False
+        if path in self.written and fact is not None and fact.num_bytes == self.written[path][0]:
+            with suppress(SourceError):
+                return _crc_of(self.root / path) == self.written[path][1]
+        return False
 
     def _json(self, path: str) -> Mapping[str, Any]:
-        try:
+        with suppress(SourceError):
             return read_json(self.root / path, path)
-        except SourceError:
-            return {}
+        return {}
 
 
 def _texts(value: object) -> Iterator[str]:

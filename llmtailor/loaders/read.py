@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import Trees, read_json
-from llmtailor.containers.safetensors import (
-    survey_weights,
-)
-from llmtailor.errors import PathIn, Problems, SourceError, TailorError, UnsupportedCheckpoint, attempt, damaged, some
-from llmtailor.findings import ERROR, Finding
+from llmtailor.containers.safetensors import survey_weights
+from llmtailor.errors import PathIn, Problems, TailorError, UnsupportedCheckpoint, attempt, damaged, some
+from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.loaders.files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -28,7 +27,7 @@ from llmtailor.loaders.files import (
     is_second_models,
 )
 from llmtailor.loaders.loader import LOADERS, Loader, detect_loader
-from llmtailor.loaders.rng import check_random_states, check_rng, find_swapped
+from llmtailor.loaders.rng import check_rng, find_swapped
 from llmtailor.loaders.scheduler import SchedulerFacts, check_scheduler, read_scheduler
 from llmtailor.loaders.trainer_state import (
     check_scaler,
@@ -52,21 +51,21 @@ class TrainerFiles:
     """Whose loader resumes from the checkpoint"""
     files: Mapping[str, FileFact]
     """Every regular file in the root"""
-    inside: frozenset[str]
+    inside: frozenset[str] = frozenset()
     """Stock files that a partial checkpoint contains in its rank shards"""
-    trees: Mapping[str, Any]
+    trees: Mapping[str, Any] = field(default_factory=dict)
     """See `TrainState.trees`"""
-    weights: Mapping[State, TensorEntry]
-    global_step: int | None
+    weights: Mapping[State, TensorEntry] = field(default_factory=dict)
+    global_step: int | None = None
     """From trainer_state.json; None without the file"""
-    step_lags: frozenset[int]
+    step_lags: frozenset[int] = frozenset((0,))
     """How many steps Adam may be behind the run; see `trainer_state.read_lags`"""
-    scheduler: SchedulerFacts | None
-    """The content of the client's scheduler file; None without it"""
-    scales_loss: bool | None
+    scheduler: SchedulerFacts | None = None
+    """The content of the loader's scheduler file; None without it"""
+    scales_loss: bool | None = None
     """Whether the run trains in fp16, by training_args.bin; None if unknown"""
-    findings: tuple[Finding, ...]
-    has_all_weights: bool
+    findings: tuple[Finding, ...] = ()
+    has_all_weights: bool = True
     """Whether every weight file is intact"""
 
 
@@ -79,9 +78,11 @@ def read_trainer_files(
     `loader.detect_loader`. Raises UnsupportedCheckpoint for several models of accelerate.
     """
     root, inside = trees.root, trees.inside
-    found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
-    files = {path: fact for path, fact in found if fact is not None}
-    _report_non_files(root, name, problems)
+    there = sorted(root.iterdir())
+    files = {path.name: fact for path in there if (fact := file_fact(path)) is not None}
+    for entry in there:  # folders, pipes and the like under names that a resume opens, and may block on
+        if (entry.name in _OPENED or is_rng_file(entry.name)) and entry.exists():
+            attempt(lambda: check_regular(entry.stat().st_mode, PathIn(name, entry.name)), problems)  # noqa: B023
     findings: list[Finding] = []
     weights: dict[State, TensorEntry] = {}
     sound = len(problems.errors)
@@ -92,19 +93,22 @@ def read_trainer_files(
     where = PathIn(name, TRAINER_STATE)
     content = attempt(lambda: read_json(root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
     is_the_trainers = content is None or is_of_trainer(content)
-    entries = [f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()]
-    if client is None:
-        below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
-        is_trainers_state = is_the_trainers if TRAINER_STATE in files else None
-        for_whom = detect_loader([*entries, *below], is_trainers_state, is_engines)
-    else:
-        for_whom = LOADERS[client]
-    if for_whom.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
+    entries = [f"{path.name}/" if path.is_dir() else path.name for path in there]
+    below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
+    detected = detect_loader([*entries, *below], is_the_trainers if TRAINER_STATE in files else None, is_engines)
+    loader = LOADERS[client] if client else detected
+    if loader.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
         what = f"accelerate has saved several models or optimizers: {some(others)}"
         fix = "leave it out; checkpoints of one model and one optimizer can be composed"
         raise UnsupportedCheckpoint.at(name, what, fix)
-    if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and for_whom.saves_model:
-        findings.append(_no_weights(files, name))
+    if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and loader.saves_model:
+        what = (
+            "there are no weights in safetensors form (with ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
+        )
+        if any(map(is_pickled_weights, files)):
+            what = "the weights are in pytorch_model.bin form, which is left out"
+        fix = "nothing: a resume does not read them, and they can be rounded from the master weights"
+        findings.append(Finding(name, what, fix, Code.WEIGHTS_MISSING))
     global_step, scheduler = None, None
     if TRAINER_STATE in files and content is not None:
         global_step = attempt(lambda: read_global_step(content, where), problems)
@@ -112,58 +116,47 @@ def read_trainer_files(
             findings += check_trainer_state(content, where)
     saved_as: dict[str, str] = {}
     known: dict[str, Any] = {}
-    whole, optimizer = (for_whom.optimizer, "") if for_whom.holds_all else ("", for_whom.optimizer)
+    whole, optimizer = (loader.optimizer, "") if loader.holds_all else ("", loader.optimizer)
     in_root = [path for path in inside if "/" not in path and path != optimizer]
     for path in (*files, *in_root):
         where, is_rng = PathIn(name, path), is_rng_file(path)
         try:
             if path == CONFIG:
                 read_json(root / path, where)
-            elif path in inside or is_rng or path in (for_whom.scheduler, SCALER, whole):
+            elif path in inside or is_rng or path in (loader.scheduler, SCALER, whole):
                 decoded = trees.read(path, where)
                 known[path] = decoded.tree
                 if is_rng and decoded.archive is not None:
                     saved_as[path] = f"{decoded.archive}{Path(path).suffix}"
-                if is_rng and path.endswith(".pkl"):
-                    findings += check_random_states(root, decoded.tree, where)
-                elif is_rng and is_the_trainers:
-                    findings += check_rng(root, decoded.tree, where)
-                elif path == for_whom.scheduler:
+                if is_rng and (is_the_trainers or path.endswith(".pkl")):
+                    findings += check_rng(root, decoded.tree, where, is_accelerates=path.endswith(".pkl"))
+                elif path == loader.scheduler:
                     findings += check_scheduler(decoded.tree, where)
-                    scheduler = _check_rates(decoded.tree, where)
-                    if not for_whom.counts_steps:
-                        scheduler = replace(scheduler, num_steps=None)
+                    facts = read_scheduler(decoded.tree)
+                    if not facts.lengths:
+                        raise damaged(where, "the scheduler state holds no learning rates", Code.FIELD_MISSING)
+                    scheduler = facts if loader.counts_steps else replace(facts, num_steps=None)
                 elif path == SCALER:
                     findings += check_scaler(decoded.tree, scales_loss, where)
         except TailorError as error:
             problems.add(error)
-    if for_whom.state and for_whom.state not in files:
-        fix = f"copy it back; {for_whom.title} can't resume without it"
-        findings.append(Finding(PathIn(name, for_whom.state), "the file is missing", fix, Code.FILE_MISSING, ERROR))
+    if loader.state and loader.state not in files:
+        fix = f"copy it back; {loader.title} can't resume without it"
+        findings.append(Finding(PathIn(name, loader.state), "the file is missing", fix, Code.FILE_MISSING, ERROR))
     findings += find_swapped(saved_as, name, may_repeat=MANIFEST in files)
     return TrainerFiles(
-        for_whom,
-        files,
-        frozenset(inside),
-        known,
-        weights,
-        global_step,
-        read_lags(content or {}),
-        scheduler,
-        scales_loss,
-        tuple(findings),
-        has_all_weights,
+        client=loader,
+        files=files,
+        inside=frozenset(inside),
+        trees=known,
+        weights=weights,
+        global_step=global_step,
+        step_lags=read_lags(content or {}),
+        scheduler=scheduler,
+        scales_loss=scales_loss,
+        findings=tuple(findings),
+        has_all_weights=has_all_weights,
     )
-
-
-def _report_non_files(root: Path, name: str, problems: Problems) -> None:
-    """Report folders, pipes and the like under the names of files that a resume opens, and may block on."""
-    for path in sorted(root.iterdir()):
-        if (path.name in _OPENED or is_rng_file(path.name)) and path.exists():
-            try:
-                check_regular(path.stat().st_mode, PathIn(name, path.name))
-            except SourceError as error:
-                problems.add(error)
 
 
 def file_fact(path: Path) -> FileFact | None:
@@ -175,19 +168,18 @@ def file_fact(path: Path) -> FileFact | None:
     return FileFact.of(status) if stat.S_ISREG(status.st_mode) else None
 
 
-def _no_weights(files: Mapping[str, FileFact], name: str) -> Finding:
-    what = "there are no weights in safetensors form (with ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
-    if any(map(is_pickled_weights, files)):
-        what = "the weights are in pytorch_model.bin form, which is left out"
-    fix = "nothing: a resume does not read them, and they can be rounded from the master weights"
-    return Finding(name, what, fix, Code.WEIGHTS_MISSING)
-
-
-def _check_rates(tree: Any, where: str) -> SchedulerFacts:
-    facts = read_scheduler(tree)
-    if not facts.lengths:
-        raise damaged(where, "the scheduler state holds no learning rates", Code.FIELD_MISSING)
-    return facts
+def compare_global_step(trainer: TrainerFiles, root: Path, name: str, step: float) -> Iterator[Finding]:
+    """Yield a finding if trainer_state.json is of another step than the optimizer, which may be on purpose."""
+    stated = trainer.global_step
+    if stated is None or stated == step:
+        return
+    what = f"global_step is {stated}, but the optimizer's states are from step {int(step)}"
+    if step > stated or step_of(root) == step:
+        fix = "silent: data order and step count follow the former; copy the file of this save"
+        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
+    else:
+        fix = "nothing, if steps were skipped (fp16), or the run was once resumed without its optimizer"
+        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, WARNING)
 
 
 def read_config(index: CheckpointIndex) -> dict[str, Any]:

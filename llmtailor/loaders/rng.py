@@ -18,7 +18,7 @@ from llmtailor.errors import COPY_FILE, PathIn
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.loaders.files import rng_file
 from llmtailor.loaders.loader import Loader
-from llmtailor.loaders.stock_fields import FieldType, Table, check_file, field
+from llmtailor.loaders.stock_fields import Field, FieldType, Table, check_file
 from llmtailor.storage.local import open_source
 
 _OF_ARRAYS = frozenset(("_reconstruct", "ndarray", "dtype"))
@@ -55,7 +55,6 @@ def _is_numpy_state(value: Any) -> bool:
 
 
 def _are_numpy_words(node: Any) -> bool:
-    """Whether this is an array of 624 words."""
     if isinstance(node, (list, tuple)):
         return len(node) == _NUM_WORDS and all(type(word) is int and 0 <= word < 1 << 32 for word in node)
     if not isinstance(node, Call) or getattr(node.func, "name", "") != "_reconstruct":
@@ -78,9 +77,7 @@ PYTHON = FieldType("state of Python's generator", _is_python_state)
 NUMPY = FieldType("state of numpy's generator", _is_numpy_state)
 TORCH = FieldType("byte tensor of torch's generator", _is_torch_state)
 _STATES = {"python": PYTHON, "numpy": NUMPY, "cpu": TORCH}
-RNG_TABLE = Table(
-    "rng_state.pth, rng_state_N.pth", "rng_state.pth", tuple(field(key, type) for key, type in _STATES.items())
-)
+RNG_TABLE: Table = tuple(Field(key, type) for key, type in _STATES.items())
 ACCELERATE_KEYS = {
     "python": "random_state",
     "numpy": "numpy_random_seed",
@@ -88,11 +85,7 @@ ACCELERATE_KEYS = {
     "cuda": "torch_cuda_manual_seed",
 }
 """The Trainer's keys -> accelerate's; it loads all of them or, with a line in the log, none"""
-ACCELERATE_TABLE = Table(
-    "random_states_N.pkl (accelerate)",
-    "random_states_0.pkl",
-    tuple(field(ACCELERATE_KEYS[key], type, severity=WARNING) for key, type in _STATES.items()),
-)
+ACCELERATE_TABLE: Table = tuple(Field(ACCELERATE_KEYS[key], type, severity=WARNING) for key, type in _STATES.items())
 """Without them, a resume draws other random numbers"""
 
 
@@ -112,32 +105,27 @@ def to_accelerate(tree: Any) -> dict[str, Any]:
     return found
 
 
-def check_rng(root: Path, tree: Any, where: str) -> Iterator[Finding]:
-    """Yield findings on states that a resume rejects. Of tensors, only that of the CPU's generator is read."""
-    yield from check_file(tree, RNG_TABLE, "random states", where, _OF_ARRAYS)
-    if isinstance(tree, dict) and not _holds_valid(root, tree.get("cpu"), "cpu", where):
-        fix = f"a resume fails, or reads out of bounds; {COPY_FILE}"
-        yield Finding(where, "cpu does not hold a state of torch's generator", fix, Code.FIELD_RANGE, ERROR)
+def check_rng(root: Path, tree: Any, where: str, *, is_accelerates: bool = False) -> Iterator[Finding]:
+    """Yield findings on states that a resume rejects; accelerate then draws other numbers, others fail.
 
-
-def check_random_states(root: Path, tree: Any, where: str) -> Iterator[Finding]:
-    """Yield findings on accelerate's states; without them, a resume draws other numbers."""
-    for one in check_file(tree, ACCELERATE_TABLE, "random states", where, _OF_ARRAYS):
-        yield replace(one, severity=WARNING)
-    key = ACCELERATE_KEYS["cpu"]
-    if isinstance(tree, dict) and not _holds_valid(root, tree.get(key), key, where):
-        fix = f"a resume works, and draws other random numbers; {COPY_FILE}"
-        yield Finding(where, f"{key} does not hold a state of torch's generator", fix, Code.FIELD_RANGE, WARNING)
-
-
-def _holds_valid(root: Path, node: Any, key: str, where: str) -> bool:
-    """Return whether torch accepts a tensor as a state of its generator; True for anything else."""
+    Of tensors, only that of the CPU's generator is read.
+    """
+    key, table, severity = "cpu", RNG_TABLE, ERROR
+    effect = "a resume fails, or reads out of bounds"
+    if is_accelerates:
+        key, table, severity = ACCELERATE_KEYS["cpu"], ACCELERATE_TABLE, WARNING
+        effect = "a resume works, and draws other random numbers"
+    for one in check_file(tree, table, "random states", where, _OF_ARRAYS):
+        yield replace(one, severity=severity)
+    node = tree.get(key) if isinstance(tree, dict) else None
     view = as_tensor(node)
-    if view is None or not _is_torch_state(node):
-        return True
-    extent = extent_of(view, key, where)
-    with open_source(root / extent.path, where) as file:
-        return _is_valid(file.read(extent.start, extent.stop))
+    if view is not None and _is_torch_state(node):
+        extent = extent_of(view, key, where)
+        with open_source(root / extent.path, where) as file:
+            is_valid = _is_valid(file.read(extent.start, extent.stop))
+        if not is_valid:
+            what = f"{key} does not hold a state of torch's generator"
+            yield Finding(where, what, f"{effect}; {COPY_FILE}", Code.FIELD_RANGE, severity)
 
 
 def _is_valid(state: bytes) -> bool:

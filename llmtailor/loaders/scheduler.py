@@ -17,7 +17,7 @@ from llmtailor.containers.json import MAX_COUNT
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.findings import ERROR, Finding
-from llmtailor.loaders.stock_fields import FieldType, Table, check_file, field, is_number, number
+from llmtailor.loaders.stock_fields import Field, FieldType, Table, check_file, is_number, number
 
 _PER_GROUP = frozenset(
     (
@@ -64,12 +64,8 @@ def read_scheduler(tree: Any) -> SchedulerFacts:
     if type(tree.get("last_batch_iteration")) is int:  # DeepSpeed's schedulers count batches, from -1
         counted = tree["last_batch_iteration"] + 1
     is_whole = type(counted) is int or (isinstance(counted, float) and counted.is_integer())
-    return SchedulerFacts(
-        lengths,
-        _rates(tree.get("_last_lr")),
-        () if "max_lrs" in tree else _rates(tree.get("base_lrs")),  # CyclicLR alternates between two
-        int(counted) if is_whole else None,  # type: ignore[arg-type]
-    )
+    base = () if "max_lrs" in tree else _rates(tree.get("base_lrs"))  # CyclicLR alternates between two
+    return SchedulerFacts(lengths, _rates(tree.get("_last_lr")), base, int(counted or 0) if is_whole else None)
 
 
 def _rates(value: Any) -> tuple[float, ...]:
@@ -94,24 +90,18 @@ def _is_lambda(tree: Any) -> bool:
     return is_torch_scheduler(tree) and ("lr_lambdas" in tree or not tree.keys() - _BASE_KEYS)
 
 
-def _are_rates(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(is_number, value))
-
-
 def _in_range(rates: Any) -> bool:
     return all(not isinstance(rate, (int, float)) or (math.isfinite(rate) and rate >= 0) for rate in rates)
 
 
-_RATES = FieldType("list of learning rates", _are_rates, _in_range)
+_RATES = FieldType(
+    "list of learning rates", lambda value: isinstance(value, (list, tuple)) and all(map(is_number, value)), _in_range
+)
 _STEPS = number("count", lambda value: 0 <= value < MAX_COUNT and value == int(value))
-SCHEDULER_TABLE = Table(
-    "scheduler.pt",
-    "scheduler.pt",
-    (
-        field("last_epoch", _STEPS, applies=is_torch_scheduler),
-        field("base_lrs", _RATES, if_missing=None, applies=_is_lambda),
-        field("_last_lr", _RATES, if_missing=None, applies=_is_lambda),
-    ),
+SCHEDULER_TABLE: Table = (
+    Field("last_epoch", _STEPS, applies=is_torch_scheduler),
+    Field("base_lrs", _RATES, if_missing=None, applies=_is_lambda),
+    Field("_last_lr", _RATES, if_missing=None, applies=_is_lambda),
 )
 
 
@@ -172,7 +162,8 @@ def regroup_scheduler(tree: Any, where: str, num_groups: int, from_group: Sequen
     if tree is None:
         return None
     if not isinstance(tree, dict):
-        raise SourceError.at(where, f"the scheduler's state is {_kind(tree)}, not a dict", _KEEP)
+        kind = getattr(tree, "func", type(tree).__name__)
+        raise SourceError.at(where, f"the scheduler's state is {kind}, not a dict", _KEEP)
     return {key: _entry(key, value, f"{where}: {key}", num_groups, from_group) for key, value in tree.items()}
 
 
@@ -184,15 +175,10 @@ def _entry(key: Any, value: Any, where: str, num_groups: int, from_group: Sequen
     if key in _PER_GROUP:
         if len(value) != num_groups:
             what = f"there are {len(value)} entries for {num_groups} param groups"
-            raise SourceError.at(
-                where, what, "copy the file again: it is not of the same save as the shards", Code.SCHEDULER_LENGTH
-            )
+            fix = "copy the file again: it is not of the same save as the shards"
+            raise SourceError.at(where, what, fix, Code.SCHEDULER_LENGTH)
         return type(value)(value[number] for number in from_group)
     if len(value) == num_groups:
         what = f"as many entries as param groups ({num_groups}) in an unknown scheduler: maybe one for each"
         raise SourceError.at(where, what, _KEEP)
     return value
-
-
-def _kind(node: Any) -> str:
-    return f"{getattr(node, 'func', type(node).__name__)}"

@@ -1,8 +1,8 @@
 """The fields of a checkpoint's files that decide a training, as data, and their checks. Pure.
 
 A table says of every field of a file what it may hold, whether it may be missing, and whether it is the same in the
-files of all ranks. A field is a place in a file's tree, as decoded by `containers.torch_zip` or `containers.json`. Each
-table is beside the other checks of its file; that of an optimizer's state (torch 2.13) is here, because files with
+files of all ranks. A field is a place in a file's tree, as decoded by `containers.torch_file` or `containers.json`.
+Each table is beside the other checks of its file; that of an optimizer's state (torch 2.13) is here, because files with
 DeepSpeed and without have it.
 """
 
@@ -76,48 +76,34 @@ class FieldType:
 class Field:
     """A field that decides a training."""
 
-    path: tuple[str, ...]
-    """Keys and attribute names from the root of the tree; `EACH` for every entry."""
+    dotted: str
+    """`path`, with dots"""
     type: FieldType
-    if_missing: Code | None
+    if_missing: Code | None = Code.FIELD_MISSING
     """The code of the finding if it is missing; None if it may be, or the file's reader refuses that"""
-    is_alike: bool
+    is_alike: bool = False
     """Whether it is the same in the files of all ranks"""
-    severity: str
-    applies: Callable[[Any], bool]
+    severity: str = ERROR
+    applies: Callable[[Any], bool] = lambda tree: True
     """Whether a tree has it at all"""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Keys and attribute names from the root of the tree; `EACH` for every entry."""
+        return tuple(self.dotted.split("."))
 
     @property
     def name(self) -> str:
         return format_path(self.path)
 
 
-def field(
-    path: str,
-    type: FieldType,
-    *,
-    if_missing: Code | None = Code.FIELD_MISSING,
-    is_alike: bool = False,
-    severity: str = ERROR,
-    applies: Callable[[Any], bool] = lambda tree: True,
-) -> Field:
-    """Return a field, whose path is given with dots."""
-    return Field(tuple(path.split(".")), type, if_missing, is_alike, severity, applies)
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The fields of one kind of file."""
-
-    title: str
-    file: str
-    """Its name, as docs have it"""
-    fields: tuple[Field, ...]
+Table = tuple[Field, ...]
+"""The fields of one kind of file"""
 
 
 def check_fields(tree: Any, table: Table, where: str) -> Iterator[Finding]:
     """Yield a finding for every field that is missing, of another type or out of range."""
-    for one in table.fields:
+    for one in table:
         for path, value in find(tree, one.path) if one.applies(tree) else ():
             code, shown = _judge(one, value)
             if code is not None:
@@ -145,7 +131,7 @@ def facts_of_rank(tree: Any, table: Table) -> dict[str, object]:
     """Return what must be alike in the files of all ranks: the field's name -> a value that compares."""
     return {
         format_path(path): _comparable(value)
-        for one in table.fields
+        for one in table
         if one.is_alike and one.applies(tree)
         for path, value in find(tree, one.path)
     }
@@ -187,7 +173,7 @@ def format_path(path: Iterable[Any]) -> str:
 
 
 def _comparable(value: Any) -> object:
-    """Return something that equals the same of an equal value: NaN equals NaN, and where a tensor lies is no matter."""
+    """Return something comparable: NaN equals NaN, and the place of a tensor does not count."""
     if value is _ABSENT:
         return "absent"
     if (view := as_tensor(value)) is not None:
@@ -206,7 +192,7 @@ def is_a(*types: type) -> Callable[[Any], bool]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether this computes as a number; what a tensor or a numpy scalar holds can't be told without reading it."""
+    """Whether this computes as a number; the value of a tensor or a numpy scalar is not read."""
     return (isinstance(value, (int, float)) and not isinstance(value, bool)) or isinstance(value, Call)
 
 
@@ -222,10 +208,6 @@ def count(name: str = "count", least: int = 0) -> FieldType:
     return FieldType(name, lambda value: type(value) is int, lambda value: least <= value < MAX_COUNT)
 
 
-def _are_betas(value: Any) -> bool:
-    return any(map(is_a(Call), value)) or all(0 <= beta < 1 for beta in value)
-
-
 FROM_ZERO = number("number >= 0", lambda value: value >= 0)
 POSITIVE = number("number > 0", lambda value: value > 0)
 FLAG = FieldType("flag", is_a(bool, int, type(None)))
@@ -234,7 +216,7 @@ ANYTHING = FieldType("value", lambda value: True)
 BETAS = FieldType(
     "pair of numbers from 0 to below 1",
     lambda value: isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_number, value)),
-    _are_betas,
+    lambda value: any(map(is_a(Call), value)) or all(0 <= beta < 1 for beta in value),
 )
 
 
@@ -244,19 +226,19 @@ def optimizer_fields(at: str = "") -> tuple[Field, ...]:
     group, state = f"{at}param_groups.*", f"{at}state.*"
 
     def of_adam(path: str, type: FieldType, code: Code = Code.FIELD_MISSING) -> Field:
-        return field(path, type, if_missing=code, applies=lambda tree: is_adam(tree, *root))
+        return Field(path, type, if_missing=code, applies=lambda tree: is_adam(tree, *root))
 
     def of_amsgrad(tree: Any) -> bool:
         return any(value is True for _, value in find(tree, (*root, "param_groups", EACH, "amsgrad")))
 
     return (
-        field(f"{group}.*", ANYTHING, is_alike=True),
-        field(f"{group}.lr", FROM_ZERO),
+        Field(f"{group}.*", ANYTHING, is_alike=True),
+        Field(f"{group}.lr", FROM_ZERO),
         of_adam(f"{group}.betas", BETAS),
         of_adam(f"{group}.eps", POSITIVE),
         of_adam(f"{group}.weight_decay", FROM_ZERO),
         *(of_adam(f"{state}.{key}", ANYTHING, Code.STATE_MISSING) for key in ("exp_avg", "exp_avg_sq")),
-        field(f"{state}.max_exp_avg_sq", ANYTHING, if_missing=Code.STATE_MISSING, applies=of_amsgrad),
+        Field(f"{state}.max_exp_avg_sq", ANYTHING, if_missing=Code.STATE_MISSING, applies=of_amsgrad),
     )
 
 
@@ -271,7 +253,7 @@ ADAM_KINDS = frozenset(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
 def keeps_as_adam(kinds: Collection[str], options: Collection[str]) -> bool:
     """Whether an optimizer is Adam, by all kinds of its states and all options of its param groups.
 
-    A moment that no param has tells another optimizer, unless the options are those of torch's or DeepSpeed's Adam.
+    A moment that no param has means another optimizer, unless the options are those of torch's or DeepSpeed's Adam.
     """
     return ADAM_KINDS.issuperset(kinds) and ({"exp_avg", "exp_avg_sq"} <= {*kinds} or has_adams_options(options))
 

@@ -30,12 +30,12 @@ from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
 from llmtailor.loaders.stock_fields import (
     DICT,
     POSITIVE,
+    Field,
     FieldType,
     Table,
     check_fields,
     check_file,
     count,
-    field,
     number,
 )
 
@@ -54,16 +54,12 @@ def read_scales_loss(root: Path, where: str) -> bool | None:
 
 _GROWTH = number("number > 1", lambda value: value > 1)
 _BACKOFF = number("number between 0 and 1", lambda value: 0 < value < 1)
-SCALER_TABLE = Table(
-    "scaler.pt (fp16 without DeepSpeed)",
-    "scaler.pt",
-    (
-        field("scale", POSITIVE),
-        field("growth_factor", _GROWTH),
-        field("backoff_factor", _BACKOFF),
-        field("growth_interval", count("count from 1 up", 1)),
-        field("_growth_tracker", count()),
-    ),
+SCALER_TABLE: Table = (
+    Field("scale", POSITIVE),
+    Field("growth_factor", _GROWTH),
+    Field("backoff_factor", _BACKOFF),
+    Field("growth_interval", count("count from 1 up", 1)),
+    Field("_growth_tracker", count()),
 )
 
 
@@ -82,14 +78,10 @@ _LOG = FieldType(
     "list of entries",
     lambda value: isinstance(value, list) and all(isinstance(entry, dict) for entry in value),
 )
-TRAINER_STATE_TABLE = Table(
-    "trainer_state.json",
-    "trainer_state.json",
-    (
-        field("train_batch_size", number("number", lambda value: True)),
-        field("log_history", _LOG, if_missing=None),
-        field("stateful_callbacks", DICT),
-    ),
+TRAINER_STATE_TABLE: Table = (
+    Field("train_batch_size", number("number", lambda value: True)),
+    Field("log_history", _LOG, if_missing=None),
+    Field("stateful_callbacks", DICT),
 )
 """``global_step`` is checked by `read_global_step`."""
 CALLBACKS, MARK = "stateful_callbacks", "llmtailor"
@@ -109,32 +101,31 @@ def read_global_step(content: Mapping[str, Any], where: str) -> int:
     return int(step)
 
 
+def _callbacks(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = content.get(CALLBACKS)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _attributes(content: Mapping[str, Any], callback: str) -> Mapping[str, Any]:
+    stated = _callbacks(content).get(callback)
+    found = stated.get("attributes") if isinstance(stated, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
 def read_lags(content: Mapping[str, Any]) -> frozenset[int]:
     """Return how many steps Adam may be behind the run; 0 is among them.
 
     A composite whose moments were reset, or come from another step than its base, states the difference. A training
     that resumes from it keeps the statement, as it keeps all states of callbacks, and the difference stays the same.
     """
-    callbacks = content.get(CALLBACKS)
-    stated = callbacks.get(LAGS) if isinstance(callbacks, Mapping) else None
-    attributes = stated.get("attributes") if isinstance(stated, Mapping) else None
-    lags = attributes.get("step_lags") if isinstance(attributes, Mapping) else None
+    lags = _attributes(content, LAGS).get("step_lags")
     return frozenset((0, *(lag for lag in lags if type(lag) is int))) if isinstance(lags, list) else frozenset((0,))
-
-
-def with_lags(content: Mapping[str, Any], lags: frozenset[int]) -> dict[str, Any]:
-    """Return the content of a ``trainer_state.json`` that states these lags; none if 0 is the only one."""
-    callbacks = content.get(CALLBACKS)
-    others = {key: value for key, value in callbacks.items() if key != LAGS} if isinstance(callbacks, Mapping) else {}
-    if lags - {0}:
-        others[LAGS] = {"args": {}, "attributes": {"step_lags": sorted(lags - {0})}}
-    return {**content, CALLBACKS: others}
 
 
 def is_of_trainer(content: Mapping[str, Any]) -> bool:
     """Return whether the Trainer wrote this, rather than the saver in a training loop without it.
 
-    The saver writes only the step and our own marks there, and no Trainer resumes from it.
+    The saver writes only the step and our own marks there, and a Trainer does not resume from it.
     """
     callbacks = content.get(CALLBACKS, {})
     if content.keys() - {CALLBACKS} != {"global_step"} or not isinstance(callbacks, dict):
@@ -167,20 +158,14 @@ def read_mark(trainer_state: Mapping[str, Any], step: Any) -> Past | None:
     ``step`` is its ``global_step``. The saver keeps the mark's step up to date. Without the saver it stays behind,
     and the checkpoint belongs to an unrecorded training (see `checkpoint.lineage.continued`).
     """
-    callbacks = trainer_state.get(CALLBACKS)
-    mark = callbacks.get(MARK) if isinstance(callbacks, Mapping) else None
-    values = mark.get("attributes") if isinstance(mark, Mapping) else None
-    if not isinstance(values, Mapping) or type(step) is not int:
-        return None
-    past = read_past(values.get("step"), values.get("lineage"), values.get("history"))
+    values = _attributes(trainer_state, MARK)
+    past = read_past(values.get("step"), values.get("lineage"), values.get("history")) if type(step) is int else None
     return continued(past, step) if past is not None and past.step < step else past
 
 
 def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
     """Return the content of a ``trainer_state.json`` with an attempt's mark."""
-    callbacks = trainer_state.get(CALLBACKS)
-    others = dict(callbacks) if isinstance(callbacks, Mapping) else {}
-    return {**trainer_state, CALLBACKS: {**others, MARK: make_mark(past)}}
+    return {**trainer_state, CALLBACKS: {**_callbacks(trainer_state), MARK: make_mark(past)}}
 
 
 def state_attempt(
@@ -197,13 +182,11 @@ def state_attempt(
     if not is_one_attempt(known):
         words = sorted(f"{past.lineage}@{past.step}" for past in known)
         attempt = Past(reference.global_step, f"mixed-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}", {})
-        what = "its sources are of different attempts of the run, one of which was abandoned for the other"
+        what = "its sources are of different attempts of the run; one was abandoned for the other"
         fix = "leave out those of the abandoned attempt, if this is not intended; `llmtailor merge --run` does"
         notices.append(Problem("sources", what, fix, Code.MIXED_ATTEMPTS))
-    content = _content(layouts, reference)
-    if attempt is None or content is None or TRAINER_STATE not in reference.files:
-        return list(layouts), notices
-    if read_mark(content, attempt.step) == attempt:
+    content = _content(layouts, reference) if TRAINER_STATE in reference.files else None
+    if attempt is None or content is None or read_mark(content, attempt.step) == attempt:
         return list(layouts), notices
     return _with_content(layouts, with_mark(content, attempt), "the base's, with its attempt"), notices
 
@@ -213,19 +196,21 @@ def state_lags(
 ) -> tuple[list[FileLayout], list[Problem]]:
     """Return the files of a composite, with how far its optimizer's ``steps`` are behind its base, and notices.
 
-    Checkpoints that a training saves after a resume keep this, which tells them from files of several saves.
+    Checkpoints that a training saves after a resume keep this, which distinguishes them from files of several saves.
     """
     expected = reference.global_step - reference.zero.skipped_steps
     found = frozenset(int(expected - step) for step in steps)
     lags = found | {0}
     content = _content(layouts, reference)
-    if content is not None:
-        if read_lags(content) == lags:
-            return list(layouts), []
-        return _with_content(layouts, with_lags(content, lags), "the base's, with Adam's steps behind it"), []
+    if content is not None and read_lags(content) != lags:
+        callbacks = {key: value for key, value in _callbacks(content).items() if key != LAGS}
+        if lags != {0}:
+            callbacks[LAGS] = {"args": {}, "attributes": {"step_lags": sorted(lags - {0})}}
+        changed = {**content, CALLBACKS: callbacks}
+        return _with_content(layouts, changed, "the base's, with Adam's steps behind it"), []
     # elsewhere each param has a step of its own, and those without gradients lag behind in any training
     is_usual = lags == {0} or (family not in (DEEPSPEED, UNIVERSAL) and 0 in found and min(found) == 0)
-    if is_usual:
+    if content is not None or is_usual:
         return list(layouts), []
     what = (
         f"Adam's steps differ from the run's, and without {TRAINER_STATE} nothing says so in the checkpoints that the "

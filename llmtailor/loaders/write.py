@@ -9,39 +9,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import (
-    ACCELERATE,
-    DCP,
-    DEEPSPEED,
-    TRAINER,
-    CheckpointIndex,
-    DcpEntry,
-)
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.json import is_count, read_json
-from llmtailor.containers.safetensors import (
-    INDEX,
-    SINGLE,
-    lay_out_index,
-    lay_out_weights,
-    list_tied,
-    read_weights,
-)
+from llmtailor.containers.safetensors import INDEX, SINGLE, lay_out_index, lay_out_weights, list_tied, read_weights
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.errors import (
-    PathIn,
-    Problem,
-    SourceError,
-    UnsupportedCheckpoint,
-    some,
-)
+from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.loaders.files import (
     ADAPTER_CONFIG,
     CARD,
@@ -112,10 +92,8 @@ def lay_out_trainer_files(
 
 def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) -> list[FileLayout]:
     """Return layouts of weight files like the base's. ZeRO-3 runs list each tied weight once, others by both names."""
-    if not (
-        base.has_weight_files and any(state.kind == WEIGHT for state in base.held)
-    ):  # files that a salvage can't use are not in its index
-        return []
+    if not (base.has_weight_files and any(state.kind == WEIGHT for state in base.held)):
+        return []  # files that a salvage can't use are not in its index
     weights = read_weights(base.root, str(base.root))
     relists = (base.form.stage == 3) != (stage == 3)
     if relists:
@@ -185,10 +163,6 @@ LR_SCHEDULER = "lr_scheduler"
 _CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
 
 
-def _others(base: CheckpointIndex) -> Mapping[str, DcpEntry]:
-    return base.train.dcp.others if base.train.dcp else {}
-
-
 def saved_scheduler(base: CheckpointIndex) -> Any:
     """Return the scheduler's state that a base holds, for its own param groups; None if it holds none.
 
@@ -200,10 +174,10 @@ def saved_scheduler(base: CheckpointIndex) -> Any:
             return tree
         return {**tree, "last_epoch": base.global_step, "_step_count": base.global_step + 1}
     if base.client == DEEPSPEED:
-        return next((tree.get("lr_scheduler") for tree in base.train.model if tree), None)
+        return base.train.engine_scheduler
     found = {
         str(entry.path[1]): entry.content
-        for entry in _others(base).values()
+        for entry in base.train.others.values()
         if entry.path[0] == LR_SCHEDULER and len(entry.path) == 2 and not entry.is_tensor
     }
     return found or None
@@ -223,7 +197,7 @@ def scheduler_tree(base: CheckpointIndex, from_group: Sequence[int] | None) -> A
 def first_rates(base: CheckpointIndex, wanted: Wanted) -> list[Any]:
     """Return the learning rate that each wanted param group started with; None if it is not known.
 
-    A group's ``lr`` does not tell: DeepSpeed's schedulers, and loops that set it, leave no ``initial_lr``.
+    A group's ``lr`` is not enough: DeepSpeed's schedulers, and loops that set it, leave no ``initial_lr``.
     """
     known = read_scheduler(saved_scheduler(base)).base_rates
     origins = wanted.from_group or range(len(wanted.layout.groups))
@@ -245,30 +219,27 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         raise UnsupportedCheckpoint.at(base.name, what, "leave out --layout")
     made: list[FileLayout] = []
     notices: list[Problem] = []
-    own = next((tree.get("lr_scheduler") for tree in base.train.model if tree), None)
+    own = base.train.engine_scheduler
     is_engines = bool(wanted.layout.stage and own) and not is_torch_scheduler(own)  # made from the DeepSpeed config
     if wanted.client == TRAINER or (wanted.client == ACCELERATE and not is_engines):
         scheduler, notices = _scheduler(base, wanted)
         made.append(scheduler)
     if lost := [*_without_counterpart(base, wanted.client)]:
-        text = f"its {some(lost)} have no counterpart, and are left out"
-        if base.client == DCP:
-            text = f"its values under {some(lost)} have no counterpart, and are left out"
-        notices.append(Problem(base.name, text, "nothing, if the run that resumes does not need them"))
+        what = f"its {'values under ' if base.client == DCP else ''}{some(lost)} have no counterpart, and are left out"
+        notices.append(Problem(base.name, what, "nothing, if the run that resumes does not need them"))
     if wanted.client == ACCELERATE and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
         what = "it has no random states; accelerate logs that, and draws other numbers"
         notices.append(Problem(base.name, what, "nothing, if the run that resumes seeds its processes"))
     if wanted.client == TRAINER:
-        config = next((tree.get("ds_config") for tree in base.train.optim if tree), None)
-        size = config.get("train_micro_batch_size_per_gpu") if isinstance(config, dict) else None
+        size = base.train.ds_config.get("train_micro_batch_size_per_gpu")
         what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
         fix = (
             "set logging_steps, save_steps and eval_steps in it to those of the run that resumes: the Trainer takes "
             "them from there, not from its arguments, and they are 500 here"
         )
         if not is_count(size) or not size:
-            size, more = 1, "; with auto_find_batch_size, set train_batch_size, too, which is 1 here"
-            fix += more
+            size = 1
+            fix += "; with auto_find_batch_size, also set train_batch_size, which is 1 here"
         notices.append(Problem(base.name, what, fix))
         data = json.dumps(_trainer_state(base.global_step, size), indent=2, sort_keys=True).encode() + b"\n"
         made.append(FileLayout(TRAINER_STATE, (Bytes(data, "made for the step"),)))
@@ -306,7 +277,6 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
 
 
 def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[Problem]]:
-    """Return the scheduler's file, and notices."""
     client, step = LOADERS[wanted.client], base.global_step
     tree, notices = scheduler_for(base, wanted)
     if not client.counts_steps and read_scheduler(tree).num_steps is not None:
@@ -326,15 +296,15 @@ def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
         known = {loader_of(base).scheduler, loader_of(base).optimizer}
         has_rng = LOADERS[client].saves_rng
         return [path for path in base.files if own(path) and path not in known and not (is_rng_file(path) and has_rng)]
-    return sorted({str(entry.path[0]) for entry in _others(base).values()} - {LR_SCHEDULER, "llmtailor"})
+    return sorted({str(entry.path[0]) for entry in base.train.others.values()} - {LR_SCHEDULER, "llmtailor"})
 
 
 def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
     """Yield notices on what accelerate saves for a number of processes."""
     if base.client != ACCELERATE or ranks == base.world_size:
         return
-    where, client = PathIn(base.name, loader_of(base).scheduler), loader_of(base)
-    counted = read_scheduler(base.train.trees.get(client.scheduler)).num_steps
+    scheduler = loader_of(base).scheduler
+    counted = read_scheduler(base.train.trees.get(scheduler)).num_steps
     if counted not in (None, base.global_step):
         what = (
             f"the schedule is at {counted} for step {base.global_step}, because accelerate steps it once per process; "
@@ -344,7 +314,7 @@ def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
             "nothing, if the batch of each process stays the same, as the schedule then counts batches; with the same "
             f"global batch, set last_epoch of the scheduler to {base.global_step * ranks} after load_state"
         )
-        yield Problem(where, what, fix)
+        yield Problem(PathIn(base.name, scheduler), what, fix)
     if ranks > base.world_size and any(map(is_rng_file, base.files)):
         what = f"it has random states of {base.world_size} processes, which the others repeat"
         yield Problem(base.name, what, "seed each process after load_state, if they must draw different numbers")

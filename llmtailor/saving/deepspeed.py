@@ -1,7 +1,7 @@
 """A training under DeepSpeed ZeRO: where this process keeps its states.
 
 The trees are what ``DeepSpeedEngine.save_checkpoint`` would pickle (0.19.8). The cutting rules are those of the files,
-which consist of these tensors: see `formats.deepspeed_common.states`.
+which consist of these tensors: see `formats.deepspeed_common.read`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.checkpoint.index import CheckpointIndex, DcpEntry, TensorEntry
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, Copy, Piece
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.checkpoint.placement import Runs, common
@@ -78,8 +78,8 @@ def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStr
         is_of_rank = is_rng_file(path) and a.world_size != b.world_size and not (path in trees_a and path in trees_b)
         for difference in _trees(path, a, b):
             yield replace(difference, matters=not is_of_rank)
-    for key in sorted({*_others(a), *_others(b)}):
-        one, two = (dict(_leaves_of(index, key)) if key in _others(index) else None for index in (a, b))
+    for key in sorted({*a.train.others, *b.train.others}):
+        one, two = (dict(_leaves_of(index, key)) if key in index.train.others else None for index in (a, b))
         yield from _fields(key, one, two)
     yield from _json(TRAINER_STATE, a, b)
     for path in sorted(path for path in {*a.files, *b.files} if _is_beside(path)):
@@ -216,13 +216,8 @@ def _leaves(root: Path, name: str, node: Any, path: tuple[str, ...] = ()) -> Ite
         yield ".".join(path), str(node)
 
 
-def _others(index: CheckpointIndex) -> Mapping[str, DcpEntry]:
-    """Return what a folder of torch.distributed.checkpoint holds besides model and optimizer."""
-    return index.train.dcp.others if index.train.dcp else {}
-
-
 def _leaves_of(index: CheckpointIndex, key: str) -> Iterator[tuple[str, str]]:
-    entry = _others(index)[key]
+    entry = index.train.others[key]
     if not entry.is_tensor:
         yield from _leaves(index.root, index.name, entry.content)
         return

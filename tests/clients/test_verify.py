@@ -101,7 +101,7 @@ def test_a_damage_that_matters_is_told(name, damage, severity, code, loops, tmp_
     assert finding.fix and "recipe" not in finding.fix and "Trainer" not in f"{finding.what} {finding.fix}"
 
 
-@pytest.mark.parametrize("field", ACCELERATE_TABLE.fields, ids=lambda field: field.name)
+@pytest.mark.parametrize("field", ACCELERATE_TABLE, ids=lambda field: field.name)
 def test_a_field_of_the_random_states_that_is_off_is_told(field: Field, loops: Loops, tmp_path: Path) -> None:
     import torch
 

@@ -46,9 +46,9 @@ TRAINERS = (
 
 def cases(*tables: tuple[Table, str, str]) -> list[Any]:
     return [
-        pytest.param(*rest, one, id=f"{table.title.split(',')[0]}-{one.name}")
+        pytest.param(*rest, one, id=f"{rest[-1]}-{one.name}")
         for table, *rest in tables
-        for one in table.fields
+        for one in table
         if one.path[-1] != WITHOUT
     ]
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.json import as_dict, get, get_count, is_count
+from llmtailor.containers.json import as_dict, get, is_count
 from llmtailor.containers.unpickle import Ordered, as_tensor
 from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint, damaged
 from llmtailor.findings import ERROR, Finding
@@ -60,23 +60,9 @@ def read_optimizer_tree(tree: Any, where: str) -> Any:
     return found[0]
 
 
-def read_schedulers(tree: Any, where: str) -> list[Any]:
-    """Return the states of the schedulers. Raises SourceError if there is no list of them, without which no resume
-    works."""
-    found: list[Any] = get(tree, SCHEDULERS, list, where)
-    return found
-
-
-def read_global_step(tree: Any, where: str) -> int:
-    """Return the number of optimizer steps. Raises SourceError."""
-    return get_count(tree, "global_step", where)
-
-
 def check_loops(tree: Mapping[str, Any], where: str) -> Iterator[Finding]:
     """Yield findings on the progress of the loops, from which a resume takes epoch, batch and step."""
-    loop: Any = tree
-    for key in _FIT:
-        loop = loop.get(key) if isinstance(loop, Mapping) else None
+    loop = _at(tree, _FIT)
     if not isinstance(loop, Mapping):
         fix = f"silent: a resume starts at epoch 0 and step 0; {COPY_FILE}"
         yield Finding(where, "loops.fit_loop is missing", fix, Code.FIELD_MISSING, ERROR)
@@ -117,7 +103,7 @@ def read_names(tree: Any, where: str) -> dict[Any, Any]:
 def check_engine(tree: Mapping[str, Any], where: str) -> list[Finding]:
     """Return findings on what Lightning adds to DeepSpeed's model states."""
     try:
-        read_schedulers(tree, where)
+        get(tree, SCHEDULERS, list, where)  # without the list, no resume works
     except SourceError as error:
         return [Finding.of(problem, ERROR) for problem in error.problems]
     return [*check_loops(tree, where)]

@@ -31,7 +31,7 @@ from llmtailor.containers.json import (
     check_kind,
     check_name,
     get,
-    read_options,
+    read_option,
     read_step,
     read_tensor,
 )
@@ -42,11 +42,11 @@ from llmtailor.formats.other_optimizers import another, flattened, naming_others
 from llmtailor.loaders.stock_fields import (
     ADAM_KINDS,
     EACH,
+    Field,
     FieldType,
     Table,
     check_fields,
     decays_vectors_alone,
-    field,
     find_refused,
     has,
     is_adam,
@@ -58,15 +58,10 @@ from llmtailor.loaders.stock_fields import (
 _STEP = FieldType("step", lambda value: is_number(value) or as_tensor(value) is not None)
 
 
-def _counts_by_param(tree: Any) -> bool:
-    """Return whether the step is in the params' states, not in the param group, as in some variants of Adam."""
-    return is_adam(tree) and has(tree, "state", EACH, "step")
-
-
-OPTIMIZER_TABLE = Table(
-    "optimizer.pt (without DeepSpeed)",
-    "optimizer.pt",
-    (*optimizer_fields(), field("state.*.step", _STEP, applies=_counts_by_param)),
+OPTIMIZER_TABLE: Table = (
+    *optimizer_fields(),
+    # some variants of Adam have the step in the param group
+    Field("state.*.step", _STEP, applies=lambda tree: is_adam(tree) and has(tree, "state", EACH, "step")),
 )
 
 
@@ -132,9 +127,13 @@ def read_optimizer(trees: Trees, where: PathIn) -> SavedOptimizer:
     if where.path not in trees.inside and not (trees.root / where.path).exists():
         fix = "copy it back; without it a resume fails, or silently loads neither the optimizer nor the schedule"
         raise SourceError.at(where, "the file is missing", fix, Code.FILE_MISSING)
+    return parse_optimizer(trees.root, read_tree(trees, where), where)
+
+
+def read_tree(trees: Trees, where: PathIn) -> Any:
+    """Return the object tree of a file with an optimizer's states. Raises what `naming_others` raises."""
     with naming_others(where):
-        tree = trees.read(where.path, where).tree
-    return parse_optimizer(trees.root, tree, where)
+        return trees.read(where.path, where).tree
 
 
 def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
@@ -160,11 +159,9 @@ def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
 
 
 def _refuse_others(state: Mapping[Any, Any], options: Collection[str], where: str) -> None:
-    """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed."""
     states = [one for one in state.values() if isinstance(one, dict)]
-    objects = (value for one in states for kind, value in one.items() if kind != "step" and as_tensor(value) is None)
-    kinds = {frozenset(str(kind) for kind in one) for one in states}
-    refuse_others(kinds, {str(option) for option in options}, where, has_objects=any(True for _ in objects))
+    has_objects = any(kind != "step" and as_tensor(value) is None for one in states for kind, value in one.items())
+    refuse_others([{*map(str, one)} for one in states], {*map(str, options)}, where, has_objects=has_objects)
 
 
 def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
@@ -197,20 +194,19 @@ def _read_group(root: Path, node: Any, where: str) -> SavedGroup:
     ids = as_ints(group.get("params"))
     if ids is None:
         raise damaged(where, "a param group's params are not a list of ids")
-    names, key = None, next((key for key in (SAVED_NAMES, *NAME_KEYS) if group.get(key) is not None), "")
-    if key:
+    names = None
+    if key := next((key for key in (SAVED_NAMES, *NAME_KEYS) if group.get(key) is not None), ""):
         listed = group[key]
         if not isinstance(listed, (list, tuple)):
             raise damaged(where, f"{key} of a param group is not a list of names")
         if len(listed) != len(ids):
             raise damaged(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}")
         names = tuple(check_name(name, key, where) for name in listed)
-    options = {key: value for key, value in group.items() if key not in ("params", SAVED_NAMES)}
-    return SavedGroup(ids, names, read_options(root, options, where))
+    options = ((key, value) for key, value in group.items() if key not in ("params", SAVED_NAMES))
+    return SavedGroup(ids, names, {key: read_option(root, value, where) for key, value in options})
 
 
 def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
-    """Raise SourceError unless every id is owned once."""
     owned = Counter(ids)
     checks = (
         ("the param groups own {} twice", sorted(number for number, count in owned.items() if count > 1)),

@@ -8,7 +8,7 @@ A model's facts from stock transformers: names, shapes, ties, and which params d
 
 ``optimizer.pt`` has bare ids, and safetensors are sorted by name; the order of the params is that of the model's code.
 So transformers builds the model from config.json on the meta device, in a separate process: this one stays
-light, and no code that comes with a checkpoint is ever run (trust_remote_code is never given).
+light. Code that comes with a checkpoint is never run (trust_remote_code is never given).
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ def has_names(saved: SavedOptimizer) -> bool:
 def listed_names(saved: SavedOptimizer, where: str) -> tuple[tuple[str, ...], ...]:
     """Return the names that the groups list. Raises SourceError for duplicates."""
     groups = tuple(group.names or () for group in saved.groups)
-    names = [name for group in groups for name in group]
-    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+    listed = Counter(name for group in groups for name in group)
+    if twice := sorted(name for name, count in listed.items() if count > 1):
         raise SourceError.at(where, f"the param groups list {', '.join(twice[:_SHOWN])} twice", _OTHER_RUN)
     return groups
 
@@ -212,9 +212,7 @@ def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple
         elif chosen := _without_frozen(number, shapes, names, model.params, where):
             groups.append(chosen)
         else:
-            what = (
-                f"the shapes of group {number}'s {len(shapes)} states do not fit the model's {len(names)} such params"
-            )
+            what = f"the shapes of group {number}'s {len(shapes)} states do not fit the model's {len(names)} params"
             problems.append(Problem(where, what, _OTHER_RUN))
     if problems:
         raise SourceError(problems)
@@ -245,10 +243,8 @@ def _without_frozen(
     if early is None or late is None:
         return None
     if early != [len(names) - 1 - at for at in reversed(late)]:
-        what = (
-            f"group {group} has {len(shapes)} ids for {len(names)} params; some are frozen (or their ids missing), and "
-            "the shapes do not show which"
-        )
+        frozen = "some are frozen, or their ids missing, and the shapes do not show which"
+        what = f"group {group} has {len(shapes)} ids for {len(names)} params; {frozen}"
         raise UnsupportedCheckpoint.at(where, what, _LIST_NAMES)
     return tuple(names[at] for at in early)
 
@@ -306,25 +302,14 @@ def fit(
         buffers = {other for other in others if _is_integer(weights_held[other])} | set(listed)
         tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
     problems = compare_shapes(ids, shapes, list(trainable), wanted, where)
-    problems += [
-        Problem(
-            where.checkpoint,
-            f"the weight {param} has shape {list(weights[param])} instead of {list(shape)}",
-            COPY_CHECKPOINT,
-        )
-        for param, shape in wanted.items()
-        if weights.get(param, shape) != shape
-    ]
-    problems += [
-        Problem(
-            where.checkpoint,
-            f"the weight {param} is {held.dtype}, not floating-point",
-            COPY_CHECKPOINT,
-            Code.WEIGHTS_DTYPE,
-        )
-        for param, held in weights_held.items()
-        if param in trainable and held.dtype not in FLOATING
-    ]
+    for param, shape in wanted.items():
+        if weights.get(param, shape) != shape:
+            what = f"the weight {param} has shape {list(weights[param])} instead of {list(shape)}"
+            problems.append(Problem(name, what, COPY_CHECKPOINT))
+    for param, held in weights_held.items():
+        if param in trainable and _is_integer(held):
+            what = f"the weight {param} is {held.dtype}, not floating-point"
+            problems.append(Problem(name, what, COPY_CHECKPOINT, Code.WEIGHTS_DTYPE))
     lacking = {param: shape for param, shape in wanted.items() if param not in weights}
     extra = {other: weights[other] for other in others if other not in wanted or (lacking and other not in buffers)}
     extra = {other: shape for other, shape in extra.items() if not (model and other in model.params)}
@@ -334,14 +319,11 @@ def fit(
     if problems:
         raise SourceError(problems)
     renamed = zip(lacking, extra, strict=True) if len(lacking) == 1 and [*lacking.values()] == [*extra.values()] else ()
-    roles = {
-        param: "trainable" if param in trainable else "buffer" if param in buffers else "frozen" for param in wanted
-    }
-    return Fitted(
-        {param: Param(param, shape, roles[param]) for param, shape in wanted.items()},
-        tied,
-        {**{param: param for param in wanted if param in weights}, **dict(renamed)},
-    )
+    params = {}
+    for param, shape in wanted.items():
+        role = "trainable" if param in trainable else "buffer" if param in buffers else "frozen"
+        params[param] = Param(param, shape, role)
+    return Fitted(params, tied, {param: param for param in wanted if param in weights} | dict(renamed))
 
 
 def _is_integer(held: TensorEntry) -> bool:

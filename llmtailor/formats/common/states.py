@@ -11,30 +11,30 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEntry, TrainState
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
+from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEntry, TrainState, buffer_on_ranks
+from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import SAVED_NAMES, OptimizerLayout, ParamGroup, SubGroup, with_names
-from llmtailor.checkpoint.placement import AllZero, Contiguous, Sliced
-from llmtailor.checkpoint.step_names import step_of
+from llmtailor.checkpoint.placement import AllZero
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_strict_json, read_tied
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
-from llmtailor.containers.unpickle import make_tensor
+from llmtailor.containers.unpickle import make_tensor, state_tensor
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer
-from llmtailor.formats.common.param_names import Fitted
+from llmtailor.formats.common.param_names import Fitted, ModelFacts, derived_names, fit, has_names, listed_names
+from llmtailor.formats.format import usual_dtype
 from llmtailor.formats.weights import adapter_file, new_weights
-from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, TRAINER_STATE
-from llmtailor.loaders.read import TrainerFiles
+from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, rank_of
+from llmtailor.loaders.read import TrainerFiles, compare_global_step
 from llmtailor.loaders.scheduler import read_scheduler
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
@@ -44,15 +44,7 @@ TIED_KEY = "tied"
 """In the same, also if there are none: JSON, tied names and the names that their values are stored under"""
 
 
-def frozen_by_guess(params: Mapping[str, Param], where: str) -> Iterator[Finding]:
-    """Yield a finding on params without a state, if nothing but that says that they are frozen."""
-    if frozen := [param.name for param in params.values() if param.role == "frozen"]:
-        fix = "if they were trained, their states are lost: leave this checkpoint out"
-        what = f"it has no state of {some(frozen)}: assumed to be frozen"
-        yield Finding(where, what, fix, Code.STATE_MISSING)
-
-
-def find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:
+def _find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:
     """Yield a finding on params without a state, which an optimizer of torch gives a param with its first gradient."""
     lacking = dict.fromkeys(state.param for state, held in index.held.items() if held.is_all_zero)
     if lacking:
@@ -77,11 +69,17 @@ def make_index(
     ``dtypes`` are those of the weights, which the moments have that do not exist yet.
     """
     usual = max(dtypes.values(), key=[*dtypes.values()].count, default="F32")
-    owned = [
-        (at, param, number)
-        for at, (names, saved) in enumerate(zip(groups, optimizer.groups, strict=True))
-        for param, number in zip(names, saved.ids, strict=True)
-    ]
+    sub_groups: list[SubGroup] = []
+    held: dict[State, TensorEntry] = {}
+    zero: dict[State, TensorEntry] = {}
+    for at, (names, saved) in enumerate(zip(groups, optimizer.groups, strict=True)):
+        for param, number in zip(names, saved.ids, strict=True):
+            sub_groups.append(SubGroup(at, (param,), optimizer.steps[number]))
+            kinds = optimizer.kinds[number]
+            held |= {State(param, kind): one.entry for kind, one in kinds.items()}
+            for kind in () if kinds else optimizer.zeroed:
+                entry = TensorEntry(dtypes.get(param, usual), params[param].shape, AllZero())
+                zero[State(param, kind)] = entry
     return CheckpointIndex(
         root=root,
         name=name,
@@ -91,25 +89,53 @@ def make_index(
         precision="F32",
         params=params,
         tied=tied,
-        held={
-            State(param, kind): TensorEntry(one.dtype, one.shape, Contiguous(one.extent, ITEMSIZE[one.dtype]))
-            for _, param, number in owned
-            for kind, one in optimizer.kinds[number].items()
-        }
-        | {
-            State(param, kind): TensorEntry(dtypes.get(param, usual), params[param].shape, AllZero())
-            for _, param, number in owned
-            if not optimizer.kinds[number]
-            for kind in optimizer.zeroed
-        },
+        held=held | zero,
         groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
-        sub_groups=tuple(SubGroup(at, (param,), optimizer.steps[number]) for at, param, number in owned),
+        sub_groups=tuple(sub_groups),
         files={},
         train=TrainState(optimizer.step_is_tensor),
     )
 
 
-def hold_weights(
+def index_with_weights(
+    root: Path,
+    where: PathIn,
+    optimizer: SavedOptimizer,
+    weights: Mapping[str, TensorEntry],
+    model: ModelFacts | None,
+    buffers: Collection[str],
+    trainer: TrainerFiles,
+    ties: Mapping[str, str] | None = None,
+) -> tuple[CheckpointIndex, Fitted]:
+    """Return the index of an optimizer and the weights that it updates, and how they fit.
+
+    ``where`` is the optimizer's file; the weight files list ``buffers``, and maybe ``ties``. Raises SourceError if
+    these and the model don't fit together.
+    """
+    is_named = has_names(optimizer) or model is None
+    groups = listed_names(optimizer, where) if model is None or is_named else derived_names(optimizer, model, where)
+    known = fit(groups, optimizer, weights, model, buffers, where)
+    of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
+    tied = known.tied if ties is None else {name: of for name, of in ties.items() if of in known.params}
+    index = make_index(root, where.checkpoint, optimizer, groups, known.params, tied, of_weights)
+    findings = [*_find_stateless(index, where)]
+    if not is_named and (frozen := [param.name for param in known.params.values() if param.role == "frozen"]):
+        fix = "if they were trained, their states are lost: leave this checkpoint out"
+        what = f"it has no state of {some(frozen)}: assumed to be frozen"
+        findings.append(Finding(where, what, fix, Code.STATE_MISSING))
+    world_size = max((rank + 1 for path in trainer.files if (rank := rank_of(path)) is not None), default=1)
+    index = replace(
+        index,
+        world_size=world_size,
+        global_step=index.global_step if trainer.global_step is None else trainer.global_step,
+        precision=usual_dtype(weight.dtype for weight in weights.values()),
+        held={**index.held, **dict(_hold_weights(weights, known, world_size))},
+        findings=tuple(findings),
+    )
+    return index, known
+
+
+def _hold_weights(
     weights: Mapping[str, TensorEntry], known: Fitted, world_size: int
 ) -> Iterator[tuple[State, TensorEntry]]:
     """Yield the states that the weights are: masters, frozen params and buffers."""
@@ -119,8 +145,7 @@ def hold_weights(
             yield State(name, MASTER if role == "trainable" else FROZEN), weight
             continue
         for whole in weight.place.cover(0, weight.numel):  # one file for all ranks: every rank resumes with these
-            copies = Sliced((whole.extent,) * world_size, 0, weight.numel, ITEMSIZE[weight.dtype])
-            yield State(name, BUFFER), TensorEntry(weight.dtype, (world_size, *weight.shape), copies)
+            yield State(name, BUFFER), buffer_on_ranks(weight.dtype, weight.shape, (whole.extent,) * world_size)
 
 
 def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
@@ -160,22 +185,16 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
             severity = WARNING if step < counted else ERROR
             why = "nothing, if it had no gradients in these steps" if severity == WARNING else f"silent: {fix}"
             yield Finding(where, what, why, Code.STEPS_DIFFER, severity)
-    if trainer.global_step not in (None, counted):
-        what = f"global_step is {trainer.global_step}, but optimizer and schedule are at step {counted}"
-        is_sure = counted > (trainer.global_step or 0) or step_of(index.root) == counted
-        fix = "nothing, if steps were skipped (fp16) or the run was once resumed without its optimizer"
-        if is_sure:
-            fix = "silent: data order and step count follow the former; copy the file of this save"
-        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR if is_sure else WARNING)
+    yield from compare_global_step(trainer, index.root, name, counted)
 
 
 def listed_ties(root: Path, name: str) -> dict[str, str] | None:
     """Return the tied names that a composite's weight files list; None if a file was not written by llmtailor."""
     found: dict[str, str] = {}
     for file in read_weights(root, name):
-        if (text := file.metadata.get(TIED_KEY)) is None:
+        where, text = PathIn(name, file.path), file.metadata.get(TIED_KEY)
+        if text is None:
             return None
-        where = PathIn(name, file.path)
         try:
             found |= read_tied(read_strict_json(text.encode()), where)
         except (ValueError, RecursionError) as error:
@@ -184,7 +203,7 @@ def listed_ties(root: Path, name: str) -> dict[str, str] | None:
 
 
 def listed_buffers(root: Path, name: str) -> set[str]:
-    """Return the buffers that a composite's weight files list; others don't tell them from params."""
+    """Return the buffers that a composite's weight files list; other files don't distinguish them from params."""
     listed = (file.metadata.get(BUFFERS_KEY, "") for file in read_weights(root, name))
     return {buffer for names in listed for buffer in names.split(",") if buffer}
 
@@ -214,22 +233,35 @@ def kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
     return kinds
 
 
+def written_dtype(base: CheckpointIndex, held: TensorEntry | None) -> str:
+    """Return the dtype of a param's states where weights are the masters: those of a ZeRO base become fp32."""
+    return "F32" if base.form.has_masters or held is None else held.live_dtype
+
+
+def state_nodes(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, dict[str, Any]]:
+    """Return the node of each trained param's states, with the step, in the order of the groups."""
+    kinds = kinds_by_param(base)
+    return {
+        param: {
+            "step": step_node(base, one.step, param),
+            **{
+                kind: state_tensor(State(param, kind), written_dtype(base, held), held.shape)
+                for kind, held in kinds[param].items()
+            },
+        }
+        for one in layout.sub_groups  # one for each param, through the groups
+        for param in one.params
+    }
+
+
 def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout, *, is_partial: bool = False) -> dict[str, Any]:
     """Return the tree of ``optimizer.pt``, or of a partial checkpoint, with its tensors bound to states."""
-    kinds = kinds_by_param(base)
-    state: dict[int, dict[str, Any]] = {}
-    nodes = []
-    steps = [one.step for one in layout.sub_groups]  # one for each param, through the groups
+    nodes, first = [], 0
     for group in layout.groups:
-        ids = list(range(len(state), len(state) + len(group.params)))
-        for number, param in zip(ids, group.params, strict=True):
-            state[number] = {
-                "step": step_node(base, steps[number], param),
-                **{kind: _tensor(State(param, kind), held, base) for kind, held in kinds[param].items()},
-            }
         listed = {**group.hyper, SAVED_NAMES: [*group.params]} if is_partial else with_names(group.hyper, group.params)
-        nodes.append({**listed, "params": ids})
-    return {"state": state, "param_groups": nodes}
+        nodes.append({**listed, "params": list(range(first, first + len(group.params)))})
+        first += len(group.params)
+    return {"state": dict(enumerate(state_nodes(base, layout).values())), "param_groups": nodes}
 
 
 def step_node(base: CheckpointIndex, step: float, what: str) -> Any:
@@ -237,11 +269,6 @@ def step_node(base: CheckpointIndex, step: float, what: str) -> Any:
     if not (base.form.has_masters or base.train.step_is_tensor):
         return int(step)
     return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of {what}"),))
-
-
-def _tensor(state: State, held: TensorEntry, base: CheckpointIndex) -> Any:
-    dtype = "F32" if base.form.has_masters else held.live_dtype  # the dtype of the param
-    return make_tensor(dtype, held.shape, (Slot(state, dtype, 0, held.numel),) if held.numel else ())
 
 
 def lay_out_master_weights(base: CheckpointIndex) -> list[FileLayout]:
@@ -263,7 +290,6 @@ def lay_out_master_weights(base: CheckpointIndex) -> list[FileLayout]:
 
 
 def _is_renamed(base: CheckpointIndex) -> bool:
-    """Return whether the weight files' names differ from the params', and are known."""
     params = [param.name for param in base.params.values() if param.role != "buffer"]
     unnamed = [name for name in params if State(name, WEIGHT) not in base.held]
     return bool(unnamed) and all({State(name, MASTER), State(name, FROZEN)} & base.held.keys() for name in unnamed)
@@ -279,7 +305,7 @@ def _from_originals(file: WeightFile, base: CheckpointIndex) -> WeightFile:
 
 
 def _roles_in(shard: Container[str], base: CheckpointIndex) -> dict[str, str]:
-    """Return the metadata of a weight file: what neither its tensors nor, of an added module, the config tells."""
+    """Return the metadata of a weight file: buffers and tied names, which neither tensors nor config.json reveal."""
     buffers = [name for name, param in base.params.items() if name in shard and param.role == "buffer"]
     tied = {name: stored for name, stored in base.tied.items() if stored in shard}
     listed = {BUFFERS_KEY: ",".join(buffers)} if buffers else {}

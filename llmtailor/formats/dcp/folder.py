@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count
 from llmtailor.containers.safetensors import read_header
 from llmtailor.containers.torch_file import AlikeBlobs, Window, decode_torch_file, read_torch_file
 from llmtailor.containers.unpickle import as_tensor
-from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, counted, some
+from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, counted, some
 from llmtailor.findings import WARNING, Finding
 from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.model.roles import ITEMSIZE
@@ -59,8 +59,6 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder's content."""
-
     tensors: Mapping[str, Stored] = field(default_factory=dict)
     objects: Mapping[str, tuple[KeyPath, Any]] = field(default_factory=dict)
     """Key -> path, and the decoded object"""
@@ -80,20 +78,21 @@ def read_folder(root: Path, folder: str, name: str, problems: Problems) -> Folde
     """
     prefix = f"{folder}/" if folder else ""
     where = PathIn(name, prefix + METADATA)
-    try:
-        entries = read_metadata(root, prefix + METADATA, where)
-        grids = {key: _grid(key, entry, where) for key, entry in entries.items() if entry.is_tensor}
-    except SourceError as error:
-        problems.add(error)
+    entries = attempt(lambda: read_metadata(root, prefix + METADATA, where), problems)
+    if entries is None:
+        return None
+    tensor_entries = {key: entry for key, entry in entries.items() if entry.is_tensor}
+    grids = attempt(lambda: {key: _grid(key, entry, where) for key, entry in tensor_entries.items()}, problems)
+    if grids is None:
         return None
     blobs = _Blobs(root, prefix, name, problems)
     blobs.read(entries)
-    tensors, objects = {}, {}
-    for key, entry in entries.items():
-        if entry.is_tensor:
-            tensors[key] = _stored(key, entry, grids[key], blobs, prefix)
-        elif entry.chunks[0].blob in blobs.objects:
-            objects[key] = (entry.path, blobs.objects[entry.chunks[0].blob])
+    tensors = {key: _stored(entry, grids[key], blobs, prefix) for key, entry in tensor_entries.items()}
+    objects = {
+        key: (entry.path, blobs.objects[entry.chunks[0].blob])
+        for key, entry in entries.items()
+        if not entry.is_tensor and entry.chunks[0].blob in blobs.objects
+    }
     there = [path.name for path in (root / prefix).iterdir() if DATA_FILE.fullmatch(path.name)]
     own = {*blobs.used, *(path for path in there if not _size(root / prefix / path))}  # a rank may have nothing to save
     return Folder(
@@ -176,16 +175,14 @@ class _Blobs:
             self.known.add(window, found)
         tensor, first = found
         if (tensor.dtype, tensor.shape) != (entry.dtype, chunk.sizes):
-            what = (
-                f"{key} is {tensor.dtype} {list(tensor.shape)}, but {METADATA} says {entry.dtype} {list(chunk.sizes)}"
-            )
+            stated = f"{METADATA} says {entry.dtype} {list(chunk.sizes)}"
+            what = f"{key} is {tensor.dtype} {list(tensor.shape)}, but {stated}"
             raise SourceError.at(where, what, _STALE, Code.FIELD_CONFLICT)
         shift = blob.start - first
         return Extent(self.prefix + blob.path, tensor.extent.start + shift, tensor.extent.stop + shift)
 
     def _check_places(self, blobs: Sequence[Blob], num_bytes: int, where: str) -> None:
-        at = 0
-        gaps = 0
+        at = gaps = 0
         for blob in blobs:
             if blob.start < at:
                 what = f"{METADATA} gives the same bytes to two tensors"
@@ -200,48 +197,42 @@ class _Blobs:
             self.findings.append(Finding(where, what, f"silent: {_STALE}", Code.STEPS_DIFFER, WARNING))
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    cuts: tuple[tuple[int, ...], ...]
-    chunks: tuple[Chunk, ...]
-    """In the order of the cells, without empty ones"""
+_Grid = tuple[tuple[tuple[int, ...], ...], tuple[Chunk, ...]]
+"""The cuts along each dimension, and the chunks in the order of the cells, without empty ones"""
 
 
 def _grid(key: str, entry: Entry, where: str) -> _Grid:
     """Return a tensor's boxes as a grid. Raises SourceError unless they tile it."""
     chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
     if 0 in entry.shape:
-        return _Grid((), ())
+        return (), ()
     cuts = tuple(tuple(sorted({chunk.offsets[at] for chunk in chunks} | {size})) for at, size in enumerate(entry.shape))
     if len(chunks) != math.prod(len(cut) - 1 for cut in cuts) or any(cut[0] for cut in cuts):
-        raise SourceError.at(
-            where, f"the {len(chunks)} chunks of {key} do not tile it", COPY_CHECKPOINT, Code.STATE_SIZE
-        )
+        what = f"the {len(chunks)} chunks of {key} do not tile it"
+        raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE)
     cells = dict.fromkeys(itertools.product(*(itertools.pairwise(cut) for cut in cuts)))
     boxes = {tuple((low, low + size) for low, size in zip(one.offsets, one.sizes, strict=True)): one for one in chunks}
     if boxes.keys() != cells.keys():
         what = f"the chunks of {key} leave elements out or overlap"
         raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE)
-    return _Grid(cuts, tuple(boxes[cell] for cell in cells))
+    return cuts, tuple(boxes[cell] for cell in cells)
 
 
-def _stored(key: str, entry: Entry, grid: _Grid, blobs: _Blobs, prefix: str) -> Stored:
-    extents = []
-    for chunk in grid.chunks:
-        blob, size = chunk.blob, math.prod(chunk.sizes) * ITEMSIZE[entry.dtype]
+def _stored(entry: Entry, grid: _Grid, blobs: _Blobs, prefix: str) -> Stored:
+    extents, itemsize, (cuts, chunks) = [], ITEMSIZE[entry.dtype], grid
+    for chunk in chunks:
+        blob, size = chunk.blob, math.prod(chunk.sizes) * itemsize
         # of a file that can't be read, the place has no meaning, but the element ranges are right
         extents.append(blobs.places.get(blob) or Extent(prefix + blob.path, blob.start, blob.start + size))
-    held = TensorEntry(entry.dtype, entry.shape, _placement(entry.shape, grid.cuts, extents, ITEMSIZE[entry.dtype]))
-    return Stored(entry.path, held, tuple(zip(grid.chunks, extents, strict=True)))
+    held = TensorEntry(entry.dtype, entry.shape, _placement(entry.shape, cuts, extents, itemsize))
+    return Stored(entry.path, held, tuple(zip(chunks, extents, strict=True)))
 
 
 def _placement(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], extents: Sequence[Extent], itemsize: int
 ) -> Placement:
-    if len(extents) == 1:
-        return Contiguous(extents[0], itemsize)
-    if not extents:
-        return Contiguous(Extent("", 0, 0), itemsize)
+    if len(extents) < 2:
+        return Contiguous([*extents, Extent("", 0, 0)][0], itemsize)
     if all(len(cut) == 2 for cut in cuts[1:]):
         row = math.prod(shape[1:])
         starts = tuple(extent.start for extent in extents)
@@ -269,29 +260,21 @@ def read_shards(root: Path, name: str, problems: Problems) -> Folder | None:
         problems.add(SourceError.at(name, what, COPY_CHECKPOINT, Code.FILE_MISSING))
     sound = len(problems.errors)
     for path in paths:
-        where = PathIn(name, path)
-        try:
-            for key, offsets, held in _in_shard(root, path, where):
-                blob = Blob(path, 0, 0)
-                parts.setdefault(key, []).append((Chunk(offsets, held.shape, blob), held))
-        except SourceError as error:
-            problems.add(error)
+        in_shard = attempt(lambda: [*_in_shard(root, path, PathIn(name, path))], problems)  # noqa: B023
+        for key, offsets, held in in_shard or ():
+            parts.setdefault(key, []).append((Chunk(offsets, held.shape, Blob(path, 0, 0)), held))
     if len(problems.errors) > sound:
         return None
-    tensors = {}
-    for key, found in parts.items():
-        try:
-            tensors[key] = _joined(key, found, name)
-        except SourceError as error:
-            problems.add(error)
+    joined = {key: attempt(lambda: _joined(key, parts[key], name), problems) for key in parts}  # noqa: B023
+    tensors = {key: stored for key, stored in joined.items() if stored is not None}
     return Folder(tensors, ranks=max(ranks), files=tuple(paths))
 
 
 def _in_shard(root: Path, path: str, where: str) -> Iterator[tuple[str, tuple[int, ...], TensorEntry]]:
     file = read_header(root, path, where)
     try:
-        told = json.loads(file.metadata.get(SHARDING, "{}"))
-        offsets = {key: tuple(about["saved_offsets"]) for key, about in told.items()}
+        stated = json.loads(file.metadata.get(SHARDING, "{}"))
+        offsets = {key: tuple(about["saved_offsets"]) for key, about in stated.items()}
         right = all(is_count(at) for each in offsets.values() for at in each)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         right = False
@@ -310,19 +293,16 @@ def _joined(key: str, found: Sequence[tuple[Chunk, TensorEntry]], where: str) ->
     for chunk, held in found:
         first.setdefault(chunk.offsets, (chunk, held))
     dtypes = {held.dtype for _, held in found}
-    dimensions = {len(chunk.offsets) for chunk in (one for one, _ in found)}
+    dimensions = {len(chunk.offsets) for chunk, _ in found}
     if len(dtypes) > 1 or len(dimensions) > 1:
         raise SourceError.at(where, f"the ranks have {key} in several forms", COPY_CHECKPOINT, Code.RANKS_DIFFER)
     ends = (tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True))) for chunk, _ in found)
     shape = tuple(map(max, zip(*ends, strict=True)))
-    grid = _grid(key, Entry((key,), dtypes.pop(), shape, tuple(chunk for chunk, _ in first.values())), where)
-    extents = [extent for chunk in grid.chunks for extent in _whole(first[chunk.offsets][1])]
-    held = found[0][1]
-    return Stored((key,), TensorEntry(held.dtype, shape, _placement(shape, grid.cuts, extents, ITEMSIZE[held.dtype])))
-
-
-def _whole(held: TensorEntry) -> Iterable[Extent]:
-    return (fragment.extent for fragment in held.place.cover(0, held.numel))
+    dtype = dtypes.pop()
+    cuts, chunks = _grid(key, Entry((key,), dtype, shape, tuple(chunk for chunk, _ in first.values())), where)
+    entries = (first[chunk.offsets][1] for chunk in chunks)
+    extents = [one.extent for held in entries for one in held.place.cover(0, held.numel)]
+    return Stored((key,), TensorEntry(dtype, shape, _placement(shape, cuts, extents, ITEMSIZE[dtype])))
 
 
 OPTIMIZER_FILE = "optimizer.bin"
@@ -367,7 +347,5 @@ def _split(
         if as_tensor(value) is None:
             objects[key] = (path, value)
             continue
-        tensor = read_tensor(value, key, where)
-        place = Contiguous(tensor.extent, ITEMSIZE[tensor.dtype])
-        tensors[key] = Stored(path, TensorEntry(tensor.dtype, tensor.shape, place))
+        tensors[key] = Stored(path, read_tensor(value, key, where).entry)
     return tensors, objects

@@ -49,6 +49,7 @@ ADAMW = {
     "decoupled_weight_decay": True,
 }
 """Options of torch 2.13's AdamW, and their defaults"""
+_PARTIAL_LOAD = "with allow_partial_load; copy the checkpoint again"
 _IN_ALL = (*ADAMW, "lr", "initial_lr", "param_names")
 """Options that torch gives to all param groups or to none"""
 
@@ -74,10 +75,7 @@ def sort_keys(
     Raises SourceError for options that contradict each other, and UnsupportedCheckpoint if there is no optimizer, or
     more than one.
     """
-    paths = {
-        **{key: stored.path for key, stored in tensors.items()},
-        **{key: path for key, (path, _) in objects.items()},
-    }
+    paths = {key: stored.path for key, stored in tensors.items()} | {key: path for key, (path, _) in objects.items()}
     prefix = _find_prefix(paths, where)
     optimizer, rest = Optimizer(prefix), dict[str, DcpEntry | Stored]()
     by_number: dict[int, dict[str, Any]] = {}
@@ -91,7 +89,7 @@ def sort_keys(
             into = optimizer.tensors if isinstance(value, Stored) else optimizer.numbers
             into.setdefault(param, {})[kind] = value
         elif section == GROUPS and not words and isinstance(value, list):
-            checked = map(_checked, value)
+            checked = [group if isinstance(group, dict) else {} for group in value]
             by_number |= {at: {key: option(one) for key, one in group.items()} for at, group in enumerate(checked)}
         elif section == GROUPS and len(words) > 1 and isinstance(words[0], int):
             by_number.setdefault(words[0], {})[".".join(map(str, words[1:]))] = option(value)
@@ -102,14 +100,11 @@ def sort_keys(
             rest[key] = value
         else:
             rest[key] = DcpEntry(path, value)
-    optimizer.groups = _groups(by_number, where) if by_number else _alike(by_param)
+    alike = [ParamGroup((param,), options) for param, options in by_param.items()]
+    optimizer.groups = _groups(by_number, where) if by_number else tuple(merge_alike(alike))
     optimizer.is_flat = bool(by_param) and not by_number
     _check_owned(optimizer, where)
     return optimizer, rest
-
-
-def _checked(group: Any) -> dict[str, Any]:
-    return group if isinstance(group, dict) else {}
 
 
 def _find_prefix(paths: Mapping[str, KeyPath], where: str) -> str:
@@ -154,11 +149,6 @@ def _groups(by_number: Mapping[int, Mapping[str, Any]], where: str) -> tuple[Par
     return tuple(groups)
 
 
-def _alike(by_param: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
-    """Return the params with equal options as a group each, in order of appearance."""
-    return tuple(merge_alike([ParamGroup((param,), options) for param, options in by_param.items()]))
-
-
 def merge_alike(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
     """Return groups with equal options as one, in order of appearance. Lists of names are left out."""
     merged: list[ParamGroup] = []
@@ -172,17 +162,15 @@ def merge_alike(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
 
 
 def _check_owned(optimizer: Optimizer, where: str) -> None:
-    """Raise SourceError unless each param with states is in exactly one group, and each param of a group has some."""
     owned = Counter(param for group in optimizer.groups for param in group.params)
     states = {**optimizer.numbers, **optimizer.tensors}
     problems = []
     if twice := [param for param, count in owned.items() if count > 1]:
-        problems.append(
-            Problem(where, f"the param groups own {some(twice)} twice", COPY_CHECKPOINT, Code.FIELD_CONFLICT)
-        )
+        what = f"the param groups own {some(twice)} twice"
+        problems.append(Problem(where, what, COPY_CHECKPOINT, Code.FIELD_CONFLICT))
     if lost := [param for param in owned if param not in states]:
         what = f"the optimizer states of {some(lost)} are missing"
-        fix = "a resume fails, or silently restarts Adam there with allow_partial_load; copy the checkpoint again"
+        fix = f"a resume fails, or silently restarts Adam there {_PARTIAL_LOAD}"
         problems.append(Problem(where, what, fix, Code.STATE_MISSING))
     if extra := [param for param in states if param not in owned]:
         what = f"it holds the optimizer states of {some(extra)}, which are in no param group"
@@ -213,19 +201,14 @@ def split_model(
     counts = {"": sum(param in tensors for param in trained)}
     counts |= {first: sum(f"{first}.{param}" in tensors for param in trained) for first in firsts}
     prefix = max(counts, key=lambda first: (counts[first], first == "model"))
-    named: Callable[[Stored], bool] = lambda stored: (  # noqa: E731
-        is_alone or len(stored.path) == 1 if not prefix else stored.path[0] == prefix
-    )
     model = {
         ".".join(map(str, stored.path[1:] if prefix else stored.path)): stored
         for stored in tensors.values()
-        if named(stored)
+        if (stored.path[0] == prefix if prefix else is_alone or len(stored.path) == 1)
     }
     if lost := [param for param in trained if param not in model]:
         what = f"the weights of {some(lost)} are missing"
-        fix = (
-            "a resume fails, or silently keeps their initial values with allow_partial_load; copy the checkpoint again"
-        )
+        fix = f"a resume fails, or silently keeps their initial values {_PARTIAL_LOAD}"
         raise SourceError.at(where, what, fix, Code.STATE_MISSING)
     taken = {id(stored) for stored in model.values()}
     others = {

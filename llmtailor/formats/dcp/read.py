@@ -10,7 +10,7 @@ Layouts, as seen with torch 2.13, accelerate 1.15 and transformers 5.23::
 
 None of them has separate master weights: the sharded params are what the optimizer updates. FSDP2 with mixed precision
 keeps them in fp32 and computes in bf16; a model loaded in bf16 has bf16 params and bf16 moments. So the weights are
-listed as masters, too. Adam's ``step`` is stored per param, so every param is its own sub-group.
+also listed as masters. Adam's ``step`` is stored per param, so every param is its own sub-group.
 
 No format says what is frozen. A tensor of the model without optimizer states is tied if its elements are those of
 a trained one, a buffer if it holds integers, and else frozen, which is also right for a buffer: it is copied.
@@ -36,9 +36,9 @@ from llmtailor.checkpoint.index import (
     Form,
     TensorEntry,
     TrainState,
+    buffer_on_ranks,
 )
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
-from llmtailor.checkpoint.placement import Sliced
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
@@ -62,12 +62,13 @@ from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, 
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.other_optimizers import refuse_others
 from llmtailor.formats.provenance import read_manifest
-from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, is_rng_file
-from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
+from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
+from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, EXP_AVG, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
-from llmtailor.storage.local import FileFact, open_source
+from llmtailor.storage.local import open_source
 
+_COPY_BACK = "copy it back, or leave this checkpoint out"
 _MIXED = "silent: copy the whole checkpoint again; its files come from different saves"
 
 
@@ -87,8 +88,8 @@ def compare_steps(
             of_file.setdefault(path, set()).add(step)
     found = {frozenset(one) for one in of_file.values()}
     if len(found) > 1 and not frozenset.intersection(*found):
-        told = ", ".join(f"{path}: {max(own):g}" for path, own in list(of_file.items())[:3])
-        what = f"the files of the ranks have different steps of Adam ({told})"
+        listed = ", ".join(f"{path}: {max(own):g}" for path, own in list(of_file.items())[:3])
+        what = f"the files of the ranks have different steps of Adam ({listed})"
         yield Finding(PathIn(name, next(iter(of_file))), what, _MIXED, Code.STEPS_DIFFER, ERROR)
     newest = max(steps.values())
     lags = trainer.step_lags if trainer else frozenset((0,))
@@ -101,11 +102,8 @@ def compare_steps(
     if trainer and counted is not None and counted != newest:
         what = f"the schedule is at step {counted}, the optimizer's states are from step {newest:g}"
         yield Finding(PathIn(name, trainer.client.scheduler), what, _MIXED, Code.STEPS_DIFFER, ERROR)
-    if trainer and trainer.global_step is not None and trainer.global_step != newest:
-        what = f"global_step is {trainer.global_step}, but the optimizer's states are from step {newest:g}"
-        is_sure = newest > trainer.global_step or step_of(root) == newest
-        fix = _MIXED if is_sure else "nothing, if the run was once resumed without its optimizer"
-        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR if is_sure else WARNING)
+    if trainer:
+        yield from compare_global_step(trainer, root, name, newest)
 
 
 def find_rounded(index: CheckpointIndex) -> Iterator[Finding]:
@@ -131,34 +129,21 @@ def agree_on_buffers(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointInde
 
 def with_buffers(index: CheckpointIndex, names: Collection[str]) -> CheckpointIndex:
     """Return the index with these tensors as buffers, if they are assumed to be frozen params."""
-    found = {
-        name: param
-        for name, param in index.params.items()
-        if name in names and param.role == "frozen" and index.form.framework in (FSDP, DCP) and not _is_cut(index, name)
-    }
-    if not found:
+    assumed = [param for param in index.params.values() if param.role == "frozen" and param.name in names]
+    if not assumed or index.form.framework not in (FSDP, DCP):
         return index
-    params = {name: replace(param, role="buffer") if name in found else param for name, param in index.params.items()}
-    held = {state: entry for state, entry in index.held.items() if state not in {State(n, FROZEN) for n in found}}
-    held |= {
-        State(name, BUFFER): _repeated(index.held[State(name, FROZEN)], index.world_size)
-        for name, param in found.items()
-        if param.numel
-    }
+    params, held = dict(index.params), dict(index.held)
+    for param in assumed:
+        name, whole = param.name, index.held[State(param.name, FROZEN)]
+        pieces = [*whole.place.cover(0, whole.numel)]
+        if len(pieces) > 1:  # FSDP cuts params only
+            continue
+        params[name] = replace(param, role="buffer")
+        del held[State(name, FROZEN)]
+        for piece in pieces if param.numel else ():  # all ranks resume with the same copy
+            copies = (piece.extent,) * index.world_size
+            held[State(name, BUFFER)] = buffer_on_ranks(whole.dtype, whole.shape, copies)
     return replace(index, params=params, held=held)
-
-
-def _is_cut(index: CheckpointIndex, name: str) -> bool:
-    """Return whether a tensor is in several pieces: FSDP cuts params only."""
-    held = index.held[State(name, FROZEN)]
-    return len([*held.place.cover(0, held.numel)]) > 1
-
-
-def _repeated(held: TensorEntry, world_size: int) -> TensorEntry:
-    """Return the entry of a buffer of which all ranks resume with the same copy."""
-    (whole,) = held.place.cover(0, held.numel)
-    copies = Sliced((whole.extent,) * world_size, 0, held.numel, ITEMSIZE[held.dtype])
-    return TensorEntry(held.dtype, (world_size, *held.shape), copies)
 
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -174,11 +159,11 @@ def detects(root: Path) -> bool:
     is_bare = METADATA in names or any(DATA_FILE.fullmatch(name) or _RANK_METADATA.fullmatch(name) for name in names)
     # beside an optimizer.pt, the first folder is a stray one, which the plain format reports
     has_model = (root / MODEL_FOLDER).is_dir() and OPTIMIZER not in names
-    return is_bare or has_model or (root / OPTIMIZER_FOLDER).is_dir() or _is_whole(root)
+    return is_bare or has_model or (root / OPTIMIZER_FOLDER).is_dir() or _is_full(root)
 
 
-def _is_whole(root: Path) -> bool:
-    """Return whether model and optimizer are in one file each; an accelerate run without FSDP has the latter, too."""
+def _is_full(root: Path) -> bool:
+    """Return whether model and optimizer are in one file each; an accelerate run without FSDP also has the latter."""
     return (root / MODEL_FILE).exists() and not (root / OPTIMIZER_FOLDER).is_dir()
 
 
@@ -192,11 +177,15 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     if any(_RANK_METADATA.fullmatch(path.name) for path in root.iterdir()):
         what = "saved with use_collectives=False: only the same set of ranks can load it"
         raise UnsupportedCheckpoint.at(name, what, "save it with use_collectives=True")
-    is_trainers = (root / MODEL_FOLDER).is_dir() or (root / OPTIMIZER_FOLDER).is_dir() or _is_whole(root)
-    if _is_whole(root):
-        folders = _read_whole(root, name, problems)
-    else:
-        folders = _read_trainers(root, name, problems) if is_trainers else _read_bare(root, name, problems)
+    is_trainers = _is_full(root) or any((root / folder).is_dir() for folder in (MODEL_FOLDER, OPTIMIZER_FOLDER))
+    folders = None
+    if is_trainers:
+        folders = _read_trainers(root, name, problems)
+    elif not (root / METADATA).exists():
+        what = "the file is missing: the save was not finished, or it was lost in a copy"
+        problems.add(SourceError.at(PathIn(name, METADATA), what, _COPY_BACK, Code.FILE_MISSING))
+    elif folder := read_folder(root, "", name, problems):
+        folders = Folders(folder)
     if folders is None or not all(folder.has_all_objects for folder in folders.all):  # the param groups, for one
         return Draft(problems)
     trainer = read_trainer_files(FileTrees(root), name, problems, client) if is_trainers else None
@@ -225,13 +214,22 @@ class Folders:
 
 
 def _read_trainers(root: Path, name: str, problems: Problems) -> Folders | None:
+    is_full = _is_full(root)
     has_shards = not (root / MODEL_FOLDER).is_dir() and bool(list_shards(root))
-    if _is_weights_only(root, name, OPTIMIZER_FOLDER, problems):
+    there = {path.name for path in root.iterdir()}
+    for_resume = {SCHEDULER, OPTIMIZER_FILE if is_full else OPTIMIZER_FOLDER}
+    if not (for_resume & there or any(map(is_rng_file, there))):
+        what = "this folder holds weights only, no optimizer state: nothing to resume from"
+        fix = "name a full checkpoint (save_only_model must be off)"
+        problems.add(SourceError.at(name, what, fix, Code.NO_CHECKPOINT))
         return None
+    if is_full:
+        optimizer = attempt(lambda: read_optimizer_file(root, name), problems)
+        model = attempt(lambda: read_model_file(root, name), problems)
+        return Folders(optimizer, model, FULL) if optimizer and model else None
     for folder in (OPTIMIZER_FOLDER, *(() if has_shards else (MODEL_FOLDER,))):
         if not (root / folder).is_dir():
-            fix = "copy it back, or leave this checkpoint out"
-            problems.add(SourceError.at(PathIn(name, folder), "the folder is missing", fix, Code.FILE_MISSING))
+            problems.add(SourceError.at(PathIn(name, folder), "the folder is missing", _COPY_BACK, Code.FILE_MISSING))
     if problems.errors:
         return None
     optimizer = read_folder(root, OPTIMIZER_FOLDER, name, problems)
@@ -239,38 +237,7 @@ def _read_trainers(root: Path, name: str, problems: Problems) -> Folders | None:
     return Folders(optimizer, model, SHARDS if has_shards else FOLDERS) if optimizer and model else None
 
 
-def _is_weights_only(root: Path, name: str, optimizer: str, problems: Problems) -> bool:
-    """Return whether a folder of an FSDP training has nothing that only a resume needs; that is a problem."""
-    there = [path.name for path in root.iterdir()]
-    if optimizer in there or any(path == SCHEDULER or is_rng_file(path) for path in there):
-        return False
-    what = "this folder holds weights only, no optimizer state: nothing to resume from"
-    fix = "name a full checkpoint (save_only_model must be off)"
-    problems.add(SourceError.at(name, what, fix, Code.NO_CHECKPOINT))
-    return True
-
-
-def _read_whole(root: Path, name: str, problems: Problems) -> Folders | None:
-    if _is_weights_only(root, name, OPTIMIZER_FILE, problems):
-        return None
-    optimizer = attempt(lambda: read_optimizer_file(root, name), problems)
-    model = attempt(lambda: read_model_file(root, name), problems)
-    return Folders(optimizer, model, FULL) if optimizer and model else None
-
-
-def _read_bare(root: Path, name: str, problems: Problems) -> Folders | None:
-    if not (root / METADATA).exists():
-        what = "the file is missing: the save was not finished, or it was lost in a copy"
-        fix = "copy it back, or leave this checkpoint out"
-        problems.add(SourceError.at(PathIn(name, METADATA), what, fix, Code.FILE_MISSING))
-        return None
-    folder = read_folder(root, "", name, problems)
-    return Folders(folder) if folder else None
-
-
 class _Indexing:
-    """Builds the index of the folders read."""
-
     def __init__(self, root: Path, name: str, folders: Folders, trainer: TrainerFiles | None, problems: Problems):
         self.root, self.name, self.folders, self.trainer, self.problems = root, name, folders, trainer, problems
         in_file = folders.form == FULL
@@ -286,16 +253,28 @@ class _Indexing:
         prefix, weights, others = self._weights(rest, trained)
         self._check_states(optimizer, weights)
         steps = self._steps(optimizer, trained)
-        listed = self._listed_ties(others)
-        tied = self._find_tied(weights, set(trained)) if listed is None else _those_in(weights, listed)
-        world_size = self._world_size()
+        listed: Mapping[str, str] | None = None
+        if self.folders.form == FULL:
+            listed = attempt(lambda: listed_ties(self.root, self.name), self.problems)
+        elif entry := others.get(".".join(TIED)):
+            listed = read_tied(entry.content, self.optimizer_where)
+        if listed is None:  # llmtailor did not write the folder
+            tied = self._find_tied(weights, set(trained))
+        else:
+            tied = {name: stored for name, stored in listed.items() if name in weights and stored in weights}
+        ranks = [folder.ranks for folder in self.folders.all]
+        paths = [path for folder in self.folders.all for path in folder.files]
+        if self.trainer:
+            ranks.append(sum(is_rng_file(path) for path in self.trainer.files))
+        else:
+            paths += sorted(path.name for path in self.root.iterdir())
         params, held = self._hold(optimizer, weights, tied)
         groups = tuple(ParamGroup(group.params, group.hyper) for group in optimizer.groups)
         index = CheckpointIndex(
             root=self.root,
             name=self.name,
             form=Form(FSDP if self.trainer else DCP),
-            world_size=world_size,
+            world_size=max(ranks),
             global_step=self._global_step(others, steps),
             precision=usual_dtype(weights[param].held.dtype for param in trained),
             params=params,
@@ -307,7 +286,7 @@ class _Indexing:
                 for number, group in enumerate(groups)
                 for param in group.params
             ),
-            files=self._files(),
+            files={path: fact for path in paths if (fact := file_fact(self.root / path))},
             unreadable=self.folders.unreadable,
             client=DCP,
             train=TrainState(
@@ -342,12 +321,10 @@ class _Indexing:
         return prefix, weights, {**more, **others}
 
     def _refuse_others(self, optimizer: Optimizer, trained: list[str]) -> None:
-        """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed."""
-        numbers = [optimizer.numbers.get(param, {}).keys() for param in trained]
-        tensors = [optimizer.tensors.get(param, {}).keys() for param in trained]
-        kinds = [one | other for one, other in zip(numbers, tensors, strict=True)]
+        numbers = [optimizer.numbers.get(param, {}) for param in trained]
+        kinds = [one | optimizer.tensors.get(param, {}) for one, param in zip(numbers, trained, strict=True)]
         options = {option for group in optimizer.groups for option in group.hyper}
-        has_objects = any(one - {"step"} for one in numbers)
+        has_objects = any(one.keys() - {"step"} for one in numbers)
         refuse_others(kinds, options, self.optimizer_where, has_objects=has_objects)
 
     def _check_states(self, optimizer: Optimizer, weights: Mapping[str, Stored]) -> None:
@@ -389,13 +366,6 @@ class _Indexing:
             raise SourceError.at(self.optimizer_where, what, _PARTIAL_LOAD, Code.STATE_MISSING)
         return steps | dict.fromkeys(unknown, max(steps.values(), default=0.0))  # all are alike but in a composite
 
-    def _listed_ties(self, others: Mapping[str, DcpEntry]) -> Mapping[str, str] | None:
-        """Return the tied names that llmtailor listed; None if it did not write the folder."""
-        if self.folders.form == FULL:
-            return attempt(lambda: listed_ties(self.root, self.name), self.problems)
-        entry = others.get(".".join(TIED))
-        return None if entry is None else read_tied(entry.content, self.optimizer_where)
-
     def _find_tied(self, weights: Mapping[str, Stored], trained: set[str]) -> dict[str, str]:
         """Return the names that no optimizer trains, and whose elements are all those of a trained param."""
         tied = {}
@@ -405,13 +375,14 @@ class _Indexing:
                 continue
             for param in trained:
                 other = weights[param].held
-                if _is_like(other, held) and self._is_readable(other) and self._are_equal(held, other):
+                is_like = (other.dtype, other.shape) == (held.dtype, held.shape)
+                if is_like and self._is_readable(other) and self._are_equal(held, other):
                     tied[name] = param
                     break
         return tied
 
     def _are_equal(self, one: TensorEntry, other: TensorEntry) -> bool:
-        """Whether all bytes are alike. Samples come first: they tell most pairs apart."""
+        """Whether all bytes are equal. Samples are compared first: they differ for most pairs."""
         samples = [(one.numel - min(one.numel, _SAMPLE)) * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
         runs = [(begin, min(begin + _SAMPLE, one.numel)) for begin in samples]
         runs += [(begin, min(begin + _CHUNK, one.numel)) for begin in range(0, one.numel, _CHUNK)]
@@ -456,12 +427,6 @@ class _Indexing:
             found |= attempt(lambda: listed_buffers(self.root, self.name), self.problems) or set()
         return found | {name for name, stored in weights.items() if stored.held.dtype not in FLOATING}
 
-    def _world_size(self) -> int:
-        ranks = [folder.ranks for folder in self.folders.all]
-        if self.trainer:
-            ranks.append(sum(is_rng_file(path) for path in self.trainer.files))
-        return max(ranks)
-
     def _global_step(self, others: Mapping[str, DcpEntry], steps: Mapping[str, float]) -> int:
         if self.trainer and self.trainer.global_step is not None:
             return self.trainer.global_step
@@ -477,11 +442,6 @@ class _Indexing:
         named = step_of(self.root)
         return named if named in set(steps.values()) else newest
 
-    def _files(self) -> dict[str, FileFact]:
-        paths = [path for folder in self.folders.all for path in folder.files]
-        paths += [] if self.trainer else sorted(path.name for path in self.root.iterdir())
-        return {path: fact for path in paths if (fact := file_fact(self.root / path))}
-
     def _findings(
         self, optimizer: Optimizer, steps: Mapping[str, float], params: Mapping[str, Param]
     ) -> Iterator[Finding]:
@@ -492,8 +452,7 @@ class _Indexing:
         client = self.trainer.client if self.trainer else None
         if self.trainer and client and client.needs_scheduler and client.scheduler not in self.trainer.files:
             what = "the file is missing; without it a resume silently loads neither schedule nor optimizer"
-            fix = "copy it back, or leave this checkpoint out"
-            yield Finding(PathIn(self.name, client.scheduler), what, fix, Code.SCHEDULER_MISSING, ERROR)
+            yield Finding(PathIn(self.name, client.scheduler), what, _COPY_BACK, Code.SCHEDULER_MISSING, ERROR)
         yield from compare_steps(self.root, self.name, self.trainer, optimizer, steps)
         if frozen := [param.name for param in params.values() if param.role == "frozen"]:
             what = f"the optimizer has no states of {some(frozen)}: assumed to be frozen, or buffers"
@@ -503,11 +462,3 @@ class _Indexing:
 
 _ADAM = "use AdamW, or another optimizer with one element of state for each element of the params"
 _PARTIAL_LOAD = "a resume fails, or silently restarts it with allow_partial_load; copy the checkpoint again"
-
-
-def _those_in(weights: Collection[str], tied: Mapping[str, str]) -> dict[str, str]:
-    return {name: stored for name, stored in tied.items() if name in weights and stored in weights}
-
-
-def _is_like(one: TensorEntry, other: TensorEntry) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape)

@@ -5,7 +5,7 @@ keep them: the run should build the model in fp32 (and compute in bf16 by mixed 
 both names, as ``model.state_dict()`` has them.
 
 A loader asks for each option that its own param groups have, so options of torch's AdamW that the base lacks are added
-with their defaults. Keys that nobody asks for are ignored.
+with their defaults. A loader ignores keys that it does not ask for.
 
 As torch saves under FSDP2, a tensor is cut along dimension 0 into ``ceil(rows / ranks)`` rows per rank, so that the
 last ranks may have fewer rows or none; what all ranks have alike is saved once, spread over the ranks.
@@ -15,21 +15,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, FSDP, FULL, SHARDS, CheckpointIndex, DcpEntry, DcpKeyLayout, TensorEntry
-from llmtailor.checkpoint.layout import Copy, FileLayout, Piece, Slot
+from llmtailor.checkpoint.layout import Copy, FileLayout, Piece
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Absent
-from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, lay_out_metadata
+from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, cut_rows, lay_out_metadata
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
-from llmtailor.containers.unpickle import SmallTensor, as_tensor, make_tensor
+from llmtailor.containers.unpickle import as_tensor, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
-from llmtailor.formats.common.dcp_key_layout import cut_rows
-from llmtailor.formats.common.states import check_masters, kinds_by_param, lay_out_master_weights, step_node
+from llmtailor.formats.common.states import (
+    check_masters,
+    kinds_by_param,
+    lay_out_master_weights,
+    state_nodes,
+    step_node,
+    written_dtype,
+)
 from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
@@ -46,9 +52,6 @@ from llmtailor.loaders.write import (
 )
 from llmtailor.model.roles import BUFFER, ITEMSIZE, KIND_OF_ROLE, State
 
-Content = Callable[[int, int], tuple[Piece, ...]]
-"""What elements ``begin``..``end`` of a tensor consist of"""
-
 
 class FolderBuilder:
     """A DCP folder being laid out; ``folder`` is relative to the checkpoint, ``""`` for its root."""
@@ -60,31 +63,33 @@ class FolderBuilder:
         self._next = 0
         self._entries: dict[str, Entry] = {}
 
-    def add_tensor(self, path: KeyPath, dtype: str, shape: tuple[int, ...], content: Content, *, is_cut: bool) -> None:
-        """Add a tensor, cut along dimension 0 or whole on one rank."""
-        numel = math.prod(shape)
-        chunks = []
-        if not (is_cut and shape and numel):
-            tree = make_tensor(dtype, shape, content(0, numel) if numel else ())
-            chunks.append(Chunk((0,) * len(shape), shape, self._put(self._take_turn(), tree)))
-        else:
-            row = numel // shape[0]
-            for rank, (low, high) in enumerate(cut_rows(shape[0], len(self._ends))):
-                if low < high:
-                    sizes = (high - low, *shape[1:])
-                    blob = self._put(rank, make_tensor(dtype, sizes, content(low * row, high * row)))
-                    chunks.append(Chunk((low, *[0] * (len(shape) - 1)), sizes, blob))
+    def add_state(self, path: KeyPath, state: State, dtype: str, shape: tuple[int, ...]) -> None:
+        """Add a state, cut along dimension 0."""
+        if not math.prod(shape) or not shape:
+            self.add(path, state_tensor(state, dtype, shape))
+            return
+        chunks, row = [], math.prod(shape[1:])
+        for rank, (low, high) in enumerate(cut_rows(shape[0], len(self._ends))):
+            if low < high:
+                sizes = (high - low, *shape[1:])
+                blob = self._put(rank, state_tensor(state, dtype, sizes, low * row))
+                chunks.append(Chunk((low, *[0] * (len(shape) - 1)), sizes, blob))
         self._entries[_key(path)] = Entry(path, dtype, shape, tuple(chunks))
 
-    def add_object(self, path: KeyPath, value: Any) -> None:
-        """Add a value that is not a tensor."""
-        blob = self._put(self._take_turn(), value)
-        self._entries[_key(path)] = Entry(path, chunks=(Chunk((), (), blob),))
+    def add(self, path: KeyPath, value: Any) -> None:
+        """Add a value whole on one rank; a tensor with its own storage."""
+        view, dtype = as_tensor(value), ""
+        shape: tuple[int, ...] = ()
+        if view is not None:
+            dtype, shape = view.storage.dtype, view.shape
+            value = make_tensor(dtype, shape, view.storage.content)
+        chunk = Chunk((0,) * len(shape), shape, self._put(self._take_turn(), value))
+        self._entries[_key(path)] = Entry(path, dtype, shape, (chunk,))
 
     def add_entry(self, entry: DcpEntry) -> None:
         """Add a value of the base, its tensors cut as they are."""
         if not entry.is_tensor:
-            self.add_object(entry.path, entry.content)
+            self.add(entry.path, entry.content)
             return
         dtype, shape, boxes = entry.content
         chunks = []
@@ -143,12 +148,8 @@ class DcpWriter:
             what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
             raise MismatchError.at("--groups", what, "leave --groups out")
         target = _Target(base, wanted, style)
-        if self.family == FSDP:
-            return self._lay_out_trainers(target)
-        return self._lay_out_bare(target)
-
-    def _lay_out_trainers(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
-        base, wanted = target.base, target.wanted
+        if self.family == DCP:
+            return self._lay_out_bare(target)
         made, notices = synthesize_files(base, wanted)
         dtype = "F32" if base.form.has_masters else None
         laid_out = [*made, *(target.whole() if target.style.form == FULL else target.folders())]
@@ -211,13 +212,16 @@ class _Target:
             kind = KIND_OF_ROLE[param.role]
             state = State(param.name, kind)
             held = base.held.get(state)
-            dtype = "F32" if kind != BUFFER and base.form.has_masters else held.live_dtype if held else "F32"
+            dtype = held.live_dtype if held and kind == BUFFER else written_dtype(base, held)
             yield name, dtype, param.shape, state, kind != BUFFER
 
     def add_model(self, folder: FolderBuilder) -> None:
         for name, dtype, shape, state, is_cut in self._weights():
             path: KeyPath = (self.style.model, name) if self.style.model else (name,)
-            folder.add_tensor(path, dtype, shape, _slots(state, dtype), is_cut=is_cut)
+            if is_cut:
+                folder.add_state(path, state, dtype, shape)
+            else:
+                folder.add(path, state_tensor(state, dtype, shape))
 
     def folders(self) -> list[FileLayout]:
         """Return the files of the optimizer's folder, and of the model's, or its shards."""
@@ -234,30 +238,12 @@ class _Target:
 
     def whole(self) -> list[FileLayout]:
         """Return the model's file, the optimizer's, and weight files for other readers."""
-        kinds = kinds_by_param(self.base)
-        model: dict[str, Any] = {}
-        for name, dtype, shape, state, _ in self._weights():
-            numel = math.prod(shape)
-            model[name] = make_tensor(dtype, shape, _slots(state, dtype)(0, numel) if numel else ())
-        states = {
-            param: {
-                "step": step_node(self.base, step, param),
-                **{kind: self._moment(State(param, kind), held) for kind, held in kinds[param].items()},
-            }
-            for param, step in self._steps().items()
-        }
-        groups = self.wanted.layout.groups
-        nodes = [{**self.options(group, at), "params": list(group.params)} for at, group in enumerate(groups)]
-        optimizer = {"state": states, "param_groups": nodes}
+        model = {name: state_tensor(state, dtype, shape) for name, dtype, shape, state, _ in self._weights()}
+        layout = self.wanted.layout
+        nodes = [{**self.options(group, at), "params": list(group.params)} for at, group in enumerate(layout.groups)]
+        optimizer = {"state": state_nodes(self.base, layout), "param_groups": nodes}
         files = [lay_out_torch_file(MODEL_FILE, model), lay_out_torch_file(OPTIMIZER_FILE, optimizer)]
         return [*files, *lay_out_master_weights(self.base)]
-
-    def _moment(self, state: State, held: TensorEntry) -> Any:
-        dtype = "F32" if self.base.form.has_masters else held.live_dtype
-        return make_tensor(dtype, held.shape, _slots(state, dtype)(0, held.numel) if held.numel else ())
-
-    def _steps(self) -> dict[str, float]:
-        return {param: one.step for one in self.wanted.layout.sub_groups for param in one.params}
 
     def shards(self) -> list[FileLayout]:
         """Return the safetensors file of each rank."""
@@ -283,28 +269,23 @@ class _Target:
     def add_optimizer(self, folder: FolderBuilder) -> None:
         base, layout = self.base, self.wanted.layout
         kinds = kinds_by_param(base)
-        steps = self._steps()
+        steps = {param: one.step for one in layout.sub_groups for param in one.params}
         for group in layout.groups:
             for param in group.params:
                 shape = base.params[param].shape
                 for kind, held in kinds[param].items():
-                    dtype = "F32" if base.form.has_masters else held.live_dtype
-                    content = _slots(State(param, kind), dtype)
-                    folder.add_tensor(self._path(STATE, param, kind), dtype, shape, content, is_cut=True)
-                path, step = self._path(STATE, param, "step"), step_node(base, steps[param], param)
-                if (view := as_tensor(step)) is None:
-                    folder.add_object(path, step)
-                else:
-                    folder.add_tensor(path, "F32", (), _constant(view.storage.content), is_cut=False)
+                    path = self._path(STATE, param, kind)
+                    folder.add_state(path, State(param, kind), written_dtype(base, held), shape)
+                folder.add(self._path(STATE, param, "step"), step_node(base, steps[param], param))
         for number, group in enumerate(layout.groups):
             options = self.options(group, number)
             if self.style.is_flat:
                 for param in group.params:
                     for key, value in options.items():
-                        _add_option(folder, self._path(GROUPS, param, key), value)
+                        folder.add(self._path(GROUPS, param, key), value)
                 continue
             for key, value in {**options, "params": list(group.params)}.items():
-                _add_option(folder, (*self._optimizer, GROUPS, number, key), value)
+                folder.add((*self._optimizer, GROUPS, number, key), value)
 
     @property
     def _optimizer(self) -> tuple[str, ...]:
@@ -330,8 +311,7 @@ class _Target:
 
     def _defaults(self) -> dict[str, Any]:
         """Return the options that torch's AdamW has and DeepSpeed's own optimizers don't save."""
-        config = next((tree.get("ds_config") for tree in self.base.train.optim if tree), None)
-        made = config.get("optimizer") if isinstance(config, dict) else None
+        made = self.base.train.ds_config.get("optimizer")
         if not isinstance(made, dict) or str(made.get("type")).lower() != "adam":
             return ADAMW
         options = made.get("params")
@@ -339,22 +319,21 @@ class _Target:
 
     def add_others(self, folder: FolderBuilder) -> None:
         """Add what belongs neither to the model nor to the optimizer, among it the scheduler's state."""
-        others: Mapping[str, DcpEntry] = self.base.train.dcp.others if self.base.train.dcp else {}
         tree = scheduler_tree(self.base, self.wanted.from_group)
-        for key, entry in others.items():
+        for key, entry in self.base.train.others.items():
             if entry.path[0] != LR_SCHEDULER and key not in (".".join(BUFFERS), ".".join(TIED)):
                 folder.add_entry(entry)
         if isinstance(tree, dict):
             for name, value in tree.items():
-                folder.add_object((LR_SCHEDULER, str(name)), value)
+                folder.add((LR_SCHEDULER, str(name)), value)
 
     def add_roles(self, folder: FolderBuilder) -> None:
         """Add the names of floating-point buffers, and tied names: both look like frozen params to a later reader."""
         names = [param.name for param in self.base.params.values() if param.role == "buffer" and param.numel]
         if names:
-            folder.add_object(BUFFERS, names)
+            folder.add(BUFFERS, names)
         if self.base.tied or any(param.role != "trainable" for param in self.base.params.values()):
-            folder.add_object(TIED, dict(self.base.tied))
+            folder.add(TIED, dict(self.base.tied))
 
     def notices(self) -> list[Problem]:
         found = []
@@ -366,19 +345,3 @@ class _Target:
             what = f"its param groups lack options that torch's AdamW asks for: {', '.join(added)}"
             found.append(Problem(self.base.name, what, "nothing; they get AdamW's defaults"))
         return found
-
-
-def _add_option(folder: FolderBuilder, path: KeyPath, value: Any) -> None:
-    """Add an option of a param group; a loader asks for a tensor where its own option is one."""
-    if isinstance(value, SmallTensor):
-        folder.add_tensor(path, value.dtype, value.shape, lambda begin, end: value.content, is_cut=False)
-    else:
-        folder.add_object(path, value)
-
-
-def _slots(state: State, dtype: str) -> Content:
-    return lambda begin, end: (Slot(state, dtype, begin, end),)
-
-
-def _constant(content: tuple[Piece, ...]) -> Content:
-    return lambda begin, end: content

@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import ACCELERATE
-from llmtailor.checkpoint.step_names import ASIDE, NAMES, UNIVERSAL_SUFFIX, step_of
+from llmtailor.checkpoint.step_names import ASIDE, NAMES, step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_path_below
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, counted, printable
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, counted, printable
 from llmtailor.loaders.files import LATEST, MODEL_STATES, OPTIM_STATES, UNSHARDED_MODEL, WHOLE_MODEL, is_shard_name
 from llmtailor.loaders.loader import LOADERS, is_tag_alone
 from llmtailor.storage.local import locate, location_of, read_source
 
-UNIVERSAL = UNIVERSAL_SUFFIX
-"""What the names of the tag folders of universal checkpoints end in"""
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
 _COPY_BACK = "copy the file back, or use another checkpoint"
@@ -74,7 +72,6 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
 
 
 def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_alone: bool = False) -> ShardFiles | None:
-    """Return the shard files in a tag folder; see `survey_shard_files`."""
     names = sorted(entry.name for entry in folder.iterdir())
     place = where if is_alone else PathIn(where, tag)
     refuse_other_parallelism(names, place)
@@ -101,9 +98,8 @@ def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_al
 
 def _without_zero(place: str) -> UnsupportedCheckpoint:
     what = "this checkpoint was saved by DeepSpeed without ZeRO (stage 0), which can't be read"
-    return UnsupportedCheckpoint.at(
-        place, what, "train with zero_optimization.stage 1, 2 or 3, or leave this checkpoint out"
-    )
+    fix = "train with zero_optimization.stage 1, 2 or 3, or leave this checkpoint out"
+    return UnsupportedCheckpoint.at(place, what, fix)
 
 
 def _of_ranks(
@@ -191,9 +187,8 @@ def fit_world_size(files: ShardFiles, world_size: int, where: str, problems: Pro
     """
     have = len(files.optim)
     if have > world_size:
-        what = (
-            f"there are shards of {counted(have, 'rank')}, but they say that {counted(world_size, 'rank')} saved them"
-        )
+        saved = counted(world_size, "rank")
+        what = f"there are shards of {counted(have, 'rank')}, but they say that {saved} saved them"
         fix = f"move the shards of ranks {world_size} and up, of another run, out of the folder"
         problems.add(SourceError.at(PathIn(where, files.tag), what, fix, Code.FILE_UNKNOWN))
     there = {path.rpartition("/")[2] for path in (*files.optim, *files.model) if path not in files.missing}
@@ -227,7 +222,6 @@ def _why_not_there(root: Path) -> tuple[str, str]:
 
 
 def _checkpoints_in(folder: Path) -> list[str]:
-    """Return the names in a folder that are those of a run's checkpoints, by step."""
     found = [(step, path.name) for path in folder.glob("*") if (step := step_of(path)) is not None]
     return [name for _, name in sorted(found)]
 
@@ -240,15 +234,14 @@ def read_tag(root: Path, where: str, file: str, tags: list[str], problems: Probl
     if not latest.exists() and (named := LOADERS[ACCELERATE].tag) in tags:  # accelerate does not look for the file
         return named
     if not latest.exists() and tags:
-        what, fix = "the file is missing, so DeepSpeed will not find the tag folder", "write the tag into it"
-        command = write_latest(latest, tags[-1])
-        problems.add(SourceError.at(PathIn(where, file), what, f"{fix}: {command}", Code.FILE_NAME))
+        what = "the file is missing, so DeepSpeed will not find the tag folder"
+        fix = f"write the tag into it: {write_latest(latest, tags[-1])}"
+        problems.add(SourceError.at(PathIn(where, file), what, fix, Code.FILE_NAME))
         return tags[-1]
-    try:
-        tag = read_source(latest, PathIn(where, file), _MAX_TAG_BYTES).decode("utf-8", "replace").strip()
-    except SourceError as error:
-        problems.add(error)
+    data = attempt(lambda: read_source(latest, PathIn(where, file), _MAX_TAG_BYTES), problems)
+    if data is None:
         return tags[-1] if tags else None
+    tag = data.decode("utf-8", "replace").strip()
     # a single name, so that nothing outside the checkpoint is read, and nothing outside the output is written
     is_name = tag not in ("", "..") and Path(tag).name == tag and tag.isprintable() and len(tag.encode()) <= 255
     if is_name and (root / tag).is_dir():
@@ -269,7 +262,6 @@ def write_latest(latest: Path, tag: str) -> str:
 
 
 def _is_tag(folder: Path) -> bool:
-    """Return whether a folder is a tag folder, by its name or its files."""
     if folder.name.startswith(ASIDE):
         return False
     return folder.name.startswith("global_step") or any(is_shard_name(path.name) for path in folder.iterdir())

@@ -1,171 +1,475 @@
 """From DeepSpeed's shards to a `CheckpointIndex`, for any ZeRO stage, in files or in a partial checkpoint.
 
+The cutting rules, verified against DeepSpeed 0.19.8 (about 100 checkpoints). ZeRO-3 cuts every param on its own into
+``part = ceil(numel / world size)`` elements per rank; a rank's flat tensor is its slices in ``param_shapes`` order
+without gaps. The excess of a slice over the param is padding; in fp32 it is uninitialised memory.
+
+ZeRO-1 and ZeRO-2 cut one vector per group; see `checkpoint.optimizer`. Names and order come from ``param_shapes``,
+which is right even under ``round_robin_gradients``, where the mappings that DeepSpeed saves beside it are wrong. Master
+weights are saved without the padding at the vector's end, moments with it; BF16_Optimizer saves both with it, and
+elastic checkpoints both without.
+
 Also the checks that ZeRO's and universal checkpoints share: whether the shards and the Trainer's files around them
 come from one save, and whether a stock resume accepts them. What a resume does was checked against deepspeed 0.19.8
 and transformers 5.23, by damaging checkpoints.
-
-What ZeRO's and universal checkpoints have in common: the engine's state, and the files beside its own.
-
-Everything that is not a state (hyperparameters, loss scaler, counters, ds_config, DeepSpeed's classes by name) is
-copied from the base. If the base was trained without DeepSpeed, it is what DeepSpeed 0.19.8 would have written; what a
-resume takes from its own config is left out rather than invented: ``clip_grad``, ``global_samples`` and, but for
-ZeRO-3, the loss scaler.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import (
     ACCELERATE,
-    DCP,
     DEEPSPEED,
-    FSDP,
     LIGHTNING,
     CheckpointIndex,
     Form,
+    TensorEntry,
     TrainState,
     ZeroFacts,
+    buffer_on_ranks,
 )
-from llmtailor.checkpoint.layout import FileLayout
-from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings, round_robin
+from llmtailor.checkpoint.optimizer import (
+    ParamGroup,
+    SubGroup,
+    Vector,
+    ZeroSettings,
+    lay_out_vector,
+    part_size,
+    round_robin,
+)
+from llmtailor.checkpoint.placement import Extent, Partitioned, Placement, Sliced
 from llmtailor.checkpoint.step_names import step_of_tag
 from llmtailor.codes import Code
-from llmtailor.containers.json import Trees
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
+from llmtailor.containers.json import Tensor, Trees
+from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.lightning import check_engine, is_from_lightning, regrouped
-from llmtailor.formats.deepspeed_common.files import ShardFiles, write_latest
-from llmtailor.formats.deepspeed_common.shards import section
-from llmtailor.formats.deepspeed_common.states import Ranks, Shards, find_contradictions, read_ranks, uses_round_robin
-from llmtailor.formats.deepspeed_common.write import ZeroTarget, new_engine
+from llmtailor.formats.common.lightning import check_engine, is_from_lightning
+from llmtailor.formats.deepspeed_common.files import ShardFiles, fit_world_size, write_latest
+from llmtailor.formats.deepspeed_common.shards import (
+    AnyShard,
+    ModelShard,
+    OptimShard,
+    read_all,
+    read_model_shard,
+    read_optim_shard,
+    section,
+)
 from llmtailor.formats.format import Draft
 from llmtailor.formats.provenance import read_manifest
-from llmtailor.formats.weights import lay_out_missing_weights
 from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, LATEST_UNIVERSAL, MANIFEST, SCALER, TRAINER_STATE
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
-from llmtailor.loaders.scheduler import SchedulerFacts, compare_scheduler, regroup_scheduler
-from llmtailor.loaders.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
-from llmtailor.model.roles import MASTER, WEIGHT, State
+from llmtailor.loaders.scheduler import SchedulerFacts, compare_scheduler
+from llmtailor.loaders.stock_fields import decays_vectors_alone
+from llmtailor.model.parts import Param
+from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, State
+from llmtailor.storage.local import FileFact
 
+_Placed = Iterable[tuple[Param, str, TensorEntry | None]]
+"""A param, the kind of a state of it, and the place of that state, if the files hold it"""
+_SWAPPED = "the files of two ranks are swapped: swap them back"
 _MIXED = "copy the whole tag folder again; its files come from different saves"
+_OTHER_SAVE = "copy the checkpoint again, whole, or take another one"
+_CAST = f"a resume casts them, and what was lost stays lost; {_OTHER_SAVE}"
+_FLOATS = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
+_MAX_SQ = "max_exp_avg_sq"
 
 
 def read_shards(
     trees: Trees, files: ShardFiles | None, name: str, problems: Problems, client: str | None = None
 ) -> Draft:
-    """Read shards, wherever they are; ``files`` is None if nothing is known of them."""
-    root = trees.root
+    """Read shards, wherever they are; ``files`` is None if nothing is known of them.
+
+    No tensor byte is read except the 4 bytes of each ``step``. Every problem of every file is added to ``problems``.
+    """
     trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if files is None:
         return Draft(problems)
     # before reading, so that no later change goes unnoticed; others are missing, or inside a rank shard
-    facts = {path: fact for path in (*files.optim, *files.model) if (fact := file_fact(root / path))}
-    ranks = read_ranks(trees, files, name, problems)
-    if ranks is None:
+    facts = {path: fact for path in (*files.optim, *files.model) if (fact := file_fact(trees.root / path))}
+    found: list[Finding] = []
+    model = read_all(read_model_shard, trees, files, files.model, name, problems, found)
+    optim = read_all(read_optim_shard, trees, files, files.optim, name, problems, found)
+    usual, sample = first_of(model), first_of(optim)
+    fitted = fit_world_size(files, usual.world_size, name, problems) if usual else None
+    if usual is None or fitted is None:
         return Draft(problems)
-    if client is None and trainer.client.name == DEEPSPEED and is_from_lightning(ranks.some_model.rest):
+    files, known = fitted, usual
+    optim, model = _pad(optim, len(files.optim)), _pad(model, len(files.model))
+    cuts = [_cut(group, usual, sample) for group in range(len(usual.param_shapes)) if sample is not None]
+    if sample is not None and not files.is_zero3:
+        attempt(lambda: _check_mappings(name, files.optim, optim, known, cuts), problems)
+    optim = _drop(files.optim, optim, _wrong_flats(usual, cuts), name, problems, Code.STATE_SIZE)
+    model = fit_models(trees, files, model, name, problems)
+    sample, usual = first_of(optim), first_of(model)
+    if sample is None or usual is None:
+        return Draft(problems)
+    if client is None and trainer.client.name == DEEPSPEED and is_from_lightning(usual.rest):
         trainer = replace(trainer, client=LOADERS[LIGHTNING])
-    config, optim, model = ranks.some_optim.ds_config, ranks.some_optim, ranks.some_model
-    dealt = model.world_size if uses_round_robin(config, optim.stage, optim.variant) else 1
-    cut = (optim.groups, model.param_shapes, optim.steps, optim.gaps)
-    groups, sub_groups = order_groups(*cut, dealt_to=dealt)
+    return draft_of_engine(
+        DEEPSPEED,
+        trees.root,
+        name,
+        files,
+        sample,
+        model,
+        trained=_trained(files, usual, sample, optim, cuts),
+        steps=[*sample.steps.values()],
+        rests=[None if shard is None else shard.rest for shard in optim],
+        facts=facts,
+        unreadable={*files.missing, *(path for path, shard in zip(files.optim, optim, strict=True) if shard is None)},
+        findings=[*found, *_odd_shards(sample, usual.world_size, PathIn(name, files.tag))],
+        trainer=trainer,
+        problems=problems,
+    )
+
+
+def draft_of_engine(
+    framework: str,
+    root: Path,
+    name: str,
+    files: ShardFiles,
+    optim: OptimShard,
+    model: Sequence[ModelShard | None],
+    *,
+    trained: _Placed,
+    steps: Sequence[float],
+    rests: Sequence[Mapping[str, Any] | None],
+    facts: Mapping[str, FileFact],
+    unreadable: Iterable[str],
+    findings: Iterable[Finding],
+    trainer: TrainerFiles,
+    problems: Problems,
+) -> Draft:
+    """Return the draft of a checkpoint with DeepSpeed's model states; at least one of them can be used.
+
+    ``trained`` are the places of the trained params' states, ``steps`` those of each sub-group, ``rests`` what each
+    rank's ``optim_states`` hold besides states.
+    """
+    usual, config = next(shard for shard in model if shard is not None), optim.ds_config
+    params: dict[str, Param] = {}
+    held: dict[State, TensorEntry] = {}
+    for param, kind, entry in (*trained, *(_rest3(files, usual, model) if files.is_zero3 else _rest12(usual))):
+        params[param.name] = param
+        if entry is not None:
+            held[State(param.name, kind)] = entry
+    groups, sub_groups = _order_groups(optim, usual, steps)
+    second: set[str] = set()  # ZeRO-1/2's module has second places of trainable params, tied names, frozen fragments
+    if framework == DEEPSPEED and not files.is_zero3:
+        second = {*chain(*usual.param_shapes), *usual.tied, *usual.fragments}
     index = CheckpointIndex(
         root=root,
         name=name,
-        form=Form(DEEPSPEED, optim.stage, optim.variant),
-        world_size=model.world_size,
-        global_step=model.global_steps,
+        form=Form(framework, optim.stage, optim.variant),
+        world_size=usual.world_size,
+        global_step=usual.global_steps,
         precision="BF16" if files.is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
-        params=ranks.params,
-        tied={tied: stored for tied, stored in model.tied.items() if stored in ranks.params},
-        held=ranks.held,
+        params=params,
+        tied={tied: stored for tied, stored in usual.tied.items() if stored in params},
+        held=held,
         groups=groups,
         sub_groups=sub_groups,
         files=facts,
         zero=ZeroFacts(
             files.tag,
-            model.skipped_steps,
-            read_settings(config, files.is_bf16, optim.variant),
-            ranks.hold_module(),
+            usual.skipped_steps,
+            _read_settings(config, files.is_bf16, optim.variant),
+            {name: tensor.entry for name, tensor in usual.module.items() if name in second},
         ),
-        unreadable=ranks.unreadable,
+        unreadable=frozenset((*unreadable, *(one for one, of in zip(files.model, model, strict=True) if of is None))),
         train=TrainState(
             optim.step_is_tensor,
-            tuple(model.rest["module"]),
-            optim=tuple(None if shard is None else shard.rest for shard in ranks.optim),
-            model=tuple(None if shard is None else shard.rest for shard in ranks.model),
+            tuple(usual.rest["module"]),
+            optim=tuple(rests),
+            model=tuple(None if shard is None else shard.rest for shard in model),
         ),
-        findings=(*ranks.findings, *_of_ranks(ranks, PathIn(name, files.tag))),
+        findings=tuple(findings),
     )
 
     def check(index: CheckpointIndex) -> Iterator[Finding]:
-        yield from check_folder(index, files, trainer, config)
+        first = PathIn(name, files.model[0])
+        yield from _check_folder(index, files, trainer, config)
         if trainer.client.name == LIGHTNING:
-            yield from check_engine(model.rest, PathIn(name, files.model[0]))
-        yield from check_save(index, files, trainer, config, optim.facts, model.scheduler, problems)
+            yield from check_engine(usual.rest, first)
+        attempt(lambda: _check_steps(index, trainer.step_lags), problems)
+        yield from _find_contradictions(index, files, config, optim.facts, trainer.step_lags)
+        yield from _find_strays(root, files, name)
+        yield from _check_schedulers(index, trainer, first, usual.scheduler, "scheduler" in config)
+        if trainer.global_step not in (None, index.global_step):
+            what = f"global_step is {trainer.global_step}, but DeepSpeed's is {index.global_step}"
+            fix = "data order and step count would follow the former; copy the file of this save"
+            yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
 
     return Draft(problems, index, trainer, check)
 
 
-def check_save(
-    index: CheckpointIndex,
-    files: ShardFiles,
-    trainer: TrainerFiles,
-    config: Mapping[str, Any],
-    facts: Mapping[str, object],
-    scheduler: SchedulerFacts | None,
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a sub-group's flat tensors are spread over the ranks."""
+
+    parts: tuple[int, ...]
+    """ZeRO-3: the elements of each param per rank"""
+    vector: Vector
+    """ZeRO-1/2; empty for ZeRO-3"""
+
+    def length(self, rank: int, is_stripped: bool) -> int:
+        """Return how many elements a rank has, without padding at the vector's end if ``is_stripped``."""
+        return sum(self.parts) + self.vector.partition - (self.vector.padding(rank) if is_stripped else 0)
+
+    def places(self, extents: tuple[Extent, ...], itemsize: int) -> Iterator[Placement]:
+        """Yield the place of each param in the ranks' flat tensors."""
+        for offset, part in zip(accumulate(self.parts, initial=0), self.parts, strict=False):
+            yield Sliced(extents, offset, part, itemsize)
+        for offset in self.vector.offsets:
+            yield Partitioned(extents, offset, self.vector.partition, itemsize)
+
+
+def fit_models(
+    trees: Trees, files: ShardFiles, model: Sequence[ModelShard | None], name: str, problems: Problems
+) -> list[ModelShard | None]:
+    """Return the model states that fit together, and None for others, which are reported."""
+    kept, where = [*model], PathIn(name, files.model[0])
+    usual = first_of(kept)
+    if usual is None:
+        return kept
+    if not files.is_zero3:
+        attempt(lambda: _check_whole_module(usual, where), problems)
+        return kept
+    attempt(lambda: _check_tied_once(name, files.model, kept), problems)
+    kept = _drop(files.model, kept, _wrong_module(usual, kept[0]), name, problems, Code.DAMAGED)
+    if (first := first_of(kept)) and kept[0]:  # only rank 0 lists tied names
+        known, tied = first, kept[0].tied
+        if not (trees.root / ADAPTER_CONFIG).exists():  # PEFT leaves out frozen params, but not their other names
+            attempt(lambda: _check_tied(tied, known.names, where), problems)
+        attempt(lambda: _check_params(known, known.frozen_shapes, known.buffer_names, tied, where), problems)
+    return kept
+
+
+def _drop(
+    paths: Sequence[str],
+    shards: Sequence[AnyShard | None],
+    wrong: Callable[[int, AnyShard], Iterable[str]],
+    name: str,
     problems: Problems,
-) -> Iterator[Finding]:
-    """Yield findings on files that are not of one save; Adam's steps of another save are added to the problems.
+    code: Code,
+) -> list[AnyShard | None]:
+    """Report what is ``wrong`` with a file; put None for it."""
+    kept: list[AnyShard | None] = []
+    for rank, (path, shard) in enumerate(zip(paths, shards, strict=True)):
+        found = [] if shard is None else [*wrong(rank, shard)]
+        for what in found:
+            problems.add(SourceError.at(PathIn(name, path), what, COPY_CHECKPOINT, code))
+        kept.append(None if found else shard)
+    return kept
 
-    ``facts`` are those on the optimizer's file, ``scheduler`` is DeepSpeed's own.
+
+def first_of(shards: Iterable[AnyShard | None]) -> AnyShard | None:
+    return next((shard for shard in shards if shard is not None), None)
+
+
+def _pad(shards: Sequence[AnyShard | None], count: int) -> list[AnyShard | None]:
+    return [*shards[:count], *[None] * (count - len(shards))]
+
+
+def _cut(group: int, model: ModelShard, sample: OptimShard) -> _Cut:
+    numels = [math.prod(shape) for shape in model.param_shapes[group].values()]
+    if sample.stage == 3:
+        return _Cut(tuple(part_size(numel, model.world_size) for numel in numels), lay_out_vector((), (), 1))
+    fits = list(map(len, sample.gaps)) == list(map(len, model.param_shapes))
+    return _Cut((), lay_out_vector(numels, sample.gaps[group] if fits else (), model.world_size))
+
+
+def _wrong_flats(model: ModelShard, cuts: Sequence[_Cut]) -> Callable[[int, OptimShard], Iterator[str]]:
+    """Return what yields flat tensors of a wrong length by the cutting rule."""
+    counts = list(map(len, model.param_shapes))
+
+    def wrong(rank: int, shard: OptimShard) -> Iterator[str]:
+        if len(shard.flats) != len(cuts):
+            yield f"it has {len(shard.flats)} flat tensors of masters, but the model states describe {len(cuts)}"
+        elif shard.gaps and list(map(len, shard.gaps)) != counts:
+            yield "param_alignment_paddings does not have one entry for each param"
+        else:
+            for flat_id, (flat, cut) in enumerate(zip(shard.flats, cuts, strict=True)):
+                for kind in flat if shard.stage < 3 else [MASTER]:  # all of ZeRO-3's have the same length
+                    stripped = shard.variant == "elastic" or (shard.variant == "plain" and kind == MASTER)
+                    have, length = flat[kind].numel, cut.length(rank, stripped)
+                    if have != length:
+                        yield f"{kind} of sub-group {flat_id} has {have} elements instead of {length}"
+
+    return wrong
+
+
+def _wrong_module(usual: ModelShard, rank0: ModelShard | None) -> Callable[[int, ModelShard], Iterator[str]]:
+    """Return what yields frozen fragments of a wrong length, and names that make a strict load of ZeRO-3 fail."""
+    trained = {param for shapes in usual.param_shapes for param in shapes}
+    known = trained | set(usual.frozen_shapes) | set(usual.module) | set(usual.tied)
+
+    def wrong(rank: int, shard: ModelShard) -> Iterator[str]:
+        for param, piece in shard.fragments.items():
+            length = part_size(math.prod(usual.frozen_shapes.get(param, ())), usual.world_size)
+            if piece.shape != (length,):
+                yield f"the fragment of frozen {param} has shape {list(piece.shape)} instead of [{length}]"
+        if lacking := sorted(known.difference(shard.names)):
+            yield f"module lacks {some(lacking)}; a resume would fail"
+        if rank0 and (unknown := sorted(set(shard.names) - known)):  # only rank 0 lists tied names
+            yield f"module lists {some(unknown)}, which have no state; a resume may fail"
+
+    return wrong
+
+
+def _check_tied_once(name: str, paths: Sequence[str], model: Sequence[ModelShard | None]) -> None:
+    """Raise SourceError for ``shared_params`` in a file that is not rank 0's, the only one to have them."""
+    for path, shard in zip(paths[1:], model[1:], strict=True):
+        if model[0] and shard and shard.tied and not model[0].tied:
+            what = "it lists shared_params, which only rank 0 does, but rank 0's file has none"
+            raise SourceError.at(PathIn(name, path), what, _SWAPPED)
+
+
+def _check_mappings(
+    name: str, paths: Sequence[str], shards: Sequence[OptimShard | None], model: ModelShard, cuts: Sequence[_Cut]
+) -> None:
+    """Raise SourceError for a file whose ``param_slice_mappings`` are those of another rank.
+
+    Other mismatches prove nothing: under ``round_robin_gradients`` DeepSpeed saves wrong ones.
     """
-    attempt(lambda: check_steps(index, trainer.step_lags), problems)
-    shards = Shards(index, files, config, facts, (index.root / MANIFEST).is_file(), trainer.step_lags)
-    yield from find_contradictions(shards, index.name)
-    yield from find_strays(index.root, files, index.name)
-    yield from check_schedulers(index, trainer, PathIn(index.name, files.model[0]), scheduler, "scheduler" in config)
-    if trainer.global_step not in (None, index.global_step):
-        what = f"global_step is {trainer.global_step}, but DeepSpeed's is {index.global_step}"
-        fix = "data order and step count would follow the former; copy the file of this save"
-        yield Finding(PathIn(index.name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
+    if any(shard and uses_round_robin(shard.ds_config, shard.stage, shard.variant) for shard in shards):
+        return
+    groups = [*zip(model.param_shapes, cuts, strict=True)]
+    of_rank = [tuple(_mapping(shapes, cut.vector, rank) for shapes, cut in groups) for rank in range(len(shards))]
+    for rank, (path, shard) in enumerate(zip(paths, shards, strict=True)):
+        if shard is not None and shard.mappings != of_rank[rank] and shard.mappings in of_rank:
+            what = f"its param_slice_mappings are those of rank {of_rank.index(shard.mappings)}"
+            raise SourceError.at(PathIn(name, path), what, _SWAPPED, Code.FILE_SWAPPED)
 
 
-def order_groups(
-    owned_by: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]],
-    shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    steps: Sequence[float],
-    gaps: Sequence[tuple[int, ...]] = (),
-    *,
-    dealt_to: int,
+def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -> dict[str, tuple[int, int]]:
+    """Return what DeepSpeed saves of a group: param -> its elements on a rank, and their start in the partition."""
+    numels = {param: math.prod(shape) for param, shape in shapes.items()}
+    return {param: (end - begin, offset) for param, begin, end, offset in vector.on_rank(numels, rank)}
+
+
+def uses_round_robin(ds_config: Mapping[str, Any], stage: int, variant: str) -> bool:
+    """Return whether ``round_robin_gradients`` has dealt out a group's params; BF16_Optimizer ignores the setting."""
+    dealt = section(ds_config, "zero_optimization").get("round_robin_gradients") is True
+    return dealt and variant != "bf16_optimizer" and stage < 3
+
+
+def _check_whole_module(model: ModelShard, where: str) -> None:
+    """Raise SourceError for names and shapes that make a strict load of ZeRO-1/2's module fail."""
+    wanted = {name: shape for shapes in model.param_shapes for name, shape in shapes.items()}
+    if lacking := sorted({*wanted, *model.tied, *model.frozen_shapes, *model.buffer_names} - set(model.module)):
+        what = f"module lacks {some(lacking)}; a resume would fail"
+        raise SourceError.at(where, what, COPY_FILE, Code.FIELD_MISSING)
+    _check_tied(model.tied, model.module, where)
+    _check_params(model, (), model.buffer_names & model.module.keys(), model.module, where)
+    pairs = [(name, list(model.module[name].shape), list(shape)) for name, shape in wanted.items()]
+    if other := [f"{name} {have} instead of {shape}" for name, have, shape in pairs if have != shape]:
+        what = f"module has other shapes than param_shapes: {some(other)}"
+        raise SourceError.at(where, what, COPY_FILE, Code.STATE_SIZE)
+
+
+def _check_tied(tied: Mapping[str, str], module: Container[str], where: str) -> None:
+    if lost := [name for name, stored in tied.items() if stored not in module]:
+        what = f"{lost[0]} is tied to {tied[lost[0]]}, which the checkpoint does not contain"
+        raise SourceError.at(where, what, COPY_CHECKPOINT, Code.TIED)
+
+
+def _check_params(
+    model: ModelShard, frozen: Iterable[str], buffers: Iterable[str], others: Iterable[str], where: str
+) -> None:
+    """Raise SourceError if a name has two roles, or the module's names are not those with a role, or ``others``."""
+    known = Counter([*(param for shapes in model.param_shapes for param in shapes), *frozen, *buffers])
+    checks = (
+        ("{} is described twice", [param for param, count in known.items() if count > 1], Code.FIELD_CONFLICT),
+        ("module lacks {}; a resume would fail", known.keys() - {*model.names}, Code.FIELD_MISSING),
+        ("module lists {}, which have no state", {*model.names}.difference(known, others), Code.FIELD_UNKNOWN),
+    )
+    for text, names, code in checks:
+        if names:
+            raise SourceError.at(where, text.format(some(sorted(names))), COPY_CHECKPOINT, code)
+
+
+def _extents(
+    paths: Sequence[str], shards: Sequence[AnyShard | None], tensor: Callable[[AnyShard], Tensor]
+) -> tuple[Extent, ...]:
+    """Return where a tensor lies in each rank's file; for an unreadable file, a meaningless place in it."""
+
+    def place(path: str, shard: AnyShard | None) -> Extent:
+        if shard is None:
+            return Extent(path, 0, 0)
+        extent = tensor(shard).extent  # which an alike file has at the same place, if it is not in a bundle
+        return Extent(path, extent.start, extent.stop) if extent.path == shard.path != path else extent
+
+    return tuple(map(place, paths, shards))
+
+
+def _trained(
+    files: ShardFiles, model: ModelShard, sample: OptimShard, optim: Sequence[OptimShard | None], cuts: Sequence[_Cut]
+) -> _Placed:
+    for flat_id, (shapes, cut) in enumerate(zip(model.param_shapes, cuts, strict=True)):
+        for kind, like in sample.flats[flat_id].items():
+            extents = _extents(files.optim, optim, lambda shard: shard.flats[flat_id][kind])  # noqa: B023
+            places = cut.places(extents, ITEMSIZE[like.dtype])
+            for (param, shape), place in zip(shapes.items(), places, strict=True):
+                yield Param(param, shape, "trainable"), kind, TensorEntry(like.dtype, shape, place)
+
+
+def _rest3(files: ShardFiles, usual: ModelShard, model: Sequence[ModelShard | None]) -> _Placed:
+    for param, shape in usual.frozen_shapes.items():
+        entry = None
+        if like := usual.fragments.get(param):
+            extents = _extents(files.model, model, lambda shard: shard.fragments[param])  # noqa: B023
+            part = part_size(math.prod(shape), usual.world_size)
+            entry = TensorEntry(like.dtype, shape, Sliced(extents, 0, part, ITEMSIZE[like.dtype]))
+        yield Param(param, shape, "frozen"), FROZEN, entry
+    for param, like in usual.module.items():
+        if param in usual.tied:
+            continue
+        extents = _extents(files.model, model, lambda shard: shard.module[param])  # noqa: B023
+        yield Param(param, like.shape, "buffer"), BUFFER, buffer_on_ranks(like.dtype, like.shape, extents)
+
+
+def _rest12(model: ModelShard) -> _Placed:
+    """Yield those of ZeRO-1/2: one file for all ranks, so every rank has the buffers of rank 0."""
+    trained = {param for shapes in model.param_shapes for param in shapes}
+    for name, tensor in model.module.items():
+        if name in model.tied:
+            continue
+        if name in model.buffer_names:
+            copies = (tensor.extent,) * model.world_size
+            yield Param(name, tensor.shape, "buffer"), BUFFER, buffer_on_ranks(tensor.dtype, tensor.shape, copies)
+        elif name not in trained:
+            yield Param(name, tensor.shape, "frozen"), FROZEN, model.fragments.get(name, tensor).entry
+
+
+def _order_groups(
+    optim: OptimShard, model: ModelShard, steps: Sequence[float]
 ) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
-    """Return the param groups, in the optimizer's order, and the sub-groups.
+    """Return the param groups, in the optimizer's order, and the sub-groups, which have these steps.
 
-    ``owned_by`` has the sub-groups of each param group and its hyperparameters; ``shapes`` and ``steps`` are those of
-    each sub-group, ``gaps`` the elements of alignment after each of its params. ``dealt_to`` is the number of ranks
-    that ``round_robin_gradients`` has dealt out the params of a group to, which is undone.
+    If ``round_robin_gradients`` has dealt out the params of a group to the ranks, that is undone.
     """
-    group_of = {flat_id: group for group, (owned, _) in enumerate(owned_by) for flat_id in owned}
-    gaps = gaps if any(any(row) for row in gaps) else ((),) * len(shapes)
+    dealt_to = model.world_size if uses_round_robin(optim.ds_config, optim.stage, optim.variant) else 1
+    group_of = {flat_id: group for group, (owned, _) in enumerate(optim.groups) for flat_id in owned}
+    gaps = optim.gaps if any(map(any, optim.gaps)) else ((),) * len(model.param_shapes)
     cut = tuple(
         SubGroup(group_of[flat_id], tuple(params), step, gap)
-        for flat_id, (params, step, gap) in enumerate(zip(shapes, steps, gaps, strict=True))
+        for flat_id, (params, step, gap) in enumerate(zip(model.param_shapes, steps, gaps, strict=True))
     )
     dealt = (zip(round_robin(len(one.params), dealt_to), one.params, strict=True) for one in cut)
-    orders = [tuple(name for _, name in sorted(numbered)) for numbered in dealt]
-    groups = (
-        ParamGroup(tuple(name for flat_id in owned for name in orders[flat_id]), hyper) for owned, hyper in owned_by
-    )
-    return tuple(groups), cut
+    orders = [[name for _, name in sorted(numbered)] for numbered in dealt]
+    owned_by = ((chain.from_iterable(orders[flat_id] for flat_id in owned), hyper) for owned, hyper in optim.groups)
+    return tuple(ParamGroup(tuple(names), hyper) for names, hyper in owned_by), cut
 
 
-def read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
+def _read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
     """Return the settings that decide the layout, from the ``ds_config`` in a checkpoint."""
     zero = section(config, "zero_optimization")
     gradients = section(config, "data_types").get("grad_accum_dtype")
@@ -181,7 +485,7 @@ def read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> Zer
     )
 
 
-def check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
+def _check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
     """Raise SourceError unless model states and optimizer states come from the same save.
 
     Nothing in the files says so directly: DeepSpeed's own tag counts global steps, and so do the model states, and Adam
@@ -199,13 +503,13 @@ def check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
     made = read_manifest(index.root, index.name)
     if made is not None and (0 not in steps or 0 in made.steps.values()):
         return
-    of_optimizer = f"the optimizer states from step {max(steps):g}"
-    what = f"the model states are from step {expected} (without skipped ones), {of_optimizer}"
+    what = (
+        f"the model states are from step {expected} (skipped ones aside), the optimizer states from step {max(steps):g}"
+    )
     raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
 
 
-def _of_ranks(ranks: Ranks, where: str) -> Iterator[Finding]:
-    sample, world_size = ranks.some_optim, ranks.some_model.world_size
+def _odd_shards(sample: OptimShard, world_size: int, where: str) -> Iterator[Finding]:
     if set(sample.partition_counts) - {world_size}:
         counts = ", ".join(map(str, sorted(set(sample.partition_counts))))
         what = f"partition_count is {counts}, but the model states say {world_size} ranks saved them"
@@ -217,7 +521,7 @@ def _of_ranks(ranks: Ranks, where: str) -> Iterator[Finding]:
         yield Finding(where, what, fix, Code.ELASTIC, ERROR)
 
 
-def find_strays(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
+def _find_strays(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
     """Yield findings on stray files: DeepSpeed opens and counts all that match a pattern."""
     known = frozenset(files.model)
     for path in sorted((root / files.folder).glob("*mp_rank_*_model_states.pt")):
@@ -228,7 +532,7 @@ def find_strays(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
             yield Finding(PathIn(name, f"{files.folder}{path.name}"), what, fix, Code.FILE_NAME, ERROR)
 
 
-def check_folder(
+def _check_folder(
     index: CheckpointIndex, files: ShardFiles, trainer: TrainerFiles, config: Mapping[str, Any]
 ) -> Iterator[Finding]:
     place, client = PathIn(index.name, files.tag), trainer.client
@@ -238,20 +542,14 @@ def check_folder(
         what = f"the tag folder is {files.tag}, but {client.title} looks for one {begins} {client.tag.rstrip('*')}"
         fix = f"rename it to {client.default_tag.format(index.global_step)}, and write that into latest"
         yield Finding(place, what, fix, Code.FILE_NAME, ERROR)
-    if (
-        is_there
-        and not {LATEST, LATEST_UNIVERSAL} & trainer.files.keys()
-        and client.name == ACCELERATE
-        and files.tag == client.tag
-    ):
+    is_accelerates = client.name == ACCELERATE and files.tag == client.tag
+    if is_there and is_accelerates and not {LATEST, LATEST_UNIVERSAL} & trainer.files.keys():
         what = f"the file is missing; {client.title} does not need it, but DeepSpeed's tools do"
         fix = f"write the tag into it: {write_latest(index.root / LATEST, files.tag)}"
         yield Finding(PathIn(index.name, LATEST), what, fix, Code.FILE_NAME, WARNING)
     if SCALER in trainer.files:
-        what, fix = (
-            "DeepSpeed keeps the loss scale itself",
-            "a resume fails if it finds this file; move it out of the folder",
-        )
+        what = "DeepSpeed keeps the loss scale itself"
+        fix = "a resume fails if it finds this file; move it out of the folder"
         yield Finding(PathIn(index.name, SCALER), what, fix, Code.FIELD_UNKNOWN, ERROR)
     enabled = section(config, "bf16").get("enabled")
     if isinstance(enabled, bool) and enabled != files.is_bf16:
@@ -261,7 +559,7 @@ def check_folder(
         yield Finding(place, what, fix, Code.PRECISION, ERROR)
 
 
-def check_schedulers(
+def _check_schedulers(
     index: CheckpointIndex, trainer: TrainerFiles, inside: PathIn, engines: SchedulerFacts | None, is_set: bool
 ) -> Iterator[Finding]:
     """Yield findings on DeepSpeed's own scheduler in the model states, and if the client's file is missing."""
@@ -278,73 +576,74 @@ def check_schedulers(
         yield Finding(where, "there is no scheduler state", fix, Code.SCHEDULER_MISSING, ERROR)
 
 
-def lay_out_engine(
-    base: CheckpointIndex, wanted: Wanted, lay_out_states: Callable[[ZeroTarget, TrainState], Iterable[FileLayout]]
-) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the layouts of a checkpoint of DeepSpeed, whose own files ``lay_out_states`` lays out; see `lay_out`."""
-    if base.form.has_masters:
-        precision, dtype, leave_out = base.precision, wanted.dtype, frozenset[str]()
-    else:
-        precision = dtype = wanted.dtype or base.precision
-        leave_out = frozenset((SCALER, LATEST))
-        _check_plain_base(base, precision)
-    target, train = ZeroTarget.of(base, wanted.layout, precision, wanted.client), base.train
-    if not train.optim:
-        train = new_engine(base, target.layout.stage, precision)
-    if wanted.from_group is not None:
-        where, old = f"{base.name}: lr_scheduler of the model states", len(base.groups)
-        adapted = {
-            id(tree): _with_scheduler(tree, where, old, wanted.from_group) for tree in train.model if tree is not None
-        }
-        train = replace(train, model=tuple(adapted.get(id(tree)) for tree in train.model))
-    notices: list[Problem] = []
-    without = {id(tree): tree for tree in train.model if tree is not None and not tree.get("lr_scheduler")}
-    if wanted.client != base.client and without:  # an engine that has a scheduler can't load None; others don't look
-        scheduler, about = scheduler_for(base, wanted)
-        notices += about if wanted.client == DEEPSPEED else []
-        given = {key: {**tree, "lr_scheduler": scheduler} for key, tree in without.items()}
-        train = replace(train, model=tuple(given.get(id(tree), tree) for tree in train.model))
-    states = [*lay_out_states(target, train)]
-    weights: list[FileLayout] = []
-    if target.client.saves_model or base.form.is_partial:
-        weights, missing = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
-        notices += missing
-    made, about = synthesize_files(base, wanted)
-    notices += [*about, *_rounded_twice(base, wanted.dtype)]
-    if base.form.family in (FSDP, DCP) and wanted.dtype is None:
-        what = f"the run that resumes has to train in {precision}, the dtype of the params"
-        notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
-    return lay_out_trainer_files(base, wanted, [*states, *weights, *made], dtype, leave_out), notices
+def _find_contradictions(
+    index: CheckpointIndex,
+    files: ShardFiles,
+    config: Mapping[str, Any],
+    facts: Mapping[str, object],
+    step_lags: frozenset[int],
+) -> Iterator[Finding]:
+    """Yield a finding for every two places that say different things.
+
+    ``facts`` are those of the optimizer's file, see `loaders.stock_fields`; Adam may be ``step_lags`` behind the run.
+    """
+    model, optim = (PathIn(index.name, paths[0]) for paths in (files.model, files.optim))
+    where = PathIn(index.name, files.tag)
+    steps = sorted({one.step for one in index.sub_groups})
+    expected = index.global_step - index.zero.skipped_steps
+    usual = {expected - lag for lag in step_lags}
+    # all flat ids make their steps together; only a composite mixes them
+    if expected in steps and not usual.issuperset(steps) and not (index.root / MANIFEST).is_file():
+        what = f"Adam's steps are {', '.join(f'{step:g}' for step in steps)}, the run has made {expected}"
+        fix = f"silent: the bias is corrected by the wrong step; {_OTHER_SAVE}"
+        yield Finding(where, what, fix, Code.STEPS_DIFFER, ERROR)
+    yield from _dtypes(index, config, where)
+    yield from _module_dtypes(index, model)
+    counted = facts.get("loss_scaler.cur_iter")
+    if type(counted) is int and counted != index.global_step:
+        what = f"the loss scaler has counted {counted} steps, the run {index.global_step}"
+        fix = f"silent: the scale grows earlier or later; {_OTHER_SAVE}"
+        yield Finding(optim, what, fix, Code.STEPS_DIFFER, WARNING)
+    shapes = [[index.params[name].shape for name in group.params] for group in index.groups]
+    if decays_vectors_alone([group.hyper for group in index.groups], shapes):
+        what = "weight decay is on vectors alone, as if the hyperparameters of the param groups were swapped"
+        fix = f"silent: a resume decays these instead of the matrices; {_OTHER_SAVE}"
+        yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
 
 
-def _with_scheduler(tree: Mapping[str, Any], where: str, old: int, from_group: Sequence[int]) -> dict[str, Any]:
-    found = {"lr_scheduler": regroup_scheduler(tree.get("lr_scheduler"), where, old, from_group)}
-    return {**tree, **found, **regrouped(tree, where, old, from_group)}
+def _params_by_dtype(index: CheckpointIndex, *kinds: str) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for (param, kind), held in index.held.items():
+        if kind in kinds:
+            found.setdefault((kind, held.dtype), []).append(param)
+    for param, held in index.zero.module.items() if MODULE in kinds else ():
+        found.setdefault((MODULE, held.dtype), []).append(param)
+    return found
 
 
-def _check_plain_base(base: CheckpointIndex, precision: str) -> None:
-    if precision == "F16":
-        what = "an fp16 run of DeepSpeed needs the state of its loss scaler, which a checkpoint without DeepSpeed lacks"
-        raise UnsupportedCheckpoint.at(base.name, what, "resume in bf16")
-    if ADAPTER_CONFIG in base.files:
-        what = "it is a PEFT adapter, and does not state the precision in which the model below it was trained"
-        raise UnsupportedCheckpoint.at(base.name, what, "stay without DeepSpeed")
-    unnamed = [param for group in base.groups for param in group.params if State(param, MASTER) not in base.held]
-    if unnamed:
-        what = f"the weight files have other names for {some(unnamed)} than the model, so they have no master weights"
-        fix = "stay without DeepSpeed; or train on with a run that saves the params' own names"
-        raise UnsupportedCheckpoint.at(base.name, what, fix)
+def _dtypes(index: CheckpointIndex, config: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    low = any(section(config, key).get(f"{key}_master_weights_and_grads") is True for key in ("fp16", "bf16"))
+    for (_, dtype), params in _params_by_dtype(index, MASTER).items():
+        if dtype not in ("F32", "F64") and not (low and dtype in ("F16", "BF16")):
+            what = f"the masters of {some(params)} are {dtype}, where DeepSpeed keeps fp32"
+            yield Finding(where, what, _CAST, Code.STATE_DTYPE, ERROR, tuple(params))
+    trained = index.steps()
+    for (kind, dtype), params in _params_by_dtype(index, EXP_AVG, EXP_AVG_SQ, _MAX_SQ, MODULE).items():
+        own = tuple(param for param in params if param in trained)
+        if own and dtype not in _FLOATS:
+            what = f"{kind} of {some(own)} is {dtype}, which is no floating-point type"
+            yield Finding(where, what, _CAST, Code.STATE_DTYPE, ERROR, own)
 
 
-def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
-    """Return notices on weights that can't be rounded from their master weights, as it is not known which these are."""
-    if not dtype or not base.form.has_masters:
-        return []
-    weights = {state.param: held for state, held in base.held.items() if state.kind == WEIGHT and held.dtype != dtype}
-    known = params_on_disk(base)
-    unknown = [name for name in weights if name not in known]
-    if not unknown:
-        return []
-    what = f"{some(unknown)} are rounded a second time, from the weights: their master weights are not known"
-    fix = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
-    return [Problem("dtype", what, fix)]
+def _module_dtypes(index: CheckpointIndex, where: str) -> Iterator[Finding]:
+    """A frozen param has no master: what it was rounded to is all that there is."""
+    run, found = index.precision, _params_by_dtype(index, FROZEN, MODULE)
+    frozen = {param for (kind, _), params in found.items() if kind == FROZEN for param in params}
+    for (kind, dtype), params in found.items():
+        own = tuple(one for one in params if kind == FROZEN or one not in frozen)
+        bits, of_run = ITEMSIZE[dtype], ITEMSIZE[run]
+        if not own or dtype not in _FLOATS or dtype == run or bits > of_run:
+            continue
+        severity = ERROR if kind == FROZEN and bits < of_run else WARNING
+        what = f"{some(own)} in the module is {dtype}, the run trained in {run}"
+        yield Finding(where, what, _CAST, Code.STATE_DTYPE, severity, own)

@@ -29,22 +29,23 @@ full.
 from it. Whether they are alike is decided by their bytes: under ZeRO-3 the files of most ranks differ in the names of
 their archives and in tensors, whose places are the same.
 
-The fields of DeepSpeed's files that decide a training (deepspeed 0.19.8); see `loaders.stock_fields`.
-
-What the readers of the files refuse on their own is not listed.
+The tables list the fields that decide a training, but for what the readers refuse on their own: see
+`loaders.stock_fields`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.codes import Code
 from llmtailor.containers import json as fields
-from llmtailor.containers.json import Decoded, Tensor, Trees, as_dict, check_name, get, get_count, is_count, read_tensor
+from llmtailor.containers.json import Tensor, Trees, as_dict, check_name, get, get_count, is_count, read_tensor
+from llmtailor.containers.torch_file import TorchFile
 from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_tensor, children
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, damaged, some
 from llmtailor.findings import Finding
@@ -57,12 +58,12 @@ from llmtailor.loaders.stock_fields import (
     ANYTHING,
     FLAG,
     FROM_ZERO,
+    Field,
     FieldType,
     Table,
     check_fields,
     count,
     facts_of_rank,
-    field,
     find,
     is_a,
     number,
@@ -81,53 +82,38 @@ def _class_of(value: Any) -> str:
 
 
 def _is_dynamic(tree: Any) -> bool:
-    """Whether the loss scaler is one that adapts."""
     return any(_class_of(one) == "DynamicLossScaler" for _, one in find(tree, (_OUTER, "loss_scaler")))
 
 
 _SCALER = FieldType("loss scaler", lambda value: _class_of(value) in _SCALER_CLASSES)
 _SCALE = number(f"number > 0, up to {_MOST_SCALE:g}", lambda value: 0 < value <= _MOST_SCALE)
 _SCALER_FIELDS = (
-    field(f"{_OUTER}.loss_scaler", _SCALER, if_missing=None),
-    field(f"{_OUTER}.loss_scaler.cur_scale", _SCALE, is_alike=True),
-    field(f"{_OUTER}.loss_scaler.cur_iter", count(), is_alike=True, applies=_is_dynamic),
-    field(f"{_OUTER}.loss_scaler.scale_window", count("count from 1 up", 1), is_alike=True, applies=_is_dynamic),
-)
-_OPTIM_FILE = "TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt"
-
-ZERO3 = Table(
-    "ZeRO-3, optimizer states",
-    _OPTIM_FILE,
-    (
-        *_SCALER_FIELDS,
-        field(f"{_OUTER}.dynamic_loss_scale", FLAG, is_alike=True),
-        *optimizer_fields(f"{_OUTER}.optimizer_state_dict."),
-    ),
+    Field(f"{_OUTER}.loss_scaler", _SCALER, if_missing=None),
+    Field(f"{_OUTER}.loss_scaler.cur_scale", _SCALE, is_alike=True),
+    Field(f"{_OUTER}.loss_scaler.cur_iter", count(), is_alike=True, applies=_is_dynamic),
+    Field(f"{_OUTER}.loss_scaler.scale_window", count("count from 1 up", 1), is_alike=True, applies=_is_dynamic),
 )
 
-ZERO12 = Table(
-    "ZeRO-1 and ZeRO-2, optimizer states",
-    _OPTIM_FILE,
-    (
-        *_SCALER_FIELDS,
-        field(f"{_OUTER}.dynamic_loss_scale", FLAG, if_missing=None, is_alike=True),
-        field(f"{_OUTER}.clip_grad", FROM_ZERO, if_missing=None, is_alike=True),
-        field(f"{_OUTER}.ds_version", FieldType("version", is_a(str)), if_missing=Code.VERSION_MISSING),
-        *optimizer_fields(f"{_OUTER}.base_optimizer_state."),
-    ),
+ZERO3: Table = (
+    *_SCALER_FIELDS,
+    Field(f"{_OUTER}.dynamic_loss_scale", FLAG, is_alike=True),
+    *optimizer_fields(f"{_OUTER}.optimizer_state_dict."),
 )
 
-MODEL = Table(
-    "Model states, all stages",
-    "TAG/[zero_pp_rank_R_]mp_rank_00_model_states.pt",
-    (
-        field("mp_world_size", ANYTHING),
-        field("global_samples", count(), if_missing=None, is_alike=True),
-        field("lr_scheduler", ANYTHING, if_missing=None, is_alike=True),
-        field("lr_scheduler.last_batch_iteration", count("step", -1), if_missing=None),
-    ),
+ZERO12: Table = (
+    *_SCALER_FIELDS,
+    Field(f"{_OUTER}.dynamic_loss_scale", FLAG, if_missing=None, is_alike=True),
+    Field(f"{_OUTER}.clip_grad", FROM_ZERO, if_missing=None, is_alike=True),
+    Field(f"{_OUTER}.ds_version", FieldType("version", is_a(str)), if_missing=Code.VERSION_MISSING),
+    *optimizer_fields(f"{_OUTER}.base_optimizer_state."),
 )
-TABLES = (ZERO3, ZERO12, MODEL)
+
+MODEL: Table = (
+    Field("mp_world_size", ANYTHING),
+    Field("global_samples", count(), if_missing=None, is_alike=True),
+    Field("lr_scheduler", ANYTHING, if_missing=None, is_alike=True),
+    Field("lr_scheduler.last_batch_iteration", count("step", -1), if_missing=None),
+)
 
 
 _EXTRA = "_extra_state"
@@ -157,32 +143,35 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class OptimShard(Shard):
-    """The content of one rank's ``optim_states``. A group of ZeRO-1/2 counts as one sub-group."""
+    """The content of one rank's ``optim_states``, or what a universal checkpoint has of it.
+
+    A group of ZeRO-1/2 counts as one sub-group.
+    """
 
     stage: int
     """BF16_Optimizer counts as 1"""
     variant: str
     """``plain``, ``bf16_optimizer`` or ``elastic``"""
-    partition_counts: tuple[int, ...]
-    """The number of ranks; ZeRO-1/2: per group"""
-    flats: tuple[Mapping[str, Tensor], ...]
-    """Per sub-group: kind -> flat tensor; ``master`` and every elementwise state of the optimizer. In ZeRO-1/2, lengths
-    differ by the padding saved with some kinds."""
-    steps: tuple[float, ...]
-    """Per sub-group"""
-    step_is_tensor: bool
-    """Whether the step is a tensor, rather than an int; True for an empty state, which shows neither"""
     groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
     """For each param group: the sub-groups that it owns, and its hyperparameters. Those of elastic checkpoints have
     none, which these do not store."""
-    gaps: tuple[tuple[int, ...], ...]
+    steps: Mapping[int, float]
+    """Sub-group -> step"""
+    step_is_tensor: bool
+    """Whether the step is a tensor, rather than an int; True for an empty state, which shows neither"""
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    partition_counts: tuple[int, ...] = ()
+    """The number of ranks; ZeRO-1/2: per group"""
+    flats: tuple[Mapping[str, Tensor], ...] = ()
+    """Per sub-group: kind -> flat tensor; ``master`` and every elementwise state of the optimizer. In ZeRO-1/2, lengths
+    differ by the padding saved with some kinds."""
+    gaps: tuple[tuple[int, ...], ...] = ()
     """Per group and param: elements of alignment after it (``parameter_alignment``)"""
-    mappings: tuple[dict[str, tuple[Any, Any]], ...]
+    mappings: tuple[dict[str, tuple[Any, Any]], ...] = ()
     """Per group: param -> its elements on this rank, and their start in the partition, as DeepSpeed saves it (wrong
     under ``round_robin_gradients``); empty if the file has none"""
-    has_group_step: bool
+    has_group_step: bool = False
     """Elastic checkpoints only: whether the step that a resume needs exists. torch's AdamW does not save it"""
-    ds_config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +220,7 @@ _LAYOUTS = {
 """Whether it is ZeRO-3 -> the keys"""
 
 
-def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3: bool) -> OptimShard:
+def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero3: bool) -> OptimShard:
     """Return the content of one ``optim_states`` file. Raises SourceError or UnsupportedCheckpoint."""
     tree = file.tree
     check_archive(file.archive, path, where)
@@ -239,7 +228,11 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
     if is_zero3:
         _check_zero3(outer, where)
     inner_key, masters_key, sub_group, table = _LAYOUTS[is_zero3]
-    masters = fields.read_masters(get(outer, masters_key, list, where), masters_key, where)
+    nodes = get(outer, masters_key, list, where)
+    masters = [read_tensor(node, f"{masters_key}[{number}]", where) for number, node in enumerate(nodes)]
+    if odd := [(number, list(one.shape)) for number, one in enumerate(masters) if len(one.shape) != 1]:
+        what = f"{masters_key}[{odd[0][0]}] has shape {odd[0][1]} instead of being flat"
+        raise damaged(where, what, Code.STATE_SIZE)
     inner = outer.get(inner_key)
     elastic = isinstance(inner, list) and not is_zero3
     groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
@@ -251,21 +244,19 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
         groups = tuple(read_param_group(root, group, where) for group in get(inner, "param_groups", list, where))
         state = get(inner, "state", dict, where)
         _refuse_others(state, [hyper for _, hyper in groups], where)
-        ids = [flat_id for owned, _ in groups for flat_id in owned]
-        if ids != list(range(len(masters))) or not (is_zero3 or len(groups) == len(masters)):
-            what = f"{len(masters)} master tensors, but the param groups own {ids}, in this order"
-            if not is_zero3:
-                what = f"{len(masters)} master partitions, but the param groups do not own one each"
+        owned = [list(ids) for ids, _ in groups]
+        if [*chain(*owned)] != [*range(len(masters))] or not (is_zero3 or len(groups) == len(masters)):
+            what = f"it has {len(masters)} master tensors, but the param groups own {owned}"
             raise damaged(where, what, Code.FIELD_CONFLICT)
     if unexpected := [key for key in state if key not in range(len(masters))]:
         what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"
         raise damaged(where, what, Code.FIELD_UNKNOWN)
     flats: list[Mapping[str, Tensor]] = []
-    steps, step_is_tensor = [], True
+    steps, step_is_tensor = dict[int, float](), True
     for flat_id, master in enumerate(masters):
         if not state:  # fp16, and every step so far has overflowed
             flats.append({MASTER: master})
-            steps.append(0.0)
+            steps[flat_id] = 0.0
             continue
         if flat_id not in state:
             what = f"the optimizer state of {sub_group} {flat_id} is missing; a resume would restart Adam for it"
@@ -274,22 +265,21 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
         kinds, step = fields.read_elementwise(states, numel, flat_id, where)
         flats.append({MASTER: master, **kinds})
         step_is_tensor = not isinstance(step, (int, float))
-        steps.append(fields.read_step(root, step, flat_id, where))
+        steps[flat_id] = fields.read_step(root, step, flat_id, where)
         if flats[-1].keys() != flats[0].keys():
             have = f"{', '.join(flats[-1])}, but sub-group 0 has {', '.join(flats[0])}"
             raise damaged(where, f"sub-group {flat_id} has the states {have}", Code.STATE_MISSING)
     gaps = () if is_zero3 else outer.get("param_alignment_paddings") or ()
     if not isinstance(gaps, (list, tuple)):
         raise damaged(where, "param_alignment_paddings is not a list", Code.FIELD_TYPE)
-    count = get_count(outer, "partition_count", where) if is_zero3 else None
-    counts = _counts(outer.get("partition_count"), "partition_count", where) if count is None else (count,)
+    counted = [get_count(outer, "partition_count", where)] if is_zero3 else outer.get("partition_count")
+    counts = _counts(counted, "partition_count", where)
     stage = 3 if is_zero3 else read_stage(outer, (1, 2), "with the layout of ZeRO-1 and ZeRO-2", where)
     all_gaps = tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps)
     alike = {
         "zero_stage": stage,
-        "Adam's step": tuple(steps),
-        "partition_count": counts if count is None else count,
-        **({"the number of flat tensors": len(flats)} if is_zero3 else {}),
+        "Adam's step": tuple(steps.values()),
+        "partition_count": counts if len({*counts}) > 1 else counts[0] if counts else None,
         "the kinds of optimizer state": [sorted(flat) for flat in flats],
         "the dtype of a state": [{kind: tensor.dtype for kind, tensor in flat.items()} for flat in flats],
         "param_alignment_paddings": all_gaps,
@@ -303,7 +293,7 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
         variant="elastic" if elastic else "plain" if "zero_stage" in outer else "bf16_optimizer",
         partition_counts=counts,
         flats=tuple(flats),
-        steps=tuple(steps),
+        steps=steps,
         step_is_tensor=step_is_tensor,
         groups=groups,
         gaps=all_gaps,
@@ -314,12 +304,11 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
 
 
 def _refuse_others(state: Mapping[Any, Any], groups: list[Mapping[str, Any]], where: str) -> None:
-    """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed. Without any, fp16 has overflowed."""
     options = {str(option) for hyper in groups for option in hyper}
     states = [one for one in state.values() if isinstance(one, dict)]
     views = [as_tensor(node) for one in states for kind, node in one.items() if kind not in ADAM_KINDS]
     has_objects = any(view is None or len(view.shape) != 1 for view in views)
-    if state or "betas" not in options:
+    if state or "betas" not in options:  # without states, fp16 has overflowed
         refuse_others([{*map(str, one)} for one in states], options, where, has_objects=has_objects)
 
 
@@ -358,16 +347,19 @@ def read_param_group(root: Path, group: Any, where: str) -> tuple[tuple[int, ...
     if group.get("use_muon"):
         what, fix = "the optimizer is Muon, whose state is not elementwise", "only Adam-like optimizers can be composed"
         raise AnotherOptimizer.at(where, what, fix)
-    return ids, fields.read_options(root, {key: value for key, value in group.items() if key != "params"}, where)
+    return ids, {key: fields.read_option(root, value, where) for key, value in group.items() if key != "params"}
 
 
 def _mappings(node: Any) -> tuple[dict[str, tuple[Any, Any]], ...]:
-    """Return ``param_slice_mappings``, [{param: fragment_address(numel, start)}], as far as they are readable."""
+    """Return ``param_slice_mappings``, [{param: fragment_address(numel, start)}], without unreadable entries."""
     groups = [group if isinstance(group, dict) else {} for group in (node if isinstance(node, list) else ())]
-    states = [{name: getattr(call, "state", None) for name, call in group.items()} for group in groups]
     return tuple(
-        {name: (one.get("numel"), one.get("start")) for name, one in group.items() if isinstance(one, dict)}
-        for group in states
+        {
+            name: (state.get("numel"), state.get("start"))
+            for name, call in group.items()
+            if isinstance(state := getattr(call, "state", None), dict)
+        }
+        for group in groups
     )
 
 
@@ -377,19 +369,16 @@ def _counts(node: Any, what: str, where: str) -> tuple[int, ...]:
     return tuple(node)
 
 
-def read_model_shard(file: Decoded, root: Path, path: str, where: str, is_zero3: bool) -> ModelShard:
+def read_model_shard(file: TorchFile, root: Path, path: str, where: str, is_zero3: bool) -> ModelShard:
     """Return the content of one ``model_states`` file. Raises SourceError or UnsupportedCheckpoint."""
     if is_zero3:
         check_archive(file.archive, path, where)
     tree = as_dict(file.tree, "the file", where)
     _refuse_other_parallelism(tree, where)
     module = get(tree, "module", dict, where)
-    shapes = tree.get("param_shapes")
-    if not is_zero3:
-        get(tree, "param_shapes", list, where)
-    param_shapes = tuple(
-        fields.read_shapes(entry, "param_shapes", where) for entry in (shapes if isinstance(shapes, list) else [shapes])
-    )
+    shapes = tree.get("param_shapes") if is_zero3 else get(tree, "param_shapes", list, where)
+    listed_shapes = shapes if isinstance(shapes, list) else [shapes]
+    param_shapes = tuple(fields.read_shapes(entry, "param_shapes", where) for entry in listed_shapes)
     frozen_shapes = fields.read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
     tied = fields.read_tied(tree.get("shared_params"), where)
     if not is_zero3 and (root / ADAPTER_CONFIG).exists():  # PEFT drops frozen params, but not their other names
@@ -504,7 +493,7 @@ def _refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
 
 
 AnyShard = TypeVar("AnyShard", bound=Shard)
-_Read = Callable[[Decoded, Path, str, str, bool], AnyShard]
+_Read = Callable[[TorchFile, Path, str, str, bool], AnyShard]
 
 
 def read_all(
@@ -518,7 +507,7 @@ def read_all(
 ) -> list[AnyShard | None]:
     """Read every rank's file; continue after a bad one so that all are reported. Missing ones have been reported.
 
-    Adds findings on each file by itself, then reports every fact that differs from most ranks', and puts None for such
+    Adds findings on each single file, then reports every fact that differs from most ranks', and puts None for such
     a file. Stock DeepSpeed compares none of this: each rank loads its own file and continues.
     """
     known: dict[bytes, AnyShard] = {}

@@ -5,6 +5,11 @@ partitions, and one model file. Tensors become plain tensors with their own stor
 of ranks, rank r copies what is no state from the base's rank r modulo its world size. In a salvage, an unreadable
 rank's files are modelled on the first readable rank's: they differ only in states.
 
+Everything that is not a state (hyperparameters, loss scaler, counters, ds_config, DeepSpeed's classes by name) is
+copied from the base. If the base was trained without DeepSpeed, it is what DeepSpeed 0.19.8 would have written; what a
+resume takes from its own config is left out rather than invented: ``clip_grad``, ``global_samples`` and, but for
+ZeRO-3, the loss scaler.
+
 The files of two ranks of ZeRO-3 differ in which slice of each param they hold, and in what the base keeps besides
 states, which is mostly the same for all ranks. So a rank's file has the pickle of the first rank with the same rest.
 """
@@ -14,19 +19,26 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, TrainState
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
+from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Content, TorchLayout, pickle_content
-from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor
-from llmtailor.formats.deepspeed_common.files import UNIVERSAL, model_name, optim_name
-from llmtailor.loaders.files import ADAPTER_CONFIG
+from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor, state_tensor
+from llmtailor.errors import Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.common.lightning import regrouped
+from llmtailor.formats.deepspeed_common.files import model_name, optim_name
+from llmtailor.formats.deepspeed_common.shards import section
+from llmtailor.formats.weights import lay_out_missing_weights
+from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, SCALER
 from llmtailor.loaders.loader import LOADERS, Loader
+from llmtailor.loaders.scheduler import regroup_scheduler
+from llmtailor.loaders.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 DS_VERSION = "0.19.8"
@@ -43,10 +55,9 @@ def make_stage(stage: int) -> Call:
 def clipping_node(rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``clip_grad`` of an ``optim_states``, if the base's or its config states it.
 
-    ZeRO-1/2 clip at the checkpoint's value; without one, at that of the run's own config (1.0 if that has none, too).
+    ZeRO-1/2 clip at the checkpoint's value; without one, at that of the run's own config (1.0 if that has none either).
     """
-    config = rest.get("ds_config")
-    clip_grad = config.get("gradient_clipping") if isinstance(config, dict) else None
+    clip_grad = section(rest, "ds_config").get("gradient_clipping")
     stated = rest["optimizer_state_dict"].get("clip_grad", clip_grad if type(clip_grad) in (int, float) else None)
     return {} if stated is None else {"clip_grad": stated}
 
@@ -122,15 +133,10 @@ class ZeroTarget:
 
     @property
     def tag(self) -> str:
-        kept = self.base.zero.tag.removesuffix(UNIVERSAL)
+        kept = self.base.zero.tag.removesuffix(UNIVERSAL_SUFFIX)
         if kept and (self.client.name == self.base.client or (self.client.tag and self.client.finds(kept))):
             return kept
         return self.client.default_tag.format(self.base.global_step)
-
-    @property
-    def num_models(self) -> int:
-        """The number of ``model_states`` files"""
-        return self.layout.world_size if self.layout.stage == 3 else 1
 
     def numels(self, one: SubGroup) -> dict[str, int]:
         return {param: self.base.params[param].numel for param in one.params}
@@ -146,16 +152,17 @@ class ZeroTarget:
             return held.live_dtype if held else "F32"
         return self.precision if state.kind == FROZEN else "F32"
 
-    def adapt_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a ``ds_config`` with the target's stage, and the batch size of a step on its ranks."""
-        adapted = dict(config)
+    def adapted(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a tree whose ``ds_config``, if any, has the target's stage, and the batch of a step on its ranks."""
+        if "ds_config" not in tree:
+            return dict(tree)
+        adapted = dict(tree["ds_config"] or {})
         total = adapted.get("train_batch_size")
         if type(total) is int and total % self.base.world_size == 0:
             adapted["train_batch_size"] = total // self.base.world_size * self.layout.world_size
-        zero = adapted.get("zero_optimization")
-        if isinstance(zero, dict):
+        if isinstance(zero := adapted.get("zero_optimization"), dict):
             adapted["zero_optimization"] = {**zero, "stage": self.layout.stage}
-        return adapted
+        return {**tree, "ds_config": adapted}
 
     def excludes_frozen(self, model_states: Mapping[str, Any]) -> bool:
         """Return whether the run saved without its frozen params, as the Trainer does with PEFT.
@@ -193,9 +200,7 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
     groups = [{**group.hyper, "params": layout.of_group(at)} for at, group in enumerate(layout.groups)]
     optimizer = {"state": state if target.kinds else {}, "param_groups": groups}
     stage_node, scaling = {"zero_stage": make_stage(stage)}, scaling_nodes(outer, stage == 3 or bool(base.form.stage))
-    around = {key: value for key, value in rest.items() if key != "optimizer_state_dict"}
-    if "ds_config" in around:
-        around["ds_config"] = target.adapt_config(around["ds_config"] or {})
+    around = target.adapted({key: value for key, value in rest.items() if key != "optimizer_state_dict"})
     if stage == 3:
         made = {
             **stage_node,
@@ -205,14 +210,13 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
             "fp32_flat_groups": masters,
         }
         return {**around, "optimizer_state_dict": {**unknown(outer, base.form.stage == 3), **made}}
-    vectors = [target.vector(one) for one in cut]
     made = {
         **({} if is_bf16 else scaling),
         **clipping_node(rest),
         "base_optimizer_state": optimizer,
         "single_partition_of_fp32_groups": masters,
         **({} if is_bf16 else stage_node),
-        "group_paddings": [vector.padding(rank) for vector in vectors],
+        "group_paddings": [target.vector(one).padding(rank) for one in cut],
         "partition_count": [layout.world_size] * len(layout.groups),
         "ds_version": rest.get("ds_version"),
         "param_slice_mappings": [_mapping(target, one, rank) for one in cut],
@@ -284,8 +288,7 @@ def _whole_params(target: ZeroTarget, names: Mapping[str, Any]) -> Iterator[tupl
 def _whole(target: ZeroTarget, state: State, begin: int) -> Any:
     param = target.base.params[state.param]
     dtype = target.precision if state.kind == MODULE else target.dtype(state)
-    slots = (Slot(state, dtype, begin, begin + param.numel),) if param.numel else ()
-    return make_tensor(dtype, param.shape if slots else (0,), slots)
+    return state_tensor(state, dtype, param.shape if param.numel else (0,), begin)
 
 
 def _flat_tensor(target: ZeroTarget, states: Sequence[State], rank: int) -> Any:
@@ -296,10 +299,10 @@ def _flat_tensor(target: ZeroTarget, states: Sequence[State], rank: int) -> Any:
         for state, dtype in zip(states, dtypes, strict=True)
         for piece in slice_of(state, dtype, target.base.held[state].numel, rank, world_size)
     ]
-    return _tensor(dtypes[0] if dtypes else "F32", content)
+    return _joined(dtypes[0] if dtypes else "F32", content)
 
 
-def _tensor(dtype: str, content: Sequence[Piece]) -> Any:
+def _joined(dtype: str, content: Sequence[Piece]) -> Any:
     return make_tensor(dtype, (sum(piece.num_bytes for piece in content) // ITEMSIZE[dtype],), tuple(content))
 
 
@@ -326,7 +329,7 @@ def _partition(target: ZeroTarget, one: SubGroup, kind: str, rank: int, is_strip
         at = offset + end - begin
     if at < length:
         content.append(Zeros((length - at) * ITEMSIZE[dtype], _PADDING))
-    return _tensor(dtype, content)
+    return _joined(dtype, content)
 
 
 def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
@@ -337,6 +340,7 @@ def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
     )
 
 
+_TreeOf = Callable[["ZeroTarget", TrainState, int, int], dict[str, Any]]
 _MAX_FORMS = 32
 """More than there are: the files of ranks on GPUs have up to 8 forms, one per GPU of a node, and rank 0's differ."""
 
@@ -348,21 +352,22 @@ def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) 
 
 def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
     """Return the tree of a rank's ``model_states``, or of those of all, with the slices of rank ``cut_as``."""
-    rest = dict(rest_of(train.model, rank))
-    if "ds_config" in rest:
-        rest["ds_config"] = target.adapt_config(rest["ds_config"] or {})
     tied = dict(target.base.tied) if rank == 0 else {}
-    return {**model_tree(target, cut_as, rest), "shared_params": tied}
+    return {**model_tree(target, cut_as, target.adapted(rest_of(train.model, rank))), "shared_params": tied}
+
+
+def shard_files(target: ZeroTarget, folder: str) -> Iterator[tuple[int, str, _TreeOf]]:
+    """Yield the rank, the path and the maker of the object tree of each shard file, the optimizer's first."""
+    for rank in range(target.layout.world_size):
+        yield rank, f"{folder}/{optim_name(rank, target.precision == 'BF16')}", optim_states
+    for rank in range(target.layout.world_size if target.layout.stage == 3 else 1):
+        yield rank, f"{folder}/{model_name(rank, target.layout.stage)}", model_states
 
 
 def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield the rank, the path and the object tree of each shard file, with its tensors bound to states."""
-    for rank in range(target.layout.world_size):
-        name = optim_name(rank, target.precision == "BF16")
-        yield rank, f"{target.tag}/{name}", optim_states(target, train, rank, rank)
-    for rank in range(target.num_models):
-        name = model_name(rank, target.layout.stage)
-        yield rank, f"{target.tag}/{name}", model_states(target, train, rank, rank)
+    for rank, path, tree_of in shard_files(target, target.tag):
+        yield rank, path, tree_of(target, train, rank, rank)
 
 
 def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str, Any]:
@@ -370,13 +375,7 @@ def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str
     return trees[rank % len(trees)] or next(tree for tree in trees if tree is not None)
 
 
-_Rest = Mapping[str, Any]
-_TreeOf = Callable[[ZeroTarget, TrainState, int, int], dict[str, Any]]
-
-
 class RankFiles:
-    """The files of all ranks of one checkpoint."""
-
     def __init__(self, target: ZeroTarget, train: TrainState):
         self.target, self.train = target, train
         self._numels = {name: param.numel for name, param in target.base.params.items()}
@@ -384,21 +383,16 @@ class RankFiles:
         self._first: dict[tuple[_TreeOf, bytes], int] = {}
         self._form = lru_cache(_MAX_FORMS)(self._make_form)
 
-    def optim(self, folder: str) -> Iterator[FileLayout]:
-        """Yield the layout of each rank's ``optim_states``, in a folder."""
-        for rank in range(self.target.layout.world_size):
-            path = f"{folder}/{optim_name(rank, self.target.precision == 'BF16')}"
-            yield TorchLayout(path, partial(self._content, path, rank, optim_states, self.train.optim))
+    def layouts(self, folder: str, kinds: Sequence[_TreeOf] = (optim_states, model_states)) -> Iterator[FileLayout]:
+        """Yield the layout of each file of these kinds, in a folder."""
+        for rank, path, tree_of in shard_files(self.target, folder):
+            if tree_of in kinds:
+                yield TorchLayout(path, partial(self._content, path, rank, tree_of))
 
-    def model(self, folder: str) -> Iterator[FileLayout]:
-        """Yield the layout of each ``model_states``, in a folder."""
-        for rank in range(self.target.num_models):
-            path = f"{folder}/{model_name(rank, self.target.layout.stage)}"
-            yield TorchLayout(path, partial(self._content, path, rank, model_states, self.train.model))
-
-    def _content(self, path: str, rank: int, tree_of: _TreeOf, rests: Sequence[_Rest | None]) -> Content:
+    def _content(self, path: str, rank: int, tree_of: _TreeOf) -> Content:
         if self.target.layout.stage < 3:
             return pickle_content(path, tree_of(self.target, self.train, rank, rank))
+        rests = self.train.optim if tree_of is optim_states else self.train.model
         like = self._first.setdefault((tree_of, self._digest(rest_of(rests, rank))), rank) if rank else 0
         pickled, storages = self._form(tree_of, like)
         return pickled, [self._of_rank(content, rank) if content else content for content in storages]
@@ -425,7 +419,7 @@ class RankFiles:
                     pieces += slice_of(state, dtype, numel, rank, ranks)
         return tuple(pieces)
 
-    def _digest(self, rest: _Rest) -> bytes:
+    def _digest(self, rest: Mapping[str, Any]) -> bytes:
         """Return what is equal for trees that are written alike."""
         known = self._digests.get(id(rest))
         if known is None:
@@ -433,3 +427,78 @@ class RankFiles:
             content = repr([storage.content for storage in storages])
             known = self._digests[id(rest)] = hashlib.sha256(data + content.encode()).digest()
         return known
+
+
+def lay_out_engine(
+    base: CheckpointIndex, wanted: Wanted, lay_out_states: Callable[[ZeroTarget, TrainState], Iterable[FileLayout]]
+) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the layouts of a checkpoint of DeepSpeed, whose own files ``lay_out_states`` lays out; see `lay_out`."""
+    if base.form.has_masters:
+        precision, dtype, leave_out = base.precision, wanted.dtype, frozenset[str]()
+    else:
+        precision = dtype = wanted.dtype or base.precision
+        leave_out = frozenset((SCALER, LATEST))
+        _check_plain_base(base, precision)
+    target, train = ZeroTarget.of(base, wanted.layout, precision, wanted.client), base.train
+    if not train.optim:
+        train = new_engine(base, target.layout.stage, precision)
+    if wanted.from_group is not None:
+        where, old = f"{base.name}: lr_scheduler of the model states", len(base.groups)
+        train = _each_model(train, lambda tree: _with_scheduler(tree, where, old, wanted.from_group or ()))
+    notices: list[Problem] = []
+    is_without = any(tree is not None and not tree.get("lr_scheduler") for tree in train.model)
+    if wanted.client != base.client and is_without:  # an engine that has a scheduler can't load None; others don't look
+        scheduler, about = scheduler_for(base, wanted)
+        notices += about if wanted.client == DEEPSPEED else []
+        given = {"lr_scheduler": scheduler}
+        train = _each_model(train, lambda tree: tree if tree.get("lr_scheduler") else {**tree, **given})
+    states = [*lay_out_states(target, train)]
+    weights: list[FileLayout] = []
+    if target.client.saves_model or base.form.is_partial:
+        weights, missing = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
+        notices += missing
+    made, about = synthesize_files(base, wanted)
+    notices += [*about, *_rounded_twice(base, wanted.dtype)]
+    if base.form.family in (FSDP, DCP) and wanted.dtype is None:
+        what = f"the run that resumes has to train in {precision}, the dtype of the params"
+        notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
+    return lay_out_trainer_files(base, wanted, [*states, *weights, *made], dtype, leave_out), notices
+
+
+def _each_model(train: TrainState, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> TrainState:
+    """Change each tree of model states; ranks that share one share the new one."""
+    changed = {id(tree): change(tree) for tree in train.model if tree is not None}
+    return replace(train, model=tuple(changed.get(id(tree)) for tree in train.model))
+
+
+def _with_scheduler(tree: Mapping[str, Any], where: str, old: int, from_group: Sequence[int]) -> dict[str, Any]:
+    found = {"lr_scheduler": regroup_scheduler(tree.get("lr_scheduler"), where, old, from_group)}
+    return {**tree, **found, **regrouped(tree, where, old, from_group)}
+
+
+def _check_plain_base(base: CheckpointIndex, precision: str) -> None:
+    if precision == "F16":
+        what = "an fp16 run of DeepSpeed needs the state of its loss scaler, which a checkpoint without DeepSpeed lacks"
+        raise UnsupportedCheckpoint.at(base.name, what, "resume in bf16")
+    if ADAPTER_CONFIG in base.files:
+        what = "it is a PEFT adapter, and does not state the precision in which the model below it was trained"
+        raise UnsupportedCheckpoint.at(base.name, what, "stay without DeepSpeed")
+    unnamed = [param for group in base.groups for param in group.params if State(param, MASTER) not in base.held]
+    if unnamed:
+        what = f"the weight files have other names for {some(unnamed)} than the model, so they have no master weights"
+        fix = "stay without DeepSpeed; or train on with a run that saves the params' own names"
+        raise UnsupportedCheckpoint.at(base.name, what, fix)
+
+
+def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
+    """Return notices on weights that can't be rounded from their master weights, as it is not known which these are."""
+    if not dtype or not base.form.has_masters:
+        return []
+    weights = {state.param: held for state, held in base.held.items() if state.kind == WEIGHT and held.dtype != dtype}
+    known = params_on_disk(base)
+    others = [name for name in weights if name not in known]
+    if not others:
+        return []
+    what = f"{some(others)} are rounded a second time, from the weights: their master weights are not known"
+    fix = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
+    return [Problem("dtype", what, fix)]

@@ -220,7 +220,10 @@ def decode(data: Any, find: Find, depth: int = 0) -> Any:
         dtype, shape, extent = find(data["file"], data["key"])
         return make_tensor(dtype, shape, (Copy(extent),))
     if kind == PLACEHOLDER:
-        return _nowhere(data["dtype"], tuple(data["shape"]))
+        dtype, shape = data["dtype"], tuple(data["shape"])
+        if as_shape(shape) is None:
+            raise ValueError("a placeholder has no shape")
+        return make_tensor(dtype, shape, (Copy(Extent("", 0, math.prod(shape) * ITEMSIZE[dtype])),))
     raise ValueError(f"{kind!r} is not a kind of node")
 
 
@@ -229,13 +232,6 @@ def _global(data: dict[str, Any]) -> Global:
     if name not in ALLOWED.get(module, ()):
         raise ValueError(f"it names {module}.{name}, which no checkpoint needs")
     return Global(module, name)
-
-
-def _nowhere(dtype: str, shape: tuple[int, ...]) -> Call:
-    if as_shape(shape) is None:
-        raise ValueError("a placeholder has no shape")
-    num_bytes = math.prod(shape) * ITEMSIZE[dtype]
-    return make_tensor(dtype, shape, (Copy(Extent("", 0, num_bytes)),))
 
 
 PADDING = "pad"
@@ -275,9 +271,8 @@ class BundleLayout(FileLayout):
 
     def __init__(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, str]):
         self._entries, self._metadata = entries, metadata
-        ordered, is_padded = sorted(entries, key=_itemsize), False
-        if any(one.lies for one in entries):
-            ordered, is_padded = _in_order(entries)
+        is_live = any(one.lies for one in entries)
+        ordered, is_padded = _in_order(entries) if is_live else (sorted(entries, key=_itemsize), False)
         super().__init__(path, tuple(_pieces(ordered, metadata, 0 if is_padded else None)))
 
     def filled(self, fill: Fill) -> FileLayout:
@@ -324,12 +319,10 @@ def _runs(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
     """Yield the entries in runs of those that continue each other in one source file."""
     run: list[Entry] = []
     for entry in entries:
-        if run and _continues(run[-1], entry):
-            run.append(entry)
-        else:
-            if run:
-                yield run
-            run = [entry]
+        if run and not _continues(run[-1], entry):
+            yield run
+            run = []
+        run.append(entry)
     if run:
         yield run
 

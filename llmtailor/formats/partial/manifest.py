@@ -14,7 +14,7 @@ element of this rank's fragments) and, under ``tree:PATH``, the object tree of t
 `trees`, with placeholders for flat tensors. If a save leaves out some of the experts that are fused in a param,
 ``begin`` is a list of runs of elements, each with its first and its last + 1; they follow each other in the tensor. If
 it has moments of fewer elements than masters, their list is under ``exp_avg/FQN``.
-There are no pickles, and no weights: these are the rounded masters.
+There are neither pickles nor weights: weights are the rounded masters.
 
 The functions that check single values of a possibly damaged manifest return them, or raise ValueError.
 """
@@ -80,6 +80,12 @@ SCHEMA_MASTERS = "llmtailor.partial/2"
 """Of a save with ``masters``, which readers of the other would take for a save that has nothing of these parts"""
 SCHEMA_BUNDLE = "llmtailor.bundle/1"
 TREE = "tree:"
+KEY_LAYOUT = "dcp/style"
+"""The name of the tree, beside those of stock files, that says how the run's DCP folders are arranged::
+
+    {model, optimizer, is_flat, form,
+     others: [{path, object} or {path, dtype, shape, boxes: [(offsets, sizes, tensor)]}]}
+"""
 _FIX = "leave this checkpoint out; its save is damaged"
 
 
@@ -153,14 +159,14 @@ class Manifest:
     """Part that this save left out -> by how many steps training falls back with its last save, an estimate; empty if
     it was not measured"""
     pieces_of: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
-    """Chosen part -> fused param -> the first and the last + 1 of the expert's elements. The rank shards hold the
-    states of these, too."""
+    """Chosen part -> fused param -> the first and the last + 1 of the expert's elements. The rank shards also
+    hold the states of these."""
     masters: tuple[str, ...] = ()
-    """Further parts, of which the rank shards hold the masters without the moments. They are in ``params_of`` and
-    ``pieces_of``, too."""
+    """Further parts: the rank shards hold their masters without the moments. They are also in ``params_of``
+    and ``pieces_of``."""
 
     def runs_of(self, kind: str) -> dict[str, Runs]:
-        """Return the elements of every trained param of which the rank shards hold a kind of state."""
+        """Return the elements of every trained param for which the rank shards hold a kind of state."""
         left_out = {*self.masters} if is_moment(kind) else set()
         held = [names for part, names in self.params_of.items() if part not in left_out]
         runs = {name: [(0, math.prod(self.params[name].shape))] for names in held for name in names}
@@ -180,9 +186,8 @@ def read_manifest(root: Path, name: str) -> Manifest:
     try:
         return _parse(read_strict_json(text))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise SourceError.at(
-            where, f"it is not a partial checkpoint's manifest ({error!r:.200})", _FIX, Code.MANIFEST
-        ) from error
+        what = f"it is not a partial checkpoint's manifest ({error!r:.200})"
+        raise SourceError.at(where, what, _FIX, Code.MANIFEST) from error
 
 
 def manifest_json(
@@ -198,7 +203,8 @@ def manifest_json(
     For people, it also has facts that no reader needs: the policy's name and options, and for each part the bytes of
     its states over all ranks.
     """
-    saved_as = manifest.saved_as
+    saved_as = manifest.saved_as or {}
+    rows = {name: [[one.name, list(one.shape), one.begin] for one in made] for name, made in saved_as.items()}
     content = {
         "schema": SCHEMA,
         "llmtailor_version": tool_version,
@@ -214,7 +220,7 @@ def manifest_json(
             for name, fact in manifest.params.items()
         },
         "tied": dict(manifest.tied),
-        "saved_as": None if saved_as is None else {name: list(map(_row, made)) for name, made in saved_as.items()},
+        "saved_as": None if manifest.saved_as is None else rows,
         "bundles": [
             {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc32:08x}"} for one in manifest.bundles
         ],
@@ -232,10 +238,6 @@ def manifest_json(
 def _params_of(part: str, manifest: Manifest) -> dict[str, Any]:
     pieces = manifest.pieces_of.get(part)
     return {"params": list(manifest.params_of[part])} | ({"pieces": dict(pieces)} if pieces else {})
-
-
-def _row(one: SavedAs) -> list[Any]:
-    return [one.name, list(one.shape), one.begin]
 
 
 _PLAIN = {

@@ -14,22 +14,27 @@ from typing import Any
 
 from llmtailor.checkpoint.index import (
     DCP,
+    FOLDERS,
     FSDP,
+    FULL,
     PARTIAL,
+    SHARDS,
     UNIVERSAL,
+    DcpEntry,
     DcpKeyLayout,
     PartialFacts,
     TensorEntry,
+    buffer_on_ranks,
 )
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, Sliced, count, union
+from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, count, union
 from llmtailor.codes import Code
-from llmtailor.containers.json import Decoded, Opened, is_count, is_path_below, read_strict_json
+from llmtailor.containers.json import as_dict, get, is_count, is_path_below, read_strict_json, read_tensor
 from llmtailor.containers.safetensors import WeightFile, read_header
-from llmtailor.containers.unpickle import check_tree
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt
+from llmtailor.containers.torch_file import TorchFile, Undecoded
+from llmtailor.containers.unpickle import as_ints, check_tree
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt, damaged
 from llmtailor.findings import Finding
-from llmtailor.formats.common.dcp_key_layout import STYLE, read_style
 from llmtailor.formats.common.lightning import read_optimizer_tree, without_states
 from llmtailor.formats.common.optimizer import parse_optimizer, read_optimizer
 from llmtailor.formats.common.states import make_index
@@ -38,6 +43,7 @@ from llmtailor.formats.deepspeed_common.read import read_shards
 from llmtailor.formats.format import Draft
 from llmtailor.formats.partial.json_trees import PADDING, decode
 from llmtailor.formats.partial.manifest import (
+    KEY_LAYOUT,
     SCHEMA_BUNDLE,
     TREE,
     BundleFact,
@@ -76,20 +82,20 @@ class Partial:
     def inside(self) -> Collection[str]:
         return self.tree_of.keys()
 
-    def read(self, path: str, where: str) -> Decoded:
-        """Decode the object tree of a stock file; see `containers.trees.Trees`."""
+    def read(self, path: str, where: str) -> TorchFile:
+        """Decode the object tree of a stock file; see `containers.json.Trees`."""
         if path not in self.tree_of:
             raise SourceError.at(where, "no rank shard contains this file's object tree", _FIX)
         bundle = self.tree_of[path]
         try:
             tree = decode(read_strict_json(self.files[bundle].metadata[TREE + path].encode()), self._find)
             check_tree(tree)
-            return Decoded(tree)
+            return TorchFile(tree)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise SourceError.at(PathIn(self.name, bundle), f"its tree of {path} is damaged ({error})", _FIX) from error
 
-    def open(self, path: str, where: str) -> Opened:
-        return Opened(lambda: self.read(path, where))
+    def open(self, path: str, where: str) -> Undecoded:
+        return Undecoded(lambda: self.read(path, where))
 
     def _find(self, file: str, key: str) -> tuple[str, tuple[int, ...], Extent]:
         held = self.files[file].tensors[key]
@@ -208,7 +214,13 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     """Return the draft. Raises SourceError with every problem of every file."""
     partial = open_partial(root, name)
     manifest = partial.manifest
-    draft = _read_zero(partial, client) if manifest.stage else _read_plain(partial, client)
+    if manifest.stage:
+        shards = manifest.shards
+        optim, model = tuple(shards["optim"]), tuple(shards["model"])
+        files = ShardFiles(manifest.tag, shards["is_bf16"], optim, model, manifest.stage == 3)
+        draft = read_shards(partial, files, name, Problems(), client)
+    else:
+        draft = _read_plain(partial, client)
     draft.problems.raise_if_any()
     index = draft.index
     assert index is not None, "a checkpoint without an index has problems"
@@ -220,6 +232,8 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     if (dict(index.params), dict(index.tied)) != (params, dict(manifest.tied)):
         raise SourceError.at(name, "the params of its object trees are not those that manifest.json lists", _FIX)
     held = _place(index.held, partial)
+    saved = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
+    setback = {part: (saved[part], steps) for part, steps in manifest.setback.items() if part in saved}
     rounded: tuple[Finding, ...] = ()
     if any(one.rounded_from for one in held.values()):
         what = "its moments were saved rounded to bf16; composites widen them again, without the lost digits"
@@ -231,26 +245,15 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
         held=held,
         findings=(*index.findings, *rounded),
         files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
-        partial=PartialFacts(frozenset(partial.tree_of), manifest.saved_as, _setback(manifest, name)),
+        partial=PartialFacts(frozenset(partial.tree_of), manifest.saved_as, setback),
         zero=replace(index.zero, module={}),
     )
     return replace(draft, index=index)
 
 
-def _setback(manifest: Manifest, name: str) -> dict[str, tuple[int, float]]:
-    held = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
-    return {part: (held[part], steps) for part, steps in manifest.setback.items() if part in held}
-
-
 def _framework(manifest: Manifest) -> str | None:
-    """Return the family of formats of the run's own checkpoints, if the manifest names one."""
     named = manifest.shards.get("framework")
     return named if named in (UNIVERSAL, FSDP, DCP) else None
-
-
-def _is_rounded(state: State, dtype: str, described: str) -> bool:
-    """Return whether a save stored a moment rounded to bf16, as ``moments="bf16"`` asks for."""
-    return state.kind in (EXP_AVG, EXP_AVG_SQ) and (dtype, described) == ("BF16", "F32")
 
 
 def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, TensorEntry]:
@@ -264,7 +267,8 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
             continue
         fragment = partial.fragments.get(state)
         placed[state] = fragment or replace(described, place=_ABSENT)
-        if fragment and _is_rounded(state, fragment.dtype, described.dtype):
+        is_moment = state.kind in (EXP_AVG, EXP_AVG_SQ)
+        if fragment and is_moment and (fragment.dtype, described.dtype) == ("BF16", "F32"):  # moments="bf16"
             fragment = placed[state] = replace(fragment, rounded_from=described.dtype)
         if fragment and (fragment.live_dtype, fragment.shape) != (described.dtype, described.shape):
             what = f"{state.kind} of {state.param} does not match its object tree"
@@ -280,21 +284,13 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
     return placed
 
 
-def _read_zero(partial: Partial, client: str | None) -> Draft:
-    """Read a save of training under DeepSpeed; `formats.zero.read` has the layout of the stock files."""
-    shards, manifest = partial.manifest.shards, partial.manifest
-    optim, model = tuple(shards["optim"]), tuple(shards["model"])
-    files = ShardFiles(manifest.tag, shards["is_bf16"], optim, model, manifest.stage == 3)
-    return read_shards(partial, files, partial.name, Problems(), client)
-
-
 def _read_plain(partial: Partial, client: str | None) -> Draft:
-    """Read a save of training without DeepSpeed; `formats.plain.read` has the layout of the stock files."""
+    """Read a save of a training without DeepSpeed."""
     manifest, name, problems = partial.manifest, partial.name, Problems()
     if client is None and _framework(manifest) == DCP:  # none of its files would say so
         client = DCP
     trainer = read_trainer_files(partial, name, problems, client)
-    style = attempt(lambda: _style(partial), problems)
+    style = attempt(lambda: _read_key_layout(partial), problems)
     where = PathIn(name, trainer.client.optimizer)
     if trainer.client.holds_all and (tree := trainer.trees.get(where.path)) is not None:
         optimizer = parse_optimizer(partial.root, read_optimizer_tree(tree, where), where)
@@ -321,12 +317,40 @@ def _read_plain(partial: Partial, client: str | None) -> Draft:
     return Draft(problems, index, trainer)
 
 
-def _style(partial: Partial) -> DcpKeyLayout | None:
-    """Return how the run's DCP folders are arranged; None if the training has saved by itself."""
-    if STYLE not in partial.inside:
+def _read_key_layout(partial: Partial) -> DcpKeyLayout | None:
+    """Return how the run's DCP folders are arranged; None if the base had no DCP folder."""
+    if KEY_LAYOUT not in partial.inside:
         return None
-    where = PathIn(partial.name, partial.tree_of[STYLE])
-    return read_style(partial.read(STYLE, where).tree, where)
+    where = PathIn(partial.name, partial.tree_of[KEY_LAYOUT])
+    tree = as_dict(partial.read(KEY_LAYOUT, where).tree, "the file", where)
+    words = [get(tree, key, str, where) for key in ("model", "optimizer", "form")]
+    if words[2] not in (FOLDERS, SHARDS, FULL):
+        raise damaged(where, f"form {words[2]!r:.40} is unknown", Code.FIELD_RANGE)
+    entries = [_read_entry(node, where) for node in get(tree, "others", list, where)]
+    others = {".".join(map(str, entry.path)): entry for entry in entries}
+    return DcpKeyLayout(words[0], words[1], get(tree, "is_flat", bool, where), words[2], others)
+
+
+def _read_entry(node: Any, where: str) -> DcpEntry:
+    node = as_dict(node, "a value", where)
+    path = get(node, "path", tuple, where)
+    if not path or not all(type(word) in (str, int) for word in path):
+        raise damaged(where, "the path of a value is not one", Code.FIELD_TYPE)
+    if "object" in node:
+        return DcpEntry(path, node["object"])
+    dtype, shape = get(node, "dtype", str, where), as_ints(node.get("shape"))
+    if dtype not in ITEMSIZE or shape is None:
+        raise damaged(where, "a tensor has no dtype or shape", Code.FIELD_TYPE)
+    return DcpEntry(path, (dtype, shape, tuple(_read_boxes(node, dtype, shape, where))), is_tensor=True)
+
+
+def _read_boxes(node: dict[str, Any], dtype: str, shape: tuple[int, ...], where: str) -> Iterator[tuple[Any, ...]]:
+    for box in get(node, "boxes", list, where):
+        offsets, sizes = map(as_ints, box[:2]) if isinstance(box, tuple) and len(box) == 3 else (None, None)
+        tensor = None if offsets is None or sizes is None else read_tensor(box[2], "a box", where)
+        if tensor is None or (tensor.dtype, tensor.shape) != (dtype, sizes) or not len(shape) == len(offsets or ()):
+            raise damaged(where, "a box does not fit its tensor", Code.FIELD_TYPE)
+        yield offsets, sizes, tensor.extent
 
 
 def _hold(partial: Partial, of_optimizer: Mapping[State, TensorEntry]) -> Iterator[tuple[State, TensorEntry]]:
@@ -348,5 +372,4 @@ def _hold(partial: Partial, of_optimizer: Mapping[State, TensorEntry]) -> Iterat
         elif fact.role == "buffer":
             held = bundle.tensors[f"{BUFFER}/{param}"]
             if held.numel:  # rank 0's, for all ranks, as in the Trainer
-                copies = Sliced((_extent(held),) * world_size, 0, held.numel, ITEMSIZE[held.dtype])
-                yield State(param, BUFFER), TensorEntry(held.dtype, (world_size, *fact.shape), copies)
+                yield State(param, BUFFER), buffer_on_ranks(held.dtype, held.shape, (_extent(held),) * world_size)

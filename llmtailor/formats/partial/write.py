@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex, DcpEntry, DcpKeyLayout, TensorEntry
 from llmtailor.checkpoint.layout import Copy, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.optimizer import part_size
+from llmtailor.containers.dcp import cut_rows
 from llmtailor.containers.json import extent_of
-from llmtailor.containers.unpickle import Ordered, TensorView
+from llmtailor.containers.unpickle import Ordered, TensorView, make_tensor
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
-from llmtailor.formats.common.dcp_key_layout import STYLE, cut_rows, style_tree
 from llmtailor.formats.common.states import optimizer_tree
 from llmtailor.formats.deepspeed_common.files import describe_shards, optim_name
 from llmtailor.formats.deepspeed_common.write import ZeroTarget, make_shards, slice_of
@@ -32,6 +32,7 @@ from llmtailor.formats.partial.json_trees import (
     to_text,
 )
 from llmtailor.formats.partial.manifest import (
+    KEY_LAYOUT,
     SCHEMA_BUNDLE,
     TREE,
     BundleFact,
@@ -65,21 +66,18 @@ class Bundle:
     path: str
     entries: list[Entry] = field(default_factory=list)
     trees: dict[str, str] = field(default_factory=dict)
-    _runs: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Key of a tensor of fragments -> the first and the last + 1 of each of their runs of elements"""
-    _at: dict[str, int] = field(default_factory=dict)
-    """Key -> position among the entries"""
+    _runs: dict[str, tuple[int, list[list[int]]]] = field(default_factory=dict)
+    """Key of a tensor of fragments -> its position among the entries, and the first and the last + 1 of each of their
+    runs of elements"""
 
     def add_fragment(self, entry: Entry, begin: int) -> None:
         """Add elements of a state, from ``begin`` on; those of the same key follow each other in one tensor."""
         end = begin + math.prod(entry.shape)
-        runs = self._runs.setdefault(entry.key, [])
-        if not runs:
-            self._at[entry.key] = len(self.entries)
+        if entry.key not in self._runs:
+            self._runs[entry.key] = len(self.entries), [[begin, end]]
             self.entries.append(entry)
-            runs.append([begin, end])
             return
-        at = self._at[entry.key]
+        at, runs = self._runs[entry.key]
         before = self.entries[at]
         shape = (before.shape[0] + end - begin,)
         self.entries[at] = replace(before, shape=shape, content=(*before.content, *entry.content))
@@ -108,7 +106,7 @@ class Bundle:
 
     def lay_out(self, facts: Mapping[str, str]) -> FileLayout:
         begin: dict[str, Any] = {}
-        for key, runs in self._runs.items():
+        for key, (_, runs) in self._runs.items():
             own = runs[0][0] if len(runs) == 1 else runs
             if begin.setdefault(key.partition("/")[2], own) != own:
                 begin[key] = own
@@ -188,23 +186,29 @@ def describe_partial(
 ) -> Manifest:
     """Return the manifest of a partial checkpoint made from a full one.
 
-    ``parts`` are those it holds, with the reasons; ``masters`` those of which it holds the masters alone;
+    ``parts`` are those it holds, with the reasons; ``masters`` those whose masters alone it holds;
     ``params_of`` the trained params of each.
     """
+    tag, shards = "plain", dict[str, Any]()
+    if index.form.family in (UNIVERSAL, FSDP, DCP):
+        shards["framework"] = index.form.family
+    if index.form.has_masters:
+        tag = _zero_target(index).tag
+        shards |= describe_shards(tag, index.form.stage, index.world_size, index.precision)
     return Manifest(
         step=index.global_step,
         save_id=save_id,
         stage=index.form.stage,
         world_size=index.world_size,
         precision=index.precision,
-        tag=_zero_target(index).tag if index.form.has_masters else "plain",
+        tag=tag,
         parts=parts,
         params_of=params_of,
         params={name: ParamFact(one.shape, one.role, _live_dtype(index, one)) for name, one in index.params.items()},
         tied=index.tied,
         saved_as=_saved_as(index),
         bundles=bundles,
-        shards=_describe_shards(index),
+        shards=shards,
         ledger=ledger,
         masters=masters,
     )
@@ -212,14 +216,6 @@ def describe_partial(
 
 def _zero_target(index: CheckpointIndex) -> ZeroTarget:
     return ZeroTarget.of(index, index.layout, index.precision, index.client)
-
-
-def _describe_shards(index: CheckpointIndex) -> dict[str, Any]:
-    framework = {"framework": index.form.family} if index.form.family in (UNIVERSAL, FSDP, DCP) else {}
-    if not index.form.has_masters:
-        return framework
-    tag, stage = _zero_target(index).tag, index.form.stage
-    return {**framework, **describe_shards(tag, stage, index.world_size, index.precision)}
 
 
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
@@ -245,7 +241,7 @@ def trained_states(index: CheckpointIndex) -> dict[str, list[State]]:
 
 
 def _live_dtype(index: CheckpointIndex, param: Param) -> str:
-    """Return a param's dtype in training: under ZeRO the weights', of which the optimizer has fp32 copies."""
+    """Return a param's dtype in training: under ZeRO that of the weights; the optimizer has fp32 copies."""
     if param.role == "trainable" and index.form.stage:
         return index.precision
     return index.held[State(param.name, KIND_OF_ROLE[param.role])].dtype
@@ -332,7 +328,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
     else:
         add(0, loader_of(index).optimizer, optimizer_tree(index, index.layout, is_partial=True))
     if index.train.dcp is not None:
-        add(0, STYLE, style_tree(index.train.dcp))
+        add(0, KEY_LAYOUT, _key_layout_tree(index.train.dcp))
     owners = {loader_of(index).scheduler: 0, **({} if index.form.has_masters else {SCALER: 0})}
     owners |= {rng_file(rank, index.world_size, index.client): rank for rank in range(index.world_size)}
     for path, rank in owners.items():
@@ -356,3 +352,24 @@ def _model_tree(tree: dict[str, Any], index: CheckpointIndex, rank: int) -> dict
     if fragments:
         tree["frozen_param_fragments"] = Ordered((name, Known(stored(frozen_file, name))) for name in fragments)
     return {**tree, "module": module}
+
+
+def _key_layout_tree(style: DcpKeyLayout) -> dict[str, Any]:
+    return {
+        "model": style.model,
+        "optimizer": style.optimizer,
+        "is_flat": style.is_flat,
+        "form": style.form,
+        "others": [_entry_tree(entry) for entry in style.others.values()],
+    }
+
+
+def _entry_tree(entry: DcpEntry) -> dict[str, Any]:
+    if not entry.is_tensor:
+        return {"path": entry.path, "object": entry.content}
+    dtype, shape, boxes = entry.content
+    tensors = [
+        (offsets, sizes, make_tensor(dtype, sizes, (Copy(extent),) if extent.num_bytes else ()))
+        for offsets, sizes, extent in boxes
+    ]
+    return {"path": entry.path, "dtype": dtype, "shape": shape, "boxes": tensors}
