@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
-from llmtailor.formats.partial.manifest import Manifest
+from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,
@@ -43,7 +44,6 @@ from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.model import (
     Drift,
     PartChanges,
-    Samples,
     Sums,
     change_of,
     find_trained_parts,
@@ -57,23 +57,20 @@ from llmtailor.saving.save import (
     RunRecord,
     SaveFailed,
     SaveReport,
+    SaveStarter,
     Work,
-    check_chosen,
     finish_at_end,
-    open_background,
     release,
-    save_now,
+    save_error,
 )
 from llmtailor.saving.snapshot import DTYPES
-from llmtailor.saving.tiers import catch_up, open_tiers
 from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import (
     CarriedFiles,
-    Publication,
-    SaveId,
     check_trees,
     files_of,
     lay_out_share,
+    publish,
     sample_frozen,
 )
 
@@ -104,16 +101,6 @@ class _Vote:
     previous: str
     """What delays the save before; empty if it is published or has failed"""
     save_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Commit:
-    """What becomes true once a save is published."""
-
-    ledger: Ledger
-    samples: Samples
-    policy_state: Mapping[str, Any] | None
-    """The policy's state before the save, which is restored if it fails"""
 
 
 class PartialSaver:
@@ -161,7 +148,7 @@ class PartialSaver:
         self._client = beside
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
-        self._pending: tuple[PendingSave, _Commit] | None = None
+        self._pending: PendingSave | None = None
         self._reports: list[SaveReport] = []
         self._newest: SaveReport | None = None
         self._frozen: Mapping[str, int] = sample_frozen(self.training.frozen())
@@ -172,14 +159,9 @@ class PartialSaver:
         """The step that training began at, if `start` was called"""
         self.ranks.together(lambda: check_trees(self._trees(None)))
         self.ranks.on_first(self.folder.lock)
-        self.record = RunRecord(self.folder, self.ranks, self.options.keep_composable, self.carried)
-        board = self.ranks.board()
-        if self.options.staging_dir is not None or self.options.mirror is not None:
-            self.record.copier = open_tiers(
-                self.folder, self.first, self.options, self.ranks, board, self.record.append
-            )
-        self._background = open_background(training, self.options, self.ranks, board)
-        if self._background is not None:
+        self.record = RunRecord(self.folder, self.first, self.ranks, self.options, self.carried)
+        self._starter = SaveStarter(training, self.options, self.record)
+        if self._starter.in_background:
             finish_at_end(self, self._finish_until)
 
     def start(
@@ -203,7 +185,7 @@ class PartialSaver:
         """
         lineage, parts, self._begun_at = self._new_id(), self.model.parts, step
         if self.record.copier is not None:
-            catch_up(self.record.copier, self.folder, self.ranks)
+            self.record.copier.catch_up(self.folder)
         self.ledger, self._before = self.ranks.on_first(
             lambda: resume(self.folder, self.training, parts, step, lineage, trainer_state_of(resumed_from), is_retry)
         )
@@ -257,7 +239,16 @@ class PartialSaver:
             if agreed is None:
                 return None
             policy_state = state_of(self.policy)
-            return self._save(*agreed, write_state, rng, began)
+            work = self._lay_out(step, *agreed, write_state, rng, began)
+            self._pending = save = self._starter.start(work)
+            if not self._starter.in_background:
+                self._settle()
+                if save.failure is not None:
+                    raise save.failure
+            elif work.share is not None and work.share.moving:
+                self._warn_of_moving(work.share.moving)
+                self._starter.barrier.settle_frozen()
+            return save
         except Exception as error:
             restore_state(self.policy, policy_state)
             failed = SaveFailed(as_error(error, "saving").problems)
@@ -273,19 +264,17 @@ class PartialSaver:
     @property
     def is_busy(self) -> bool:
         """Whether a save is in progress, as far as this rank knows."""
-        return self._pending is not None and not self._pending[0].is_done
+        return self._pending is not None and not self._pending.is_done
 
     @property
     def newest(self) -> SaveReport | None:
         """The newest published save of this process, as far as this rank knows"""
-        return (self._pending and self._pending[0].report) or self._newest
+        return (self._pending and self._pending.report) or self._newest
 
     def finish(self) -> None:
         """Wait until no save is in progress. One whose disk is stuck is given up."""
-        if self._pending is not None:
-            save = self._pending[0]
-            if self._background is not None:
-                self._background.settle()
+        if (save := self._pending) is not None:
+            self._starter.barrier.settle()
             if not save.wait_unless_stuck():
                 logger.warning("the save at step %d was aborted: its disk is stuck", save.step)
                 save.give_up()
@@ -294,28 +283,20 @@ class PartialSaver:
         """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
         self.finish()
         release(self)
-        if self.record.copier is not None:
-            self.record.copier.close(self.options.write_timeout)
-            self.record.copier = None
-            if self.first is not self.folder:
-                self.first.unlock()
         self.record.close()
-        if self._background is not None:
-            self._background.close()
-            self._background = None
-        self.folder.unlock()
+        self._starter.barrier.remove()
 
     def _finish_until(self, until: float) -> None:
         if self._pending is not None:
-            self._pending[0].finish_until(until)
+            self._pending.finish_until(until)
 
-    def _agree(self, step: int, is_last: bool) -> tuple[SaveId, PartChanges] | None:
-        """Exchange what the ranks know. Return the save to make, with the change of parts; None if there is none."""
+    def _agree(self, step: int, is_last: bool) -> tuple[str, PartChanges] | None:
+        """Exchange what the ranks know. Return the id of the save to make, and how parts have changed; None if there is
+        none."""
         if self._pending is not None:
-            if self._background is not None:
-                self._background.settle()  # only a save without a step in between is still copied
+            self._starter.barrier.settle()  # only a save without a step in between is still copied
             if is_last or self.options.when_busy == "wait":
-                self._pending[0].wait_unless_stuck()
+                self._pending.wait_unless_stuck()
         votes = self.ranks.together(self._vote)
         first = votes[0]
         if first.previous:
@@ -323,7 +304,7 @@ class PartialSaver:
             return None
         if any(vote.previous for vote in votes):  # not everybody has heard yet that it is published
             if self._pending is not None:
-                self._pending[0].wait_unless_stuck()
+                self._pending.wait_unless_stuck()
             votes = self.ranks.together(self._vote)
         if any(vote.has_changed for vote in votes):
             self._forget()
@@ -332,13 +313,13 @@ class PartialSaver:
             return None
         if not self._is_weighed:
             self.model, self._is_weighed = weigh(self.model, self.training, self.ranks), True
-        return SaveId(first.save_id, step), change_of([vote.sums for vote in votes])
+        return first.save_id, change_of([vote.sums for vote in votes])
 
     def _vote(self) -> _Vote:
         self._settle()
         previous = ""
         if self._pending is not None:
-            is_stuck = self._pending[0].is_stuck
+            is_stuck = self._pending.is_stuck
             previous = "is stuck; the disk is not accepting writes" if is_stuck else "is still being written"
         has_changed, has_state = self.training.refresh_params(), self._look_for_state()
         sums = self.drift.measure(self.training) if has_state and not has_changed else {}
@@ -346,109 +327,78 @@ class PartialSaver:
 
     def _settle(self) -> None:
         """Take the outcome of the previous save into account, if it has one."""
-        if self._pending is None or not self._pending[0].is_done:
+        save = self._pending
+        if save is None or not save.is_done:
             return
-        save, commit = self._pending
         self._pending = None
         if save.failure is None:
-            self.ledger, self._before = commit.ledger, save.path
-            self.drift.remember(commit.samples)
+            self.ledger, self._before = save.work.ledger, save.path
+            self.drift.remember(save.work.samples)
         else:
-            restore_state(self.policy, commit.policy_state)
+            restore_state(self.policy, save.work.policy_state)
         if save.report is not None:
             self._reports.append(save.report)
             self._newest = save.report
 
-    def _save(
-        self,
-        save: SaveId,
-        change: PartChanges,
-        write_state: Callable[[Path], None] | None,
-        rng: Mapping[str, object] | None,
-        began: float,
-    ) -> PendingSave:
-        laid_out: list[tuple[Work, _Commit]] = []
-
-        def lay_out() -> list[str]:
-            laid_out.append(self._lay_out(save, change, write_state, rng, began))
-            return [*laid_out[0][0].report.parts]
-
-        made: PendingSave
-        if self._background is None:
-            check_chosen(self.ranks.together(lay_out))
-            ((work, commit),) = laid_out
-            made = save_now(self.ranks, work)
-            self._pending = made, commit
-            self._settle()
-        else:
-            try:
-                lay_out()
-            except Exception as error:  # the others learn of it when all have written
-                laid_out = [self._refused(save, began, error)]
-            ((work, commit),) = laid_out
-            made = self._background.start(work)
-            self._pending = made, commit
-            if work.share is not None and work.share.moving:
-                self._say_frozen_move(work.share.moving)
-                self._background.settle_frozen()
-        return made
-
-    def _say_frozen_move(self, names: Sequence[str]) -> None:
+    def _warn_of_moving(self, names: Sequence[str]) -> None:
         if not self._has_moved:
             what = "each save stops training to copy the frozen params that change: %s, %d in total"
             logger.warning(what, names[0], len(names))
         self._has_moved = True
 
-    def _refused(self, save: SaveId, began: float, error: Exception) -> tuple[Work, _Commit]:
-        """Return the work of a rank that has nothing to write."""
-        report = SaveReport(save.step, {}, 0, 0.0, {}, {}, {}, self.first.at(save.step))
-        refusal = as_error(error, "saving")
-        if refusal is not error:
-            logger.warning("a save failed on rank %d", self.ranks.rank, exc_info=error)
-        work = Work(save, began, self.first, self.record, self.ledger, report, refusal=refusal)
-        return work, _Commit(self.ledger, {}, state_of(self.policy))
-
     def _lay_out(
         self,
-        save: SaveId,
-        change: PartChanges,
+        step: int,
+        save_id: str,
+        changes: PartChanges,
         write_state: Callable[[Path], None] | None,
         rng: Mapping[str, object] | None,
         began: float,
-    ) -> tuple[Work, _Commit]:
-        """Choose parts, and lay out what this rank writes of them, without exchanging anything."""
-        policy_state, choice = state_of(self.policy), self._choose(save.step, change)
-        ledger = self.ledger.after(save.step, choice.parts, self.model.parts, state_of(self.policy))
-        params, masters = map(self.model.names_in, (choice.parts, choice.masters))
-        share = lay_out_share(
-            save,
-            self.training,
-            params,
-            masters,
-            self._trees(rng),
-            self.ranks,
-            before=self._before,
-            seen=self._frozen,
-            moments=torch.bfloat16 if self.options.moments == "bf16" else None,
-            pieces=self.model.structure.pieces,
-        )
-        self._frozen = share.samples
-        report = SaveReport(
-            step=save.step,
-            parts=choice.parts,
-            num_bytes=0,
-            stall_s=0.0,
-            drift=change.drift,
-            expected_loss=change.expected_loss,
-            steps_behind=ledger.steps_behind(),
-            path=self.first.at(save.step),
-            masters=choice.masters,
-        )
-        publication = self._publication(save, choice, ledger, change, write_state) if self.ranks.is_first else None
-        work = Work(save, began, self.first, self.record, ledger, report, share, self._before, publication)
-        return work, _Commit(ledger, self.drift.samples(self.training.masters(), choice.parts), policy_state)
+    ) -> Work:
+        """Choose parts, and lay out what this rank writes of them, without exchanging anything.
 
-    def _choose(self, step: int, change: PartChanges) -> PartChoice:
+        The other ranks learn of an error when all have written.
+        """
+        policy_state, path = state_of(self.policy), self.first.at(step)
+        try:
+            choice = self._choose(step, changes)
+            ledger = self.ledger.after(step, choice.parts, self.model.parts, state_of(self.policy))
+            share = lay_out_share(
+                save_id,
+                step,
+                self.training,
+                params=self.model.names_in(choice.parts),
+                masters=self.model.names_in(choice.masters),
+                trees=self._trees(rng),
+                ranks=self.ranks,
+                before=self._before,
+                seen=self._frozen,
+                moments=torch.bfloat16 if self.options.moments == "bf16" else None,
+                pieces=self.model.structure.pieces,
+            )
+            self._frozen = share.samples
+            report = SaveReport(
+                step=step,
+                parts=choice.parts,
+                num_bytes=0,
+                stall_s=0.0,
+                drift=changes.drift,
+                expected_loss=changes.expected_loss,
+                steps_behind=ledger.steps_behind(),
+                path=path,
+                masters=choice.masters,
+            )
+            samples = self.drift.samples(self.training.masters(), choice.parts)
+            complete = None
+            if self.ranks.is_first:
+                complete = self._publication(save_id, step, choice, ledger, changes, write_state)
+            return Work(save_id, began, report, ledger, policy_state, samples, share, publish=complete)
+        except Exception as error:
+            refusal = save_error(error, self.ranks)
+            report = SaveReport(step, {}, 0, 0.0, {}, {}, {}, path)
+            return Work(save_id, began, report, self.ledger, policy_state, refusal=refusal)
+
+    def _choose(self, step: int, changes: PartChanges) -> PartChoice:
         """Return the parts that the save at a step holds, with the reasons."""
         ledger, model = self.ledger, self.model
         if not ledger.held_by:
@@ -460,8 +410,8 @@ class PartialSaver:
             parts=model.parts,
             num_bytes=model.num_bytes,
             last=ledger.last,
-            drift=change.drift if self.policy.needs_drift else None,
-            expected_loss=change.expected_loss if self.policy.needs_drift else None,
+            drift=changes.drift if self.policy.needs_drift else None,
+            expected_loss=changes.expected_loss if self.policy.needs_drift else None,
         )
         choice = choose(self.policy, situation, self.max_staleness)
         for problem in choice.problems if self.ranks.is_first else ():
@@ -474,21 +424,21 @@ class PartialSaver:
 
     def _publication(
         self,
-        save: SaveId,
+        save_id: str,
+        step: int,
         choice: PartChoice,
         ledger: Ledger,
-        change: PartChanges,
+        changes: PartChanges,
         write_state: Callable[[Path], None] | None,
-    ) -> Publication:
-        """Return what rank 0 adds; ``write_state`` writes ``trainer_state.json`` into a folder, ``ledger`` is the new
-        one."""
+    ) -> Callable[[Sequence[BundleFact]], None]:
+        """Return what completes the save on rank 0; ``write_state`` writes ``trainer_state.json`` into a folder."""
         # of stale moments alone there is no estimate
-        setback = {} if choice.masters else _setback(self.ledger, save.step, change.expected_loss)
+        setback = {} if choice.masters else _setback(self.ledger, step, changes.expected_loss)
         model, training, pieces = self.model, self.training, self.model.structure.pieces
         names_of = {part: model.params_of[part] for part in (*choice.parts, *choice.masters)}
         manifest = Manifest(
-            step=save.step,
-            save_id=save.save_id,
+            step=step,
+            save_id=save_id,
             stage=training.stage,
             world_size=self.ranks.world_size,
             precision=DTYPES[training.precision],
@@ -508,10 +458,18 @@ class PartialSaver:
             },
             masters=choice.masters,
         )
-        files = {**self._client.files(), **(files_of(write_state) if write_state is not None else {})}
-        attempt = Past(save.step, ledger.lineage, ledger.history)
-        policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
-        return Publication(manifest, attempt, policy, dict(model.num_bytes), files, self.carried.contents())
+        return partial(
+            publish,
+            self.first.at(step),
+            manifest,
+            policy={"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness},
+            num_bytes=dict(model.num_bytes),
+            attempt=Past(step, ledger.lineage, ledger.history),
+            files={**self._client.files(), **(files_of(write_state) if write_state is not None else {})},
+            carried=self.carried.contents(),
+            before=self._before,
+            elsewhere=copier.elsewhere if (copier := self.record.copier) is not None else (),
+        )
 
     def _new_id(self) -> str:
         return self.ranks.from_first(uuid.uuid4().hex[:12])

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
+from llmtailor.engine.streams import huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import Entry
 
@@ -136,9 +137,9 @@ class Arena:
         if pinned:  # torch rounds the size up to a power of 2, so not a byte more; it begins with a page as well
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         else:
-            pages = mmap.mmap(-1, size)
-            with suppress(OSError, AttributeError):  # a hint: a disk that writes from it has fewer pages to look up
-                pages.madvise(mmap.MADV_HUGEPAGE)
+            pages = huge_pages(size)
+            with suppress(OSError, AttributeError):  # else each page would be copied while workers of a loader live
+                pages.obj.madvise(mmap.MADV_DONTFORK)  # type: ignore[attr-defined]
             memory = torch.frombuffer(pages, dtype=torch.uint8)
         memory.zero_()  # the kernel hands out pages when they are first written: not during a save
         start = -memory.data_ptr() % BLOCK_BYTES

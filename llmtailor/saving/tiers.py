@@ -19,23 +19,21 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.copy import Context, execute
-from llmtailor.errors import Problem, StorageError, TailorError, UsageError
+from llmtailor.errors import StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact, bundle_name, frozen_name, read_manifest
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.ranks.board import StoreBoard, await_messages
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.training import Ranks
-from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import fsync_folder, replace_durably
+from llmtailor.storage.checksums import crc32, crc_of_range
+from llmtailor.storage.local import Files, fsync_folder, replace_durably
 from llmtailor.storage.remote import RemoteFolder
-
-CHUNK_BYTES = 8 << 20
 
 
 class Tier(Protocol):
@@ -43,23 +41,18 @@ class Tier(Protocol):
 
     def has(self, step: int) -> bool:
         """Return whether a save is there."""
-        ...
 
     def begin(self, step: int) -> None:
-        """Make room for a save, which is not there yet."""
-        ...
+        """Make room for a save that is not there yet."""
 
     def put(self, step: int, source: Path, fact: BundleFact) -> None:
         """Copy a file, and read it back."""
-        ...
 
     def complete(self, step: int, manifest: bytes) -> None:
         """Make all of the save durable, and then its manifest."""
-        ...
 
     def remove(self, step: int) -> None:
         """Remove a save, its manifest first."""
-        ...
 
 
 class SharedFolder:
@@ -77,16 +70,16 @@ class SharedFolder:
     def put(self, step: int, source: Path, fact: BundleFact) -> None:
         folder = self.run.at(step)
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{source.name}.llmtailor-new"
-        beside.unlink(missing_ok=True)
+        new = folder / f".{source.name}.llmtailor-new"
+        new.unlink(missing_ok=True)
         pieces = (Copy(Extent(source.name, 0, fact.num_bytes)),) if fact.num_bytes else ()
-        plan = Plan((str(source.parent),), (FileLayout(beside.name, pieces),))
+        plan = Plan((str(source.parent),), (FileLayout(new.name, pieces),))
         (result,) = execute(plan, folder, Context(inline=True))
-        with beside.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if not result.crc == crc_of(file) == fact.crc32:
-                raise StorageError.at(beside, "the copy differs from the original", "check both disks")
-        beside.rename(folder / source.name)
+        with Files(folder) as files:
+            files.forget(new.name)
+            if not result.crc == crc_of_range(files, new.name, 0, fact.num_bytes) == fact.crc32:
+                raise StorageError.at(new, "the copy differs from the original", "check both disks")
+        new.rename(folder / source.name)
 
     def complete(self, step: int, manifest: bytes) -> None:
         folder = self.run.at(step)
@@ -125,13 +118,6 @@ class Mirror:
 
 def _in_mirror(step: int, *names: str) -> str:
     return "/".join((RunFolder(Path()).at(step).name, *names))
-
-
-def crc_of(file: Any) -> int:
-    crc = 0
-    while data := file.read(CHUNK_BYTES):
-        crc = crc32(data, crc)
-    return crc
 
 
 logger = logging.getLogger("llmtailor.saving")
@@ -183,6 +169,17 @@ class Finished:
     """On rank 0: deletes what the run no longer needs; returns the steps."""
 
 
+class _LeftOver(NamedTuple):
+    """A save that an earlier process has left on a node."""
+
+    save_id: str
+    lineage: str
+    files: set[str]
+    """Its tensor files, on all nodes"""
+    here: set[str]
+    """Those on this node"""
+
+
 class TierCopier:
     """Copies saves from ``first`` to ``last`` in a thread of each node's first rank.
 
@@ -213,7 +210,8 @@ class TierCopier:
         self._progress = time.monotonic()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="llmtailor-copy-level", daemon=True)
-        if ranks.rank == node.ranks[0]:
+        self._is_leader = ranks.rank == node.ranks[0]
+        if self._is_leader:
             self._thread.start()
 
     @property
@@ -260,12 +258,60 @@ class TierCopier:
             )
             logger.warning("the saves of steps %s in %s %s", steps, self.first.run, what)
 
-    def copy_now(self, step: int) -> None:
-        """Copy a save that an earlier process has left on this level. All ranks call it; raises what any raises."""
-        is_leader = self._ranks.rank == self.node.ranks[0]
+    def catch_up(self, run: RunFolder) -> None:
+        """Copy what an earlier process of this run has left on the first tier. All ranks call it.
+
+        What then remains on the nodes' disks is of no use, and is removed. A mirror that is away does not stop a
+        training. Raises UsageError for saves of another run, and what copying to the run's folder raises.
+        """
+        try:
+            copied = self._copy_left_over(run)
+        except Exception as error:
+            if self._is_staging:
+                raise
+            logger.warning("copying missing saves to the mirror failed: %s", error)
+            return
+        if self._is_staging and self._is_leader:
+            for folder in self.first.complete().values():
+                if not holds_unknown(folder):
+                    remove_partial(folder)
+        if copied and self._ranks.is_first:
+            logger.warning("copied saves left over from an earlier process: %s", ", ".join(map(str, copied)))
+
+    def _copy_left_over(self, run: RunFolder) -> list[int]:
+        ranks = self._ranks
+        nodes = ranks.together(lambda: self._saves_here() if self._is_leader else {})
+        known = ranks.on_first(lambda: {past.lineage for past in run.attempts()})
+        if others := sorted({step for one in nodes for step, save in one.items() if save.lineage not in known}):
+            what = f"it holds saves of another run, of steps {', '.join(map(str, others))}"
+            fix = "move them to another folder, or use another folder for this run"
+            raise UsageError.at("staging_dir", what, fix)
+        steps = sorted({step for one in nodes for step in one})
+        copied = []
+        for step in ranks.on_first(lambda: [at for at in steps if not self.last.has(at)]):
+            found = [one[step] for one in nodes if step in one]
+            here = {name for save in found for name in save.here}
+            is_one_save = len({save.save_id for save in found}) == 1
+            # the small files are on the first node
+            if is_one_save and found[0].files <= here and step in nodes[0]:
+                self._copy_now(step)
+                copied.append(step)
+        return copied
+
+    def _copy_now(self, step: int) -> None:
         self._ranks.on_first(lambda: self.last.begin(step))
-        self._ranks.together(lambda: self._put(step) if is_leader else None)
+        self._ranks.together(lambda: self._put(step) if self._is_leader else None)
         self._ranks.on_first(lambda: self._complete(step))
+
+    def _saves_here(self) -> dict[int, _LeftOver]:
+        """Return the complete saves on this node by step."""
+        found = {}
+        for step, folder in self.first.complete().items():
+            manifest = read_manifest(folder, folder.name)
+            files = {fact.path for fact in manifest.bundles}
+            here = {name for name in files if (folder / name).is_file()}
+            found[step] = _LeftOver(manifest.save_id, str(manifest.ledger.get("lineage")), files, here)
+        return found
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -373,75 +419,20 @@ class TierCopier:
                 remove_partial(folder)
 
 
-def open_tiers(
+def open_tier(
     run: RunFolder, first: RunFolder, options: SavingOptions, ranks: Ranks, board: StoreBoard, log: Log
-) -> TierCopier:
-    """Start copying from ``first`` to the second level that the options name. All ranks call it."""
-    mirror, node = options.mirror, Node.here(ranks)
+) -> TierCopier | None:
+    """Start copying from ``first`` to the second tier, if the options name one. All ranks call it."""
+    if options.mirror is None and first is run:
+        return None
+    node = Node.here(ranks)
     last: list[Tier] = []
 
     def prepare() -> None:
-        last.append(SharedFolder(run) if mirror is None else Mirror(mirror))
+        last.append(SharedFolder(run) if options.mirror is None else Mirror(options.mirror))
         if first is not run and ranks.rank == node.ranks[0]:
             first.lock()
             first.sweep()
 
     ranks.together(prepare)
     return TierCopier(first, last[0], ranks, node, board, log, is_staging=first is not run)
-
-
-def catch_up(copier: TierCopier, run: RunFolder, ranks: Ranks) -> None:
-    """Copy what an earlier process has left on the first level; a mirror that is away does not stop a training."""
-    try:
-        copied = take_over(copier, run, ranks)
-    except Exception as error:
-        if copier.first is not run:
-            raise
-        logger.warning("copying missing saves to the mirror failed: %s", error)
-        return
-    if copied and ranks.is_first:
-        logger.warning("copied saves left over from an earlier process: %s", ", ".join(map(str, copied)))
-
-
-def take_over(copier: TierCopier, run: RunFolder, ranks: Ranks) -> list[int]:
-    """Copy what an earlier process of this run has finished on the first level but not copied; return the steps.
-
-    What is left on the nodes' disks then is of no use, and is removed. All ranks call it.
-
-    Raises UsageError for saves of another run, and what copying raises.
-    """
-    first = copier.first
-    is_leader = ranks.rank == copier.node.ranks[0]
-
-    def look() -> dict[int, tuple[str, tuple[str, ...], tuple[str, ...], str]]:
-        """Return (save id, all tensor files, those that are here, lineage) of each step on this node."""
-        found = {}
-        for step, folder in first.complete().items() if is_leader else ():
-            manifest = read_manifest(folder, folder.name)
-            every = tuple(fact.path for fact in manifest.bundles)
-            here = tuple(name for name in every if (folder / name).is_file())
-            found[step] = (manifest.save_id, every, here, str(manifest.ledger.get("lineage")))
-        return found
-
-    nodes = ranks.together(look)
-    known = ranks.on_first(lambda: {past.lineage for past in run.attempts()})
-    if others := sorted({step for one in nodes for step, (*_, lineage) in one.items() if lineage not in known}):
-        what = f"it holds saves of another run, of steps {', '.join(map(str, others))}"
-        raise UsageError(
-            Problem("staging_dir", what, "move them to another folder, or use another folder for this run")
-        )
-    steps = sorted({step for one in nodes for step in one})
-    copied = []
-    for step in ranks.on_first(lambda: [at for at in steps if not copier.last.has(at)]):
-        of_step = [one[step] for one in nodes if step in one]
-        here = {name for _, _, names, _ in of_step for name in names}
-        is_one_save = len({save_id for save_id, *_ in of_step}) == 1
-        # the small files are on the first node
-        if is_one_save and set(of_step[0][1]) <= here and step in nodes[0]:
-            copier.copy_now(step)
-            copied.append(step)
-    if is_leader and first is not run:
-        for folder in first.complete().values():
-            if not holds_unknown(folder):
-                remove_partial(folder)
-    return copied

@@ -59,14 +59,6 @@ _SAMPLES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class SaveId:
-    """The save that a file belongs to."""
-
-    save_id: str
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Share:
     """What one rank writes in a save."""
 
@@ -80,28 +72,14 @@ class Share:
     samples: Mapping[str, int] = field(default_factory=dict)
     """Checksums of samples of the frozen params; see `sample_frozen`"""
     moving: tuple[str, ...] = ()
-    """Frozen params in ``files`` that training changes, nobody knows when"""
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """What rank 0 adds to complete a partial checkpoint."""
-
-    manifest: Manifest
-    """Without the files of tensors, which are known when they are written"""
-    attempt: Past
-    """The attempt that ``trainer_state.json`` states"""
-    policy: Mapping[str, Any]
-    num_bytes: Mapping[str, int]
-    """Part -> bytes of its states"""
-    files: Mapping[str, bytes]
-    """Small files of this step: name -> content"""
-    carried: Mapping[str, bytes]
-    """Small files that are the same at every step"""
+    """Frozen params in ``files`` that training changes at unknown times"""
+    before: Path | None = None
+    """The previous save"""
 
 
 def lay_out_share(
-    save: SaveId,
+    save_id: str,
+    step: int,
     training: Training,
     params: Collection[str],
     masters: Collection[str],
@@ -143,8 +121,8 @@ def lay_out_share(
     for stock, tree in trees.items():
         bundle.trees[stock] = to_text(_encode(tree, _Special(bundle, live), stock))
     facts = {
-        "save_id": save.save_id,
-        "step": str(save.step),
+        "save_id": save_id,
+        "step": str(step),
         "rank": str(ranks.rank),
         "world_size": str(ranks.world_size),
     }
@@ -166,7 +144,7 @@ def lay_out_share(
         if len(files) > 1 and sample_frozen(frozen) != samples:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
-    return Share(tuple(files), tuple(linked), live, check, samples, moving)
+    return Share(tuple(files), tuple(linked), live, check, samples, moving, before)
 
 
 def check_trees(trees: Mapping[str, Any]) -> None:
@@ -178,7 +156,6 @@ def check_trees(trees: Mapping[str, Any]) -> None:
 def write_share(
     folder: Path,
     share: Share,
-    before: Path | None,
     store: Store | None = None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[BundleFact]:
@@ -194,23 +171,37 @@ def write_share(
     )
     results = execute(Plan((SOURCE,), share.files), folder, context)
     for fact in share.linked:
-        assert before is not None, "the previous save, which has the file"
-        link_or_copy(before / fact.path, folder / fact.path)
+        assert share.before is not None, "the previous save, which has the file"
+        link_or_copy(share.before / fact.path, folder / fact.path)
     *others, own = [BundleFact(result.path, result.num_bytes, result.crc) for result in results]
     return [own, *others, *share.linked]
 
 
 def publish(
     folder: Path,
-    publication: Publication,
+    manifest: Manifest,
     bundles: Sequence[BundleFact],
+    *,
+    policy: Mapping[str, Any],
+    num_bytes: Mapping[str, int],
+    attempt: Past,
+    files: Mapping[str, bytes],
+    carried: Mapping[str, bytes],
     before: Path | None,
-    elsewhere: Collection[str] = (),
+    elsewhere: Collection[str],
 ) -> None:
     """Write rank 0's small files, then complete the checkpoint by its manifest. The ranks' files are durable already.
 
-    ``elsewhere`` are files on disks of other nodes. Raises OSError, or StorageError for a rank's file that is missing
-    or differs from what the rank wrote.
+    Raises OSError, or StorageError for a rank's file that is missing or differs from what the rank wrote.
+
+    Args:
+        manifest: without ``bundles``, the files of all ranks.
+        num_bytes: part -> bytes of its states.
+        attempt: what ``trainer_state.json`` states.
+        files: small files of this step: name -> content.
+        carried: small files that are the same at every step.
+        before: the previous save, which may have some of the same files.
+        elsewhere: files on disks of other nodes.
     """
     for fact in bundles:
         path = folder / fact.path
@@ -219,9 +210,8 @@ def publish(
         if not path.is_file() or path.stat().st_size != fact.num_bytes:
             fix = "check the disk; on several nodes, put output_dir on a file system that all of them share"
             raise StorageError.at(path, "the file differs from what its rank wrote", fix)
-    new = dict(publication.files)
-    new[TRAINER_STATE] = _with_attempt(new.get(TRAINER_STATE), publication.attempt)
-    for name, content in publication.carried.items():
+    new = {**files, TRAINER_STATE: _with_attempt(files.get(TRAINER_STATE), attempt)}
+    for name, content in carried.items():
         old = before / name if before is not None else None
         if old is not None and old.is_file() and old.stat().st_size == len(content):
             link_or_copy(old, folder / name)
@@ -230,9 +220,9 @@ def publish(
     layouts = tuple(FileLayout(name, (Bytes(content, name),) if content else ()) for name, content in new.items())
     execute(Plan((), layouts), folder, Context(inline=True))
     content = manifest_json(
-        replace(publication.manifest, bundles=tuple(bundles)),
-        policy=publication.policy,
-        num_bytes=publication.num_bytes,
+        replace(manifest, bundles=tuple(bundles)),
+        policy=policy,
+        num_bytes=num_bytes,
         tool_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
