@@ -130,16 +130,26 @@ def check_policy(
     parts: Sequence[str],
     num_bytes: Mapping[str, int],
     max_staleness: int | None = None,
+    *,
+    is_tested: bool = False,
 ) -> int:
-    """Return what `staleness_limit` does, and test a policy that does not come with llmtailor in `NUM_SAVES` saves.
+    """Return the staleness that `choose` must guarantee: the given ``max_staleness``, or what the policy promises.
 
-    Raises UsageError with every problem of the first save that has one: the policy's schedule exceeds its promise, it
-    names unknown parts, raises, or answers differently when asked again after a resume; and if it never chooses any
-    part. Its own state is restored.
+    A policy that does not come with llmtailor is tested in `NUM_SAVES` simulated saves, unless it was before; its own
+    state is restored.
+
+    Raises UsageError if there are no parts, neither the policy nor the user limits the staleness, or the policy's
+    schedule exceeds the user's limit; and with every problem of the first simulated save that has one: the schedule
+    exceeds its promise, or the policy names unknown parts, raises, or answers differently when asked again after a
+    resume; and if it never chooses any part.
     """
-    promise = _promise(policy, structure, parts)
+    where = f"policy {policy.name}"
+    if not parts:
+        raise UsageError.at(where, "no part of the model is trainable", "unfreeze something before attaching")
+    with _blaming(policy, "fix its worst_staleness, or return None there"):
+        promise = policy.worst_staleness(structure, parts)
     limit = _limit(policy, promise, max_staleness)
-    if type(policy) in POLICIES.values():
+    if is_tested or type(policy) in POLICIES.values():
         return limit
     first = Situation(1, 1, structure, tuple(parts), num_bytes, dict.fromkeys(parts, 0))
     with _blaming(policy, "make it copyable, or give it state_dict() and load_state_dict()"):
@@ -151,7 +161,6 @@ def check_policy(
             )
         finally:
             _rewound(policy, state)
-    where = f"policy {policy.name}"
     for save, (answer, again) in enumerate(zip(straight, resumed, strict=True), 1):
         problems = [Problem(where, f"at save {save}: {one.what}", one.fix) for one in answer.problems]
         late = [part for part, why in answer.parts.items() if part in answer.added and why == MAX_STALENESS]
@@ -192,22 +201,6 @@ def _rewound(policy: Policy, state: Mapping[str, Any] | None) -> Policy:
         return copy.deepcopy(policy)
     restore_state(policy, copy.deepcopy(state))
     return policy
-
-
-def staleness_limit(policy: Policy, structure: ModelStructure, parts: Sequence[str], given: int | None) -> int:
-    """Return the staleness that `choose` must guarantee: the given ``max_staleness``, or what the policy promises.
-
-    Raises UsageError if neither says one, the policy's schedule exceeds the given one, or there are no parts.
-    """
-    return _limit(policy, _promise(policy, structure, parts), given)
-
-
-def _promise(policy: Policy, structure: ModelStructure, parts: Sequence[str]) -> int | None:
-    if not parts:
-        fix = "unfreeze something before attaching"
-        raise UsageError.at(f"policy {policy.name}", "no part of the model is trainable", fix)
-    with _blaming(policy, "fix its worst_staleness, or return None there"):
-        return policy.worst_staleness(structure, parts)
 
 
 def state_of(policy: Policy) -> dict[str, Any] | None:

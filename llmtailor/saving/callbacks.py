@@ -41,7 +41,6 @@ from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
 from llmtailor.saving.options import WHERE, SavingArguments
 from llmtailor.saving.restart import resume_automatically
-from llmtailor.saving.save import SaveReport
 from llmtailor.saving.torch_training import unwrap
 from llmtailor.saving.training import rng_tree
 
@@ -98,7 +97,7 @@ def _refusal(trainer: Trainer) -> Problem | None:
 
 
 def log_plan(args: TrainingArguments, policy: Policy, save_steps: int | None, overhead: float | None) -> None:
-    """Say what the saver is going to do, in one line; on the first rank."""
+    """Log what the saver will do, in one line; on the first rank."""
     if args.process_index != 0:
         return
     if overhead is not None:
@@ -115,12 +114,6 @@ def log_plan(args: TrainingArguments, policy: Policy, save_steps: int | None, ov
     logger.warning("partial checkpoints go to %s %s%s, by the policy %s%s", where, when, full, policy.name, limit)
     if args.push_to_hub and args.hub_strategy.value in ("every_save", "checkpoint", "all_checkpoints"):
         logger.warning("only full checkpoints (best, final) are pushed to the hub, not partial ones")
-
-
-def log_how_to_resume(args: TrainingArguments, newest: SaveReport | None) -> None:
-    """Say what makes a full checkpoint; on the first rank."""
-    if newest is not None and args.process_index == 0:
-        logger.warning("for a full checkpoint of step %d: llmtailor merge --run %s", newest.step, args.output_dir)
 
 
 FIRST = 10
@@ -407,7 +400,9 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         if "train_loss" in logs:  # the final entry, after which the best model may be loaded
             self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
             self._settle(is_last=True)
-            self._finish()
+            if self.saver is not None:
+                self.saver.finish()
+                self._log()
         elif "loss" in logs and not control.should_evaluate:
             self._settle()
 
@@ -433,13 +428,9 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         self._settle(is_last=True)
         if self.saver is not None:
             self.saver.close()
-            log_how_to_resume(args, self.saver.newest)
-
-    def _finish(self) -> None:
-        """Wait until no save is in progress, and log the last one: its metrics, or why it failed."""
-        if self.saver is not None:
-            self.saver.finish()
-            self._log()
+            if (newest := self.saver.newest) is not None and args.process_index == 0:
+                what = "for a full checkpoint of step %d: llmtailor merge --run %s"
+                logger.warning(what, newest.step, args.output_dir)
 
     def _log(self) -> None:
         assert self.saver is not None

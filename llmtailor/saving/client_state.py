@@ -33,11 +33,9 @@ class ClientState(Protocol):
 
         ``rng`` are the random number states to save; None for the current ones.
         """
-        ...
 
     def files(self) -> Mapping[str, bytes]:
         """Return the other files of this step that rank 0 would write."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

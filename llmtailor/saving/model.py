@@ -23,7 +23,7 @@ from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.mergekit_data import naming_of, on_disk
 from llmtailor.model.parts import ModelStructure, Param, Piece, SavedAs
 from llmtailor.model.roles import EXP_AVG_SQ, MASTER
-from llmtailor.policies import Policy, check_policy, staleness_limit
+from llmtailor.policies import Policy, check_policy
 from llmtailor.saving.training import Fragment, Ranks, Training, describe, tied_names
 
 
@@ -204,13 +204,6 @@ def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel
 
     results = ranks.together(weigh_mine)
     return replace(model, num_bytes={part: sum(one[part] for one in results) for part in model.params_of})
-
-
-def limit_for(policy: Policy, model: TrainedModel, max_staleness: int | None, is_tested: bool) -> int:
-    """Return what `staleness_limit` does, and what it raises; `check_policy` tests the policy unless it was tested."""
-    if is_tested:
-        return staleness_limit(policy, model.structure, model.parts, max_staleness)
-    return check_policy(policy, model.structure, model.parts, model.num_bytes, max_staleness)
 
 
 def check_before_training(model: Any, policy: Policy, max_staleness: int | None, experts: str | None) -> None:

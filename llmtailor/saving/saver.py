@@ -32,6 +32,7 @@ from llmtailor.policies import (
     PartChoice,
     Policy,
     Situation,
+    check_policy,
     choose,
     make_policy,
     restore_state,
@@ -47,7 +48,6 @@ from llmtailor.saving.model import (
     Sums,
     change_of,
     find_trained_parts,
-    limit_for,
     weigh,
 )
 from llmtailor.saving.options import SavingOptions
@@ -144,7 +144,10 @@ class PartialSaver:
         self.carried = CarriedFiles([*carried])
         self.model, self.training = find_trained_parts(training, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
-        self.max_staleness = limit_for(self.policy, self.model, self.options.max_staleness, is_tested)
+        model, given = self.model, self.options.max_staleness
+        self.max_staleness = check_policy(
+            self.policy, model.structure, model.parts, model.num_bytes, given, is_tested=is_tested
+        )
         self._client = beside
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None

@@ -1,15 +1,16 @@
-"""Copies finished saves to a second level of storage, in the background: from a disk of the node to a shared folder, or
+"""Copies finished saves to a second tier of storage, in the background: from a disk of the node to a shared folder, or
 from the run's folder to an object store.
 
 The first rank of each node copies the files of that node's ranks. Every copy is read back and compared with the
-checksum in the manifest, and the manifest comes last, so a save exists there completely or not at all. A level that is
-away is tried again, with growing pauses, as long as training runs; saves are copied in their order, so what is there
-never depends on something that is not.
+checksum in the manifest, and the manifest comes last, so a save exists there completely or not at all. If the tier
+can't be reached, copying is retried with growing pauses as long as training runs. Saves are copied in order, so none
+depends on one that is missing there.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -31,8 +32,9 @@ from llmtailor.ranks.board import StoreBoard, await_messages
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.training import Ranks
+from llmtailor.saving.writing import complete
 from llmtailor.storage.checksums import crc32, crc_of_range
-from llmtailor.storage.local import Files, fsync_folder, replace_durably
+from llmtailor.storage.local import Files, replace_durably
 from llmtailor.storage.remote import RemoteFolder
 
 
@@ -82,11 +84,7 @@ class SharedFolder:
         new.rename(folder / source.name)
 
     def complete(self, step: int, manifest: bytes) -> None:
-        folder = self.run.at(step)
-        fsync_folder(folder)
-        replace_durably(folder / PARTIAL_MANIFEST, manifest)
-        fsync_folder(folder)
-        fsync_folder(folder.parent)
+        complete(self.run.at(step), manifest)
 
     def remove(self, step: int) -> None:
         """Nothing: this is the run's own folder, from which the saver has removed it."""
@@ -124,8 +122,6 @@ logger = logging.getLogger("llmtailor.saving")
 _PAUSE_S = (1.0, 60.0)
 """Seconds between two attempts: first and longest"""
 _WAKE_UP_S = 0.2
-
-
 Log = Callable[[Mapping[str, Any]], None]
 
 
@@ -208,7 +204,7 @@ class TierCopier:
         self._is_staging = is_staging
         self._queue: deque[Finished | Mapping[str, Any]] = deque()
         self._progress = time.monotonic()
-        self._is_closing = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="llmtailor-copy-level", daemon=True)
         self._is_leader = ranks.rank == node.ranks[0]
         if self._is_leader:
@@ -219,11 +215,6 @@ class TierCopier:
         """The tensor files that this rank can't see"""
         ranks = [rank for rank in range(self._ranks.world_size) if rank not in self.node.ranks]
         return frozenset(tensor_files(ranks, self._ranks.world_size)) if self._is_staging else frozenset()
-
-    @property
-    def pending(self) -> list[int]:
-        """The steps that are not copied yet."""
-        return [one.step for one in list(self._queue) if isinstance(one, Finished)]
 
     def add(self, item: Finished | Mapping[str, Any]) -> None:
         """Copy a save, or add a line to the log, after everything before it."""
@@ -237,7 +228,7 @@ class TierCopier:
         """Bring the manifest to each node's disk: without it, a later start would remove the files there."""
         path, key = self.first.at(save.step) / PARTIAL_MANIFEST, f"{save.save_id}/manifest"
         if self._ranks.is_first:
-            # none if it can't be read: the copying of that save tells the others what to do
+            # if it can't be read, the copying of that save reports why
             content = None
             with suppress(OSError):
                 content = path.read_text()
@@ -250,13 +241,13 @@ class TierCopier:
         """Finish copying; give up after this number of seconds without progress, and say what is left."""
         while self._queue and time.monotonic() - self._progress < timeout:
             time.sleep(_WAKE_UP_S)
-        self._is_closing = True
-        if left := self.pending:
-            steps = ", ".join(map(str, left))
+        self._closing.set()
+        if left := [one.step for one in list(self._queue) if isinstance(one, Finished)]:
             what = (
-                "were not copied. They will be copied when the run resumes on this node; to use them now, pass --also."
+                "the saves of steps %s in %s were not copied. They will be copied when the run resumes on this node; "
+                "to use them now, pass --also."
             )
-            logger.warning("the saves of steps %s in %s %s", steps, self.first.run, what)
+            logger.warning(what, ", ".join(map(str, left)), self.first.run)
 
     def catch_up(self, run: RunFolder) -> None:
         """Copy what an earlier process of this run has left on the first tier. All ranks call it.
@@ -272,9 +263,7 @@ class TierCopier:
             logger.warning("copying missing saves to the mirror failed: %s", error)
             return
         if self._is_staging and self._is_leader:
-            for folder in self.first.complete().values():
-                if not holds_unknown(folder):
-                    remove_partial(folder)
+            self._tidy()
         if copied and self._ranks.is_first:
             logger.warning("copied saves left over from an earlier process: %s", ", ".join(map(str, copied)))
 
@@ -314,23 +303,23 @@ class TierCopier:
         return found
 
     def _run(self) -> None:
-        while not self._is_closing:
+        while not self._closing.is_set():
             if not self._queue:
-                time.sleep(_WAKE_UP_S)
+                self._closing.wait(_WAKE_UP_S)
                 continue
             item = self._queue[0]
             if isinstance(item, Finished):
                 self._copy_until_done(item)
             elif self._ranks.is_first:
                 self._log(item)
-            if not self._is_closing:
+            if not self._closing.is_set():
                 self._queue.popleft()
                 self._progress = time.monotonic()
 
     def _copy_until_done(self, save: Finished) -> None:
         pause, longest = _PAUSE_S
         has_failed = False
-        while not self._is_closing:
+        while not self._closing.is_set():
             try:
                 self._copy(save)
                 if has_failed:
@@ -341,9 +330,7 @@ class TierCopier:
                     why = error if isinstance(error, (TailorError, OSError)) else repr(error)
                     logger.warning("copying step %d failed, retrying: %s", save.step, why)
                 has_failed = True
-                until = time.monotonic() + pause
-                while time.monotonic() < until and not self._is_closing:
-                    time.sleep(_WAKE_UP_S)
+                self._closing.wait(pause)
                 pause = min(2 * pause, longest)
 
     def _copy(self, save: Finished) -> None:
@@ -371,18 +358,15 @@ class TierCopier:
             self._log({**save.line, "copied_s": round(time.monotonic() - save.began, 6)})
             self._board.post(f"{save.save_id}/shared", {})
             self._board.remove(f"{save.save_id}/manifest", *copied)
-            self._remove(save.retire())
+            for step in save.retire():
+                try:
+                    self.last.remove(step)
+                except Exception as error:
+                    logger.warning("step %d could not be removed from the mirror: %s", step, error)
         else:
             self._await(f"{save.save_id}/shared")
         if self._is_staging:
-            self._tidy(save.step)
-
-    def _remove(self, steps: Collection[int]) -> None:
-        for step in steps:
-            try:
-                self.last.remove(step)
-            except Exception as error:
-                logger.warning("step %d could not be removed from the mirror: %s", step, error)
+            self._tidy(save.step)  # the newest stays: the next one links to it
 
     def _put(self, step: int) -> None:
         """Copy this node's tensor files."""
@@ -409,13 +393,13 @@ class TierCopier:
         return await_messages(self._board, [*keys], self._check)[0]
 
     def _check(self) -> None:
-        if self._is_closing:
+        if self._closing.is_set():
             raise StorageError.at("saving", "the process ends", "resume the run to copy the rest")
 
-    def _tidy(self, step: int) -> None:
-        """Remove the older saves of this level, which are all copied. The newest stays: the next one links to it."""
-        for older, folder in self.first.complete().items():
-            if older < step and not holds_unknown(folder):
+    def _tidy(self, before: float = math.inf) -> None:
+        """Remove the saves of this tier before a step, which are all copied."""
+        for step, folder in self.first.complete().items():
+            if step < before and not holds_unknown(folder):
                 remove_partial(folder)
 
 

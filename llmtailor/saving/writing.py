@@ -226,8 +226,13 @@ def publish(
         tool_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
+    complete(folder, content)
+
+
+def complete(folder: Path, manifest: bytes) -> None:
+    """Make a partial checkpoint durable, and then its manifest. Raises OSError."""
     fsync_folder(folder)
-    replace_durably(folder / PARTIAL_MANIFEST, content)
+    replace_durably(folder / PARTIAL_MANIFEST, manifest)
     fsync_folder(folder)
     fsync_folder(folder.parent)
 
