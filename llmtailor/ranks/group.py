@@ -1,13 +1,13 @@
-"""The ranks of one command that a launcher has started: who takes part, who is alive, and how all of them end together.
+"""The ranks that do the same steps at the same time (`Team`), and those of one command that a launcher has started
+(`RankGroup`): who takes part, who is alive, and how all of them end together.
 
-Each rank has a thread that keeps the rank's status on the board up to date and reads those of others: rank 0 reads all,
-the others read rank 0's. A number in the status grows as long as the process runs. A rank whose number stands still for
-`LIMIT_S` is dead or hangs, and the work ends on all ranks. Clocks of different nodes are never compared.
+Each rank of a group has a thread that keeps the rank's status on the board up to date and reads those of others: rank 0
+reads all, the others read rank 0's. The status has a heartbeat, a number that grows as long as the process runs. A rank
+without a heartbeat for `LIMIT_S` is dead or hangs, and the work ends on all ranks. Clocks of different nodes are never
+compared.
 
-Rank 0's status calls the others by a random token; they answer with that token, and rank 0 lists who has answered. A
-rank believes rank 0 only once it is listed, so what earlier groups have left on the board means nothing.
-
-The ranks that do the same steps at the same time, whatever way they exchange values.
+Rank 0's status has a random token; the others answer with it, and rank 0 lists who has answered. A rank believes rank 0
+only once it is listed, so what earlier groups have left on the board is ignored.
 """
 
 from __future__ import annotations
@@ -165,8 +165,6 @@ class RankGroup(Team):
         self._poll_s = min(POLL_S[1], max(POLL_S[0], 0.02 * info.world_size))
         self._thread = threading.Thread(target=self._run, name="llmtailor-ranks", daemon=True)
 
-    # --- from beginning to end -----------------------------------------------------------------------------------
-
     def __enter__(self) -> RankGroup:
         make_folder(self.folder)
         if self.is_first:
@@ -212,23 +210,13 @@ class RankGroup(Team):
 
         Raises what ends the work.
         """
-        number = self._own["round"] + 1
-        if not self.is_first:
-            self._give(number, mine)
-            return []
-        self._own["round"] = number
-        self._wait(lambda status: status["round"] >= number)
-        return [mine, *(self._take(rank, number) for rank in self._others)]
+        found = self._exchange(mine, gives=not self.is_first)
+        return [mine, *found] if self.is_first else []
 
     def from_first(self, value: _T) -> _T:
         """Return rank 0's value on every rank. Raises what ends the work."""
-        number = self._own["round"] + 1
-        if self.is_first:
-            self._give(number, value)
-            return value
-        self._own["round"] = number
-        self._wait(lambda status: status["round"] >= number)
-        return self._take(0, number)  # type: ignore[no-any-return]
+        found = self._exchange(value, gives=self.is_first)
+        return value if self.is_first else found[0]
 
     def gather(self, mine: _T) -> list[_T]:
         return self.from_first(self.collect(mine))
@@ -293,10 +281,13 @@ class RankGroup(Team):
         if self._thread.is_alive():
             self._thread.join()
 
-    # --- messages ------------------------------------------------------------------------------------------------
-
-    def _give(self, number: int, value: object) -> None:
-        """Leave a value for others, then report that it is there. Raises StorageError, and what ends the work."""
+    def _exchange(self, value: object, *, gives: bool) -> list[Any]:
+        """Leave a value for the others, or return theirs. Raises StorageError, and what ends the work."""
+        number = self._own["round"] + 1
+        if not gives:
+            self._own["round"] = number
+            self._wait(lambda status: status["round"] >= number)
+            return [self._take(rank, number) for rank in self._others]
         if not self.is_first:
             self._wait(lambda status: True)  # rank 0's token is part of the key
         try:
@@ -306,6 +297,7 @@ class RankGroup(Team):
         with self._posting:
             self._own["round"] = number
         self._post()
+        return []
 
     def _take(self, rank: int, number: int) -> Any:
         """Return a value that another rank has left, once this node sees it. Raises StorageError if it never does."""
@@ -333,11 +325,8 @@ class RankGroup(Team):
             self.check()
             found = dict(self._found)
             if idle := [at for at, one in found.items() if one["stage"] in (IDLE, ENDED) and not is_there(one)]:
-                what, fix = (
-                    "it found nothing to write",
-                    "check that all ranks see the same folders, then rerun the command",
-                )
-                raise SourceError.at(ranks_text(idle), what, fix)
+                fix = "check that all ranks see the same folders, then rerun the command"
+                raise SourceError.at(ranks_text(idle), "it found nothing to write", fix)
             if len(found) == len(self._others) and all(map(is_there, found.values())):
                 return
             time.sleep(self._poll_s / 2)
@@ -349,23 +338,17 @@ class RankGroup(Team):
         self._post()
 
     def _post(self) -> None:
-        """Leave this rank's status. If the disk refuses it, the others notice silence."""
+        """Leave this rank's status. If the disk refuses it, the others notice the missing heartbeat."""
         with self._writing:
             with self._posting:
                 status, error = dict(self._own), self._own_error
             if not status["token"]:
                 return
-            contents = (
-                [status]
-                if error is None
-                else [status | {"error": to_json(error, brief=brief)} for brief in (False, True)]
-            )
-            for content in contents:
+            for brief in (False, True):  # a full disk may still take less
+                more = {"error": to_json(error, brief=brief)} if error is not None else {}
                 with suppress(OSError):
-                    self._board.post(str(self.rank), content)
+                    self._board.post(str(self.rank), status | more)
                     return
-
-    # --- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         looked = spoke = time.monotonic()

@@ -27,13 +27,11 @@ from llmtailor.policies import Policy, check_policy
 from llmtailor.saving.training import Fragment, Ranks, Training, describe, tied_names
 
 
-def in_pieces(training: Training, pieces: Mapping[str, Piece]) -> Training:
-    """Return the training with fragments of these pieces, such as experts, instead of their params'."""
-    return cast(Training, _InPieces(training, pieces)) if pieces else training
-
-
 class _InPieces:
-    """Has all of `Training`: what is not defined here is that of the training itself."""
+    """A training with fragments of pieces of params, such as experts, instead of those of the params.
+
+    Has all of `Training`: what is not defined here is that of the training itself.
+    """
 
     def __init__(self, training: Training, pieces: Mapping[str, Piece]) -> None:
         self._training = training
@@ -188,7 +186,8 @@ def find_trained_parts(training: Training, ranks: Ranks, experts: str | None) ->
     """
     structure, params_of = _find_parts(training.model, training.params, training.tied, experts)
     names = saved_names(training.model, training.params, training.tied)
-    training = in_pieces(training, structure.pieces)
+    if structure.pieces:
+        training = cast(Training, _InPieces(training, structure.pieces))
     return weigh(TrainedModel(structure, params_of, {}, names), training, ranks), training
 
 

@@ -355,7 +355,11 @@ class _Streams:
 
     def __init__(self) -> None:
         self._of: dict[torch.device, torch.cuda.Stream] = {}
-        self._begun = dict(_record_all())
+        self._begun: dict[torch.device, Any] = {}
+        """An event on the calling thread's stream of the current GPU"""
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._begun[device] = torch.cuda.current_stream(device).record_event()
 
     def start(self, devices: Iterable[torch.device]) -> None:
         for device in {device for device in devices if device.type == "cuda"}:
@@ -378,14 +382,6 @@ class _Streams:
     def finish(self) -> None:
         for stream in self._of.values():
             stream.synchronize()
-
-
-def _record_all() -> list[tuple[torch.device, Any]]:
-    """Return an event on the calling thread's stream of the current GPU."""
-    if not torch.cuda.is_available():
-        return []
-    device = torch.device("cuda", torch.cuda.current_device())
-    return [(device, torch.cuda.current_stream(device).record_event())]
 
 
 def _version(tensor: torch.Tensor) -> int:

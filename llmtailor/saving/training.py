@@ -45,6 +45,11 @@ class Omitted:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, state: Any) -> Any:
+        """Return what stands for an optimizer's state in a tree: a value that is no tensor stays."""
+        return cls(state.dtype, tuple(state.shape)) if isinstance(state, torch.Tensor) else state
+
 
 @dataclass(slots=True)
 class Constant:

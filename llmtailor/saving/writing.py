@@ -93,7 +93,7 @@ def lay_out_share(
     """Lay out this rank's files: its fragments of ``params``, and of the masters of ``masters``; its buffers and the
     object trees of stock files by path; and its frozen params unless the previous save, ``before``, has the same.
 
-    These names may be those of ``pieces`` that the training has fragments of (`model.in_pieces`).
+    These names may be those of ``pieces`` that the training has fragments of (`model.find_trained_parts`).
     A sample decides whether frozen params have changed, because training changes all elements of a param; ``seen`` are
     those of the last save, or of the beginning. ``moments``
     is the dtype to store moments in; None keeps theirs. Small tensors are copied at once, because training may change
