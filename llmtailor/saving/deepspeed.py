@@ -45,9 +45,9 @@ class ZeroTraining:
     Raises UnsupportedCheckpoint for what it can't save.
     """
 
-    def __init__(self, engine: Any, client: Loader = LOADERS[DEEPSPEED]) -> None:
+    def __init__(self, engine: Any, loader: Loader = LOADERS[DEEPSPEED]) -> None:
         self.engine = engine
-        self.client = client
+        self.loader = loader
         self.zero = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
         self._keys = (
@@ -81,7 +81,7 @@ class ZeroTraining:
 
     @property
     def tag(self) -> str:
-        return self.client.default_tag.format(self.engine.global_steps)
+        return self.loader.default_tag.format(self.engine.global_steps)
 
     may_skip = True
 

@@ -43,7 +43,7 @@ from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import ANY_STEP, STUCK, Arena, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.tiers import Finished, open_tier
 from llmtailor.saving.training import Ranks, Training
-from llmtailor.saving.writing import CarriedFiles, Share, write_share
+from llmtailor.saving.writing import Share, write_share
 from llmtailor.storage.local import replace_durably
 
 
@@ -144,11 +144,16 @@ class RunRecord:
 
     Args:
         first: where saves are written: the run's folder, or a staging folder on the node.
-        carried: files in a partial checkpoint that the user's objects have written.
+        carried: returns the files in a partial checkpoint that the user's objects have written.
     """
 
     def __init__(
-        self, folder: RunFolder, first: RunFolder, ranks: Ranks, options: SavingOptions, carried: CarriedFiles
+        self,
+        folder: RunFolder,
+        first: RunFolder,
+        ranks: Ranks,
+        options: SavingOptions,
+        carried: Callable[[], Collection[str]],
     ) -> None:
         self.folder, self.first, self.ranks, self.board = folder, first, ranks, ranks.board()
         self.copier = open_tier(folder, first, options, ranks, self.board, self._append)
@@ -237,7 +242,7 @@ class RunRecord:
         """Delete checkpoints that are no longer needed, and return their steps; the next save retries failed ones."""
         if self.keep_composable is None:
             return []
-        folder, made, deleted = self.folder, [*self._carried.contents()], []
+        folder, made, deleted = self.folder, [*self._carried()], []
         try:
             # later saves are not copied yet
             saves = [save for save in folder.saves() if save.step <= (ledger.step or 0)]

@@ -66,7 +66,7 @@ from llmtailor.saving.save import (
 from llmtailor.saving.snapshot import DTYPES
 from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import (
-    CarriedFiles,
+    carried_files,
     check_trees,
     files_of,
     lay_out_share,
@@ -75,15 +75,6 @@ from llmtailor.saving.writing import (
 )
 
 logger = logging.getLogger("llmtailor.saving")
-
-
-def _setback(ledger: Ledger, step: int, expected_loss: Mapping[str, float]) -> dict[str, float]:
-    """Return by how many steps training falls back with the last save of each part; ``ledger`` is that before the save.
-
-    A resumed training has changed only since it was resumed.
-    """
-    resumed = max(ledger.history.values(), default=0)
-    return setbacks(expected_loss, {part: step - max(held, resumed) for part, held in ledger.steps.items()})
 
 
 _MOST_SKIPPED = 100
@@ -141,7 +132,7 @@ class PartialSaver:
         self._training = training
         self.policy = make_policy(policy)
         self.ranks = Ranks.here()
-        self.carried = CarriedFiles([*carried])
+        self.carried = carried_files([*carried])
         self.model, self.training = find_trained_parts(training, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
         model, given = self.model, self.options.max_staleness
@@ -249,7 +240,10 @@ class PartialSaver:
                 if save.failure is not None:
                     raise save.failure
             elif work.share is not None and work.share.moving:
-                self._warn_of_moving(work.share.moving)
+                if not self._has_moved:
+                    what = "each save stops training to copy the frozen params that change: %s, %d in total"
+                    logger.warning(what, work.share.moving[0], len(work.share.moving))
+                self._has_moved = True
                 self._starter.barrier.settle_frozen()
             return save
         except Exception as error:
@@ -343,12 +337,6 @@ class PartialSaver:
             self._reports.append(save.report)
             self._newest = save.report
 
-    def _warn_of_moving(self, names: Sequence[str]) -> None:
-        if not self._has_moved:
-            what = "each save stops training to copy the frozen params that change: %s, %d in total"
-            logger.warning(what, names[0], len(names))
-        self._has_moved = True
-
     def _lay_out(
         self,
         step: int,
@@ -435,8 +423,10 @@ class PartialSaver:
         write_state: Callable[[Path], None] | None,
     ) -> Callable[[Sequence[BundleFact]], None]:
         """Return what completes the save on rank 0; ``write_state`` writes ``trainer_state.json`` into a folder."""
+        resumed = max(self.ledger.history.values(), default=0)  # what a resumed training has changed is newer
+        changed_in = {part: step - max(held, resumed) for part, held in self.ledger.steps.items()}
         # of stale moments alone there is no estimate
-        setback = {} if choice.masters else _setback(self.ledger, step, changes.expected_loss)
+        setback = setbacks(changes.expected_loss, changed_in) if not choice.masters else {}
         model, training, pieces = self.model, self.training, self.model.structure.pieces
         names_of = {part: model.params_of[part] for part in (*choice.parts, *choice.masters)}
         manifest = Manifest(
@@ -469,7 +459,7 @@ class PartialSaver:
             num_bytes=dict(model.num_bytes),
             attempt=Past(step, ledger.lineage, ledger.history),
             files={**self._client.files(), **(files_of(write_state) if write_state is not None else {})},
-            carried=self.carried.contents(),
+            carried=self.carried(),
             before=self._before,
             elsewhere=copier.elsewhere if (copier := self.record.copier) is not None else (),
         )

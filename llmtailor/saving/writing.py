@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -308,28 +309,25 @@ def sample_frozen(frozen: FrozenFile | None) -> dict[str, int]:
     return samples
 
 
-class CarriedFiles:
-    """Small files that do not change during a run: what ``save_pretrained`` of config, tokenizer and others writes."""
+def carried_files(owners: Collection[Any]) -> Callable[[], Mapping[str, bytes]]:
+    """Return a call that returns the small files that do not change during a run, by name: what ``save_pretrained`` of
+    config, tokenizer and others writes.
 
-    def __init__(self, owners: Collection[Any]) -> None:
-        self._owners = [owner for owner in owners if hasattr(owner, "save_pretrained")]
-        self._contents: dict[str, bytes] | None = None
+    It raises OSError, or StorageError, and what the user's objects raise.
+    """
 
-    def contents(self) -> Mapping[str, bytes]:
-        """Return the content of each file by name. Raises OSError, or StorageError."""
-        if self._contents is None:
-            self._contents = files_of(self._write)
-        return self._contents
-
-    def _write(self, folder: Path) -> None:
-        for owner in self._owners:
+    def write(folder: Path) -> None:
+        for owner in owners:
             try:
-                owner.save_pretrained(folder)
+                if hasattr(owner, "save_pretrained"):
+                    owner.save_pretrained(folder)
             except Exception as error:
                 if isinstance(error, OSError) or "os error" not in str(error):
                     raise
                 fix = "free some space, or check the disk"  # tokenizers raises a bare Exception
                 raise StorageError.at(folder, str(error), fix) from error
+
+    return cache(lambda: files_of(write))
 
 
 def owners_of(model: Any, processing_class: Any = None) -> list[Any]:
