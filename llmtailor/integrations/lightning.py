@@ -136,7 +136,9 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
     def _resumed_from(self, ckpt_path: object, step: int) -> Mapping[str, Any] | Path | None:
         """Return what states the attempt that a training goes on from; None if it begins."""
         if ckpt_path:
-            return _composite_of(Path(str(ckpt_path))) or {CALLBACKS: self._loaded}
+            path = Path(str(ckpt_path))
+            folder = path.parent if path.name == CKPT else path
+            return folder if (folder / TRAINER_STATE).is_file() else {CALLBACKS: self._loaded}
         if not step:  # a training from scratch, maybe by another Trainer with the same callback
             return None
         return {CALLBACKS: {MARK: self._mark}} if self._mark else None  # of an earlier `fit` of the same Trainer
@@ -190,9 +192,3 @@ def _check(trainer: Trainer) -> None:
         problems.append(Problem(_WHERE, what, "configure one for all params"))
     if problems:
         raise UnsupportedCheckpoint(problems)
-
-
-def _composite_of(path: Path) -> Path | None:
-    """Return the folder of the composite that training resumes from; None if it is none."""
-    folder = path.parent if path.name == CKPT else path
-    return folder if (folder / TRAINER_STATE).is_file() else None

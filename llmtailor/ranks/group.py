@@ -395,7 +395,9 @@ class RankGroup(Team):
             moved = sum(status["num_bytes"] for status in self._found.values())
             self.on_progress(moved - self._num_bytes)
             self._num_bytes = moved
-        return self._failure() or self._silence_of_others()
+        if errors := {rank: from_json(one["error"]) for rank, one in self._found.items() if "error" in one}:
+            return merged(errors, self.world_size) if self.is_first else errors[0]
+        return self._silence_of_others()
 
     def _is_answer(self, rank: int, status: Mapping[str, Any]) -> bool:
         if status["launch"] != self._own["launch"] or status["token"] != self._own["token"]:
@@ -416,11 +418,6 @@ class RankGroup(Team):
             self._post()
         is_listed = status["answered"].get(str(self.rank)) == self._own["nonce"]
         return bool(is_listed and status["token"] == self._own["token"])
-
-    def _failure(self) -> TailorError | None:
-        """Return the error that another rank has reported."""
-        errors = {rank: from_json(one["error"]) for rank, one in self._found.items() if "error" in one}
-        return (merged(errors, self.world_size) if self.is_first else errors[0]) if errors else None
 
     def _silence_of_others(self) -> TailorError | None:
         """Return the error if a rank shows no sign of life for too long. One that is done may be gone."""

@@ -417,10 +417,7 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._settle()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self._settle()
+    on_epoch_begin = on_step_begin
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -447,11 +444,9 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         self._clock.step(time.monotonic(), is_busy=saver.is_busy)
         if step < self._next_decision or self._saved_step == step:
             return False
-        newest = saver.newest
-        costs = self._clock.costs(newest.stall_s, newest.publish_s) if newest is not None else None
-        if newest is None and not saver.is_busy:
-            mine = SaveDecision(True, step + 1)  # the first, or all before it have failed
-        else:
+        mine, newest = SaveDecision(True, step + 1), saver.newest  # the first save, or all before it have failed
+        if newest is not None or saver.is_busy:
+            costs = self._clock.costs(newest.stall_s, newest.publish_s) if newest is not None else None
             mine = SaveDecision.at(step, self._saved_step, costs, overhead, is_busy=saver.is_busy)
         decided = saver.ranks.from_first(mine)
         self._next_decision = decided.again
@@ -485,11 +480,11 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):
-                name = type(callback).__name__
-                if isinstance(trainer.state.stateful_callbacks.get(name), list):
-                    trainer.state.stateful_callbacks[name].append(callback.state())
+                name, states = type(callback).__name__, trainer.state.stateful_callbacks
+                if isinstance(states.get(name), list):
+                    states[name].append(callback.state())
                 else:
-                    trainer.state.stateful_callbacks[name] = callback.state()
+                    states[name] = callback.state()
         trainer.state.save_to_json(str(folder / TRAINER_STATE))
         torch.save(trainer.args, folder / TRAINING_ARGS)
 

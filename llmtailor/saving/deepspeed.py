@@ -208,10 +208,11 @@ class ZeroTraining:
 
     def _model_tree(self) -> dict[str, Any]:
         engine = self.engine
+        loader = engine.training_dataloader if engine.curriculum_learning_enabled() else None
         return {
             **self._about_model,
             "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-            "data_sampler": self._data_sampler(),
+            "data_sampler": loader.data_sampler.state_dict() if loader is not None else None,
             "random_ltd": None,
             "skipped_steps": engine.skipped_steps,
             "global_steps": engine.global_steps,
@@ -246,12 +247,6 @@ class ZeroTraining:
             "shared_params": {**engine._get_shared_params(), **(self.tied if self.ranks.is_first else {})},
             "frozen_param_fragments": fragments,
         }
-
-    def _data_sampler(self) -> Any:
-        loader = self.engine.training_dataloader
-        if loader is None or not self.engine.curriculum_learning_enabled():
-            return None
-        return loader.data_sampler.state_dict()
 
     def _module(self) -> OrderedDict[str, Any]:
         """Return the model's state dict without the values of trained params."""

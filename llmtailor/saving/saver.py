@@ -177,11 +177,19 @@ class PartialSaver:
             TargetError: training starts from scratch in a folder where another run has saved.
             SourceError, StorageError: the record of attempts cannot be read or written.
         """
-        lineage, parts, self._begun_at = self._new_id(), self.model.parts, step
+        lineage, self._begun_at = self._new_id(), step
         if self.record.copier is not None:
             self.record.copier.catch_up(self.folder)
         self.ledger, self._before = self.ranks.on_first(
-            lambda: resume(self.folder, self.training, parts, step, lineage, trainer_state_of(resumed_from), is_retry)
+            lambda: resume(
+                self.folder,
+                self.training,
+                parts=self.model.parts,
+                step=step,
+                lineage=lineage,
+                trainer_state=trainer_state_of(resumed_from),
+                is_retry=is_retry,
+            )
         )
         self.record.is_begun = True
         if not self.ledger.held_by:
