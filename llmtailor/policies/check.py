@@ -1,6 +1,6 @@
 """Tests a user's policy before training begins, in a few simulated saves; chooses the parts of a save. Pure.
 
-A save holds what the policy wants, and every part that would become too old without it.
+A save holds what the policy chooses, and every part that would otherwise become too old.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ NUM_SAVES = 40
 """Simulated saves"""
 _RESUMED = 24
 """The save before which they are resumed. A prime number of saves come before it, so that a schedule whose period the
-policy counts by itself does not begin anew just there."""
+policy counts on its own does not restart at that save."""
 _CHANGE = 0.003
 """Relative change of each part from one simulated save to the next"""
 _AGAIN = "decide by the situation alone, without random numbers or a clock; what else it remembers goes in state_dict()"

@@ -105,9 +105,9 @@ LIMIT_S = 180.0
 """Seconds of silence after which a rank is given up. NFS may hide new files for 60."""
 BEAT_S = 1.0
 POLL_S = (0.1, 2.0)
-"""Seconds between two looks, of few ranks and of many"""
+"""Seconds between two reads, of few ranks and of many"""
 LEAVING_S = (10.0, 60.0)
-"""Seconds for which rank 0 waits, in the end, for ranks that never answered, and for those that still write"""
+"""Seconds for which rank 0 finally waits for ranks that never answered, and for those that still write"""
 WORKING, DONE, IDLE, FAILED, ENDED = "working", "done", "idle", "failed", "ended"
 """Stages. A rank that is done is no longer needed; one that is idle has left without having done its share."""
 
@@ -129,7 +129,7 @@ class RankGroup(Team):
 
     Args:
         info: which rank this is.
-        folder: the board, which all ranks see. Rank 0 removes it in the end.
+        folder: the board, which all ranks see. Rank 0 removes it at the end.
         out: the output, for messages.
         lock: the lock of the output, which rank 0 holds meanwhile.
     """
@@ -363,7 +363,7 @@ class RankGroup(Team):
                 self._post()
             try:
                 cause = self._look(passed)
-            except Exception as error:  # a bug must not look like silence
+            except Exception as error:  # a bug must not look like a missing heartbeat
                 cause = as_error(error)
             if cause is not None and self._cause is None:
                 logger.info("the work ends: %s", cause)
@@ -420,7 +420,7 @@ class RankGroup(Team):
         return bool(is_listed and status["token"] == self._own["token"])
 
     def _silence_of_others(self) -> TailorError | None:
-        """Return the error if a rank shows no sign of life for too long. One that is done may be gone."""
+        """Return the error if a rank has had no heartbeat for too long. One that is done may be gone."""
         problems, late = [], []
         longer = f"set {TIME_LIMIT} above {self.limit_s:g} (seconds)"
         fix = f"read that rank's log, and rerun the same command; if the rank was only slow, {longer}"

@@ -68,9 +68,9 @@ def newest_checkpoint(output_dir: str | Path, also: Sequence[str | Path] = ()) -
 def resume_automatically(trainer: Trainer, also: Sequence[str | Path] = ()) -> None:
     """Make ``trainer.train()`` continue from the newest state of its ``output_dir``.
 
-    A callback comes too late for that: when `on_train_begin` runs, the Trainer has decided where the data begins. So
-    this replaces the method on this one Trainer. A checkpoint that the caller names stays, unless the newest attempt
-    goes back to it, over however many restarts: a restarted job names the same one again.
+    A callback would come too late: when `on_train_begin` runs, the Trainer has decided where the data begins. So this
+    replaces the method on this one Trainer. A checkpoint that the caller names is kept, unless the newest attempt
+    descends from it: a restarted job names the same one again.
     """
     train: Callable[..., Any] = trainer.train
 

@@ -143,20 +143,17 @@ class RunRecord:
     All ranks make the calls, and rank 0 writes.
 
     Args:
-        first: where saves are written: the run's folder, or a staging folder on the node.
         carried: returns the files in a partial checkpoint that the user's objects have written.
     """
 
     def __init__(
-        self,
-        folder: RunFolder,
-        first: RunFolder,
-        ranks: Ranks,
-        options: SavingOptions,
-        carried: Callable[[], Collection[str]],
+        self, folder: RunFolder, ranks: Ranks, options: SavingOptions, carried: Callable[[], Collection[str]]
     ) -> None:
-        self.folder, self.first, self.ranks, self.board = folder, first, ranks, ranks.board()
-        self.copier = open_tier(folder, first, options, ranks, self.board, self._append)
+        self.folder, self.ranks, self.board = folder, ranks, ranks.board()
+        staging = options.staging_dir
+        self.first = folder if staging is None else RunFolder(Path(staging).absolute())
+        """Where saves are written"""
+        self.copier = open_tier(folder, self.first, options, ranks, self.board, self._append)
         self.write_timeout = options.write_timeout
         self.keep_composable = options.keep_composable
         self.is_begun = False
@@ -193,7 +190,7 @@ class RunRecord:
 
     def published(self, work: Work, report: SaveReport) -> None:
         """Log a save, and delete what is no longer needed; copy it first if there is a second tier."""
-        line, retire = report.to_json(), partial(self._complete, work.ledger, report.step)
+        line, retire = report.to_json(), partial(self._retire, work.ledger)
         if self.copier is not None:
             self.copier.add(Finished(report.step, work.save_id, work.began, line, retire))
         elif self.ranks.is_first:
@@ -211,22 +208,15 @@ class RunRecord:
             self._proof.join()
         self.folder.unlock()
 
-    def _complete(self, ledger: Ledger, step: int) -> list[int]:
-        """Prove the first save to be composable, in a thread of its own, and do what `_retire` does."""
-        if not self.is_proven and (self._proof is None or not self._proof.is_alive()):
-            self._proof = threading.Thread(target=self._prove, args=(step,), name="llmtailor-proof", daemon=True)
-            self._proof.start()
-        return self._retire(ledger)
-
     def _prove(self, step: int) -> None:
-        """Plan a composite, and say so if that fails. Training continues: what is saved may be of use all the same."""
+        """Plan a composite; log an error if that fails. Training continues: what is saved may still be of use."""
         there = self.folder.complete().keys()
         try:
             prove_step(self.folder.run, step)
         except (OSError, StorageError, Unanswered) as error:
             logger.info("whether step %d can be composed is not known: %s", step, error)
         except Exception as error:
-            if there - self.folder.complete().keys():  # deleted meanwhile; the next save is looked at
+            if there - self.folder.complete().keys():  # deleted meanwhile; the next save is tested
                 return
             logger.error(
                 "the save at step %d is complete, but can't be composed into a checkpoint: %s. Training and saving "
@@ -239,7 +229,13 @@ class RunRecord:
         self.is_proven = True
 
     def _retire(self, ledger: Ledger) -> list[int]:
-        """Delete checkpoints that are no longer needed, and return their steps; the next save retries failed ones."""
+        """Prove the first save to be composable, in a thread; delete checkpoints that are no longer needed.
+
+        Return their steps; the next save retries failed ones.
+        """
+        if not self.is_proven and (self._proof is None or not self._proof.is_alive()):
+            self._proof = threading.Thread(target=self._prove, args=(ledger.step,), name="llmtailor-proof", daemon=True)
+            self._proof.start()
         if self.keep_composable is None:
             return []
         folder, made, deleted = self.folder, [*self._carried()], []
@@ -336,7 +332,7 @@ class PendingSave:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it is in progress, but nothing has moved for too long."""
+        """Whether it is in progress, but has made no progress for ``write_timeout``."""
         progress = max(self._progress, self._snapshot.progress if self._snapshot is not None else 0.0)
         return not self.is_done and time.monotonic() - progress > self._record.write_timeout
 
@@ -437,7 +433,7 @@ class PendingSave:
             (begun,) = self._await("begun")
             if "error" in begun:
                 raise from_json(begun["error"])
-            # NFS may remember that there was none, unless it is asked to make it
+            # NFS may have cached that it does not exist; creating it here ends that
             self.path.mkdir(parents=True, exist_ok=True)
 
     def _refusal(self, error: Exception) -> dict[str, Any]:
@@ -504,7 +500,7 @@ class PendingSave:
 
 
 def save_error(error: Exception, ranks: Ranks) -> TailorError:
-    """Return an exception as the error of a save; the log gets the traceback of one that nobody expects."""
+    """Return an exception as the error of a save; that of an unexpected one is logged with its traceback."""
     if not isinstance(error, (TailorError, OSError)):
         logger.warning("a save failed on rank %d", ranks.rank, exc_info=error)
     return as_error(error, "saving")
@@ -600,7 +596,7 @@ _owner = os.getpid()
 def finish_at_end(saver: object, finish: Callable[[float], object]) -> None:
     """Call ``finish`` with the time until which it may take if the process ends before `release`.
 
-    A handler for SIGTERM is installed only if nobody has one, from the main thread.
+    A handler for SIGTERM is installed only from the main thread, and if there is none.
     """
     global _owner
     _owner = os.getpid()

@@ -126,9 +126,7 @@ class PartialSaver:
         is_tested: bool = False,
     ) -> None:
         self.options = options or SavingOptions()
-        staging = self.options.staging_dir
         self.folder = RunFolder(Path(output_dir).absolute())
-        self.first = self.folder if staging is None else RunFolder(Path(staging).absolute())
         self._training = training
         self.policy = make_policy(policy)
         self.ranks = Ranks.here()
@@ -147,13 +145,13 @@ class PartialSaver:
         self._newest: SaveReport | None = None
         self._frozen: Mapping[str, int] = sample_frozen(self.training.frozen())
         self._has_moved = False
-        """Whether frozen params have changed, so that it was said what that costs"""
+        """Whether frozen params have changed, and the cost was logged"""
         self._is_weighed = self._has_state = all(self.ranks.together(training.has_state))
         self._begun_at: int | None = None
         """The step that training began at, if `start` was called"""
         self.ranks.together(lambda: check_trees(self._trees(None)))
         self.ranks.on_first(self.folder.lock)
-        self.record = RunRecord(self.folder, self.first, self.ranks, self.options, self.carried)
+        self.record = RunRecord(self.folder, self.ranks, self.options, self.carried)
         self._starter = SaveStarter(training, self.options, self.record)
         if self._starter.in_background:
             finish_at_end(self, self._finish_until)
@@ -228,10 +226,10 @@ class PartialSaver:
             step: the number of optimizer steps made so far.
             write_state: called on rank 0 with a folder, to write ``trainer_state.json`` into it.
             rng: random number states to save; None takes the current ones of this process.
-            is_last: whether to wait for the previous save, whatever ``when_busy`` says.
+            is_last: whether to wait for the previous save regardless of ``when_busy``.
 
         Raises:
-            SaveFailed: on every rank, whatever went wrong. Nothing of the save remains, and training can continue.
+            SaveFailed: on every rank, for any failure. Nothing of the save remains, and training can continue.
             UnsupportedCheckpoint: before the first save, for an optimizer that can't be saved; see `has_state`.
         """
         began, policy_state = time.monotonic(), state_of(self.policy)
@@ -261,19 +259,19 @@ class PartialSaver:
             raise failed from error
 
     def reports(self) -> list[SaveReport]:
-        """Return the saves that have finished since the last call, as far as this rank knows."""
+        """Return the saves that this rank knows to have finished since the last call."""
         self._settle()
         reports, self._reports = self._reports, []
         return reports
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is in progress, as far as this rank knows."""
+        """Whether this rank knows of a save in progress."""
         return self._pending is not None and not self._pending.is_done
 
     @property
     def newest(self) -> SaveReport | None:
-        """The newest published save of this process, as far as this rank knows"""
+        """The newest save of this process that this rank knows to be published"""
         return (self._pending and self._pending.report) or self._newest
 
     def finish(self) -> None:
@@ -358,7 +356,7 @@ class PartialSaver:
 
         The other ranks learn of an error when all have written.
         """
-        policy_state, path = state_of(self.policy), self.first.at(step)
+        policy_state, path = state_of(self.policy), self.record.first.at(step)
         try:
             choice = self._choose(step, changes)
             ledger = self.ledger.after(step, choice.parts, self.model.parts, state_of(self.policy))
@@ -461,7 +459,7 @@ class PartialSaver:
         )
         return partial(
             publish,
-            self.first.at(step),
+            self.record.first.at(step),
             manifest,
             policy={"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness},
             num_bytes=dict(model.num_bytes),

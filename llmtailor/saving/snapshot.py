@@ -61,7 +61,7 @@ class LiveTensor:
     """Dtype in the file; elements of another dtype are cast"""
     written_with: int
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
-    params, which a user's code may change at each step; 0 for a copy, which nobody writes."""
+    params, which a user's code may change at each step; 0 for a private copy."""
 
     @property
     def num_bytes(self) -> int:
@@ -323,8 +323,8 @@ class Snapshot:
     def _room(self, at: int, left: int) -> tuple[int, int, int]:
         """Return (offset, length, bytes taken) of free memory for what comes next in a file, at byte ``at``.
 
-        It lies as far behind the start of a memory page as in the file behind the start of a block, so that the disk
-        can take whole blocks from there. That also aligns it for its dtype.
+        Its offset in a memory page equals its offset in a block of the file, so that the disk can take whole blocks
+        from there. That also aligns it for its dtype.
         """
         size = self._arena.num_bytes
         skipped = (at - self._head) % BLOCK_BYTES
@@ -391,7 +391,7 @@ def _version(tensor: torch.Tensor) -> int:
 class StepBarrier:
     """Makes optimizers wait, before they write, for the snapshot that is being taken.
 
-    torch calls the hook before ``step`` of every optimizer of the process, and so before DeepSpeed's updates too: once
+    torch calls the hook before ``step`` of every optimizer of the process, also before DeepSpeed's updates: once
     per param group (ZeRO-1/2) or sub-group (ZeRO-3), each time with the masters that it is going to write. The Trainer
     has no callback there: with DeepSpeed its ``on_pre_optimizer_step`` comes after the update.
     """

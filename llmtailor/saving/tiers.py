@@ -39,7 +39,7 @@ from llmtailor.storage.remote import RemoteFolder
 
 
 class Tier(Protocol):
-    """Where saves are copied to. Raises OSError or StorageError; a remote one, whatever its library raises."""
+    """Where saves are copied to. Raises OSError or StorageError; a remote one also what its library raises."""
 
     def has(self, step: int) -> bool:
         """Return whether a save is there."""
@@ -153,7 +153,7 @@ def tensor_files(ranks: Collection[int], world_size: int) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A save that is complete on the first level."""
+    """A save that is complete on the first tier."""
 
     step: int
     save_id: str
@@ -180,7 +180,7 @@ class TierCopier:
     """Copies saves from ``first`` to ``last`` in a thread of each node's first rank.
 
     Args:
-        first: where saves are written. If ``is_staging``, copies there are removed once a newer save is copied too.
+        first: where saves are written. If ``is_staging``, copies there are removed once a newer save is copied.
         log: adds an entry to the run's log.
     """
 
@@ -205,7 +205,7 @@ class TierCopier:
         self._queue: deque[Finished | Mapping[str, Any]] = deque()
         self._progress = time.monotonic()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="llmtailor-copy-level", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="llmtailor-copy-tier", daemon=True)
         self._is_leader = ranks.rank == node.ranks[0]
         if self._is_leader:
             self._thread.start()
