@@ -232,8 +232,15 @@ class Adaptive(Configured):
         self._asked = situation.save
         left = allowance + self._credit
         chosen: dict[str, str] = {}
-        cost = {part: _known(situation.expected_loss, part) for part in situation.parts}
-        for part in sorted(situation.parts, key=lambda part: _rank(situation, part, cost[part]), reverse=True):
+        assert situation.expected_loss is not None, "measured for policies that need it"
+        measured = {part: situation.expected_loss.get(part, math.inf) for part in situation.parts}
+        cost = {part: math.inf if math.isnan(found) else found for part, found in measured.items()}
+
+        def rank(part: str) -> tuple[float, float]:
+            age = situation.age(part) if part in situation.last else math.inf
+            return cost[part] * math.sqrt(age) / max(1, sizes[part]), age  # the age decides if nothing has changed
+
+        for part in sorted(situation.parts, key=rank, reverse=True):
             if not chosen or 2 * left >= sizes[part]:  # rounded to the nearest
                 left -= sizes[part]
                 chosen[part] = "change unknown" if math.isinf(cost[part]) else f"costs {cost[part]:.2g}"
@@ -247,19 +254,6 @@ class Adaptive(Configured):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._credit, self._asked = int(state["credit"]), int(state["asked"])
-
-
-def _rank(situation: Situation, part: str, cost: float) -> tuple[float, float]:
-    """Return what the order of parts follows; the second value decides between parts that have not changed."""
-    age = situation.age(part) if part in situation.last else math.inf
-    return cost * math.sqrt(age) / max(1, situation.num_bytes[part]), age
-
-
-def _known(measured: Mapping[str, float] | None, part: str) -> float:
-    """Return what was measured of a part; infinity if it could not be."""
-    assert measured is not None, "measured for policies that need it"
-    found = measured.get(part, math.inf)
-    return math.inf if math.isnan(found) else found
 
 
 AnyPolicy: TypeAlias = Full | Parity | Filter | RoundRobin | MomentsInTurn | Adaptive
@@ -340,7 +334,9 @@ def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
         elif option.name in values:
             problems.append(Problem(where, f"{option.name} is given twice (in {spec!r})", "give it once"))
         else:
-            values[option.name] = _whole(value) if option.metadata["kind"] is int else value
+            values[option.name] = value
+            if option.metadata["kind"] is int and isinstance(value, float) and value.is_integer():  # such as 2e9
+                values[option.name] = int(value)
     for option in options.values():
         if option.name not in values and option.default is MISSING:
             what = f"{option.name} is missing (in {spec!r})"
@@ -353,8 +349,3 @@ def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
     if problems:
         raise UsageError(problems)
     return policy
-
-
-def _whole(value: object) -> object:
-    """Return a float such as 2e9 as the whole number that it stands for."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value

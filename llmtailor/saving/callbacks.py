@@ -139,37 +139,25 @@ class SaveDecision:
     is_due: bool
     again: int
     """The next step to ask at, if no save is due"""
-    cadence: Cadence | None = None
-    """None for the first save"""
-
-    @classmethod
-    def at(cls, step: int, saved: int, costs: Costs | None, overhead: float, *, is_busy: bool) -> SaveDecision:
-        """Decide at a step; ``saved`` is the step of the last save, ``is_busy`` whether it is still in progress."""
-        if is_busy or costs is None:
-            return cls(False, step + 1)
-        cadence = Cadence.of(costs, overhead)
-        due = saved + cadence.save_steps
-        return cls(step >= due, max(due, step + 1), cadence)
-
-
-@dataclass(frozen=True, slots=True)
-class Cadence:
-    """The steps between two saves."""
-
-    save_steps: int
-    lost_s: float
+    save_steps: int | None = None
+    """The steps between two saves; None if no costs are known"""
+    lost_s: float = 0.0
     """Seconds of work that a failure costs on average: half of the steps between two saves, and those during which the
     newest save was not complete"""
 
     @classmethod
-    def of(cls, costs: Costs, overhead: float) -> Cadence:
-        """Return the shortest cadence at which saving takes at most ``overhead`` of the time.
+    def at(cls, step: int, saved: int, costs: Costs | None, overhead: float, *, is_busy: bool) -> SaveDecision:
+        """Decide at a step; ``saved`` is the step of the last save, ``is_busy`` whether it is still in progress.
 
-        It is never shorter than the time to write a save.
+        Between two saves are as few steps as are needed for saving to take at most ``overhead`` of the time, and for a
+        save to be written.
         """
+        if is_busy or costs is None:
+            return cls(False, step + 1)
         step_s = max(costs.step_s, 1e-9)
         save_steps = max(1, math.ceil(max(costs.save_s / overhead, costs.write_s) / step_s))
-        return cls(save_steps, save_steps * step_s / 2 + costs.write_s)
+        due = saved + save_steps
+        return cls(step >= due, max(due, step + 1), save_steps, save_steps * step_s / 2 + costs.write_s)
 
 
 class StepTimer:
@@ -450,10 +438,10 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             mine = SaveDecision.at(step, self._saved_step, costs, overhead, is_busy=saver.is_busy)
         decided = saver.ranks.from_first(mine)
         self._next_decision = decided.again
-        if decided.is_due and (cadence := decided.cadence) is not None:
+        if decided.is_due and decided.save_steps is not None:
             what = "step %d: saving every %d steps for an overhead of %g; a failure costs %.3g s of work on average"
-            logger.info(what, step, cadence.save_steps, overhead, cadence.lost_s)
-            saver.record.log({"step": step, "save_steps": cadence.save_steps, "lost_s": round(cadence.lost_s, 6)})
+            logger.info(what, step, decided.save_steps, overhead, decided.lost_s)
+            saver.record.log({"step": step, "save_steps": decided.save_steps, "lost_s": round(decided.lost_s, 6)})
         return decided.is_due
 
     def _take(self, control: TrainerControl) -> None:

@@ -302,11 +302,6 @@ class Drift:
         """Record what was sampled as saved."""
         self._kept.update(samples)
 
-    def measure(self, training: Training) -> Sums:
-        """Return this rank's part of the measurement of a training, which has moments."""
-        fragments = training.fragments(self.part_of.keys())
-        return self.sums(fragments, bias_correction(training.optimizers()))
-
     def sums(self, fragments: Iterable[Fragment], correction: float) -> Sums:
         """Return this rank's part of the measurement, for each recorded part.
 

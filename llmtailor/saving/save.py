@@ -40,7 +40,7 @@ from llmtailor.runs.save_log import ABANDONED_LOG, LOG
 from llmtailor.runs.scan import prove_step
 from llmtailor.saving.model import Samples
 from llmtailor.saving.options import SavingOptions
-from llmtailor.saving.snapshot import ANY_STEP, STUCK, Arena, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.snapshot import STUCK, Arena, Snapshot
 from llmtailor.saving.tiers import Finished, open_tier
 from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import Share, write_share
@@ -510,52 +510,33 @@ LEAST_BUFFER = 64 << 20
 """Less would make the copying wait for the disk without need."""
 
 
-class SaveStarter:
-    """Starts the saves of a training, one at a time: in the background, unless that is off or not possible; the log
-    says why. All ranks make one."""
+def allocate_arena(training: Training, options: SavingOptions, ranks: Ranks) -> Arena | None:
+    """Return the memory for saves in the background; None if these are off or not possible, with the reason in the log.
 
-    def __init__(self, training: Training, options: SavingOptions, record: RunRecord) -> None:
-        self._training = training
-        self._options = options
-        self._record = record
-        self._arena: Arena | None = None
-        self._masters: frozenset[int] = frozenset()
-        """Storages of the masters, as of a save that had others than known before"""
-        try:
-            record.ranks.together(self._allocate)
-        except UsageError as error:
-            self._arena = None  # some other rank has none
-            logger.warning("saves stop training until they are complete: %s", error)
-        self.barrier = StepBarrier()
+    All ranks call it, and get the same answer.
+    """
+    made: list[Arena] = []
 
-    @property
-    def in_background(self) -> bool:
-        return self._arena is not None
-
-    def _allocate(self) -> None:
-        if not self._options.background:
-            return
-        if why := self._training.writes_unseen():
+    def allocate() -> None:
+        if why := training.writes_unseen():
             raise UsageError.at("background", why, "set background=False to silence this")
-        masters = [one.tensor for one in self._training.masters()]
-        given = self._options.host_buffer
-        num_bytes = auto_bytes(masters, self._options.moments) if given == "auto" else given
+        masters = [one.tensor for one in training.masters()]
+        given = options.host_buffer
+        num_bytes = auto_bytes(masters, options.moments) if given == "auto" else given
         try:
-            self._arena = Arena(num_bytes, pinned=any(master.is_cuda for master in masters))
+            made.append(Arena(num_bytes, pinned=any(master.is_cuda for master in masters)))
         except (RuntimeError, MemoryError, OSError, OverflowError) as error:
             what = f"there is no host memory of {num_bytes:,} bytes: {error}"
             raise UsageError.at("host_buffer", what, "give fewer bytes") from error
 
-    def start(self, work: Work) -> PendingSave:
-        """Start a save; in the background, the next step of the optimizer waits for what is not copied yet."""
-        snapshot, share = None, work.share
-        if share is not None and self._arena is not None:
-            timeout = self._options.write_timeout
-            snapshot = Snapshot(share.live, share.files, self._arena, timeout, work.began, share.check)
-            if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
-                self._masters = frozenset(storage_of(one.tensor) for one in self._training.masters())
-            self.barrier.arm(snapshot, self._training.optimizers(), self._masters)
-        return PendingSave(self._record, work, snapshot, stops_training=not self.in_background)
+    if not options.background:
+        return None
+    try:
+        ranks.together(allocate)
+    except UsageError as error:
+        logger.warning("saves stop training until they are complete: %s", error)
+        return None
+    return made[0]
 
 
 def auto_bytes(masters: Iterable[torch.Tensor], moments: str | None) -> int:

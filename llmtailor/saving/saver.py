@@ -46,6 +46,7 @@ from llmtailor.saving.model import (
     Drift,
     PartChanges,
     Sums,
+    bias_correction,
     change_of,
     find_trained_parts,
     weigh,
@@ -57,13 +58,13 @@ from llmtailor.saving.save import (
     RunRecord,
     SaveFailed,
     SaveReport,
-    SaveStarter,
     Work,
+    allocate_arena,
     finish_at_end,
     release,
     save_error,
 )
-from llmtailor.saving.snapshot import DTYPES
+from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import (
     carried_files,
@@ -152,8 +153,12 @@ class PartialSaver:
         self.ranks.together(lambda: check_trees(self._trees(None)))
         self.ranks.on_first(self.folder.lock)
         self.record = RunRecord(self.folder, self.ranks, self.options, self.carried)
-        self._starter = SaveStarter(training, self.options, self.record)
-        if self._starter.in_background:
+        self._arena = allocate_arena(training, self.options, self.ranks)
+        """None if a save stops training until it is complete"""
+        self._masters: frozenset[int] = frozenset()
+        """Storages of the masters, as of a save that had others than known before"""
+        self._barrier = StepBarrier()
+        if self._arena is not None:
             finish_at_end(self, self._finish_until)
 
     def start(
@@ -240,8 +245,9 @@ class PartialSaver:
                 return None
             policy_state = state_of(self.policy)
             work = self._lay_out(step, *agreed, write_state, rng, began)
-            self._pending = save = self._starter.start(work)
-            if not self._starter.in_background:
+            snapshot, stops_training = self._snapshot(work), self._arena is None
+            self._pending = save = PendingSave(self.record, work, snapshot, stops_training=stops_training)
+            if stops_training:
                 self._settle()
                 if save.failure is not None:
                     raise save.failure
@@ -250,7 +256,7 @@ class PartialSaver:
                     what = "each save stops training to copy the frozen params that change: %s, %d in total"
                     logger.warning(what, work.share.moving[0], len(work.share.moving))
                 self._has_moved = True
-                self._starter.barrier.settle_frozen()
+                self._barrier.settle_frozen()
             return save
         except Exception as error:
             restore_state(self.policy, policy_state)
@@ -277,7 +283,7 @@ class PartialSaver:
     def finish(self) -> None:
         """Wait until no save is in progress. One whose disk is stuck is given up."""
         if (save := self._pending) is not None:
-            self._starter.barrier.settle()
+            self._barrier.settle()
             if not save.wait_unless_stuck():
                 logger.warning("the save at step %d was aborted: its disk is stuck", save.step)
                 save.give_up()
@@ -287,7 +293,7 @@ class PartialSaver:
         self.finish()
         release(self)
         self.record.close()
-        self._starter.barrier.remove()
+        self._barrier.remove()
 
     def _finish_until(self, until: float) -> None:
         if self._pending is not None:
@@ -297,7 +303,7 @@ class PartialSaver:
         """Exchange what the ranks know. Return the id of the save to make, and how parts have changed; None if there is
         none."""
         if self._pending is not None:
-            self._starter.barrier.settle()  # only a save without a step in between is still copied
+            self._barrier.settle()  # only a save without a step in between is still copied
             if is_last or self.options.when_busy == "wait":
                 self._pending.wait_unless_stuck()
         votes = self.ranks.together(self._vote)
@@ -325,7 +331,10 @@ class PartialSaver:
             is_stuck = self._pending.is_stuck
             previous = "is stuck; the disk is not accepting writes" if is_stuck else "is still being written"
         has_changed, has_state = self.training.refresh_params(), self._look_for_state()
-        sums = self.drift.measure(self.training) if has_state and not has_changed else {}
+        sums: Sums = {}
+        if has_state and not has_changed:
+            fragments = self.training.fragments(self.drift.part_of.keys())
+            sums = self.drift.sums(fragments, bias_correction(self.training.optimizers()))
         return _Vote(has_changed, has_state, sums, previous, uuid.uuid4().hex)
 
     def _settle(self) -> None:
@@ -394,6 +403,17 @@ class PartialSaver:
             refusal = save_error(error, self.ranks)
             report = SaveReport(step, {}, 0, 0.0, {}, {}, {}, path)
             return Work(save_id, began, report, self.ledger, policy_state, refusal=refusal)
+
+    def _snapshot(self, work: Work) -> Snapshot | None:
+        """Return what copies the tensors of a save in the background; the next step of the optimizer waits for it."""
+        share = work.share
+        if share is None or self._arena is None:
+            return None
+        snapshot = Snapshot(share.live, share.files, self._arena, self.options.write_timeout, work.began, share.check)
+        if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
+            self._masters = frozenset(storage_of(one.tensor) for one in self._training.masters())
+        self._barrier.arm(snapshot, self._training.optimizers(), self._masters)
+        return snapshot
 
     def _choose(self, step: int, changes: PartChanges) -> PartChoice:
         """Return the parts that the save at a step holds, with the reasons."""

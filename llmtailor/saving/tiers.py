@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,24 +125,6 @@ _WAKE_UP_S = 0.2
 Log = Callable[[Mapping[str, Any]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """This process's node."""
-
-    number: int
-    count: int
-    ranks: tuple[int, ...]
-    """The ranks on this node; the first copies for all."""
-
-    @classmethod
-    def here(cls, ranks: Ranks) -> Node:
-        """Find the ranks of each node. All ranks call it."""
-        names = ranks.gather((socket.gethostname(), os.environ.get("GROUP_RANK")))
-        nodes = list(dict.fromkeys(names))
-        mine = names[ranks.rank]
-        return cls(nodes.index(mine), len(nodes), tuple(rank for rank, name in enumerate(names) if name == mine))
-
-
 def tensor_files(ranks: Collection[int], world_size: int) -> set[str]:
     """Return the names of the tensor files that these ranks write."""
     names = {frozen_name(0, 1)} if 0 in ranks else set()
@@ -181,6 +163,7 @@ class TierCopier:
 
     Args:
         first: where saves are written. If ``is_staging``, copies there are removed once a newer save is copied.
+        nodes: the ranks of each node. The first of a node copies for all of them.
         log: adds an entry to the run's log.
     """
 
@@ -189,7 +172,7 @@ class TierCopier:
         first: RunFolder,
         last: Tier,
         ranks: Ranks,
-        node: Node,
+        nodes: Sequence[Sequence[int]],
         board: StoreBoard,
         log: Log,
         *,
@@ -198,7 +181,8 @@ class TierCopier:
         self.first = first
         self.last = last
         self._ranks = ranks
-        self.node = node
+        self._nodes = nodes
+        self._node = next(number for number, of_node in enumerate(nodes) if ranks.rank in of_node)
         self._board = board
         self._log = log
         self._is_staging = is_staging
@@ -206,21 +190,21 @@ class TierCopier:
         self._progress = time.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="llmtailor-copy-tier", daemon=True)
-        self._is_leader = ranks.rank == node.ranks[0]
+        self._is_leader = ranks.rank == nodes[self._node][0]
         if self._is_leader:
             self._thread.start()
 
     @property
     def elsewhere(self) -> frozenset[str]:
         """The tensor files that this rank can't see"""
-        ranks = [rank for rank in range(self._ranks.world_size) if rank not in self.node.ranks]
+        ranks = [rank for rank in range(self._ranks.world_size) if rank not in self._nodes[self._node]]
         return frozenset(tensor_files(ranks, self._ranks.world_size)) if self._is_staging else frozenset()
 
     def add(self, item: Finished | Mapping[str, Any]) -> None:
         """Copy a save, or add a line to the log, after everything before it."""
         if self._thread.ident is not None:
             self._progress = time.monotonic()
-            if isinstance(item, Finished) and self.node.count > 1:
+            if isinstance(item, Finished) and len(self._nodes) > 1:
                 self._share_manifest(item)
             self._queue.append(item)
 
@@ -350,9 +334,9 @@ class TierCopier:
                 return
             self._share_manifest(save)
         self._put(save.step)
-        self._board.post(f"{save.save_id}/copied/{self.node.number}", {})
+        self._board.post(f"{save.save_id}/copied/{self._node}", {})
         if self._ranks.is_first:
-            copied = [f"{save.save_id}/copied/{number}" for number in range(self.node.count)]
+            copied = [f"{save.save_id}/copied/{number}" for number in range(len(self._nodes))]
             self._await(*copied)
             self._complete(save.step)
             self._log({**save.line, "copied_s": round(time.monotonic() - save.began, 6)})
@@ -372,7 +356,7 @@ class TierCopier:
         """Copy this node's tensor files."""
         folder = self.first.at(step)
         manifest = read_manifest(folder, folder.name)
-        mine = tensor_files(self.node.ranks, manifest.world_size)
+        mine = tensor_files(self._nodes[self._node], manifest.world_size)
         for fact in manifest.bundles:
             if fact.path in mine:
                 self.last.put(step, folder / fact.path, fact)
@@ -409,14 +393,16 @@ def open_tier(
     """Start copying from ``first`` to the second tier, if the options name one. All ranks call it."""
     if options.mirror is None and first is run:
         return None
-    node = Node.here(ranks)
+    nodes: dict[tuple[str, str | None], list[int]] = {}
+    for rank, name in enumerate(ranks.gather((socket.gethostname(), os.environ.get("GROUP_RANK")))):
+        nodes.setdefault(name, []).append(rank)
     last: list[Tier] = []
 
     def prepare() -> None:
         last.append(SharedFolder(run) if options.mirror is None else Mirror(options.mirror))
-        if first is not run and ranks.rank == node.ranks[0]:
+        if first is not run and any(ranks.rank == of_node[0] for of_node in nodes.values()):
             first.lock()
             first.sweep()
 
     ranks.together(prepare)
-    return TierCopier(first, last[0], ranks, node, board, log, is_staging=first is not run)
+    return TierCopier(first, last[0], ranks, [*nodes.values()], board, log, is_staging=first is not run)
