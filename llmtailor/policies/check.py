@@ -34,7 +34,10 @@ def choose(policy: Policy, situation: Situation, max_staleness: int) -> PartChoi
     `PartChoice.problems`, and the rest counts. An empty answer becomes the part that has not been saved for longest.
     """
     wanted, problems = ask(policy, situation)
-    own = _own_bound(policy, situation)
+    try:
+        own = policy.worst_staleness(situation.structure, situation.parts)
+    except Exception:  # third-party code; without a bound of its own, max_staleness applies
+        own = None
     added = _due(situation, wanted, max_staleness, is_paced=own is None or own > max_staleness)
     if not wanted and not added:
         added = {max(situation.parts, key=situation.age): OLDEST}
@@ -63,13 +66,6 @@ def ask(policy: Policy, situation: Situation) -> tuple[dict[str, str], list[Prob
     unknown = [part for part in answer if part not in known]
     problems = [Problem(where, f"there is no part {part!r}", nearest(part, situation.parts)) for part in unknown]
     return {part: str(answer[part]) for part in situation.parts if part in answer}, problems
-
-
-def _own_bound(policy: Policy, situation: Situation) -> int | None:
-    try:
-        return policy.worst_staleness(situation.structure, situation.parts)
-    except Exception:  # third-party code; without a bound of its own, max_staleness applies
-        return None
 
 
 def _due(situation: Situation, wanted: Mapping[str, str], max_staleness: int, *, is_paced: bool) -> dict[str, str]:
@@ -139,9 +135,9 @@ def check_policy(
     state is restored.
 
     Raises UsageError if there are no parts, neither the policy nor the user limits the staleness, or the policy's
-    schedule exceeds the user's limit; and with every problem of the first simulated save that has one: the schedule
-    exceeds its promise, or the policy names unknown parts, raises, or answers differently when asked again after a
-    resume; and if it never chooses any part.
+    schedule exceeds the user's limit. Also with every problem of the first simulated save that has one: the schedule
+    exceeds its promise, or the policy names unknown parts, raises, or chooses other parts after a resume; and if it
+    never chooses any part.
     """
     where = f"policy {policy.name}"
     if not parts:
@@ -168,7 +164,7 @@ def check_policy(
             what = f"its worst_staleness is {promise}, but at save {save} {late[0]} is older"
             problems.append(Problem(where, what, "fix worst_staleness, or return None there and give max_staleness"))
         if answer.parts.keys() != again.parts.keys():
-            what = f"asked again after a resume, it answers differently at save {save}"
+            what = f"after a resume, it chooses other parts at save {save}"
             problems.append(Problem(where, what, _AGAIN))
         if problems:
             raise UsageError(problems)

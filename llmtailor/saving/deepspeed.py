@@ -106,7 +106,7 @@ class ZeroTraining:
             (offload.get("super_offload"), "SuperOffload updates states in another process"),
             (
                 not all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers()),
-                "the optimizer is not one of torch's kind",
+                "the optimizer is not a torch.optim.Optimizer",
             ),
         ]
         return next((why for is_so, why in signs if is_so), None)

@@ -1,7 +1,8 @@
-"""Saves in progress: each rank writes its share in a thread, and rank 0 publishes what all ranks have written.
+"""Saves in progress: each rank writes its share, in a thread or while training stops, and rank 0 publishes what all
+ranks have written.
 
-The threads exchange small messages through torch.distributed's key-value store, never by collectives, which would mix
-with those of the training. The messages of a save, by key::
+They exchange small messages through torch.distributed's key-value store, not by collectives, which would mix with those
+of the training. The messages of a save, by key::
 
     SAVE_ID/begun    rank 0: the folder is there, or why not
     SAVE_ID/RANK     each rank: what it has written, or why not
@@ -103,29 +104,22 @@ class SaveReport:
 def abandon_after(folder: Path, step: int) -> None:
     """Move the lines of later saves to `ABANDONED_LOG`: the run resumes at ``step``. A truncated line is dropped."""
     with suppress(OSError, StorageError):
-        lines = (folder / LOG).read_bytes().splitlines()
-        steps = [_step_of(line) for line in lines]
-        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-        later = [line for line, at in zip(lines, steps, strict=True) if at is not None and at > step]
-        if len(kept) < len(lines):
+        kept, later, lines = b"", b"", (folder / LOG).read_bytes()
+        for line in lines.splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # a kill truncated it
+                if json.loads(line)["step"] <= step:
+                    kept += line + b"\n"
+                else:
+                    later += line + b"\n"
+        if kept != lines:
             with (folder / ABANDONED_LOG).open("ab") as file:
-                file.write(b"".join(line + b"\n" for line in later))
-            replace_durably(folder / LOG, b"".join(line + b"\n" for line in kept))
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a line of the log, None if it is not valid."""
-    try:
-        content = json.loads(line)
-    except ValueError:
-        return None
-    step = content.get("step") if isinstance(content, dict) else None
-    return step if type(step) is int else None
+                file.write(later)
+            replace_durably(folder / LOG, kept)
 
 
 logger = logging.getLogger("llmtailor.saving")
 _LAST_S = 5.0
-"""Seconds that a save gets to remove what it has written, if it is given up because the process ends"""
+"""Seconds in which a save that is given up because the process ends may remove its files"""
 _ENDING = Problem(
     "saving",
     "save aborted: the process ended before it was complete",
@@ -214,7 +208,7 @@ class RunRecord:
         try:
             prove_step(self.folder.run, step)
         except (OSError, StorageError, Unanswered) as error:
-            logger.info("whether step %d can be composed is not known: %s", step, error)
+            logger.info("could not check whether step %d can be composed: %s", step, error)
         except Exception as error:
             if there - self.folder.complete().keys():  # deleted meanwhile; the next save is tested
                 return
@@ -575,7 +569,7 @@ _owner = os.getpid()
 
 
 def finish_at_end(saver: object, finish: Callable[[float], object]) -> None:
-    """Call ``finish`` with the time until which it may take if the process ends before `release`.
+    """Call ``finish`` with a deadline if the process ends before `release`.
 
     A handler for SIGTERM is installed only from the main thread, and if there is none.
     """

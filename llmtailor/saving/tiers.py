@@ -378,7 +378,7 @@ class TierCopier:
 
     def _check(self) -> None:
         if self._closing.is_set():
-            raise StorageError.at("saving", "the process ends", "resume the run to copy the rest")
+            raise StorageError.at("saving", "the process is ending", "resume the run to copy the rest")
 
     def _tidy(self, before: float = math.inf) -> None:
         """Remove the saves of this tier before a step, which are all copied."""

@@ -56,7 +56,7 @@ class PlainTraining:
         if problem := unsupported(type(self.optimizer), getattr(self.optimizer, "param_groups", ())):
             raise UnsupportedCheckpoint(problem)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise UnsupportedCheckpoint.at(self._where, "it is not one of torch's kind", UNSAVED_FIX)
+            raise UnsupportedCheckpoint.at(self._where, "it is not a torch.optim.Optimizer", UNSAVED_FIX)
         self.scaler = scaler
         self.ranks = Ranks.here()
         self.params: Mapping[str, ParamFact] = {}
@@ -215,7 +215,7 @@ def _check_adapter(model: Any, params: Mapping[str, ParamFact], saved: Names | N
     kept = {name: fact for name, fact in params.items() if saved and saved[name]}
     by_rule = {name: [*on_disk(Param(name, fact.shape, fact.role), NAMING)] for name, fact in kept.items()}
     if not saved or any([*saved[name]] != tensors for name, tensors in by_rule.items()):
-        what = "the names on disk of the params of this kind of adapter are unknown"
+        what = "how this kind of adapter names its params on disk is unknown"
         raise UnsupportedCheckpoint.at(_PEFT, what, "use LoRA or a variant of it, or DeepSpeed ZeRO")
     return kept
 

@@ -166,7 +166,7 @@ def test_policies_with_a_state_of_their_own():
     policy = Counting()
     told = why_not(policy, 20)
     assert policy.asked == 0  # a copy was tried out
-    assert "asked again after a resume, it answers differently at save 24; decide by the situation alone" in told
+    assert "after a resume, it chooses other parts at save 24; decide by the situation alone" in told
     assert "what else it remembers goes in state_dict()" in told
     assert check(Remembering(), 20) == 20
     assert check(Uncopyable(), 20) == 20
