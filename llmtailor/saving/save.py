@@ -37,7 +37,7 @@ from llmtailor.ranks.board import Pulse, as_error, await_messages, from_json, me
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.gc import deletable
-from llmtailor.runs.save_log import ABANDONED_LOG, LOG
+from llmtailor.runs.save_log import ABANDONED_LOG, LOG, LoggedSave
 from llmtailor.runs.scan import prove_step
 from llmtailor.saving.model import Samples
 from llmtailor.saving.options import SavingOptions
@@ -48,36 +48,14 @@ from llmtailor.saving.writing import Share, write_share
 from llmtailor.storage.local import replace_durably
 
 
-@dataclass(frozen=True, slots=True)
-class SaveReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport(LoggedSave):
     """A finished save."""
 
-    step: int
-    parts: Mapping[str, str]
-    """Saved part -> reason"""
-    num_bytes: int
-    """Size of all ranks' files, in bytes. Frozen params count even if they are hard links to an earlier save."""
-    stall_s: float
-    """Seconds for which the save stopped training: in `PartialSaver.save` and before the next optimizer steps. This and
-    the following times are those of the slowest rank."""
-    drift: Mapping[str, float]
-    """Part -> relative change since its own last save, measured before this one"""
-    expected_loss: Mapping[str, float]
-    """Part -> estimated rise of the loss with its own last save, measured before this one; see `policies.Situation`"""
-    steps_behind: Mapping[str, int]
-    """Part -> optimizer steps since its newest save, after this one"""
     path: Path
     """The partial checkpoint"""
-    copy_s: float = 0.0
-    """Seconds from the start of the save until its states were copied to host memory; 0 without background saves"""
-    write_s: float = 0.0
-    """Seconds until its files were durable"""
-    publish_s: float = 0.0
-    """Seconds until the partial checkpoint was complete"""
     buffer_bytes: int = 0
     """The most host memory that the copies occupied at once on one rank, in bytes"""
-    masters: Collection[str] = ()
-    """Further parts, of which it holds the masters without the moments"""
 
     def to_json(self) -> dict[str, object]:
         """Return the save as a line of ``saves.jsonl``."""
@@ -583,11 +561,8 @@ def finish_at_end(saver: object, finish: Callable[[float], object]) -> None:
 def release(saver: object) -> None:
     """Forget a saver that was closed."""
     _open.pop(id(saver), None)
-    if (
-        not _open
-        and threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is _on_sigterm
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not _open and is_main and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

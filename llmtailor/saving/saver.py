@@ -16,7 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -366,6 +366,7 @@ class PartialSaver:
         The other ranks learn of an error when all have written.
         """
         policy_state, path = state_of(self.policy), self.record.first.at(step)
+        empty = SaveReport(step, {}, 0, 0.0, 0.0, 0.0, 0.0, {}, {}, {}, path=path)
         try:
             choice = self._choose(step, changes)
             ledger = self.ledger.after(step, choice.parts, self.model.parts, state_of(self.policy))
@@ -383,15 +384,12 @@ class PartialSaver:
                 pieces=self.model.structure.pieces,
             )
             self._frozen = share.samples
-            report = SaveReport(
-                step=step,
+            report = replace(
+                empty,
                 parts=choice.parts,
-                num_bytes=0,
-                stall_s=0.0,
                 drift=changes.drift,
                 expected_loss=changes.expected_loss,
                 steps_behind=ledger.steps_behind(),
-                path=path,
                 masters=choice.masters,
             )
             samples = self.drift.samples(self.training.masters(), choice.parts)
@@ -401,8 +399,7 @@ class PartialSaver:
             return Work(save_id, began, report, ledger, policy_state, samples, share, publish=complete)
         except Exception as error:
             refusal = save_error(error, self.ranks)
-            report = SaveReport(step, {}, 0, 0.0, {}, {}, {}, path)
-            return Work(save_id, began, report, self.ledger, policy_state, refusal=refusal)
+            return Work(save_id, began, empty, self.ledger, policy_state, refusal=refusal)
 
     def _snapshot(self, work: Work) -> Snapshot | None:
         """Return what copies the tensors of a save in the background; the next step of the optimizer waits for it."""
