@@ -136,7 +136,7 @@ def check_policy(
 
     Raises UsageError if there are no parts, neither the policy nor the user limits the staleness, or the policy's
     schedule exceeds the user's limit. Also with every problem of the first simulated save that has one: the schedule
-    exceeds its promise, or the policy names unknown parts, raises, or chooses other parts after a resume; and if it
+    exceeds its promise, or the policy names unknown parts, raises, or chooses other parts when asked again; and if it
     never chooses any part.
     """
     where = f"policy {policy.name}"
@@ -164,7 +164,7 @@ def check_policy(
             what = f"its worst_staleness is {promise}, but at save {save} {late[0]} is older"
             problems.append(Problem(where, what, "fix worst_staleness, or return None there and give max_staleness"))
         if answer.parts.keys() != again.parts.keys():
-            what = f"after a resume, it chooses other parts at save {save}"
+            what = f"asked again, with a resume in between, it chooses other parts at save {save}"
             problems.append(Problem(where, what, _AGAIN))
         if problems:
             raise UsageError(problems)
