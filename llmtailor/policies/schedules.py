@@ -265,8 +265,6 @@ REMOVED = {"update": "use adaptive, which loses less at the same bytes"}
 DEFAULT_POLICY = MomentsInTurn.name
 """Half of the bytes at the least cost; see benchmarks/fidelity.md"""
 WHERE = "policy"
-MEMBERS = ("name", "needs_drift", "choose", "worst_staleness", "settings")
-"""The members of `Policy`"""
 
 
 def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
@@ -290,7 +288,8 @@ def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
         return _make(title, [(key, value) for key, value in spec.items() if key != "name"], title)
     if isinstance(spec, type):
         raise UsageError.at(WHERE, f"{spec.__name__} is a class", f"make one: {spec.__name__}(...)")
-    if lacking := [member for member in MEMBERS if not hasattr(spec, member)]:
+    members = ("name", "needs_drift", "choose", "worst_staleness", "settings")
+    if lacking := [member for member in members if not hasattr(spec, member)]:
         what = f"{spec!r} is not a policy: it has no {', '.join(lacking)}"
         raise UsageError.at(WHERE, what, f"give a name ({', '.join(POLICIES)}) or an object that follows Policy")
     return spec

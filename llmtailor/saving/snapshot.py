@@ -183,9 +183,8 @@ class Snapshot:
         began: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        order = [*_copies(files)]
-        self._order = [number for number, _ in order]
-        self._start = dict(order)
+        self._start = dict(_copies(files))
+        self._order = [*self._start]
         self._live = live
         self._arena = arena
         self._stuck_after = stuck_after

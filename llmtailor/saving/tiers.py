@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
 from llmtailor.checkpoint.placement import Extent
@@ -38,38 +38,22 @@ from llmtailor.storage.local import Files, replace_durably
 from llmtailor.storage.remote import RemoteFolder
 
 
-class Tier(Protocol):
-    """Where saves are copied to. Raises OSError or StorageError; a remote one also what its library raises."""
-
-    def has(self, step: int) -> bool:
-        """Return whether a save is there."""
-
-    def begin(self, step: int) -> None:
-        """Make room for a save that is not there yet."""
-
-    def put(self, step: int, source: Path, fact: BundleFact) -> None:
-        """Copy a file, and read it back."""
-
-    def complete(self, step: int, manifest: bytes) -> None:
-        """Make all of the save durable, and then its manifest."""
-
-    def remove(self, step: int) -> None:
-        """Remove a save, its manifest first."""
-
-
 class SharedFolder:
-    """A run's folder that all nodes see."""
+    """A run's folder that all nodes see. Raises OSError or StorageError."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
 
     def has(self, step: int) -> bool:
+        """Return whether a save is there."""
         return step in self.run.complete()
 
     def begin(self, step: int) -> None:
+        """Make room for a save that is not there yet."""
         self.run.begin(step)
 
     def put(self, step: int, source: Path, fact: BundleFact) -> None:
+        """Copy a file, and read it back."""
         folder = self.run.at(step)
         folder.mkdir(parents=True, exist_ok=True)
         new = folder / f".{source.name}.llmtailor-new"
@@ -84,6 +68,7 @@ class SharedFolder:
         new.rename(folder / source.name)
 
     def complete(self, step: int, manifest: bytes) -> None:
+        """Make all of the save durable, and then its manifest."""
         complete(self.run.at(step), manifest)
 
     def remove(self, step: int) -> None:
@@ -91,7 +76,7 @@ class SharedFolder:
 
 
 class Mirror:
-    """A folder of any file system that fsspec knows, by its URL."""
+    """A folder of any file system that fsspec knows, by its URL. Raises also what its library raises."""
 
     def __init__(self, url: str) -> None:
         self._remote = RemoteFolder(f"{url.rstrip('/')}/partial", Path())
@@ -112,6 +97,10 @@ class Mirror:
         if self.has(step):
             self._remote.remove([_in_mirror(step, PARTIAL_MANIFEST)])
             self._remote.remove_folder(_in_mirror(step))
+
+
+Tier = SharedFolder | Mirror
+"""Where saves are copied to"""
 
 
 def _in_mirror(step: int, *names: str) -> str:
