@@ -134,16 +134,18 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
             self.saver = None
 
     def _resumed_from(self, ckpt_path: object, step: int) -> Mapping[str, Any] | Path | None:
-        """Return what states the attempt that a training goes on from; None if it begins."""
+        """Return the record of the attempt that a training continues; None if it begins."""
         if ckpt_path:
-            return _composite_of(Path(str(ckpt_path))) or {CALLBACKS: self._loaded}
+            path = Path(str(ckpt_path))
+            folder = path.parent if path.name == CKPT else path
+            return folder if (folder / TRAINER_STATE).is_file() else {CALLBACKS: self._loaded}
         if not step:  # a training from scratch, maybe by another Trainer with the same callback
             return None
         return {CALLBACKS: {MARK: self._mark}} if self._mark else None  # of an earlier `fit` of the same Trainer
 
 
 def newest_checkpoint(output_dir: str | Path, world_size: int | None = None) -> str | None:
-    """Compose the newest state of a run, and return the ``ckpt_path`` that goes on from it; call it before ``fit``.
+    """Compose the newest state of a run, and return the ``ckpt_path`` to resume from; call it before ``fit``.
 
     Each process that runs the script may call it: the first one of the first node composes, the others wait. A complete
     checkpoint that has the newest state is returned as it is. Returns None if no save of the run is complete, so that
@@ -170,8 +172,8 @@ def newest_checkpoint(output_dir: str | Path, world_size: int | None = None) -> 
 def _is_first() -> bool:
     """Return whether this process is the first of the training, before Lightning knows its rank.
 
-    A launcher that starts every process says their ranks. Lightning's own starts the script once per node, as
-    ``NODE_RANK`` or ``GROUP_RANK`` says, and itself the other processes of the node, with a ``LOCAL_RANK``.
+    A launcher that starts every process sets their ranks. Lightning's own launcher runs the script once per node, with
+    ``NODE_RANK`` or ``GROUP_RANK`` set, and starts the other processes of the node with a ``LOCAL_RANK``.
     """
     by_launcher = "RANK" in os.environ or (
         "LOCAL_RANK" not in os.environ and not os.environ.keys().isdisjoint(("SLURM_PROCID", "JSM_NAMESPACE_RANK"))
@@ -190,9 +192,3 @@ def _check(trainer: Trainer) -> None:
         problems.append(Problem(_WHERE, what, "configure one for all params"))
     if problems:
         raise UnsupportedCheckpoint(problems)
-
-
-def _composite_of(path: Path) -> Path | None:
-    """Return the folder of the composite that training resumes from; None if it is none."""
-    folder = path.parent if path.name == CKPT else path
-    return folder if (folder / TRAINER_STATE).is_file() else None

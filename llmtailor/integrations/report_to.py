@@ -1,6 +1,6 @@
 """``--report_to llmtailor``: importing this module makes the name valid for the Trainer of transformers.
 
-``llmtailor run`` does that by itself. The options come from the environment.
+``llmtailor run`` imports it. The options come from the environment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llmtailor.saving.callbacks import PartialSaving
 
 
 class NamedSaving(PartialSaving):
-    """A saver that the Trainer makes by itself. It says on stderr that it works: scripts rarely show the log at level
+    """A saver that the Trainer creates. It reports on stderr that it is active: scripts rarely show the log at level
     INFO."""
 
     def on_train_begin(

@@ -6,55 +6,25 @@ asks a policy at a save.
 
 from __future__ import annotations
 
-from llmtailor.policies.check import (
-    IN_NO_SAVE,
-    MAX_STALENESS,
-    OLDEST,
-    check_policy,
-    choose,
-    restore_state,
-    saves_masters,
-    staleness_limit,
-    state_of,
-)
-from llmtailor.policies.policy import PartChoice, Policy, Situation, Stateful
-from llmtailor.policies.schedules import (
-    DEFAULT_POLICY,
-    POLICIES,
-    Adaptive,
-    Filter,
-    Full,
-    MomentsInTurn,
-    Parity,
-    RoundRobin,
-    make_policy,
-    named_policy,
-    setbacks,
-)
-
-__all__ = [
-    "DEFAULT_POLICY",
-    "IN_NO_SAVE",
-    "MAX_STALENESS",
-    "OLDEST",
-    "POLICIES",
-    "Adaptive",
-    "Filter",
-    "Full",
-    "MomentsInTurn",
-    "Parity",
-    "PartChoice",
-    "Policy",
-    "RoundRobin",
-    "Situation",
-    "Stateful",
-    "check_policy",
-    "choose",
-    "make_policy",
-    "named_policy",
-    "restore_state",
-    "saves_masters",
-    "setbacks",
-    "staleness_limit",
-    "state_of",
-]
+from llmtailor.policies.check import IN_NO_SAVE as IN_NO_SAVE
+from llmtailor.policies.check import MAX_STALENESS as MAX_STALENESS
+from llmtailor.policies.check import OLDEST as OLDEST
+from llmtailor.policies.check import check_policy as check_policy
+from llmtailor.policies.check import choose as choose
+from llmtailor.policies.check import restore_state as restore_state
+from llmtailor.policies.check import saves_masters as saves_masters
+from llmtailor.policies.check import state_of as state_of
+from llmtailor.policies.policy import PartChoice as PartChoice
+from llmtailor.policies.policy import Policy as Policy
+from llmtailor.policies.policy import Situation as Situation
+from llmtailor.policies.schedules import DEFAULT_POLICY as DEFAULT_POLICY
+from llmtailor.policies.schedules import POLICIES as POLICIES
+from llmtailor.policies.schedules import Adaptive as Adaptive
+from llmtailor.policies.schedules import Filter as Filter
+from llmtailor.policies.schedules import Full as Full
+from llmtailor.policies.schedules import MomentsInTurn as MomentsInTurn
+from llmtailor.policies.schedules import Parity as Parity
+from llmtailor.policies.schedules import RoundRobin as RoundRobin
+from llmtailor.policies.schedules import make_policy as make_policy
+from llmtailor.policies.schedules import named_policy as named_policy
+from llmtailor.policies.schedules import setbacks as setbacks

@@ -1,6 +1,6 @@
 """Tests a user's policy before training begins, in a few simulated saves; chooses the parts of a save. Pure.
 
-A save holds what the policy wants, and every part that would become too old without it.
+A save holds what the policy chooses, and every part that would otherwise become too old.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def choose(policy: Policy, situation: Situation, max_staleness: int) -> PartChoi
     `PartChoice.problems`, and the rest counts. An empty answer becomes the part that has not been saved for longest.
     """
     wanted, problems = ask(policy, situation)
-    own = _own_bound(policy, situation)
+    try:
+        own = policy.worst_staleness(situation.structure, situation.parts)
+    except Exception:  # third-party code; without a bound of its own, max_staleness applies
+        own = None
     added = _due(situation, wanted, max_staleness, is_paced=own is None or own > max_staleness)
     if not wanted and not added:
         added = {max(situation.parts, key=situation.age): OLDEST}
@@ -63,13 +66,6 @@ def ask(policy: Policy, situation: Situation) -> tuple[dict[str, str], list[Prob
     unknown = [part for part in answer if part not in known]
     problems = [Problem(where, f"there is no part {part!r}", nearest(part, situation.parts)) for part in unknown]
     return {part: str(answer[part]) for part in situation.parts if part in answer}, problems
-
-
-def _own_bound(policy: Policy, situation: Situation) -> int | None:
-    try:
-        return policy.worst_staleness(situation.structure, situation.parts)
-    except Exception:  # third-party code; without a bound of its own, max_staleness applies
-        return None
 
 
 def _due(situation: Situation, wanted: Mapping[str, str], max_staleness: int, *, is_paced: bool) -> dict[str, str]:
@@ -118,7 +114,7 @@ NUM_SAVES = 40
 """Simulated saves"""
 _RESUMED = 24
 """The save before which they are resumed. A prime number of saves come before it, so that a schedule whose period the
-policy counts by itself does not begin anew just there."""
+policy counts on its own does not restart at that save."""
 _CHANGE = 0.003
 """Relative change of each part from one simulated save to the next"""
 _AGAIN = "decide by the situation alone, without random numbers or a clock; what else it remembers goes in state_dict()"
@@ -130,16 +126,26 @@ def check_policy(
     parts: Sequence[str],
     num_bytes: Mapping[str, int],
     max_staleness: int | None = None,
+    *,
+    is_tested: bool = False,
 ) -> int:
-    """Return what `staleness_limit` does, and test a policy that does not come with llmtailor in `NUM_SAVES` saves.
+    """Return the staleness that `choose` must guarantee: the given ``max_staleness``, or what the policy promises.
 
-    Raises UsageError with every problem of the first save that has one: the policy's schedule exceeds its promise, it
-    names unknown parts, raises, or answers differently when asked again after a resume; and if it never chooses any
-    part. Its own state is restored.
+    A policy that does not come with llmtailor is tested in `NUM_SAVES` simulated saves, unless it was before; its own
+    state is restored.
+
+    Raises UsageError if there are no parts, neither the policy nor the user limits the staleness, or the policy's
+    schedule exceeds the user's limit. Also with every problem of the first simulated save that has one: the schedule
+    exceeds its promise, or the policy names unknown parts, raises, or chooses other parts when asked again; and if it
+    never chooses any part.
     """
-    promise = _promise(policy, structure, parts)
+    where = f"policy {policy.name}"
+    if not parts:
+        raise UsageError.at(where, "no part of the model is trainable", "unfreeze something before attaching")
+    with _blaming(policy, "fix its worst_staleness, or return None there"):
+        promise = policy.worst_staleness(structure, parts)
     limit = _limit(policy, promise, max_staleness)
-    if type(policy) in POLICIES.values():
+    if is_tested or type(policy) in POLICIES.values():
         return limit
     first = Situation(1, 1, structure, tuple(parts), num_bytes, dict.fromkeys(parts, 0))
     with _blaming(policy, "make it copyable, or give it state_dict() and load_state_dict()"):
@@ -151,7 +157,6 @@ def check_policy(
             )
         finally:
             _rewound(policy, state)
-    where = f"policy {policy.name}"
     for save, (answer, again) in enumerate(zip(straight, resumed, strict=True), 1):
         problems = [Problem(where, f"at save {save}: {one.what}", one.fix) for one in answer.problems]
         late = [part for part, why in answer.parts.items() if part in answer.added and why == MAX_STALENESS]
@@ -159,7 +164,7 @@ def check_policy(
             what = f"its worst_staleness is {promise}, but at save {save} {late[0]} is older"
             problems.append(Problem(where, what, "fix worst_staleness, or return None there and give max_staleness"))
         if answer.parts.keys() != again.parts.keys():
-            what = f"asked again after a resume, it answers differently at save {save}"
+            what = f"asked again, with a resume in between, it chooses other parts at save {save}"
             problems.append(Problem(where, what, _AGAIN))
         if problems:
             raise UsageError(problems)
@@ -192,22 +197,6 @@ def _rewound(policy: Policy, state: Mapping[str, Any] | None) -> Policy:
         return copy.deepcopy(policy)
     restore_state(policy, copy.deepcopy(state))
     return policy
-
-
-def staleness_limit(policy: Policy, structure: ModelStructure, parts: Sequence[str], given: int | None) -> int:
-    """Return the staleness that `choose` must guarantee: the given ``max_staleness``, or what the policy promises.
-
-    Raises UsageError if neither says one, the policy's schedule exceeds the given one, or there are no parts.
-    """
-    return _limit(policy, _promise(policy, structure, parts), given)
-
-
-def _promise(policy: Policy, structure: ModelStructure, parts: Sequence[str]) -> int | None:
-    if not parts:
-        fix = "unfreeze something before attaching"
-        raise UsageError.at(f"policy {policy.name}", "no part of the model is trainable", fix)
-    with _blaming(policy, "fix its worst_staleness, or return None there"):
-        return policy.worst_staleness(structure, parts)
 
 
 def state_of(policy: Policy) -> dict[str, Any] | None:

@@ -64,22 +64,18 @@ class Policy(Protocol):
     @property
     def needs_drift(self) -> bool:
         """Whether it needs `Situation.drift` or `Situation.expected_loss`."""
-        ...
 
     def choose(self, situation: Situation) -> Mapping[str, str]:
         """Return the parts to save, each with a short reason."""
-        ...
 
     def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int | None:
         """Return the maximum age of a part, in saves; None if there is no maximum.
 
         0 means that every save holds every part, 1 that a part can be one save old.
         """
-        ...
 
     def settings(self) -> Mapping[str, object]:
         """Return the options as JSON data, for manifest and log."""
-        ...
 
 
 @runtime_checkable
@@ -88,7 +84,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Mapping[str, object]:
         """Return the state as JSON data."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 

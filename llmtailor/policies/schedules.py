@@ -232,8 +232,15 @@ class Adaptive(Configured):
         self._asked = situation.save
         left = allowance + self._credit
         chosen: dict[str, str] = {}
-        cost = {part: _known(situation.expected_loss, part) for part in situation.parts}
-        for part in sorted(situation.parts, key=lambda part: _rank(situation, part, cost[part]), reverse=True):
+        assert situation.expected_loss is not None, "measured for policies that need it"
+        measured = {part: situation.expected_loss.get(part, math.inf) for part in situation.parts}
+        cost = {part: math.inf if math.isnan(found) else found for part, found in measured.items()}
+
+        def rank(part: str) -> tuple[float, float]:
+            age = situation.age(part) if part in situation.last else math.inf
+            return cost[part] * math.sqrt(age) / max(1, sizes[part]), age  # the age decides if nothing has changed
+
+        for part in sorted(situation.parts, key=rank, reverse=True):
             if not chosen or 2 * left >= sizes[part]:  # rounded to the nearest
                 left -= sizes[part]
                 chosen[part] = "change unknown" if math.isinf(cost[part]) else f"costs {cost[part]:.2g}"
@@ -249,19 +256,6 @@ class Adaptive(Configured):
         self._credit, self._asked = int(state["credit"]), int(state["asked"])
 
 
-def _rank(situation: Situation, part: str, cost: float) -> tuple[float, float]:
-    """Return what the order of parts follows; the second value decides between parts that have not changed."""
-    age = situation.age(part) if part in situation.last else math.inf
-    return cost * math.sqrt(age) / max(1, situation.num_bytes[part]), age
-
-
-def _known(measured: Mapping[str, float] | None, part: str) -> float:
-    """Return what was measured of a part; infinity if it could not be."""
-    assert measured is not None, "measured for policies that need it"
-    found = measured.get(part, math.inf)
-    return math.inf if math.isnan(found) else found
-
-
 AnyPolicy: TypeAlias = Full | Parity | Filter | RoundRobin | MomentsInTurn | Adaptive
 POLICIES: Mapping[str, type[AnyPolicy]] = {
     kind.name: kind for kind in (Full, Parity, Filter, RoundRobin, MomentsInTurn, Adaptive)
@@ -271,8 +265,6 @@ REMOVED = {"update": "use adaptive, which loses less at the same bytes"}
 DEFAULT_POLICY = MomentsInTurn.name
 """Half of the bytes at the least cost; see benchmarks/fidelity.md"""
 WHERE = "policy"
-MEMBERS = ("name", "needs_drift", "choose", "worst_staleness", "settings")
-"""The members of `Policy`"""
 
 
 def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
@@ -296,7 +288,8 @@ def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
         return _make(title, [(key, value) for key, value in spec.items() if key != "name"], title)
     if isinstance(spec, type):
         raise UsageError.at(WHERE, f"{spec.__name__} is a class", f"make one: {spec.__name__}(...)")
-    if lacking := [member for member in MEMBERS if not hasattr(spec, member)]:
+    members = ("name", "needs_drift", "choose", "worst_staleness", "settings")
+    if lacking := [member for member in members if not hasattr(spec, member)]:
         what = f"{spec!r} is not a policy: it has no {', '.join(lacking)}"
         raise UsageError.at(WHERE, what, f"give a name ({', '.join(POLICIES)}) or an object that follows Policy")
     return spec
@@ -340,7 +333,9 @@ def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
         elif option.name in values:
             problems.append(Problem(where, f"{option.name} is given twice (in {spec!r})", "give it once"))
         else:
-            values[option.name] = _whole(value) if option.metadata["kind"] is int else value
+            values[option.name] = value
+            if option.metadata["kind"] is int and isinstance(value, float) and value.is_integer():  # such as 2e9
+                values[option.name] = int(value)
     for option in options.values():
         if option.name not in values and option.default is MISSING:
             what = f"{option.name} is missing (in {spec!r})"
@@ -353,8 +348,3 @@ def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
     if problems:
         raise UsageError(problems)
     return policy
-
-
-def _whole(value: object) -> object:
-    """Return a float such as 2e9 as the whole number that it stands for."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,11 +1,11 @@
-"""A board: ranks leave messages for each other on it, by key, and look for those of others. JSON, in either of two
-places: files of a folder that all ranks see, or torch.distributed's key-value store.
+"""A board: ranks exchange JSON messages by key, in files of a folder that all ranks see, or in torch.distributed's
+key-value store.
 
-There are no collectives: in a thread, they would mix with those of a training. A sign of life is a number on the board
-that grows; whoever waits compares it with the one it saw before, by its own clock.
+There are no collectives: in a thread, they would mix with those of a training. A heartbeat is a number on the board
+that grows; a waiting rank compares it with the one that it read before, by its own clock.
 
-Errors on their way from one rank to the others, as JSON. No fact is lost: class, exit code, and of each problem its
-place with the path in a checkpoint, text, fix, code, severity, params, and the ranks that have it.
+Errors travel between ranks as JSON without loss: class, exit code, and of each problem its place with the path in a
+checkpoint, text, fix, code, severity, params, and the ranks that have it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from llmtailor.findings import Finding
 _ROOM = 4096
 """Bytes of a message's file, unless there is more to say"""
 _POLL_S = (0.005, 0.25)
-"""Seconds between two looks: first and longest"""
+"""Seconds between two reads: first and longest"""
 PULSE_S = 5.0
-"""Seconds between two signs of life, and between two looks for one"""
+"""Seconds between two heartbeats, and between two reads of one"""
 
 
 class Board(Protocol):
@@ -48,8 +48,8 @@ class Board(Protocol):
 class FileBoard:
     """A board in a folder, one small file per message: no port to open, no host to find, and nothing to import.
 
-    A file is written in place: it keeps its blocks, so a rank can still say that the disk is full. NFS shows a file as
-    it is when it is opened, and makes one anew where it remembers that there is none; that is why reading creates it.
+    A file is written in place: it keeps its blocks, so a rank can still report that the disk is full. NFS shows a file
+    as it is when it is opened, but caches that a file does not exist; so reading creates it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,7 +136,7 @@ class OwnStore(dict[str, Any]):
 
 
 class Pulse:
-    """A sign of life that ranks share: a number on the board that grows while any of them moves something."""
+    """A heartbeat that ranks share: a number on the board that grows while any of them makes progress."""
 
     def __init__(self, board: StoreBoard, key: str) -> None:
         self._board, self._key = board, key
@@ -149,12 +149,12 @@ class Pulse:
         return is_due
 
     def beat(self) -> None:
-        """Give a sign of life, unless the last one was just now."""
+        """Count up, unless the last time was just now."""
         if self._is_due():
             self._board.count(self._key, 1)
 
     def is_new(self) -> bool:
-        """Whether any rank has given one since the last look; none counts if that was just now."""
+        """Whether any rank has counted up since the last read; not if that was just now."""
         before = self._seen
         if self._is_due():
             self._seen = self._board.count(self._key, 0)
@@ -162,13 +162,13 @@ class Pulse:
 
 
 def await_messages(board: Board, keys: list[str], check: Callable[[], object]) -> list[Any]:
-    """Return the messages of these keys once all are there; ``check``, called after each look, ends that by raising."""
+    """Return the messages of these keys once all are there; ``check``, called after each read, may raise."""
     for _ in turns():
         with suppress(FileNotFoundError):  # if the folder is gone, ``check`` knows why
             if (messages := board.read(*keys)) is not None:
                 return messages
         check()
-    raise AssertionError("turns never end by themselves")
+    raise AssertionError("turns() ends only when is_over() returns True")
 
 
 def turns(is_over: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -180,7 +180,7 @@ def turns(is_over: Callable[[], bool] = lambda: False) -> Iterator[None]:
     yield
     while not is_over():
         time.sleep(pause)
-        pause = min(1.1 * pause, longest)  # so that a wait ends at most a tenth too late: a save has up to three
+        pause = min(1.1 * pause, longest)  # a wait ends at most a tenth too late: a save has up to three of them
         yield
 
 

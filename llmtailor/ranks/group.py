@@ -1,13 +1,13 @@
-"""The ranks of one command that a launcher has started: who takes part, who is alive, and how all of them end together.
+"""The ranks that do the same steps at the same time (`Team`), and those of one command that a launcher has started
+(`RankGroup`): who takes part, who is alive, and how all of them end together.
 
-Each rank has a thread that keeps the rank's status on the board up to date and reads those of others: rank 0 reads all,
-the others read rank 0's. A number in the status grows as long as the process runs. A rank whose number stands still for
-`LIMIT_S` is dead or hangs, and the work ends on all ranks. Clocks of different nodes are never compared.
+Each rank of a group has a thread that keeps the rank's status on the board up to date and reads those of others: rank 0
+reads all, the others read rank 0's. The status has a heartbeat, a number that grows as long as the process runs. A rank
+without a heartbeat for `LIMIT_S` is dead or hangs, and the work ends on all ranks. Clocks of different nodes are never
+compared.
 
-Rank 0's status calls the others by a random token; they answer with that token, and rank 0 lists who has answered. A
-rank believes rank 0 only once it is listed, so what earlier groups have left on the board means nothing.
-
-The ranks that do the same steps at the same time, whatever way they exchange values.
+Rank 0's status has a random token; the others answer with it, and rank 0 lists who has answered. A rank believes rank 0
+only once it is listed, so what earlier groups have left on the board is ignored.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ LIMIT_S = 180.0
 """Seconds of silence after which a rank is given up. NFS may hide new files for 60."""
 BEAT_S = 1.0
 POLL_S = (0.1, 2.0)
-"""Seconds between two looks, of few ranks and of many"""
+"""Seconds between two reads, of few ranks and of many"""
 LEAVING_S = (10.0, 60.0)
-"""Seconds for which rank 0 waits, in the end, for ranks that never answered, and for those that still write"""
+"""Seconds for which rank 0 finally waits for ranks that never answered, and for those that still write"""
 WORKING, DONE, IDLE, FAILED, ENDED = "working", "done", "idle", "failed", "ended"
 """Stages. A rank that is done is no longer needed; one that is idle has left without having done its share."""
 
@@ -129,7 +129,7 @@ class RankGroup(Team):
 
     Args:
         info: which rank this is.
-        folder: the board, which all ranks see. Rank 0 removes it in the end.
+        folder: the board, which all ranks see. Rank 0 removes it at the end.
         out: the output, for messages.
         lock: the lock of the output, which rank 0 holds meanwhile.
     """
@@ -164,8 +164,6 @@ class RankGroup(Team):
         self._posting, self._writing, self._closed = threading.Lock(), threading.Lock(), threading.Event()
         self._poll_s = min(POLL_S[1], max(POLL_S[0], 0.02 * info.world_size))
         self._thread = threading.Thread(target=self._run, name="llmtailor-ranks", daemon=True)
-
-    # --- from beginning to end -----------------------------------------------------------------------------------
 
     def __enter__(self) -> RankGroup:
         make_folder(self.folder)
@@ -212,23 +210,13 @@ class RankGroup(Team):
 
         Raises what ends the work.
         """
-        number = self._own["round"] + 1
-        if not self.is_first:
-            self._give(number, mine)
-            return []
-        self._own["round"] = number
-        self._wait(lambda status: status["round"] >= number)
-        return [mine, *(self._take(rank, number) for rank in self._others)]
+        found = self._exchange(mine, gives=not self.is_first)
+        return [mine, *found] if self.is_first else []
 
     def from_first(self, value: _T) -> _T:
         """Return rank 0's value on every rank. Raises what ends the work."""
-        number = self._own["round"] + 1
-        if self.is_first:
-            self._give(number, value)
-            return value
-        self._own["round"] = number
-        self._wait(lambda status: status["round"] >= number)
-        return self._take(0, number)  # type: ignore[no-any-return]
+        found = self._exchange(value, gives=self.is_first)
+        return value if self.is_first else found[0]
 
     def gather(self, mine: _T) -> list[_T]:
         return self.from_first(self.collect(mine))
@@ -293,10 +281,13 @@ class RankGroup(Team):
         if self._thread.is_alive():
             self._thread.join()
 
-    # --- messages ------------------------------------------------------------------------------------------------
-
-    def _give(self, number: int, value: object) -> None:
-        """Leave a value for others, then report that it is there. Raises StorageError, and what ends the work."""
+    def _exchange(self, value: object, *, gives: bool) -> list[Any]:
+        """Leave a value for the others, or return theirs. Raises StorageError, and what ends the work."""
+        number = self._own["round"] + 1
+        if not gives:
+            self._own["round"] = number
+            self._wait(lambda status: status["round"] >= number)
+            return [self._take(rank, number) for rank in self._others]
         if not self.is_first:
             self._wait(lambda status: True)  # rank 0's token is part of the key
         try:
@@ -306,6 +297,7 @@ class RankGroup(Team):
         with self._posting:
             self._own["round"] = number
         self._post()
+        return []
 
     def _take(self, rank: int, number: int) -> Any:
         """Return a value that another rank has left, once this node sees it. Raises StorageError if it never does."""
@@ -333,11 +325,8 @@ class RankGroup(Team):
             self.check()
             found = dict(self._found)
             if idle := [at for at, one in found.items() if one["stage"] in (IDLE, ENDED) and not is_there(one)]:
-                what, fix = (
-                    "it found nothing to write",
-                    "check that all ranks see the same folders, then rerun the command",
-                )
-                raise SourceError.at(ranks_text(idle), what, fix)
+                fix = "check that all ranks see the same folders, then rerun the command"
+                raise SourceError.at(ranks_text(idle), "it found nothing to write", fix)
             if len(found) == len(self._others) and all(map(is_there, found.values())):
                 return
             time.sleep(self._poll_s / 2)
@@ -349,23 +338,17 @@ class RankGroup(Team):
         self._post()
 
     def _post(self) -> None:
-        """Leave this rank's status. If the disk refuses it, the others notice silence."""
+        """Leave this rank's status. If the disk refuses it, the others notice the missing heartbeat."""
         with self._writing:
             with self._posting:
                 status, error = dict(self._own), self._own_error
             if not status["token"]:
                 return
-            contents = (
-                [status]
-                if error is None
-                else [status | {"error": to_json(error, brief=brief)} for brief in (False, True)]
-            )
-            for content in contents:
+            for brief in (False, True):  # a full disk may still take less
+                more = {"error": to_json(error, brief=brief)} if error is not None else {}
                 with suppress(OSError):
-                    self._board.post(str(self.rank), content)
+                    self._board.post(str(self.rank), status | more)
                     return
-
-    # --- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         looked = spoke = time.monotonic()
@@ -380,7 +363,7 @@ class RankGroup(Team):
                 self._post()
             try:
                 cause = self._look(passed)
-            except Exception as error:  # a bug must not look like silence
+            except Exception as error:  # a bug must not look like a missing heartbeat
                 cause = as_error(error)
             if cause is not None and self._cause is None:
                 logger.info("the work ends: %s", cause)
@@ -412,7 +395,9 @@ class RankGroup(Team):
             moved = sum(status["num_bytes"] for status in self._found.values())
             self.on_progress(moved - self._num_bytes)
             self._num_bytes = moved
-        return self._failure() or self._silence_of_others()
+        if errors := {rank: from_json(one["error"]) for rank, one in self._found.items() if "error" in one}:
+            return merged(errors, self.world_size) if self.is_first else errors[0]
+        return self._silence_of_others()
 
     def _is_answer(self, rank: int, status: Mapping[str, Any]) -> bool:
         if status["launch"] != self._own["launch"] or status["token"] != self._own["token"]:
@@ -434,13 +419,8 @@ class RankGroup(Team):
         is_listed = status["answered"].get(str(self.rank)) == self._own["nonce"]
         return bool(is_listed and status["token"] == self._own["token"])
 
-    def _failure(self) -> TailorError | None:
-        """Return the error that another rank has reported."""
-        errors = {rank: from_json(one["error"]) for rank, one in self._found.items() if "error" in one}
-        return (merged(errors, self.world_size) if self.is_first else errors[0]) if errors else None
-
     def _silence_of_others(self) -> TailorError | None:
-        """Return the error if a rank shows no sign of life for too long. One that is done may be gone."""
+        """Return the error if a rank has had no heartbeat for too long. One that is done may be gone."""
         problems, late = [], []
         longer = f"set {TIME_LIMIT} above {self.limit_s:g} (seconds)"
         fix = f"read that rank's log, and rerun the same command; if the rank was only slow, {longer}"

@@ -49,7 +49,7 @@ def find_rank(environment: Mapping[str, str]) -> RankInfo:
             raise UsageError.at("--distributed", what, f"start the command with {name}")
         return RankInfo(rank, world_size, " ".join([name, *(environment.get(one, "-") for one in of_launch)]))
     fix = "start the command with torchrun, srun or mpirun, or omit the option"
-    raise UsageError.at("--distributed", "no launcher has numbered the processes", fix)
+    raise UsageError.at("--distributed", "no launcher has set the ranks of the processes", fix)
 
 
 def _number(environment: Mapping[str, str], variable: str) -> int:

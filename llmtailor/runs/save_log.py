@@ -20,23 +20,27 @@ _MAX_INT = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class LoggedSave:
-    """A published save. Times are in seconds from its start, those of the slowest rank, as in `saving.SaveReport`."""
+    """A published save. Times are those of the slowest rank."""
 
     step: int
     parts: Mapping[str, str]
     """Saved part -> reason"""
     num_bytes: int
+    """Size of all ranks' files, in bytes. Frozen params count even if they are hard links to an earlier save."""
     stall_s: float
+    """Seconds for which the save stopped training: in `PartialSaver.save` and before the next optimizer steps"""
     copy_s: float
-    """0 without background saves"""
+    """Seconds from the start of the save until its states were copied to host memory; 0 without background saves"""
     write_s: float
+    """Seconds until its files were durable"""
     publish_s: float
+    """Seconds until the partial checkpoint was complete"""
     drift: Mapping[str, float]
-    """Part -> relative change since it was last saved, if it was measured; may be infinite"""
+    """Part -> relative change since its own last save, measured before this one; may be infinite"""
     expected_loss: Mapping[str, float]
-    """Part -> estimated rise of the loss with its own last save; see `saving.SaveReport`"""
+    """Part -> estimated rise of the loss with its own last save, measured before this one; see `policies.Situation`"""
     steps_behind: Mapping[str, int]
-    """Part -> steps since its newest save, after this one"""
+    """Part -> optimizer steps since its newest save, after this one"""
     masters: tuple[str, ...] = ()
     """Further parts, of which it holds the masters without the moments"""
 

@@ -111,7 +111,7 @@ def make_saver(
     if engine is not None:
         from llmtailor.saving.deepspeed import ZeroTraining
 
-        training = ZeroTraining(engine, beside.client)
+        training = ZeroTraining(engine, beside.loader)
     else:
         assert model is not None and optimizer is not None, "without an engine"
         kind = PlainTraining

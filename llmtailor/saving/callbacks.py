@@ -41,7 +41,6 @@ from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
 from llmtailor.saving.options import WHERE, SavingArguments
 from llmtailor.saving.restart import resume_automatically
-from llmtailor.saving.save import SaveReport
 from llmtailor.saving.torch_training import unwrap
 from llmtailor.saving.training import rng_tree
 
@@ -98,7 +97,7 @@ def _refusal(trainer: Trainer) -> Problem | None:
 
 
 def log_plan(args: TrainingArguments, policy: Policy, save_steps: int | None, overhead: float | None) -> None:
-    """Say what the saver is going to do, in one line; on the first rank."""
+    """Log what the saver will do, in one line; on the first rank."""
     if args.process_index != 0:
         return
     if overhead is not None:
@@ -115,12 +114,6 @@ def log_plan(args: TrainingArguments, policy: Policy, save_steps: int | None, ov
     logger.warning("partial checkpoints go to %s %s%s, by the policy %s%s", where, when, full, policy.name, limit)
     if args.push_to_hub and args.hub_strategy.value in ("every_save", "checkpoint", "all_checkpoints"):
         logger.warning("only full checkpoints (best, final) are pushed to the hub, not partial ones")
-
-
-def log_how_to_resume(args: TrainingArguments, newest: SaveReport | None) -> None:
-    """Say what makes a full checkpoint; on the first rank."""
-    if newest is not None and args.process_index == 0:
-        logger.warning("for a full checkpoint of step %d: llmtailor merge --run %s", newest.step, args.output_dir)
 
 
 FIRST = 10
@@ -146,37 +139,25 @@ class SaveDecision:
     is_due: bool
     again: int
     """The next step to ask at, if no save is due"""
-    cadence: Cadence | None = None
-    """None for the first save"""
-
-    @classmethod
-    def at(cls, step: int, saved: int, costs: Costs | None, overhead: float, *, is_busy: bool) -> SaveDecision:
-        """Decide at a step; ``saved`` is the step of the last save, ``is_busy`` whether it is still in progress."""
-        if is_busy or costs is None:
-            return cls(False, step + 1)
-        cadence = Cadence.of(costs, overhead)
-        due = saved + cadence.save_steps
-        return cls(step >= due, max(due, step + 1), cadence)
-
-
-@dataclass(frozen=True, slots=True)
-class Cadence:
-    """The steps between two saves."""
-
-    save_steps: int
-    lost_s: float
+    save_steps: int | None = None
+    """The steps between two saves; None if no costs are known"""
+    lost_s: float = 0.0
     """Seconds of work that a failure costs on average: half of the steps between two saves, and those during which the
     newest save was not complete"""
 
     @classmethod
-    def of(cls, costs: Costs, overhead: float) -> Cadence:
-        """Return the shortest cadence at which saving takes at most ``overhead`` of the time.
+    def at(cls, step: int, saved: int, costs: Costs | None, overhead: float, *, is_busy: bool) -> SaveDecision:
+        """Decide at a step; ``saved`` is the step of the last save, ``is_busy`` whether it is still in progress.
 
-        It is never shorter than the time to write a save.
+        Between two saves are as few steps as are needed for saving to take at most ``overhead`` of the time, and for a
+        save to be written.
         """
+        if is_busy or costs is None:
+            return cls(False, step + 1)
         step_s = max(costs.step_s, 1e-9)
         save_steps = max(1, math.ceil(max(costs.save_s / overhead, costs.write_s) / step_s))
-        return cls(save_steps, save_steps * step_s / 2 + costs.write_s)
+        due = saved + save_steps
+        return cls(step >= due, max(due, step + 1), save_steps, save_steps * step_s / 2 + costs.write_s)
 
 
 class StepTimer:
@@ -407,7 +388,9 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         if "train_loss" in logs:  # the final entry, after which the best model may be loaded
             self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
             self._settle(is_last=True)
-            self._finish()
+            if self.saver is not None:
+                self.saver.finish()
+                self._log()
         elif "loss" in logs and not control.should_evaluate:
             self._settle()
 
@@ -422,10 +405,7 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._settle()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self._settle()
+    on_epoch_begin = on_step_begin
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -433,13 +413,9 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         self._settle(is_last=True)
         if self.saver is not None:
             self.saver.close()
-            log_how_to_resume(args, self.saver.newest)
-
-    def _finish(self) -> None:
-        """Wait until no save is in progress, and log the last one: its metrics, or why it failed."""
-        if self.saver is not None:
-            self.saver.finish()
-            self._log()
+            if (newest := self.saver.newest) is not None and args.process_index == 0:
+                what = "for a full checkpoint of step %d: llmtailor merge --run %s"
+                logger.warning(what, newest.step, args.output_dir)
 
     def _log(self) -> None:
         assert self.saver is not None
@@ -456,18 +432,16 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         self._clock.step(time.monotonic(), is_busy=saver.is_busy)
         if step < self._next_decision or self._saved_step == step:
             return False
-        newest = saver.newest
-        costs = self._clock.costs(newest.stall_s, newest.publish_s) if newest is not None else None
-        if newest is None and not saver.is_busy:
-            mine = SaveDecision(True, step + 1)  # the first, or all before it have failed
-        else:
+        mine, newest = SaveDecision(True, step + 1), saver.newest  # the first save, or all before it have failed
+        if newest is not None or saver.is_busy:
+            costs = self._clock.costs(newest.stall_s, newest.publish_s) if newest is not None else None
             mine = SaveDecision.at(step, self._saved_step, costs, overhead, is_busy=saver.is_busy)
         decided = saver.ranks.from_first(mine)
         self._next_decision = decided.again
-        if decided.is_due and (cadence := decided.cadence) is not None:
+        if decided.is_due and decided.save_steps is not None:
             what = "step %d: saving every %d steps for an overhead of %g; a failure costs %.3g s of work on average"
-            logger.info(what, step, cadence.save_steps, overhead, cadence.lost_s)
-            saver.record.log({"step": step, "save_steps": cadence.save_steps, "lost_s": round(cadence.lost_s, 6)})
+            logger.info(what, step, decided.save_steps, overhead, decided.lost_s)
+            saver.record.log({"step": step, "save_steps": decided.save_steps, "lost_s": round(decided.lost_s, 6)})
         return decided.is_due
 
     def _take(self, control: TrainerControl) -> None:
@@ -494,11 +468,11 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):
-                name = type(callback).__name__
-                if isinstance(trainer.state.stateful_callbacks.get(name), list):
-                    trainer.state.stateful_callbacks[name].append(callback.state())
+                name, states = type(callback).__name__, trainer.state.stateful_callbacks
+                if isinstance(states.get(name), list):
+                    states[name].append(callback.state())
                 else:
-                    trainer.state.stateful_callbacks[name] = callback.state()
+                    states[name] = callback.state()
         trainer.state.save_to_json(str(folder / TRAINER_STATE))
         torch.save(trainer.args, folder / TRAINING_ARGS)
 

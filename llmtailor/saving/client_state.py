@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER
 from llmtailor.formats.common.lightning import OPTIMIZERS, STATE_DICT
@@ -22,68 +22,54 @@ _MODEL_STATES = "model_states.pt"
 _GPU_STATES = "torch_cuda_manual_seed"
 
 
-class ClientState(Protocol):
-    """Everything that belongs to a client."""
+class ClientState:
+    """What belongs to a loader."""
 
-    @property
-    def client(self) -> Loader: ...
+    loader: ClassVar[Loader]
+    scheduler: HasState | None = None
+    """Unless the engine saves it"""
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
         """Return the object trees of all stock files that this rank would write; ``trees`` are the training's.
 
         ``rng`` are the random number states to save; None for the current ones.
         """
-        ...
+        if self.scheduler is None or not ranks.is_first:
+            return dict(trees)
+        return {**trees, self.loader.scheduler: self.scheduler.state_dict()}
 
     def files(self) -> Mapping[str, bytes]:
         """Return the other files of this step that rank 0 would write."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerClient:
-    """For the Trainer, and for loops that load the files themselves."""
-
-    scheduler: HasState | None = None
-    """Unless the engine saves it"""
-
-    @property
-    def client(self) -> Loader:
-        return LOADERS[TRAINER]
-
-    def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
-        path = rng_file(ranks.rank, ranks.world_size)
-        found = {**trees, path: rng_tree() if rng is None else rng}
-        if ranks.is_first and self.scheduler is not None:
-            found[self.client.scheduler] = self.scheduler.state_dict()
-        return found
-
-    def files(self) -> Mapping[str, bytes]:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class AccelerateClient:
-    """For ``Accelerator.load_state`` of accelerate 1.15."""
+@dataclass(frozen=True)
+class TrainerClient(ClientState):
+    """For the Trainer, and for loops that load the files themselves."""
 
-    accelerator: Accelerator
+    loader = LOADERS[TRAINER]
     scheduler: HasState | None = None
-    """Unless the engine saves it"""
-
-    @property
-    def client(self) -> Loader:
-        return LOADERS[ACCELERATE]
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
-        found = {(self.client.optimizer if path == OPTIMIZER else path): tree for path, tree in trees.items()}
+        own = {rng_file(ranks.rank, ranks.world_size): rng_tree() if rng is None else rng}
+        return super().trees({**trees, **own}, ranks, rng)
+
+
+@dataclass(frozen=True)
+class AccelerateClient(ClientState):
+    """For ``Accelerator.load_state`` of accelerate 1.15."""
+
+    loader = LOADERS[ACCELERATE]
+    accelerator: Accelerator
+    scheduler: HasState | None = None
+
+    def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
+        found = {(self.loader.optimizer if path == OPTIMIZER else path): tree for path, tree in trees.items()}
         states = {ACCELERATE_KEYS[key]: value for key, value in (rng or rng_tree()).items() if key in ACCELERATE_KEYS}
         if _GPU_STATES in states and not isinstance(states[_GPU_STATES], list):
             states[_GPU_STATES] = [states[_GPU_STATES]]
-        path = rng_file(ranks.rank, ranks.world_size, self.client.name)
-        found[path] = {"step": self.accelerator.step, **states}
-        if ranks.is_first and self.scheduler is not None:
-            found[self.client.scheduler] = self.scheduler.state_dict()
-        return found
+        path = rng_file(ranks.rank, ranks.world_size, self.loader.name)
+        return super().trees({**found, path: {"step": self.accelerator.step, **states}}, ranks, rng)
 
     def files(self) -> Mapping[str, bytes]:
         """Return the states of data loaders, and of what was given to ``register_for_checkpointing``."""
@@ -98,23 +84,17 @@ class AccelerateClient:
             save_custom_state(custom, str(folder), number)
 
 
-@dataclass(frozen=True, slots=True)
-class LightningClient:
+@dataclass(frozen=True)
+class LightningClient(ClientState):
     """For Lightning: ``dump`` returns what its Trainer saves, with or without model and optimizer."""
 
+    loader = LOADERS[LIGHTNING]
     dump: Callable[[], Mapping[str, Any]]
-
-    @property
-    def client(self) -> Loader:
-        return LOADERS[LIGHTNING]
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
         dumped = dict(self.dump())  # on every rank, as Lightning does
         names, found = dumped.pop(STATE_DICT, {}), dict(trees)
         dumped.pop(OPTIMIZERS, None)
         if (optimizer := found.pop(OPTIMIZER, None)) is not None:
-            found[self.client.optimizer] = {**dumped, STATE_DICT: dict.fromkeys(names), OPTIMIZERS: [optimizer]}
+            found[self.loader.optimizer] = {**dumped, STATE_DICT: dict.fromkeys(names), OPTIMIZERS: [optimizer]}
         return {path: {**tree, **dumped} if path.endswith(_MODEL_STATES) else tree for path, tree in found.items()}
-
-    def files(self) -> Mapping[str, bytes]:
-        return {}

@@ -45,11 +45,17 @@ class ZeroTraining:
     Raises UnsupportedCheckpoint for what it can't save.
     """
 
-    def __init__(self, engine: Any, client: Loader = LOADERS[DEEPSPEED]) -> None:
+    def __init__(self, engine: Any, loader: Loader = LOADERS[DEEPSPEED]) -> None:
         self.engine = engine
-        self.client = client
+        self.loader = loader
         self.zero = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
+        self._keys = (
+            ("fp32_flat_groups", "optimizer_state_dict")
+            if self.stage == 3
+            else ("single_partition_of_fp32_groups", "base_optimizer_state")
+        )
+        """DeepSpeed's keys of the masters, and of the state of torch's optimizer"""
         self.ranks = Ranks.here()
         refuse(engine)
         self.precision: torch.dtype = engine.get_model_dtype() if hasattr(engine, "get_model_dtype") else _dtype(engine)
@@ -69,11 +75,13 @@ class ZeroTraining:
         }
 
         self._buffers = [*persistent_buffers(self.model)]
+        own = (self.ranks.rank, self.ranks.world_size)
+        self._frozen_file = frozen_name(*own) if self.stage == 3 else frozen_name(0, 1)
         self._steps_before: int = engine.global_steps - engine.skipped_steps
 
     @property
     def tag(self) -> str:
-        return self.client.default_tag.format(self.engine.global_steps)
+        return self.loader.default_tag.format(self.engine.global_steps)
 
     may_skip = True
 
@@ -98,7 +106,7 @@ class ZeroTraining:
             (offload.get("super_offload"), "SuperOffload updates states in another process"),
             (
                 not all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers()),
-                "the optimizer is not one of torch's kind",
+                "the optimizer is not a torch.optim.Optimizer",
             ),
         ]
         return next((why for is_so, why in signs if is_so), None)
@@ -121,10 +129,7 @@ class ZeroTraining:
             return None
         params: dict[str, Any] = dict(self.model.named_parameters())
         tensors = {name: params[name].ds_tensor if self.stage == 3 else params[name] for name in names}
-        return FrozenFile(self._frozen_name(), tensors)
-
-    def _frozen_name(self) -> str:
-        return frozen_name(self.ranks.rank, self.ranks.world_size) if self.stage == 3 else frozen_name(0, 1)
+        return FrozenFile(self._frozen_file, tensors)
 
     def trees(self) -> Mapping[str, Any]:
         optim, model = self._stock_names(self.ranks.rank)
@@ -148,10 +153,9 @@ class ZeroTraining:
 
     def _flats(self, saved: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Return this rank's flat tensors by kind, for each sub-group (ZeRO-3) or param group."""
-        masters = saved["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
-        states = _inner(saved, self.stage)["state"]
-        flats = []
-        for flat_id, master in enumerate(masters):
+        masters, inner = self._keys
+        states, flats = saved[inner]["state"], []
+        for flat_id, master in enumerate(saved[masters]):
             kinds = {kind: value for kind, value in states.get(flat_id, {}).items() if kind != "step"}
             for kind, value in kinds.items():
                 if not is_elementwise(value) or value.numel() < master.numel():
@@ -193,29 +197,22 @@ class ZeroTraining:
     def _optim_tree(self) -> dict[str, Any]:
         outer = dict(self.zero.state_dict())
         outer.pop("param_slice_mappings", None)  # follows from the layout, and is wrong under round_robin_gradients
-        masters = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        outer[masters] = [_left(flat) for flat in outer[masters]]
-        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
-        inner = dict(outer[key])
-        inner["state"] = {
-            flat_id: {kind: value if kind == "step" else _left(value) for kind, value in kinds.items()}
-            for flat_id, kinds in inner["state"].items()
+        masters, inner = self._keys
+        outer[masters] = [Omitted.of(flat) for flat in outer[masters]]
+        states = {
+            flat_id: {kind: value if kind == "step" else Omitted.of(value) for kind, value in kinds.items()}
+            for flat_id, kinds in outer[inner]["state"].items()
         }
-        outer[key] = inner
+        outer[inner] = {**outer[inner], "state": states}
         return {"optimizer_state_dict": outer, "ds_config": self.engine.config, "ds_version": _version()}
 
     def _model_tree(self) -> dict[str, Any]:
-        engine, about = self.engine, self._about_model
+        engine = self.engine
+        loader = engine.training_dataloader if engine.curriculum_learning_enabled() else None
         return {
-            "module": about["module"],
-            "buffer_names": about["buffer_names"],
-            "optimizer": None,
-            "param_shapes": about["param_shapes"],
-            "frozen_param_shapes": about["frozen_param_shapes"],
-            "shared_params": about["shared_params"],
-            "frozen_param_fragments": about["frozen_param_fragments"],
+            **self._about_model,
             "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-            "data_sampler": self._data_sampler(),
+            "data_sampler": loader.data_sampler.state_dict() if loader is not None else None,
             "random_ltd": None,
             "skipped_steps": engine.skipped_steps,
             "global_steps": engine.global_steps,
@@ -234,12 +231,13 @@ class ZeroTraining:
         frozen = {name: fact for name, fact in self.params.items() if fact.role == "frozen"}
         fragments, shapes = None, None
         if self.stage >= 2 and self.has_frozen:  # as DeepSpeed does; ZeRO-1 stores them in `module` only
-            fragments = Constant(OrderedDict((name, StoredElsewhere(self._frozen_name(), name)) for name in frozen))
+            fragments = Constant(OrderedDict((name, StoredElsewhere(self._frozen_file, name)) for name in frozen))
             shapes = Constant(OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items()))
         again = [name for name, stored in self.tied.items() if stored in self._buffers]
         return {
             "module": Constant(self._module()),
             "buffer_names": [*dict.fromkeys((*engine._get_buffer_names(), *self._buffers, *again))],
+            "optimizer": None,
             "param_shapes": [
                 Constant(OrderedDict((name, torch.Size(shape)) for name, shape in group.items()))
                 for group in self._shapes
@@ -250,15 +248,9 @@ class ZeroTraining:
             "frozen_param_fragments": fragments,
         }
 
-    def _data_sampler(self) -> Any:
-        loader = self.engine.training_dataloader
-        if loader is None or not self.engine.curriculum_learning_enabled():
-            return None
-        return loader.data_sampler.state_dict()
-
     def _module(self) -> OrderedDict[str, Any]:
         """Return the model's state dict without the values of trained params."""
-        state = self.model.state_dict()
+        state, bundle = self.model.state_dict(), bundle_name(self.ranks.rank, self.ranks.world_size)
         module: OrderedDict[str, Any] = OrderedDict()
         for name, tensor in state.items():
             stored = self.tied.get(name, name)
@@ -266,11 +258,9 @@ class ZeroTraining:
             if fact is None and stored not in self._buffers:  # PEFT leaves out what is frozen
                 continue
             if stored in self._buffers:
-                module[name] = StoredElsewhere(
-                    bundle_name(self.ranks.rank, self.ranks.world_size), f"{BUFFER}/{stored}"
-                )
+                module[name] = StoredElsewhere(bundle, f"{BUFFER}/{stored}")
             elif self.stage < 3 and fact is not None and fact.role == "frozen":
-                module[name] = StoredElsewhere(self._frozen_name(), stored)
+                module[name] = StoredElsewhere(self._frozen_file, stored)
             else:
                 module[name] = Omitted(tensor.dtype, (0,) if self.stage == 3 else tuple(tensor.shape))
         if hasattr(state, "_metadata"):
@@ -297,15 +287,6 @@ def refuse(engine: Any) -> None:
         problems.append(problem)
     if problems:
         raise UnsupportedCheckpoint(problems)
-
-
-def _inner(saved: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
-    inner: Mapping[str, Any] = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-    return inner
-
-
-def _left(value: Any) -> Any:
-    return Omitted(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value
 
 
 def _dtype(engine: Any) -> torch.dtype:

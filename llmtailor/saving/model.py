@@ -23,17 +23,15 @@ from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.mergekit_data import naming_of, on_disk
 from llmtailor.model.parts import ModelStructure, Param, Piece, SavedAs
 from llmtailor.model.roles import EXP_AVG_SQ, MASTER
-from llmtailor.policies import Policy, check_policy, staleness_limit
+from llmtailor.policies import Policy, check_policy
 from llmtailor.saving.training import Fragment, Ranks, Training, describe, tied_names
 
 
-def in_pieces(training: Training, pieces: Mapping[str, Piece]) -> Training:
-    """Return the training with fragments of these pieces, such as experts, instead of their params'."""
-    return cast(Training, _InPieces(training, pieces)) if pieces else training
-
-
 class _InPieces:
-    """Has all of `Training`: what is not defined here is that of the training itself."""
+    """A training with fragments of pieces of params, such as experts, instead of those of the params.
+
+    Has all of `Training`: what is not defined here is that of the training itself.
+    """
 
     def __init__(self, training: Training, pieces: Mapping[str, Piece]) -> None:
         self._training = training
@@ -188,7 +186,8 @@ def find_trained_parts(training: Training, ranks: Ranks, experts: str | None) ->
     """
     structure, params_of = _find_parts(training.model, training.params, training.tied, experts)
     names = saved_names(training.model, training.params, training.tied)
-    training = in_pieces(training, structure.pieces)
+    if structure.pieces:
+        training = cast(Training, _InPieces(training, structure.pieces))
     return weigh(TrainedModel(structure, params_of, {}, names), training, ranks), training
 
 
@@ -204,13 +203,6 @@ def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel
 
     results = ranks.together(weigh_mine)
     return replace(model, num_bytes={part: sum(one[part] for one in results) for part in model.params_of})
-
-
-def limit_for(policy: Policy, model: TrainedModel, max_staleness: int | None, is_tested: bool) -> int:
-    """Return what `staleness_limit` does, and what it raises; `check_policy` tests the policy unless it was tested."""
-    if is_tested:
-        return staleness_limit(policy, model.structure, model.parts, max_staleness)
-    return check_policy(policy, model.structure, model.parts, model.num_bytes, max_staleness)
 
 
 def check_before_training(model: Any, policy: Policy, max_staleness: int | None, experts: str | None) -> None:
@@ -309,11 +301,6 @@ class Drift:
     def remember(self, samples: Samples) -> None:
         """Record what was sampled as saved."""
         self._kept.update(samples)
-
-    def measure(self, training: Training) -> Sums:
-        """Return this rank's part of the measurement of a training, which has moments."""
-        fragments = training.fragments(self.part_of.keys())
-        return self.sums(fragments, bias_correction(training.optimizers()))
 
     def sums(self, fragments: Iterable[Fragment], correction: float) -> Sums:
         """Return this rank's part of the measurement, for each recorded part.

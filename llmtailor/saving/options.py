@@ -137,24 +137,20 @@ def _number(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def _switch(text: str) -> bool:
-    return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
-
-
-def _policy(text: str) -> Any:
-    return json.loads(text) if text.startswith("{") else text
-
-
+_SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _READERS: Mapping[Any, Callable[[str], object]] = {
     int | None: int,
     int | Literal["auto"]: _number,
-    bool: _switch,
+    bool: lambda text: _SWITCH[text.lower()],
     float: float,
 }
 """Type of a field of `SavingOptions`, if it is no text -> what reads it"""
 _TYPES = get_type_hints(SavingOptions)
 VARIABLES: Mapping[str, tuple[Callable[[str], object], str]] = {
-    "policy": (_policy, "a policy such as parity or round_robin:4, or a JSON object"),
+    "policy": (
+        lambda text: json.loads(text) if text.startswith("{") else text,
+        "a policy such as parity or round_robin:4, or a JSON object",
+    ),
     "save_steps": (_number, "a number of steps, or auto"),
     "overhead": (float, "a fraction of the time, such as 0.02"),
     "on_restart": (str, "refuse or compose"),

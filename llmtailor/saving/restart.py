@@ -46,25 +46,31 @@ def newest_checkpoint(output_dir: str | Path, also: Sequence[str | Path] = ()) -
     """
     ranks = Ranks.here()
     run, others = Path(output_dir), [Path(one) for one in also if (Path(one) / "partial").is_dir()]
-
-    def compose() -> str | None:
-        newest = compose_newest(run, ranks.world_size, others)
-        if newest is None:
-            return None
-        how = "composed" if newest.is_new else "already complete"
-        logger.warning("resuming at step %d from %s (%s)", newest.step, newest.path, how)
-        return str(newest.path)
-
-    found = _first_of_all(ranks, compose)
-    return Path(found) if found is not None else None
+    # not by a collective: those have a time limit
+    board, key = ranks.board(), f"restart-{next(_numbers)}"
+    if ranks.is_first:
+        try:
+            newest = compose_newest(run, ranks.world_size, others)
+            board.post(key, {"path": str(newest.path) if newest is not None else None})
+        except Exception as error:
+            refusal = as_error(error, "newest_checkpoint")
+            board.post(key, {"error": to_json(refusal)})
+            raise refusal from error
+        if newest is not None:
+            how = "composed" if newest.is_new else "already complete"
+            logger.warning("resuming at step %d from %s (%s)", newest.step, newest.path, how)
+    (message,) = await_messages(board, [key], lambda: None)
+    if "error" in message:
+        raise from_json(message["error"])
+    return Path(message["path"]) if message["path"] is not None else None
 
 
 def resume_automatically(trainer: Trainer, also: Sequence[str | Path] = ()) -> None:
     """Make ``trainer.train()`` continue from the newest state of its ``output_dir``.
 
-    A callback comes too late for that: when `on_train_begin` runs, the Trainer has decided where the data begins. So
-    this replaces the method on this one Trainer. A checkpoint that the caller names stays, unless the newest attempt
-    goes back to it, over however many restarts: a restarted job names the same one again.
+    A callback would come too late: when `on_train_begin` runs, the Trainer has decided where the data begins. So this
+    replaces the method on this one Trainer. A checkpoint that the caller names is kept, unless the newest attempt
+    descends from it: a restarted job names the same one again.
     """
     train: Callable[..., Any] = trainer.train
 
@@ -78,22 +84,6 @@ def resume_automatically(trainer: Trainer, also: Sequence[str | Path] = ()) -> N
         return train(given, *args, **kwargs)
 
     trainer.train = resuming
-
-
-def _first_of_all(ranks: Ranks, call: Callable[[], str | None]) -> str | None:
-    """Make a call on rank 0, which may take longer than a collective may, and return its result on every rank."""
-    board, key = ranks.board(), f"restart-{next(_numbers)}"
-    if ranks.is_first:
-        try:
-            board.post(key, {"result": call()})
-        except Exception as error:
-            refusal = as_error(error, "newest_checkpoint")
-            board.post(key, {"error": to_json(refusal)})
-            raise refusal from error
-    (message,) = await_messages(board, [key], lambda: None)
-    if "error" in message:
-        raise from_json(message["error"])
-    return message["result"]  # type: ignore[no-any-return]
 
 
 def trainer_state_of(resumed_from: str | Path | Mapping[str, object] | None) -> Mapping[str, Any] | None:
@@ -119,48 +109,42 @@ def resume(
     checkpoint at this step that it continues, if any.
 
     ``parts`` are those that it saves. ``trainer_state`` is the content of the ``trainer_state.json`` of the checkpoint
-    resumed from; None means the run's newest checkpoint at that step. With ``is_retry``, what is there is of earlier
-    attempts of the same training. Raises TargetError if training starts from
-    scratch where another run has saved, SourceError for a damaged record of attempts, StorageError.
+    resumed from; None means the run's newest checkpoint at that step. ``is_retry``: what is there is of earlier
+    attempts of the same training.
+
+    Raises TargetError if training starts from scratch where another run has saved, SourceError for a damaged record of
+    attempts, StorageError.
     """
     if swept := folder.sweep():
         logger.warning("removed %s: these saves did not finish", ", ".join(swept))
-    if step == 0 and not is_retry and (there := folder.complete()):
+    there = folder.complete()
+    if step == 0 and not is_retry and there:
         what = f"another run has saved here, up to step {max(there)}"
         fix = (
             'resume from it (llmtailor merge --run, or attach with on_restart="compose"), use another output_dir for '
             "this run, or move the folder elsewhere"
         )
         raise TargetError.at(folder.partial, what, fix)
-    ledger, before = _find(folder, training, parts, step, lineage, trainer_state)
+    before = there.get(step)
+    if before is not None and _is_same_save(before, step, trainer_state):
+        manifest = read_manifest(before, before.name)
+        saved = Ledger.from_json(manifest.ledger, before.name)
+        ledger = saved.resumed(lineage, step)
+        if dict(manifest.params) == dict(training.params) and dict(manifest.tied) == dict(training.tied):
+            ledger = ledger.divided(parts, lost_parts(saved, folder.saves()))
+        else:
+            what = "%s is of another model or set of trained params; the next save holds every part"
+            logger.warning(what, before.name)
+            ledger = Ledger(lineage, ledger.history)
+    else:
+        full = folder.run / f"checkpoint-{step}"
+        stated = stated_attempt(full) if trainer_state is None else read_mark(trainer_state, step)
+        before = None
+        ledger = Ledger(lineage, {**stated.history, stated.lineage: step} if stated else {})
     folder.record_attempt(Past(step, ledger.lineage, ledger.history))
     _set_aside(folder, step, before)
     abandon_after(folder.partial, step)
     return ledger, before
-
-
-def _find(
-    folder: RunFolder,
-    training: Training,
-    parts: Collection[str],
-    step: int,
-    lineage: str,
-    trainer_state: Mapping[str, Any] | None,
-) -> tuple[Ledger, Path | None]:
-    path = folder.at(step)
-    stated = read_mark(trainer_state, step) if trainer_state is not None else None
-    if step not in folder.complete() or not _is_same_save(path, step, trainer_state):
-        if trainer_state is None:
-            stated = stated_attempt(folder.run / f"checkpoint-{step}")
-        history = {**stated.history, stated.lineage: step} if stated else {}
-        return Ledger(lineage, history), None
-    manifest = read_manifest(path, path.name)
-    ledger = Ledger.from_json(manifest.ledger, path.name)
-    resumed = ledger.resumed(lineage, step)
-    if dict(manifest.params) != dict(training.params) or dict(manifest.tied) != dict(training.tied):
-        logger.warning("%s is of another model or set of trained params; the next save holds every part", path.name)
-        return Ledger(lineage, resumed.history), path
-    return resumed.divided(parts, lost_parts(ledger, folder.saves())), path
 
 
 def _is_same_save(path: Path, step: int, trainer_state: Mapping[str, Any] | None) -> bool:

@@ -1,7 +1,8 @@
-"""Saves in progress: each rank writes its share in a thread, and rank 0 publishes what all ranks have written.
+"""Saves in progress: each rank writes its share, in a thread or while training stops, and rank 0 publishes what all
+ranks have written.
 
-The threads exchange small messages through torch.distributed's key-value store, never by collectives, which would mix
-with those of the training. The messages of a save, by key::
+They exchange small messages through torch.distributed's key-value store, not by collectives, which would mix with those
+of the training. The messages of a save, by key::
 
     SAVE_ID/begun    rank 0: the folder is there, or why not
     SAVE_ID/RANK     each rank: what it has written, or why not
@@ -22,60 +23,39 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import Problem, StorageError, TailorError, Unanswered, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
-from llmtailor.ranks.board import Pulse, StoreBoard, as_error, await_messages, from_json, merged, to_json, turns
+from llmtailor.ranks.board import Pulse, as_error, await_messages, from_json, merged, to_json, turns
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.gc import deletable
-from llmtailor.runs.save_log import ABANDONED_LOG, LOG
+from llmtailor.runs.save_log import ABANDONED_LOG, LOG, LoggedSave
 from llmtailor.runs.scan import prove_step
+from llmtailor.saving.model import Samples
 from llmtailor.saving.options import SavingOptions
-from llmtailor.saving.snapshot import ANY_STEP, STUCK, Arena, Snapshot, StepBarrier, storage_of
-from llmtailor.saving.tiers import Finished, TierCopier
+from llmtailor.saving.snapshot import STUCK, Arena, Snapshot
+from llmtailor.saving.tiers import Finished, open_tier
 from llmtailor.saving.training import Ranks, Training
-from llmtailor.saving.writing import CarriedFiles, Publication, SaveId, Share, publish, write_share
+from llmtailor.saving.writing import Share, write_share
 from llmtailor.storage.local import replace_durably
 
 
-@dataclass(frozen=True, slots=True)
-class SaveReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport(LoggedSave):
     """A finished save."""
 
-    step: int
-    parts: Mapping[str, str]
-    """Saved part -> reason"""
-    num_bytes: int
-    """Size of all ranks' files, in bytes. Frozen params count even if they are hard links to an earlier save."""
-    stall_s: float
-    """Seconds for which the save stopped training: in `PartialSaver.save` and before the next optimizer steps. This and
-    the following times are those of the slowest rank."""
-    drift: Mapping[str, float]
-    """Part -> relative change since its own last save, measured before this one"""
-    expected_loss: Mapping[str, float]
-    """Part -> estimated rise of the loss with its own last save, measured before this one; see `policies.Situation`"""
-    steps_behind: Mapping[str, int]
-    """Part -> optimizer steps since its newest save, after this one"""
     path: Path
     """The partial checkpoint"""
-    copy_s: float = 0.0
-    """Seconds from the start of the save until its states were copied to host memory; 0 without background saves"""
-    write_s: float = 0.0
-    """Seconds until its files were durable"""
-    publish_s: float = 0.0
-    """Seconds until the partial checkpoint was complete"""
     buffer_bytes: int = 0
     """The most host memory that the copies occupied at once on one rank, in bytes"""
-    masters: Collection[str] = ()
-    """Further parts, of which it holds the masters without the moments"""
 
     def to_json(self) -> dict[str, object]:
         """Return the save as a line of ``saves.jsonl``."""
@@ -84,69 +64,40 @@ class SaveReport:
             "parts": dict(self.parts),
             **({"masters": [*self.masters]} if self.masters else {}),
             "num_bytes": self.num_bytes,
-            "stall_s": round(self.stall_s, 6),
-            "copy_s": round(self.copy_s, 6),
-            "write_s": round(self.write_s, 6),
-            "publish_s": round(self.publish_s, 6),
+            **{name: round(getattr(self, name), 6) for name in ("stall_s", "copy_s", "write_s", "publish_s")},
             "buffer_bytes": self.buffer_bytes,
-            "drift": dict(self.drift),
-            "expected_loss": dict(self.expected_loss),
-            "steps_behind": dict(self.steps_behind),
+            **{name: dict(getattr(self, name)) for name in ("drift", "expected_loss", "steps_behind")},
         }
 
     def metrics(self) -> dict[str, float]:
         """Return the values for the Trainer's logger."""
+        names = ("step", "stall_s", "copy_s", "write_s", "publish_s", "buffer_bytes")
         return {
             "checkpoint/bytes": self.num_bytes,
-            "checkpoint/step": self.step,
-            "checkpoint/stall_s": self.stall_s,
-            "checkpoint/copy_s": self.copy_s,
-            "checkpoint/write_s": self.write_s,
-            "checkpoint/publish_s": self.publish_s,
-            "checkpoint/buffer_bytes": self.buffer_bytes,
+            **{f"checkpoint/{name}": getattr(self, name) for name in names},
             "checkpoint/stalest_part_steps": max(self.steps_behind.values(), default=0),
         }
-
-
-def append(folder: Path, line: Mapping[str, Any]) -> None:
-    """Append a line to the log; ignore errors."""
-    with suppress(OSError), (folder / LOG).open("ab+") as file:
-        if file.tell() and not _ends_a_line(file):  # a kill truncated the last one
-            file.write(b"\n")
-        file.write(json.dumps(line).encode() + b"\n")
 
 
 def abandon_after(folder: Path, step: int) -> None:
     """Move the lines of later saves to `ABANDONED_LOG`: the run resumes at ``step``. A truncated line is dropped."""
     with suppress(OSError, StorageError):
-        lines = (folder / LOG).read_bytes().splitlines()
-        steps = [_step_of(line) for line in lines]
-        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-        later = [line for line, at in zip(lines, steps, strict=True) if at is not None and at > step]
-        if len(kept) < len(lines):
+        kept, later, lines = b"", b"", (folder / LOG).read_bytes()
+        for line in lines.splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # a kill truncated it
+                if json.loads(line)["step"] <= step:
+                    kept += line + b"\n"
+                else:
+                    later += line + b"\n"
+        if kept != lines:
             with (folder / ABANDONED_LOG).open("ab") as file:
-                file.write(b"".join(line + b"\n" for line in later))
-            replace_durably(folder / LOG, b"".join(line + b"\n" for line in kept))
-
-
-def _ends_a_line(file: BinaryIO) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a line of the log, None if it is not valid."""
-    try:
-        content = json.loads(line)
-    except ValueError:
-        return None
-    step = content.get("step") if isinstance(content, dict) else None
-    return step if type(step) is int else None
+                file.write(later)
+            replace_durably(folder / LOG, kept)
 
 
 logger = logging.getLogger("llmtailor.saving")
 _LAST_S = 5.0
-"""Seconds that a save gets to remove what it has written, if it is given up because the process ends"""
+"""Seconds in which a save that is given up because the process ends may remove its files"""
 _ENDING = Problem(
     "saving",
     "save aborted: the process ended before it was complete",
@@ -159,78 +110,85 @@ class SaveFailed(StorageError):
 
 
 class RunRecord:
-    """Writes on rank 0 only; every rank makes the calls. With a second level, lines and deletions follow the copies.
+    """The run's folder, its log, and what is deleted there; with a second tier, both follow the copies.
+
+    All ranks make the calls, and rank 0 writes.
 
     Args:
-        keep_composable: see `SavingOptions`.
-        carried: files in a partial checkpoint that the user's objects have written.
+        carried: returns the files in a partial checkpoint that the user's objects have written.
     """
 
-    def __init__(self, folder: RunFolder, ranks: Ranks, keep_composable: int | None, carried: CarriedFiles) -> None:
-        self.copier: TierCopier | None = None
+    def __init__(
+        self, folder: RunFolder, ranks: Ranks, options: SavingOptions, carried: Callable[[], Collection[str]]
+    ) -> None:
+        self.folder, self.ranks, self.board = folder, ranks, ranks.board()
+        staging = options.staging_dir
+        self.first = folder if staging is None else RunFolder(Path(staging).absolute())
+        """Where saves are written"""
+        self.copier = open_tier(folder, self.first, options, ranks, self.board, self._append)
+        self.write_timeout = options.write_timeout
+        self.keep_composable = options.keep_composable
         self.is_begun = False
         """Whether the attempt is recorded"""
-        self._folder = folder
-        self._ranks = ranks
-        self.keep_composable = keep_composable
-        self._carried = carried
         self.is_proven = False
         """Whether a save of this process was found to be composable, or was reported not to be"""
+        self._carried = carried
         self._proof: threading.Thread | None = None
 
-    @property
-    def elsewhere(self) -> Collection[str]:
-        """The tensor files on disks of other nodes"""
-        return self.copier.elsewhere if self.copier is not None else ()
-
-    def begin(self, past: Past) -> None:
-        """Record the attempt of a loop that did not call `PartialSaver.start`."""
-        if not self.is_begun:
-            self._folder.record_attempt(past)
-        self.is_begun = True
+    def begin(self, work: Work) -> None:
+        """Make the folder of a save; record the attempt of a loop that did not call `PartialSaver.start`."""
+        step, ledger = work.report.step, work.ledger
+        if not self.is_begun and work.refusal is None:
+            self.folder.record_attempt(Past(step, ledger.lineage, ledger.history))
+            self.is_begun = True
+        self.first.begin(step)
 
     def log(self, line: Mapping[str, object]) -> None:
         """Add a line to the run's log."""
         if self.copier is not None:
             self.copier.add(line)
         else:
-            self.append(line)
+            self._append(line)
 
-    def append(self, line: Mapping[str, object]) -> None:
-        """Add a line now."""
-        if self._ranks.is_first:
-            append(self._folder.partial, line)
+    def _append(self, line: Mapping[str, object]) -> None:
+        """Add a line now; ignore errors of the disk."""
+        if self.ranks.is_first:
+            with suppress(OSError), (self.folder.partial / LOG).open("ab+") as file:
+                if size := file.tell():
+                    file.seek(size - 1)
+                    if file.read(1) != b"\n":  # a kill truncated the last one
+                        file.write(b"\n")
+                file.write(json.dumps(line).encode() + b"\n")
 
-    def published(self, save: SaveId, ledger: Ledger, began: float, report: SaveReport) -> None:
-        """Log a save, and delete what is no longer needed; copy it first if there is a second level."""
-        line, retire = report.to_json(), partial(self._complete, ledger, save.step)
+    def published(self, work: Work, report: SaveReport) -> None:
+        """Log a save, and delete what is no longer needed; copy it first if there is a second tier."""
+        line, retire = report.to_json(), partial(self._retire, work.ledger)
         if self.copier is not None:
-            self.copier.add(Finished(save.step, save.save_id, began, line, retire))
-        elif self._ranks.is_first:
-            self.append(line)
+            self.copier.add(Finished(report.step, work.save_id, work.began, line, retire))
+        elif self.ranks.is_first:
+            self._append(line)
             retire()
 
     def close(self) -> None:
-        """Wait for the proof, if it is under way."""
+        """Wait for the copies and for the proof, and release the folders, so that another run can save there."""
+        if self.copier is not None:
+            self.copier.close(self.write_timeout)
+            self.copier = None
+            if self.first is not self.folder:
+                self.first.unlock()
         if self._proof is not None:
             self._proof.join()
-
-    def _complete(self, ledger: Ledger, step: int) -> list[int]:
-        """Prove the first save to be composable, in a thread of its own, and do what `_retire` does."""
-        if not self.is_proven and (self._proof is None or not self._proof.is_alive()):
-            self._proof = threading.Thread(target=self._prove, args=(step,), name="llmtailor-proof", daemon=True)
-            self._proof.start()
-        return self._retire(ledger)
+        self.folder.unlock()
 
     def _prove(self, step: int) -> None:
-        """Plan a composite, and say so if that fails. Training continues: what is saved may be of use all the same."""
-        there = self._folder.complete().keys()
+        """Plan a composite; log an error if that fails. Training continues: what is saved may still be of use."""
+        there = self.folder.complete().keys()
         try:
-            prove_step(self._folder.run, step)
+            prove_step(self.folder.run, step)
         except (OSError, StorageError, Unanswered) as error:
-            logger.info("whether step %d can be composed is not known: %s", step, error)
+            logger.info("could not check whether step %d can be composed: %s", step, error)
         except Exception as error:
-            if there - self._folder.complete().keys():  # deleted meanwhile; the next save is looked at
+            if there - self.folder.complete().keys():  # deleted meanwhile; the next save is tested
                 return
             logger.error(
                 "the save at step %d is complete, but can't be composed into a checkpoint: %s. Training and saving "
@@ -239,18 +197,23 @@ class RunRecord:
                 error,
                 exc_info=None if isinstance(error, TailorError) else error,
             )
-            self.append({"step": step, "not_composable": str(error)})
+            self._append({"step": step, "not_composable": str(error)})
         self.is_proven = True
 
     def _retire(self, ledger: Ledger) -> list[int]:
-        """Delete checkpoints that are no longer needed, and return their steps; the next save retries failed ones."""
+        """Prove the first save to be composable, in a thread; delete checkpoints that are no longer needed.
+
+        Return their steps; the next save retries failed ones.
+        """
+        if not self.is_proven and (self._proof is None or not self._proof.is_alive()):
+            self._proof = threading.Thread(target=self._prove, args=(ledger.step,), name="llmtailor-proof", daemon=True)
+            self._proof.start()
         if self.keep_composable is None:
             return []
-        folder, made, deleted = self._folder, [*self._carried.contents()], []
+        folder, made, deleted = self.folder, [*self._carried()], []
         try:
-            saves = [
-                save for save in folder.saves() if save.step <= (ledger.step or 0)
-            ]  # later ones are not copied yet
+            # later saves are not copied yet
+            saves = [save for save in folder.saves() if save.step <= (ledger.step or 0)]
             for step in deletable(saves, ledger, self.keep_composable):
                 if holds_unknown(folder.at(step), made):
                     logger.warning("%s is kept: it contains unknown files", folder.at(step).name)
@@ -265,74 +228,24 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What this rank does in a save."""
+    """What this rank does in a save, and what becomes true once it is published."""
 
-    save: SaveId
+    save_id: str
     began: float
     """Monotonic time"""
-    first: RunFolder
-    """Where the files are written: the run's folder, or a staging folder on the node"""
-    record: RunRecord
-    ledger: Ledger
-    """The record of saves once this one is published"""
     report: SaveReport
-    """Without what is known only in the end"""
+    """Without what is known only at the end"""
+    ledger: Ledger
+    """The record of saves that includes this one"""
+    policy_state: Mapping[str, Any] | None
+    """The policy's state before the save, which is restored if it fails"""
+    samples: Samples = field(default_factory=dict)
     share: Share | None = None
     """None if laying it out failed: then the save fails on all ranks."""
-    before: Path | None = None
-    publication: Publication | None = None
-    """On rank 0"""
     refusal: TailorError | None = None
     """Why there is no share"""
-
-    def begin(self) -> None:
-        """Make the folder; on rank 0."""
-        if self.publication is not None:
-            self.record.begin(self.publication.attempt)
-        self.first.begin(self.save.step)
-
-    def publish(self, bundles: Sequence[BundleFact]) -> None:
-        """Complete the save; on rank 0."""
-        assert self.publication is not None, "on rank 0"
-        publish(self.report.path, self.publication, bundles, self.before, self.record.elsewhere)
-
-    def finish(self, report: SaveReport) -> None:
-        """Record the published save. It is there, so whatever goes wrong now does not make it fail."""
-        try:
-            self.record.published(self.save, self.ledger, self.began, report)
-        except Exception as error:
-            logger.warning("after the save at step %d: %s", report.step, error, exc_info=error)
-
-
-def save_now(ranks: Ranks, work: Work) -> PendingSave:
-    """Make a save while training stands still; return it finished.
-
-    Raises what goes wrong on any rank, on all of them. Nothing of the save remains then.
-    """
-    path, share = work.report.path, work.share
-    assert share is not None, "else it would have been refused before"
-    ranks.on_first(work.begin)
-    try:
-        facts = ranks.together(lambda: write_share(path, share, work.before))
-        written, bundles = time.monotonic() - work.began, _in_order(facts)
-        ranks.on_first(lambda: work.publish(bundles))
-    except Exception:
-        if ranks.is_first:
-            remove_partial(path)
-        raise
-    now = time.monotonic() - work.began
-    num_bytes = sum(fact.num_bytes for fact in bundles)
-    report = replace(work.report, num_bytes=num_bytes, stall_s=now, write_s=written, publish_s=now)
-    work.finish(report)
-    save = PendingSave(report.step, path, report.parts)
-    save.finish(report)
-    return save
-
-
-def _in_order(ranks: Iterable[Sequence[BundleFact]]) -> list[BundleFact]:
-    """Return the files of all ranks as a manifest lists them: the rank shards, then the files of frozen params."""
-    facts = [*ranks]
-    return [one[0] for one in facts] + [fact for one in facts for fact in one[1:]]
+    publish: Callable[[Sequence[BundleFact]], None] | None = None
+    """On rank 0: complete the save, given the files of all ranks"""
 
 
 def check_chosen(chosen: Sequence[Sequence[str]]) -> None:
@@ -342,16 +255,37 @@ def check_chosen(chosen: Sequence[Sequence[str]]) -> None:
 
 
 class PendingSave:
-    """A save that may still be in progress; `PartialSaver.save` returns it."""
+    """A save that may still be in progress; `PartialSaver.save` returns it.
 
-    def __init__(self, step: int, path: Path, parts: Mapping[str, str]) -> None:
-        self.step = step
-        self.path = path
-        self.parts = parts
+    Args:
+        work: what to write.
+        snapshot: the tensors; None to write the live ones.
+        stops_training: whether to return only when the save is done, instead of writing in a thread.
+    """
+
+    def __init__(self, record: RunRecord, work: Work, snapshot: Snapshot | None, *, stops_training: bool) -> None:
+        self.step = work.report.step
+        self.path = work.report.path
+        self.parts = work.report.parts
         """Saved part -> reason"""
-        self.stall_s = 0.0
-        """Seconds for which `PartialSaver.save` stopped training"""
+        self.work = work
+        self._record, self._ranks, self._board = record, record.ranks, record.board
+        self._snapshot = snapshot
+        self._progress = time.monotonic()
+        self._pulse = Pulse(self._board, self._key("alive"))
+        self._given_up: Problem | None = None
+        """Why it is"""
+        self._has_begun = False
         self._outcome: SaveReport | SaveFailed | None = None
+        self.stall_s = self._progress - work.began
+        """Seconds for which `PartialSaver.save` stopped training"""
+        self._stops_training = stops_training
+        if stops_training:
+            self._run()
+            self.stall_s = time.monotonic() - work.began
+        else:
+            # a daemon: a write that never returns must not keep the process from ending
+            threading.Thread(target=self._run, name="llmtailor-save", daemon=True).start()
 
     @property
     def is_done(self) -> bool:
@@ -370,11 +304,15 @@ class PendingSave:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it is in progress, but nothing has moved for too long."""
-        return False
+        """Whether it is in progress, but has made no progress for ``write_timeout``."""
+        progress = max(self._progress, self._snapshot.progress if self._snapshot is not None else 0.0)
+        return not self.is_done and time.monotonic() - progress > self._record.write_timeout
 
     def give_up(self, why: Problem | None = None) -> None:
         """End the save soon, without publishing it; ``why`` is reported. None: its disk is stuck."""
+        self._given_up = self._given_up or why or STUCK
+        if self._snapshot is not None:
+            self._snapshot.give_up(self._given_up)
 
     def wait_unless_stuck(self) -> bool:
         """Wait until the save is done, but not for a disk that accepts nothing. Return whether it is done."""
@@ -405,55 +343,8 @@ class PendingSave:
             raise self._outcome
         return self._outcome
 
-    def finish(self, outcome: SaveReport | SaveFailed) -> None:
-        self._outcome = outcome
-
-
-class BackgroundSave(PendingSave):
-    """A save whose files are written in a thread of its own.
-
-    Args:
-        work: what to write.
-        snapshot: the tensors; None if there is nothing to write.
-        timeout: see ``write_timeout`` of `SavingOptions`.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        board: StoreBoard,
-        work: Work,
-        snapshot: Snapshot | None,
-        timeout: float,
-    ) -> None:
-        super().__init__(work.save.step, work.report.path, work.report.parts)
-        self._ranks = ranks
-        self._board = board
-        self._work = work
-        self._snapshot = snapshot
-        self._timeout = timeout
-        self._progress = time.monotonic()
-        self._pulse = Pulse(board, self._key("alive"))
-        self._given_up: Problem | None = None
-        """Why it is"""
-        self._has_begun = False
-        self.stall_s = self._progress - work.began
-        # a daemon: a write that never returns must not keep the process from ending
-        self._thread = threading.Thread(target=self._run, name="llmtailor-save", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_stuck(self) -> bool:
-        progress = max(self._progress, self._snapshot.progress if self._snapshot is not None else 0.0)
-        return not self.is_done and time.monotonic() - progress > self._timeout
-
-    def give_up(self, why: Problem | None = None) -> None:
-        self._given_up = self._given_up or why or STUCK
-        if self._snapshot is not None:
-            self._snapshot.give_up(self._given_up)
-
     def _key(self, name: object) -> str:
-        return f"{self._work.save.save_id}/{name}"
+        return f"{self.work.save_id}/{name}"
 
     def _run(self) -> None:
         try:
@@ -462,33 +353,36 @@ class BackgroundSave(PendingSave):
         except Exception as error:  # the other ranks are gone, and the store with them
             result = self._refusal(error)
         if "error" in result:
-            self.finish(SaveFailed(from_json(result["error"]).problems))
-        else:
-            report = replace(self._work.report, **result["measured"])
-            self._work.finish(report)
-            self.finish(report)
+            self._outcome = SaveFailed(from_json(result["error"]).problems)
+            return
+        report = replace(self.work.report, **result["measured"])
+        try:
+            self._record.published(self.work, report)
+        except Exception as error:  # the save is there, so this does not make it fail
+            logger.warning("after the save at step %d: %s", self.step, error, exc_info=error)
+        self._outcome = report
 
     def _written(self) -> dict[str, Any]:
         """Write this rank's share; return its message."""
-        work, snapshot = self._work, self._snapshot
+        work, snapshot = self.work, self._snapshot
         try:
             if snapshot is not None:
                 snapshot.start()  # here, because who starts a thread waits until it runs
             self._begin()
             if work.refusal is not None:
                 return {"error": to_json(work.refusal)}
-            assert work.share is not None and snapshot is not None, "else there is a refusal"
-            facts = write_share(work.report.path, work.share, work.before, snapshot, self._count)
-            snapshot.conclude()
-            done = time.monotonic()
+            assert work.share is not None, "else there is a refusal"
+            facts = write_share(self.path, work.share, snapshot, self._count)
+            if snapshot is not None:
+                snapshot.conclude()
             return {
                 "facts": [[fact.path, fact.num_bytes, fact.crc32] for fact in facts],
-                "parts": [*work.report.parts],
+                "parts": [*self.parts],
                 "measured": {
-                    "stall_s": self.stall_s + snapshot.stall_s,
-                    "copy_s": snapshot.copy_s,
-                    "write_s": done - work.began,
-                    "buffer_bytes": snapshot.high_water,
+                    "stall_s": self.stall_s + (snapshot.stall_s if snapshot is not None else 0.0),
+                    "copy_s": snapshot.copy_s if snapshot is not None else 0.0,
+                    "write_s": time.monotonic() - work.began,
+                    "buffer_bytes": snapshot.high_water if snapshot is not None else 0,
                 },
             }
         except Exception as error:
@@ -499,10 +393,9 @@ class BackgroundSave(PendingSave):
 
     def _begin(self) -> None:
         """Make the folder; the other ranks wait for it."""
-        path = self._work.report.path
         if self._ranks.is_first:
             try:
-                self._work.begin()
+                self._record.begin(self.work)
                 self._has_begun = True
             except Exception as error:
                 self._board.post(self._key("begun"), self._refusal(error))
@@ -512,13 +405,11 @@ class BackgroundSave(PendingSave):
             (begun,) = self._await("begun")
             if "error" in begun:
                 raise from_json(begun["error"])
-            # NFS may remember that there was none, unless it is asked to make it
-            path.mkdir(parents=True, exist_ok=True)
+            # NFS may have cached that it does not exist; creating it here ends that
+            self.path.mkdir(parents=True, exist_ok=True)
 
     def _refusal(self, error: Exception) -> dict[str, Any]:
-        if not isinstance(error, (TailorError, OSError)):
-            logger.warning("a save failed on rank %d", self._ranks.rank, exc_info=error)
-        return {"error": to_json(as_error(error, "saving"))}
+        return {"error": to_json(save_error(error, self._ranks))}
 
     def _check(self) -> None:
         if self._given_up is not None:
@@ -533,6 +424,8 @@ class BackgroundSave(PendingSave):
         """Return the messages of these names once they are there."""
 
         def check() -> None:
+            if self._stops_training and self.is_stuck:
+                self.give_up()
             if (why := self._given_up) is not None:
                 what = f"another rank's share was not complete; {why.what}"
                 raise StorageError.at("saving", what, "see that rank's log")
@@ -543,19 +436,20 @@ class BackgroundSave(PendingSave):
 
     def _conclude(self) -> dict[str, Any]:
         """Publish the save, or remove it, once no rank writes any more; return rank 0's last message."""
-        work, ranks = self._work, range(self._ranks.world_size)
+        ranks = range(self._ranks.world_size)
         try:
             result = self._publish(self._await(*ranks))
         except Exception as error:
             result = self._refusal(error)
         if "error" in result:
-            failed = SaveFailed(from_json(result["error"]).problems)
             if self._has_begun:
                 with suppress(OSError):
-                    remove_partial(work.report.path)
-            work.record.log({"step": self.step, "failed": str(failed)})
-            more = "" if self._given_up is _ENDING else "; training continues without it"
-            logger.warning("the save at step %d failed%s: %s", self.step, more, failed)
+                    remove_partial(self.path)
+            if not self._stops_training:  # else `PartialSaver.save` raises it
+                failed = SaveFailed(from_json(result["error"]).problems)
+                self._record.log({"step": self.step, "failed": str(failed)})
+                more = "" if self._given_up is _ENDING else "; training continues without it"
+                logger.warning("the save at step %d failed%s: %s", self.step, more, failed)
         self._board.post(self._key("result"), result)
         self._board.remove(*map(self._key, [*ranks, "begun", "alive"]))
         return result
@@ -565,81 +459,56 @@ class BackgroundSave(PendingSave):
             raise merged(errors, self._ranks.world_size)
         check_chosen([message["parts"] for message in messages])
         self._check()
-        bundles = _in_order([BundleFact(*fact) for fact in message["facts"]] for message in messages)
-        self._work.publish(bundles)
+        facts = [[BundleFact(*fact) for fact in message["facts"]] for message in messages]
+        # as a manifest lists them: the rank shards, then the files of frozen params
+        bundles = [one[0] for one in facts] + [fact for one in facts for fact in one[1:]]
+        assert self.work.publish is not None, "on rank 0"
+        self.work.publish(bundles)
         measured = [message["measured"] for message in messages]
-        return {
-            "measured": {
-                **{key: max(one[key] for one in measured) for key in measured[0]},
-                "num_bytes": sum(fact.num_bytes for fact in bundles),
-                "publish_s": time.monotonic() - self._work.began,
-            }
-        }
+        found = {key: max(one[key] for one in measured) for key in measured[0]}
+        found |= {"num_bytes": sum(fact.num_bytes for fact in bundles)}
+        found |= {"publish_s": time.monotonic() - self.work.began}
+        return {"measured": found | ({"stall_s": found["publish_s"]} if self._stops_training else {})}
+
+
+def save_error(error: Exception, ranks: Ranks) -> TailorError:
+    """Return an exception as the error of a save; that of an unexpected one is logged with its traceback."""
+    if not isinstance(error, (TailorError, OSError)):
+        logger.warning("a save failed on rank %d", ranks.rank, exc_info=error)
+    return as_error(error, "saving")
 
 
 LEAST_BUFFER = 64 << 20
 """Less would make the copying wait for the disk without need."""
 
 
-class Background:
-    """Saves of a training in the background, one at a time. All ranks make one.
+def allocate_arena(training: Training, options: SavingOptions, ranks: Ranks) -> Arena | None:
+    """Return the memory for saves in the background; None if these are off or not possible, with the reason in the log.
 
-    Raises UsageError if that is not possible, on every rank, with the reason.
+    All ranks call it, and get the same answer.
     """
+    made: list[Arena] = []
 
-    def __init__(self, training: Training, options: SavingOptions, ranks: Ranks, board: StoreBoard) -> None:
-        self._training = training
-        self._options = options
-        self._ranks = ranks
-        self._board = board
-        made: list[Arena] = []
-        ranks.together(lambda: made.append(self._allocate()))
-        (self._arena,) = made
-        self._barrier = StepBarrier()
-        self._masters: frozenset[int] = frozenset()
-        """Storages of the masters, as of a save that had others than known before"""
-
-    def _allocate(self) -> Arena:
-        if why := self._training.writes_unseen():
+    def allocate() -> None:
+        if why := training.writes_unseen():
             raise UsageError.at("background", why, "set background=False to silence this")
-        masters = [one.tensor for one in self._training.masters()]
-        given = self._options.host_buffer
-        num_bytes = auto_bytes(masters, self._options.moments) if given == "auto" else given
+        masters = [one.tensor for one in training.masters()]
+        given = options.host_buffer
+        num_bytes = auto_bytes(masters, options.moments) if given == "auto" else given
         try:
-            return Arena(num_bytes, pinned=any(master.is_cuda for master in masters))
+            made.append(Arena(num_bytes, pinned=any(master.is_cuda for master in masters)))
         except (RuntimeError, MemoryError, OSError, OverflowError) as error:
             what = f"there is no host memory of {num_bytes:,} bytes: {error}"
             raise UsageError.at("host_buffer", what, "give fewer bytes") from error
 
-    def start(self, work: Work) -> BackgroundSave:
-        """Start a save; the next step of the optimizer waits for what is not copied yet."""
-        snapshot, share, timeout = None, work.share, self._options.write_timeout
-        if share is not None:
-            snapshot = Snapshot(share.live, share.files, self._arena, timeout, work.began, share.check)
-            if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
-                self._masters = frozenset(storage_of(one.tensor) for one in self._training.masters())
-            self._barrier.arm(snapshot, self._training.optimizers(), self._masters)
-        return BackgroundSave(self._ranks, self._board, work, snapshot, timeout)
-
-    def settle(self) -> None:
-        """Wait until everything is copied."""
-        self._barrier.settle()
-
-    def settle_frozen(self) -> None:
-        """Wait until the frozen params of the save are copied."""
-        self._barrier.settle_frozen()
-
-    def close(self) -> None:
-        self._barrier.remove()
-
-
-def open_background(training: Training, options: SavingOptions, ranks: Ranks, board: StoreBoard) -> Background | None:
-    """Return what saves in the background need; None, with a line in the log, if they are off or not possible."""
+    if not options.background:
+        return None
     try:
-        return Background(training, options, ranks, board) if options.background else None
+        ranks.together(allocate)
     except UsageError as error:
         logger.warning("saves stop training until they are complete: %s", error)
         return None
+    return made[0]
 
 
 def auto_bytes(masters: Iterable[torch.Tensor], moments: str | None) -> int:
@@ -678,9 +547,9 @@ _owner = os.getpid()
 
 
 def finish_at_end(saver: object, finish: Callable[[float], object]) -> None:
-    """Call ``finish`` with the time until which it may take if the process ends before `release`.
+    """Call ``finish`` with a deadline if the process ends before `release`.
 
-    A handler for SIGTERM is installed only if nobody has one, from the main thread.
+    A handler for SIGTERM is installed only from the main thread, and if there is none.
     """
     global _owner
     _owner = os.getpid()
@@ -692,11 +561,8 @@ def finish_at_end(saver: object, finish: Callable[[float], object]) -> None:
 def release(saver: object) -> None:
     """Forget a saver that was closed."""
     _open.pop(id(saver), None)
-    if (
-        not _open
-        and threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is _on_sigterm
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not _open and is_main and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

@@ -16,7 +16,8 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ import torch
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
-from llmtailor.formats.partial.manifest import Manifest
+from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,
     Policy,
     Situation,
+    check_policy,
     choose,
     make_policy,
     restore_state,
@@ -43,11 +45,10 @@ from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.model import (
     Drift,
     PartChanges,
-    Samples,
     Sums,
+    bias_correction,
     change_of,
     find_trained_parts,
-    limit_for,
     weigh,
 )
 from llmtailor.saving.options import SavingOptions
@@ -58,35 +59,23 @@ from llmtailor.saving.save import (
     SaveFailed,
     SaveReport,
     Work,
-    check_chosen,
+    allocate_arena,
     finish_at_end,
-    open_background,
     release,
-    save_now,
+    save_error,
 )
-from llmtailor.saving.snapshot import DTYPES
-from llmtailor.saving.tiers import catch_up, open_tiers
+from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import (
-    CarriedFiles,
-    Publication,
-    SaveId,
+    carried_files,
     check_trees,
     files_of,
     lay_out_share,
+    publish,
     sample_frozen,
 )
 
 logger = logging.getLogger("llmtailor.saving")
-
-
-def _setback(ledger: Ledger, step: int, expected_loss: Mapping[str, float]) -> dict[str, float]:
-    """Return by how many steps training falls back with the last save of each part; ``ledger`` is that before the save.
-
-    A resumed training has changed only since it was resumed.
-    """
-    resumed = max(ledger.history.values(), default=0)
-    return setbacks(expected_loss, {part: step - max(held, resumed) for part, held in ledger.steps.items()})
 
 
 _MOST_SKIPPED = 100
@@ -104,16 +93,6 @@ class _Vote:
     previous: str
     """What delays the save before; empty if it is published or has failed"""
     save_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Commit:
-    """What becomes true once a save is published."""
-
-    ledger: Ledger
-    samples: Samples
-    policy_state: Mapping[str, Any] | None
-    """The policy's state before the save, which is restored if it fails"""
 
 
 class PartialSaver:
@@ -148,38 +127,38 @@ class PartialSaver:
         is_tested: bool = False,
     ) -> None:
         self.options = options or SavingOptions()
-        staging = self.options.staging_dir
         self.folder = RunFolder(Path(output_dir).absolute())
-        self.first = self.folder if staging is None else RunFolder(Path(staging).absolute())
         self._training = training
         self.policy = make_policy(policy)
         self.ranks = Ranks.here()
-        self.carried = CarriedFiles([*carried])
+        self.carried = carried_files([*carried])
         self.model, self.training = find_trained_parts(training, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
-        self.max_staleness = limit_for(self.policy, self.model, self.options.max_staleness, is_tested)
+        model, given = self.model, self.options.max_staleness
+        self.max_staleness = check_policy(
+            self.policy, model.structure, model.parts, model.num_bytes, given, is_tested=is_tested
+        )
         self._client = beside
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
-        self._pending: tuple[PendingSave, _Commit] | None = None
+        self._pending: PendingSave | None = None
         self._reports: list[SaveReport] = []
         self._newest: SaveReport | None = None
         self._frozen: Mapping[str, int] = sample_frozen(self.training.frozen())
         self._has_moved = False
-        """Whether frozen params have changed, so that it was said what that costs"""
+        """Whether frozen params have changed, and the cost was logged"""
         self._is_weighed = self._has_state = all(self.ranks.together(training.has_state))
         self._begun_at: int | None = None
         """The step that training began at, if `start` was called"""
         self.ranks.together(lambda: check_trees(self._trees(None)))
         self.ranks.on_first(self.folder.lock)
-        self.record = RunRecord(self.folder, self.ranks, self.options.keep_composable, self.carried)
-        board = self.ranks.board()
-        if self.options.staging_dir is not None or self.options.mirror is not None:
-            self.record.copier = open_tiers(
-                self.folder, self.first, self.options, self.ranks, board, self.record.append
-            )
-        self._background = open_background(training, self.options, self.ranks, board)
-        if self._background is not None:
+        self.record = RunRecord(self.folder, self.ranks, self.options, self.carried)
+        self._arena = allocate_arena(training, self.options, self.ranks)
+        """None if a save stops training until it is complete"""
+        self._masters: frozenset[int] = frozenset()
+        """Storages of the masters, as of a save that had others than known before"""
+        self._barrier = StepBarrier()
+        if self._arena is not None:
             finish_at_end(self, self._finish_until)
 
     def start(
@@ -201,11 +180,19 @@ class PartialSaver:
             TargetError: training starts from scratch in a folder where another run has saved.
             SourceError, StorageError: the record of attempts cannot be read or written.
         """
-        lineage, parts, self._begun_at = self._new_id(), self.model.parts, step
+        lineage, self._begun_at = self._new_id(), step
         if self.record.copier is not None:
-            catch_up(self.record.copier, self.folder, self.ranks)
+            self.record.copier.catch_up(self.folder)
         self.ledger, self._before = self.ranks.on_first(
-            lambda: resume(self.folder, self.training, parts, step, lineage, trainer_state_of(resumed_from), is_retry)
+            lambda: resume(
+                self.folder,
+                self.training,
+                parts=self.model.parts,
+                step=step,
+                lineage=lineage,
+                trainer_state=trainer_state_of(resumed_from),
+                is_retry=is_retry,
+            )
         )
         self.record.is_begun = True
         if not self.ledger.held_by:
@@ -244,10 +231,10 @@ class PartialSaver:
             step: the number of optimizer steps made so far.
             write_state: called on rank 0 with a folder, to write ``trainer_state.json`` into it.
             rng: random number states to save; None takes the current ones of this process.
-            is_last: whether to wait for the previous save, whatever ``when_busy`` says.
+            is_last: whether to wait for the previous save regardless of ``when_busy``.
 
         Raises:
-            SaveFailed: on every rank, whatever went wrong. Nothing of the save remains, and training can continue.
+            SaveFailed: on every rank, for any failure. Nothing of the save remains, and training can continue.
             UnsupportedCheckpoint: before the first save, for an optimizer that can't be saved; see `has_state`.
         """
         began, policy_state = time.monotonic(), state_of(self.policy)
@@ -257,7 +244,20 @@ class PartialSaver:
             if agreed is None:
                 return None
             policy_state = state_of(self.policy)
-            return self._save(*agreed, write_state, rng, began)
+            work = self._lay_out(step, *agreed, write_state, rng, began)
+            snapshot, stops_training = self._snapshot(work), self._arena is None
+            self._pending = save = PendingSave(self.record, work, snapshot, stops_training=stops_training)
+            if stops_training:
+                self._settle()
+                if save.failure is not None:
+                    raise save.failure
+            elif work.share is not None and work.share.moving:
+                if not self._has_moved:
+                    what = "each save stops training to copy the frozen params that change: %s, %d in total"
+                    logger.warning(what, work.share.moving[0], len(work.share.moving))
+                self._has_moved = True
+                self._barrier.settle_frozen()
+            return save
         except Exception as error:
             restore_state(self.policy, policy_state)
             failed = SaveFailed(as_error(error, "saving").problems)
@@ -265,27 +265,25 @@ class PartialSaver:
             raise failed from error
 
     def reports(self) -> list[SaveReport]:
-        """Return the saves that have finished since the last call, as far as this rank knows."""
+        """Return the saves that this rank knows to have finished since the last call."""
         self._settle()
         reports, self._reports = self._reports, []
         return reports
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is in progress, as far as this rank knows."""
-        return self._pending is not None and not self._pending[0].is_done
+        """Whether this rank knows of a save in progress."""
+        return self._pending is not None and not self._pending.is_done
 
     @property
     def newest(self) -> SaveReport | None:
-        """The newest published save of this process, as far as this rank knows"""
-        return (self._pending and self._pending[0].report) or self._newest
+        """The newest save of this process that this rank knows to be published"""
+        return (self._pending and self._pending.report) or self._newest
 
     def finish(self) -> None:
         """Wait until no save is in progress. One whose disk is stuck is given up."""
-        if self._pending is not None:
-            save = self._pending[0]
-            if self._background is not None:
-                self._background.settle()
+        if (save := self._pending) is not None:
+            self._barrier.settle()
             if not save.wait_unless_stuck():
                 logger.warning("the save at step %d was aborted: its disk is stuck", save.step)
                 save.give_up()
@@ -294,28 +292,20 @@ class PartialSaver:
         """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
         self.finish()
         release(self)
-        if self.record.copier is not None:
-            self.record.copier.close(self.options.write_timeout)
-            self.record.copier = None
-            if self.first is not self.folder:
-                self.first.unlock()
         self.record.close()
-        if self._background is not None:
-            self._background.close()
-            self._background = None
-        self.folder.unlock()
+        self._barrier.remove()
 
     def _finish_until(self, until: float) -> None:
         if self._pending is not None:
-            self._pending[0].finish_until(until)
+            self._pending.finish_until(until)
 
-    def _agree(self, step: int, is_last: bool) -> tuple[SaveId, PartChanges] | None:
-        """Exchange what the ranks know. Return the save to make, with the change of parts; None if there is none."""
+    def _agree(self, step: int, is_last: bool) -> tuple[str, PartChanges] | None:
+        """Exchange what the ranks know. Return the id of the save to make, and how parts have changed; None if there is
+        none."""
         if self._pending is not None:
-            if self._background is not None:
-                self._background.settle()  # only a save without a step in between is still copied
+            self._barrier.settle()  # only a save without a step in between is still copied
             if is_last or self.options.when_busy == "wait":
-                self._pending[0].wait_unless_stuck()
+                self._pending.wait_unless_stuck()
         votes = self.ranks.together(self._vote)
         first = votes[0]
         if first.previous:
@@ -323,7 +313,7 @@ class PartialSaver:
             return None
         if any(vote.previous for vote in votes):  # not everybody has heard yet that it is published
             if self._pending is not None:
-                self._pending[0].wait_unless_stuck()
+                self._pending.wait_unless_stuck()
             votes = self.ranks.together(self._vote)
         if any(vote.has_changed for vote in votes):
             self._forget()
@@ -332,123 +322,97 @@ class PartialSaver:
             return None
         if not self._is_weighed:
             self.model, self._is_weighed = weigh(self.model, self.training, self.ranks), True
-        return SaveId(first.save_id, step), change_of([vote.sums for vote in votes])
+        return first.save_id, change_of([vote.sums for vote in votes])
 
     def _vote(self) -> _Vote:
         self._settle()
         previous = ""
         if self._pending is not None:
-            is_stuck = self._pending[0].is_stuck
+            is_stuck = self._pending.is_stuck
             previous = "is stuck; the disk is not accepting writes" if is_stuck else "is still being written"
         has_changed, has_state = self.training.refresh_params(), self._look_for_state()
-        sums = self.drift.measure(self.training) if has_state and not has_changed else {}
+        sums: Sums = {}
+        if has_state and not has_changed:
+            fragments = self.training.fragments(self.drift.part_of.keys())
+            sums = self.drift.sums(fragments, bias_correction(self.training.optimizers()))
         return _Vote(has_changed, has_state, sums, previous, uuid.uuid4().hex)
 
     def _settle(self) -> None:
         """Take the outcome of the previous save into account, if it has one."""
-        if self._pending is None or not self._pending[0].is_done:
+        save = self._pending
+        if save is None or not save.is_done:
             return
-        save, commit = self._pending
         self._pending = None
         if save.failure is None:
-            self.ledger, self._before = commit.ledger, save.path
-            self.drift.remember(commit.samples)
+            self.ledger, self._before = save.work.ledger, save.path
+            self.drift.remember(save.work.samples)
         else:
-            restore_state(self.policy, commit.policy_state)
+            restore_state(self.policy, save.work.policy_state)
         if save.report is not None:
             self._reports.append(save.report)
             self._newest = save.report
 
-    def _save(
-        self,
-        save: SaveId,
-        change: PartChanges,
-        write_state: Callable[[Path], None] | None,
-        rng: Mapping[str, object] | None,
-        began: float,
-    ) -> PendingSave:
-        laid_out: list[tuple[Work, _Commit]] = []
-
-        def lay_out() -> list[str]:
-            laid_out.append(self._lay_out(save, change, write_state, rng, began))
-            return [*laid_out[0][0].report.parts]
-
-        made: PendingSave
-        if self._background is None:
-            check_chosen(self.ranks.together(lay_out))
-            ((work, commit),) = laid_out
-            made = save_now(self.ranks, work)
-            self._pending = made, commit
-            self._settle()
-        else:
-            try:
-                lay_out()
-            except Exception as error:  # the others learn of it when all have written
-                laid_out = [self._refused(save, began, error)]
-            ((work, commit),) = laid_out
-            made = self._background.start(work)
-            self._pending = made, commit
-            if work.share is not None and work.share.moving:
-                self._say_frozen_move(work.share.moving)
-                self._background.settle_frozen()
-        return made
-
-    def _say_frozen_move(self, names: Sequence[str]) -> None:
-        if not self._has_moved:
-            what = "each save stops training to copy the frozen params that change: %s, %d in total"
-            logger.warning(what, names[0], len(names))
-        self._has_moved = True
-
-    def _refused(self, save: SaveId, began: float, error: Exception) -> tuple[Work, _Commit]:
-        """Return the work of a rank that has nothing to write."""
-        report = SaveReport(save.step, {}, 0, 0.0, {}, {}, {}, self.first.at(save.step))
-        refusal = as_error(error, "saving")
-        if refusal is not error:
-            logger.warning("a save failed on rank %d", self.ranks.rank, exc_info=error)
-        work = Work(save, began, self.first, self.record, self.ledger, report, refusal=refusal)
-        return work, _Commit(self.ledger, {}, state_of(self.policy))
-
     def _lay_out(
         self,
-        save: SaveId,
-        change: PartChanges,
+        step: int,
+        save_id: str,
+        changes: PartChanges,
         write_state: Callable[[Path], None] | None,
         rng: Mapping[str, object] | None,
         began: float,
-    ) -> tuple[Work, _Commit]:
-        """Choose parts, and lay out what this rank writes of them, without exchanging anything."""
-        policy_state, choice = state_of(self.policy), self._choose(save.step, change)
-        ledger = self.ledger.after(save.step, choice.parts, self.model.parts, state_of(self.policy))
-        params, masters = map(self.model.names_in, (choice.parts, choice.masters))
-        share = lay_out_share(
-            save,
-            self.training,
-            params,
-            masters,
-            self._trees(rng),
-            self.ranks,
-            before=self._before,
-            seen=self._frozen,
-            moments=torch.bfloat16 if self.options.moments == "bf16" else None,
-            pieces=self.model.structure.pieces,
-        )
-        self._frozen = share.samples
-        report = SaveReport(
-            step=save.step,
-            parts=choice.parts,
-            num_bytes=0,
-            stall_s=0.0,
-            drift=change.drift,
-            expected_loss=change.expected_loss,
-            steps_behind=ledger.steps_behind(),
-            path=self.first.at(save.step),
-            masters=choice.masters,
-        )
-        publication = self._publication(save, choice, ledger, change, write_state) if self.ranks.is_first else None
-        work = Work(save, began, self.first, self.record, ledger, report, share, self._before, publication)
-        return work, _Commit(ledger, self.drift.samples(self.training.masters(), choice.parts), policy_state)
+    ) -> Work:
+        """Choose parts, and lay out what this rank writes of them, without exchanging anything.
 
-    def _choose(self, step: int, change: PartChanges) -> PartChoice:
+        The other ranks learn of an error when all have written.
+        """
+        policy_state, path = state_of(self.policy), self.record.first.at(step)
+        empty = SaveReport(step, {}, 0, 0.0, 0.0, 0.0, 0.0, {}, {}, {}, path=path)
+        try:
+            choice = self._choose(step, changes)
+            ledger = self.ledger.after(step, choice.parts, self.model.parts, state_of(self.policy))
+            share = lay_out_share(
+                save_id,
+                step,
+                self.training,
+                params=self.model.names_in(choice.parts),
+                masters=self.model.names_in(choice.masters),
+                trees=self._trees(rng),
+                ranks=self.ranks,
+                before=self._before,
+                seen=self._frozen,
+                moments=torch.bfloat16 if self.options.moments == "bf16" else None,
+                pieces=self.model.structure.pieces,
+            )
+            self._frozen = share.samples
+            report = replace(
+                empty,
+                parts=choice.parts,
+                drift=changes.drift,
+                expected_loss=changes.expected_loss,
+                steps_behind=ledger.steps_behind(),
+                masters=choice.masters,
+            )
+            samples = self.drift.samples(self.training.masters(), choice.parts)
+            complete = None
+            if self.ranks.is_first:
+                complete = self._publication(save_id, step, choice, ledger, changes, write_state)
+            return Work(save_id, began, report, ledger, policy_state, samples, share, publish=complete)
+        except Exception as error:
+            refusal = save_error(error, self.ranks)
+            return Work(save_id, began, empty, self.ledger, policy_state, refusal=refusal)
+
+    def _snapshot(self, work: Work) -> Snapshot | None:
+        """Return what copies the tensors of a save in the background; the next step of the optimizer waits for it."""
+        share = work.share
+        if share is None or self._arena is None:
+            return None
+        snapshot = Snapshot(share.live, share.files, self._arena, self.options.write_timeout, work.began, share.check)
+        if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
+            self._masters = frozenset(storage_of(one.tensor) for one in self._training.masters())
+        self._barrier.arm(snapshot, self._training.optimizers(), self._masters)
+        return snapshot
+
+    def _choose(self, step: int, changes: PartChanges) -> PartChoice:
         """Return the parts that the save at a step holds, with the reasons."""
         ledger, model = self.ledger, self.model
         if not ledger.held_by:
@@ -460,8 +424,8 @@ class PartialSaver:
             parts=model.parts,
             num_bytes=model.num_bytes,
             last=ledger.last,
-            drift=change.drift if self.policy.needs_drift else None,
-            expected_loss=change.expected_loss if self.policy.needs_drift else None,
+            drift=changes.drift if self.policy.needs_drift else None,
+            expected_loss=changes.expected_loss if self.policy.needs_drift else None,
         )
         choice = choose(self.policy, situation, self.max_staleness)
         for problem in choice.problems if self.ranks.is_first else ():
@@ -474,21 +438,23 @@ class PartialSaver:
 
     def _publication(
         self,
-        save: SaveId,
+        save_id: str,
+        step: int,
         choice: PartChoice,
         ledger: Ledger,
-        change: PartChanges,
+        changes: PartChanges,
         write_state: Callable[[Path], None] | None,
-    ) -> Publication:
-        """Return what rank 0 adds; ``write_state`` writes ``trainer_state.json`` into a folder, ``ledger`` is the new
-        one."""
+    ) -> Callable[[Sequence[BundleFact]], None]:
+        """Return what completes the save on rank 0; ``write_state`` writes ``trainer_state.json`` into a folder."""
+        resumed = max(self.ledger.history.values(), default=0)  # what a resumed training has changed is newer
+        changed_in = {part: step - max(held, resumed) for part, held in self.ledger.steps.items()}
         # of stale moments alone there is no estimate
-        setback = {} if choice.masters else _setback(self.ledger, save.step, change.expected_loss)
+        setback = setbacks(changes.expected_loss, changed_in) if not choice.masters else {}
         model, training, pieces = self.model, self.training, self.model.structure.pieces
         names_of = {part: model.params_of[part] for part in (*choice.parts, *choice.masters)}
         manifest = Manifest(
-            step=save.step,
-            save_id=save.save_id,
+            step=step,
+            save_id=save_id,
             stage=training.stage,
             world_size=self.ranks.world_size,
             precision=DTYPES[training.precision],
@@ -508,10 +474,18 @@ class PartialSaver:
             },
             masters=choice.masters,
         )
-        files = {**self._client.files(), **(files_of(write_state) if write_state is not None else {})}
-        attempt = Past(save.step, ledger.lineage, ledger.history)
-        policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
-        return Publication(manifest, attempt, policy, dict(model.num_bytes), files, self.carried.contents())
+        return partial(
+            publish,
+            self.record.first.at(step),
+            manifest,
+            policy={"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness},
+            num_bytes=dict(model.num_bytes),
+            attempt=Past(step, ledger.lineage, ledger.history),
+            files={**self._client.files(), **(files_of(write_state) if write_state is not None else {})},
+            carried=self.carried(),
+            before=self._before,
+            elsewhere=copier.elsewhere if (copier := self.record.copier) is not None else (),
+        )
 
     def _new_id(self) -> str:
         return self.ranks.from_first(uuid.uuid4().hex[:12])

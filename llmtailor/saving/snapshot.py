@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
+from llmtailor.engine.streams import huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import Entry
 
@@ -60,7 +61,7 @@ class LiveTensor:
     """Dtype in the file; elements of another dtype are cast"""
     written_with: int
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
-    params, which a user's code may change at each step; 0 for a copy, which nobody writes."""
+    params, which a user's code may change at each step; 0 for a private copy."""
 
     @property
     def num_bytes(self) -> int:
@@ -136,9 +137,9 @@ class Arena:
         if pinned:  # torch rounds the size up to a power of 2, so not a byte more; it begins with a page as well
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         else:
-            pages = mmap.mmap(-1, size)
-            with suppress(OSError, AttributeError):  # a hint: a disk that writes from it has fewer pages to look up
-                pages.madvise(mmap.MADV_HUGEPAGE)
+            pages = huge_pages(size)
+            with suppress(OSError, AttributeError):  # else each page would be copied while workers of a loader live
+                pages.obj.madvise(mmap.MADV_DONTFORK)  # type: ignore[attr-defined]
             memory = torch.frombuffer(pages, dtype=torch.uint8)
         memory.zero_()  # the kernel hands out pages when they are first written: not during a save
         start = -memory.data_ptr() % BLOCK_BYTES
@@ -182,9 +183,8 @@ class Snapshot:
         began: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        order = [*_copies(files)]
-        self._order = [number for number, _ in order]
-        self._start = dict(order)
+        self._start = dict(_copies(files))
+        self._order = [*self._start]
         self._live = live
         self._arena = arena
         self._stuck_after = stuck_after
@@ -322,8 +322,8 @@ class Snapshot:
     def _room(self, at: int, left: int) -> tuple[int, int, int]:
         """Return (offset, length, bytes taken) of free memory for what comes next in a file, at byte ``at``.
 
-        It lies as far behind the start of a memory page as in the file behind the start of a block, so that the disk
-        can take whole blocks from there. That also aligns it for its dtype.
+        Its offset in a memory page equals its offset in a block of the file, so that the disk can take whole blocks
+        from there. That also aligns it for its dtype.
         """
         size = self._arena.num_bytes
         skipped = (at - self._head) % BLOCK_BYTES
@@ -354,7 +354,11 @@ class _Streams:
 
     def __init__(self) -> None:
         self._of: dict[torch.device, torch.cuda.Stream] = {}
-        self._begun = dict(_record_all())
+        self._begun: dict[torch.device, Any] = {}
+        """An event on the calling thread's stream of the current GPU"""
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._begun[device] = torch.cuda.current_stream(device).record_event()
 
     def start(self, devices: Iterable[torch.device]) -> None:
         for device in {device for device in devices if device.type == "cuda"}:
@@ -379,14 +383,6 @@ class _Streams:
             stream.synchronize()
 
 
-def _record_all() -> list[tuple[torch.device, Any]]:
-    """Return an event on the calling thread's stream of the current GPU."""
-    if not torch.cuda.is_available():
-        return []
-    device = torch.device("cuda", torch.cuda.current_device())
-    return [(device, torch.cuda.current_stream(device).record_event())]
-
-
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -394,7 +390,7 @@ def _version(tensor: torch.Tensor) -> int:
 class StepBarrier:
     """Makes optimizers wait, before they write, for the snapshot that is being taken.
 
-    torch calls the hook before ``step`` of every optimizer of the process, and so before DeepSpeed's updates too: once
+    torch calls the hook before ``step`` of every optimizer of the process, also before DeepSpeed's updates: once
     per param group (ZeRO-1/2) or sub-group (ZeRO-3), each time with the masters that it is going to write. The Trainer
     has no callback there: with DeepSpeed its ``on_pre_optimizer_step`` comes after the update.
     """

@@ -1,106 +1,82 @@
-"""Copies finished saves to a second level of storage, in the background: from a disk of the node to a shared folder, or
+"""Copies finished saves to a second tier of storage, in the background: from a disk of the node to a shared folder, or
 from the run's folder to an object store.
 
 The first rank of each node copies the files of that node's ranks. Every copy is read back and compared with the
-checksum in the manifest, and the manifest comes last, so a save exists there completely or not at all. A level that is
-away is tried again, with growing pauses, as long as training runs; saves are copied in their order, so what is there
-never depends on something that is not.
+checksum in the manifest, and the manifest comes last, so a save exists there completely or not at all. If the tier
+can't be reached, copying is retried with growing pauses as long as training runs. Saves are copied in order, so none
+depends on one that is missing there.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.copy import Context, execute
-from llmtailor.errors import Problem, StorageError, TailorError, UsageError
+from llmtailor.errors import StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact, bundle_name, frozen_name, read_manifest
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.ranks.board import StoreBoard, await_messages
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.training import Ranks
-from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import fsync_folder, replace_durably
+from llmtailor.saving.writing import complete
+from llmtailor.storage.checksums import crc32, crc_of_range
+from llmtailor.storage.local import Files, replace_durably
 from llmtailor.storage.remote import RemoteFolder
-
-CHUNK_BYTES = 8 << 20
-
-
-class Tier(Protocol):
-    """Where saves are copied to. Raises OSError or StorageError; a remote one, whatever its library raises."""
-
-    def has(self, step: int) -> bool:
-        """Return whether a save is there."""
-        ...
-
-    def begin(self, step: int) -> None:
-        """Make room for a save, which is not there yet."""
-        ...
-
-    def put(self, step: int, source: Path, fact: BundleFact) -> None:
-        """Copy a file, and read it back."""
-        ...
-
-    def complete(self, step: int, manifest: bytes) -> None:
-        """Make all of the save durable, and then its manifest."""
-        ...
-
-    def remove(self, step: int) -> None:
-        """Remove a save, its manifest first."""
-        ...
 
 
 class SharedFolder:
-    """A run's folder that all nodes see."""
+    """A run's folder that all nodes see. Raises OSError or StorageError."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
 
     def has(self, step: int) -> bool:
+        """Return whether a save is there."""
         return step in self.run.complete()
 
     def begin(self, step: int) -> None:
+        """Make room for a save that is not there yet."""
         self.run.begin(step)
 
     def put(self, step: int, source: Path, fact: BundleFact) -> None:
+        """Copy a file, and read it back."""
         folder = self.run.at(step)
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{source.name}.llmtailor-new"
-        beside.unlink(missing_ok=True)
+        new = folder / f".{source.name}.llmtailor-new"
+        new.unlink(missing_ok=True)
         pieces = (Copy(Extent(source.name, 0, fact.num_bytes)),) if fact.num_bytes else ()
-        plan = Plan((str(source.parent),), (FileLayout(beside.name, pieces),))
+        plan = Plan((str(source.parent),), (FileLayout(new.name, pieces),))
         (result,) = execute(plan, folder, Context(inline=True))
-        with beside.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if not result.crc == crc_of(file) == fact.crc32:
-                raise StorageError.at(beside, "the copy differs from the original", "check both disks")
-        beside.rename(folder / source.name)
+        with Files(folder) as files:
+            files.forget(new.name)
+            if not result.crc == crc_of_range(files, new.name, 0, fact.num_bytes) == fact.crc32:
+                raise StorageError.at(new, "the copy differs from the original", "check both disks")
+        new.rename(folder / source.name)
 
     def complete(self, step: int, manifest: bytes) -> None:
-        folder = self.run.at(step)
-        fsync_folder(folder)
-        replace_durably(folder / PARTIAL_MANIFEST, manifest)
-        fsync_folder(folder)
-        fsync_folder(folder.parent)
+        """Make all of the save durable, and then its manifest."""
+        complete(self.run.at(step), manifest)
 
     def remove(self, step: int) -> None:
         """Nothing: this is the run's own folder, from which the saver has removed it."""
 
 
 class Mirror:
-    """A folder of any file system that fsspec knows, by its URL."""
+    """A folder of any file system that fsspec knows, by its URL. Raises also what its library raises."""
 
     def __init__(self, url: str) -> None:
         self._remote = RemoteFolder(f"{url.rstrip('/')}/partial", Path())
@@ -123,42 +99,19 @@ class Mirror:
             self._remote.remove_folder(_in_mirror(step))
 
 
+Tier = SharedFolder | Mirror
+"""Where saves are copied to"""
+
+
 def _in_mirror(step: int, *names: str) -> str:
     return "/".join((RunFolder(Path()).at(step).name, *names))
-
-
-def crc_of(file: Any) -> int:
-    crc = 0
-    while data := file.read(CHUNK_BYTES):
-        crc = crc32(data, crc)
-    return crc
 
 
 logger = logging.getLogger("llmtailor.saving")
 _PAUSE_S = (1.0, 60.0)
 """Seconds between two attempts: first and longest"""
 _WAKE_UP_S = 0.2
-
-
 Log = Callable[[Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """This process's node."""
-
-    number: int
-    count: int
-    ranks: tuple[int, ...]
-    """The ranks on this node; the first copies for all."""
-
-    @classmethod
-    def here(cls, ranks: Ranks) -> Node:
-        """Find the ranks of each node. All ranks call it."""
-        names = ranks.gather((socket.gethostname(), os.environ.get("GROUP_RANK")))
-        nodes = list(dict.fromkeys(names))
-        mine = names[ranks.rank]
-        return cls(nodes.index(mine), len(nodes), tuple(rank for rank, name in enumerate(names) if name == mine))
 
 
 def tensor_files(ranks: Collection[int], world_size: int) -> set[str]:
@@ -171,7 +124,7 @@ def tensor_files(ranks: Collection[int], world_size: int) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A save that is complete on the first level."""
+    """A save that is complete on the first tier."""
 
     step: int
     save_id: str
@@ -183,11 +136,23 @@ class Finished:
     """On rank 0: deletes what the run no longer needs; returns the steps."""
 
 
+class _LeftOver(NamedTuple):
+    """A save that an earlier process has left on a node."""
+
+    save_id: str
+    lineage: str
+    files: set[str]
+    """Its tensor files, on all nodes"""
+    here: set[str]
+    """Those on this node"""
+
+
 class TierCopier:
     """Copies saves from ``first`` to ``last`` in a thread of each node's first rank.
 
     Args:
-        first: where saves are written. If ``is_staging``, copies there are removed once a newer save is copied too.
+        first: where saves are written. If ``is_staging``, copies there are removed once a newer save is copied.
+        nodes: the ranks of each node. The first of a node copies for all of them.
         log: adds an entry to the run's log.
     """
 
@@ -196,7 +161,7 @@ class TierCopier:
         first: RunFolder,
         last: Tier,
         ranks: Ranks,
-        node: Node,
+        nodes: Sequence[Sequence[int]],
         board: StoreBoard,
         log: Log,
         *,
@@ -205,33 +170,30 @@ class TierCopier:
         self.first = first
         self.last = last
         self._ranks = ranks
-        self.node = node
+        self._nodes = nodes
+        self._node = next(number for number, of_node in enumerate(nodes) if ranks.rank in of_node)
         self._board = board
         self._log = log
         self._is_staging = is_staging
         self._queue: deque[Finished | Mapping[str, Any]] = deque()
         self._progress = time.monotonic()
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="llmtailor-copy-level", daemon=True)
-        if ranks.rank == node.ranks[0]:
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="llmtailor-copy-tier", daemon=True)
+        self._is_leader = ranks.rank == nodes[self._node][0]
+        if self._is_leader:
             self._thread.start()
 
     @property
     def elsewhere(self) -> frozenset[str]:
         """The tensor files that this rank can't see"""
-        ranks = [rank for rank in range(self._ranks.world_size) if rank not in self.node.ranks]
+        ranks = [rank for rank in range(self._ranks.world_size) if rank not in self._nodes[self._node]]
         return frozenset(tensor_files(ranks, self._ranks.world_size)) if self._is_staging else frozenset()
-
-    @property
-    def pending(self) -> list[int]:
-        """The steps that are not copied yet."""
-        return [one.step for one in list(self._queue) if isinstance(one, Finished)]
 
     def add(self, item: Finished | Mapping[str, Any]) -> None:
         """Copy a save, or add a line to the log, after everything before it."""
         if self._thread.ident is not None:
             self._progress = time.monotonic()
-            if isinstance(item, Finished) and self.node.count > 1:
+            if isinstance(item, Finished) and len(self._nodes) > 1:
                 self._share_manifest(item)
             self._queue.append(item)
 
@@ -239,7 +201,7 @@ class TierCopier:
         """Bring the manifest to each node's disk: without it, a later start would remove the files there."""
         path, key = self.first.at(save.step) / PARTIAL_MANIFEST, f"{save.save_id}/manifest"
         if self._ranks.is_first:
-            # none if it can't be read: the copying of that save tells the others what to do
+            # if it can't be read, the copying of that save reports why
             content = None
             with suppress(OSError):
                 content = path.read_text()
@@ -252,39 +214,85 @@ class TierCopier:
         """Finish copying; give up after this number of seconds without progress, and say what is left."""
         while self._queue and time.monotonic() - self._progress < timeout:
             time.sleep(_WAKE_UP_S)
-        self._is_closing = True
-        if left := self.pending:
-            steps = ", ".join(map(str, left))
+        self._closing.set()
+        if left := [one.step for one in list(self._queue) if isinstance(one, Finished)]:
             what = (
-                "were not copied. They will be copied when the run resumes on this node; to use them now, pass --also."
+                "the saves of steps %s in %s were not copied. They will be copied when the run resumes on this node; "
+                "to use them now, pass --also."
             )
-            logger.warning("the saves of steps %s in %s %s", steps, self.first.run, what)
+            logger.warning(what, ", ".join(map(str, left)), self.first.run)
 
-    def copy_now(self, step: int) -> None:
-        """Copy a save that an earlier process has left on this level. All ranks call it; raises what any raises."""
-        is_leader = self._ranks.rank == self.node.ranks[0]
+    def catch_up(self, run: RunFolder) -> None:
+        """Copy what an earlier process of this run has left on the first tier. All ranks call it.
+
+        What then remains on the nodes' disks is of no use, and is removed. A mirror that is away does not stop a
+        training. Raises UsageError for saves of another run, and what copying to the run's folder raises.
+        """
+        try:
+            copied = self._copy_left_over(run)
+        except Exception as error:
+            if self._is_staging:
+                raise
+            logger.warning("copying missing saves to the mirror failed: %s", error)
+            return
+        if self._is_staging and self._is_leader:
+            self._tidy()
+        if copied and self._ranks.is_first:
+            logger.warning("copied saves left over from an earlier process: %s", ", ".join(map(str, copied)))
+
+    def _copy_left_over(self, run: RunFolder) -> list[int]:
+        ranks = self._ranks
+        nodes = ranks.together(lambda: self._saves_here() if self._is_leader else {})
+        known = ranks.on_first(lambda: {past.lineage for past in run.attempts()})
+        if others := sorted({step for one in nodes for step, save in one.items() if save.lineage not in known}):
+            what = f"it holds saves of another run, of steps {', '.join(map(str, others))}"
+            fix = "move them to another folder, or use another folder for this run"
+            raise UsageError.at("staging_dir", what, fix)
+        steps = sorted({step for one in nodes for step in one})
+        copied = []
+        for step in ranks.on_first(lambda: [at for at in steps if not self.last.has(at)]):
+            found = [one[step] for one in nodes if step in one]
+            here = {name for save in found for name in save.here}
+            is_one_save = len({save.save_id for save in found}) == 1
+            # the small files are on the first node
+            if is_one_save and found[0].files <= here and step in nodes[0]:
+                self._copy_now(step)
+                copied.append(step)
+        return copied
+
+    def _copy_now(self, step: int) -> None:
         self._ranks.on_first(lambda: self.last.begin(step))
-        self._ranks.together(lambda: self._put(step) if is_leader else None)
+        self._ranks.together(lambda: self._put(step) if self._is_leader else None)
         self._ranks.on_first(lambda: self._complete(step))
 
+    def _saves_here(self) -> dict[int, _LeftOver]:
+        """Return the complete saves on this node by step."""
+        found = {}
+        for step, folder in self.first.complete().items():
+            manifest = read_manifest(folder, folder.name)
+            files = {fact.path for fact in manifest.bundles}
+            here = {name for name in files if (folder / name).is_file()}
+            found[step] = _LeftOver(manifest.save_id, str(manifest.ledger.get("lineage")), files, here)
+        return found
+
     def _run(self) -> None:
-        while not self._is_closing:
+        while not self._closing.is_set():
             if not self._queue:
-                time.sleep(_WAKE_UP_S)
+                self._closing.wait(_WAKE_UP_S)
                 continue
             item = self._queue[0]
             if isinstance(item, Finished):
                 self._copy_until_done(item)
             elif self._ranks.is_first:
                 self._log(item)
-            if not self._is_closing:
+            if not self._closing.is_set():
                 self._queue.popleft()
                 self._progress = time.monotonic()
 
     def _copy_until_done(self, save: Finished) -> None:
         pause, longest = _PAUSE_S
         has_failed = False
-        while not self._is_closing:
+        while not self._closing.is_set():
             try:
                 self._copy(save)
                 if has_failed:
@@ -295,9 +303,7 @@ class TierCopier:
                     why = error if isinstance(error, (TailorError, OSError)) else repr(error)
                     logger.warning("copying step %d failed, retrying: %s", save.step, why)
                 has_failed = True
-                until = time.monotonic() + pause
-                while time.monotonic() < until and not self._is_closing:
-                    time.sleep(_WAKE_UP_S)
+                self._closing.wait(pause)
                 pause = min(2 * pause, longest)
 
     def _copy(self, save: Finished) -> None:
@@ -317,32 +323,29 @@ class TierCopier:
                 return
             self._share_manifest(save)
         self._put(save.step)
-        self._board.post(f"{save.save_id}/copied/{self.node.number}", {})
+        self._board.post(f"{save.save_id}/copied/{self._node}", {})
         if self._ranks.is_first:
-            copied = [f"{save.save_id}/copied/{number}" for number in range(self.node.count)]
+            copied = [f"{save.save_id}/copied/{number}" for number in range(len(self._nodes))]
             self._await(*copied)
             self._complete(save.step)
             self._log({**save.line, "copied_s": round(time.monotonic() - save.began, 6)})
             self._board.post(f"{save.save_id}/shared", {})
             self._board.remove(f"{save.save_id}/manifest", *copied)
-            self._remove(save.retire())
+            for step in save.retire():
+                try:
+                    self.last.remove(step)
+                except Exception as error:
+                    logger.warning("step %d could not be removed from the mirror: %s", step, error)
         else:
             self._await(f"{save.save_id}/shared")
         if self._is_staging:
-            self._tidy(save.step)
-
-    def _remove(self, steps: Collection[int]) -> None:
-        for step in steps:
-            try:
-                self.last.remove(step)
-            except Exception as error:
-                logger.warning("step %d could not be removed from the mirror: %s", step, error)
+            self._tidy(save.step)  # the newest stays: the next one links to it
 
     def _put(self, step: int) -> None:
         """Copy this node's tensor files."""
         folder = self.first.at(step)
         manifest = read_manifest(folder, folder.name)
-        mine = tensor_files(self.node.ranks, manifest.world_size)
+        mine = tensor_files(self._nodes[self._node], manifest.world_size)
         for fact in manifest.bundles:
             if fact.path in mine:
                 self.last.put(step, folder / fact.path, fact)
@@ -363,85 +366,32 @@ class TierCopier:
         return await_messages(self._board, [*keys], self._check)[0]
 
     def _check(self) -> None:
-        if self._is_closing:
-            raise StorageError.at("saving", "the process ends", "resume the run to copy the rest")
+        if self._closing.is_set():
+            raise StorageError.at("saving", "the process is ending", "resume the run to copy the rest")
 
-    def _tidy(self, step: int) -> None:
-        """Remove the older saves of this level, which are all copied. The newest stays: the next one links to it."""
-        for older, folder in self.first.complete().items():
-            if older < step and not holds_unknown(folder):
+    def _tidy(self, before: float = math.inf) -> None:
+        """Remove the saves of this tier before a step, which are all copied."""
+        for step, folder in self.first.complete().items():
+            if step < before and not holds_unknown(folder):
                 remove_partial(folder)
 
 
-def open_tiers(
+def open_tier(
     run: RunFolder, first: RunFolder, options: SavingOptions, ranks: Ranks, board: StoreBoard, log: Log
-) -> TierCopier:
-    """Start copying from ``first`` to the second level that the options name. All ranks call it."""
-    mirror, node = options.mirror, Node.here(ranks)
+) -> TierCopier | None:
+    """Start copying from ``first`` to the second tier, if the options name one. All ranks call it."""
+    if options.mirror is None and first is run:
+        return None
+    nodes: dict[tuple[str, str | None], list[int]] = {}
+    for rank, name in enumerate(ranks.gather((socket.gethostname(), os.environ.get("GROUP_RANK")))):
+        nodes.setdefault(name, []).append(rank)
     last: list[Tier] = []
 
     def prepare() -> None:
-        last.append(SharedFolder(run) if mirror is None else Mirror(mirror))
-        if first is not run and ranks.rank == node.ranks[0]:
+        last.append(SharedFolder(run) if options.mirror is None else Mirror(options.mirror))
+        if first is not run and any(ranks.rank == of_node[0] for of_node in nodes.values()):
             first.lock()
             first.sweep()
 
     ranks.together(prepare)
-    return TierCopier(first, last[0], ranks, node, board, log, is_staging=first is not run)
-
-
-def catch_up(copier: TierCopier, run: RunFolder, ranks: Ranks) -> None:
-    """Copy what an earlier process has left on the first level; a mirror that is away does not stop a training."""
-    try:
-        copied = take_over(copier, run, ranks)
-    except Exception as error:
-        if copier.first is not run:
-            raise
-        logger.warning("copying missing saves to the mirror failed: %s", error)
-        return
-    if copied and ranks.is_first:
-        logger.warning("copied saves left over from an earlier process: %s", ", ".join(map(str, copied)))
-
-
-def take_over(copier: TierCopier, run: RunFolder, ranks: Ranks) -> list[int]:
-    """Copy what an earlier process of this run has finished on the first level but not copied; return the steps.
-
-    What is left on the nodes' disks then is of no use, and is removed. All ranks call it.
-
-    Raises UsageError for saves of another run, and what copying raises.
-    """
-    first = copier.first
-    is_leader = ranks.rank == copier.node.ranks[0]
-
-    def look() -> dict[int, tuple[str, tuple[str, ...], tuple[str, ...], str]]:
-        """Return (save id, all tensor files, those that are here, lineage) of each step on this node."""
-        found = {}
-        for step, folder in first.complete().items() if is_leader else ():
-            manifest = read_manifest(folder, folder.name)
-            every = tuple(fact.path for fact in manifest.bundles)
-            here = tuple(name for name in every if (folder / name).is_file())
-            found[step] = (manifest.save_id, every, here, str(manifest.ledger.get("lineage")))
-        return found
-
-    nodes = ranks.together(look)
-    known = ranks.on_first(lambda: {past.lineage for past in run.attempts()})
-    if others := sorted({step for one in nodes for step, (*_, lineage) in one.items() if lineage not in known}):
-        what = f"it holds saves of another run, of steps {', '.join(map(str, others))}"
-        raise UsageError(
-            Problem("staging_dir", what, "move them to another folder, or use another folder for this run")
-        )
-    steps = sorted({step for one in nodes for step in one})
-    copied = []
-    for step in ranks.on_first(lambda: [at for at in steps if not copier.last.has(at)]):
-        of_step = [one[step] for one in nodes if step in one]
-        here = {name for _, _, names, _ in of_step for name in names}
-        is_one_save = len({save_id for save_id, *_ in of_step}) == 1
-        # the small files are on the first node
-        if is_one_save and set(of_step[0][1]) <= here and step in nodes[0]:
-            copier.copy_now(step)
-            copied.append(step)
-    if is_leader and first is not run:
-        for folder in first.complete().values():
-            if not holds_unknown(folder):
-                remove_partial(folder)
-    return copied
+    return TierCopier(first, last[0], ranks, [*nodes.values()], board, log, is_staging=first is not run)

@@ -56,7 +56,7 @@ class PlainTraining:
         if problem := unsupported(type(self.optimizer), getattr(self.optimizer, "param_groups", ())):
             raise UnsupportedCheckpoint(problem)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise UnsupportedCheckpoint.at(self._where, "it is not one of torch's kind", UNSAVED_FIX)
+            raise UnsupportedCheckpoint.at(self._where, "it is not a torch.optim.Optimizer", UNSAVED_FIX)
         self.scaler = scaler
         self.ranks = Ranks.here()
         self.params: Mapping[str, ParamFact] = {}
@@ -75,9 +75,8 @@ class PlainTraining:
         groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
         known = [[name for name in group if name is not None] for group in groups]
         if known != groups:
-            raise UnsupportedCheckpoint.at(
-                self._where, "it has params that are not the model's", "give it only the model's"
-            )
+            what = "it has params that are not the model's"
+            raise UnsupportedCheckpoint.at(self._where, what, "give it only the model's")
         has_changed, self._groups = known != self._groups, known
         if has_changed:
             params = describe(self.model, {name for group in known for name in group})
@@ -96,12 +95,14 @@ class PlainTraining:
         return self.scaler is not None
 
     def has_state(self) -> bool:
-        names = [name for group in self._groups for name in group]
-        if not any(self._saved(name) for name in names):
+        if not any(self._saved(name) for name in self._names()):
             return False
-        for name in names:
+        for name in self._names():
             self._state_of(name)
         return True
+
+    def _names(self) -> list[str]:
+        return [name for group in self._groups for name in group]
 
     def optimizers(self) -> Collection[object]:
         return [self.optimizer]
@@ -167,8 +168,7 @@ class PlainTraining:
         """
         state, param = self._saved(name), self._live[name]
         if not state:
-            names = (other for group in self._groups for other in group)
-            like = next(found for other in names if (found := self._saved(other)))
+            like = next(found for other in self._names() if (found := self._saved(other)))
             if not like.keys() <= _ADAM:
                 raise UnsupportedCheckpoint.at(self._where, f"it has no state of {name}: no gradient yet", _FREEZE)
             return {
@@ -181,9 +181,8 @@ class PlainTraining:
             if kind == "step":
                 continue
             if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-                raise UnsupportedCheckpoint.at(
-                    self._where, f"its state {kind} of {name} has another shape", UNSAVED_FIX
-                )
+                what = f"its state {kind} of {name} has another shape"
+                raise UnsupportedCheckpoint.at(self._where, what, UNSAVED_FIX)
             if not is_elementwise(value):
                 what = f"its state {kind} of {name} is quantized, or another form of tensor ({type(value).__name__})"
                 raise UnsupportedCheckpoint.at(self._where, what, UNSAVED_FIX)
@@ -193,15 +192,12 @@ class PlainTraining:
 
     def _optimizer_tree(self) -> dict[str, Any]:
         groups = self.optimizer.state_dict()["param_groups"]
-        names = [name for group in self._groups for name in group] if self.has_state() else []
+        names = self._names() if self.has_state() else []
         numbers = [number for group in groups for number in group["params"]]
         states = {number: self._state_of(name) for number, name in zip(numbers, names, strict=False)}
         return {
             "state": {
-                number: {
-                    kind: value if kind == "step" else Omitted(value.dtype, tuple(value.shape))
-                    for kind, value in state.items()
-                }
+                number: {kind: value if kind == "step" else Omitted.of(value) for kind, value in state.items()}
                 for number, state in states.items()
             },
             "param_groups": [
@@ -219,7 +215,7 @@ def _check_adapter(model: Any, params: Mapping[str, ParamFact], saved: Names | N
     kept = {name: fact for name, fact in params.items() if saved and saved[name]}
     by_rule = {name: [*on_disk(Param(name, fact.shape, fact.role), NAMING)] for name, fact in kept.items()}
     if not saved or any([*saved[name]] != tensors for name, tensors in by_rule.items()):
-        what = "the names on disk of the params of this kind of adapter are unknown"
+        what = "how this kind of adapter names its params on disk is unknown"
         raise UnsupportedCheckpoint.at(_PEFT, what, "use LoRA or a variant of it, or DeepSpeed ZeRO")
     return kept
 

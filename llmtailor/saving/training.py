@@ -45,6 +45,11 @@ class Omitted:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, state: Any) -> Any:
+        """Return what stands for an optimizer's state in a tree: a value that is no tensor stays."""
+        return cls(state.dtype, tuple(state.shape)) if isinstance(state, torch.Tensor) else state
+
 
 @dataclass(slots=True)
 class Constant:
@@ -94,56 +99,43 @@ class Training(Protocol):
     @property
     def tag(self) -> str:
         """DeepSpeed's name for the checkpoint of this step."""
-        ...
 
     @property
     def may_skip(self) -> bool:
         """Whether a step of the training may leave out the optimizer's: fp16 training does, if gradients overflow."""
-        ...
 
     def refresh_params(self) -> bool:
         """Return whether the set of trained params has changed since the last call; ``params`` has the new one."""
-        ...
 
     def has_state(self) -> bool:
         """Return whether there are moments to save. Raises UnsupportedCheckpoint if they are not elementwise."""
-        ...
 
     def has_stepped(self) -> bool:
         """Return whether the optimizer has made a step since this object was created."""
-        ...
 
     def optimizers(self) -> Collection[object]:
         """Return torch's optimizers that write the states."""
-        ...
 
     def writes_unseen(self) -> str | None:
         """Return why states may be written outside the steps of `optimizers`; None if they are not."""
-        ...
 
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
         """Yield this rank's fragments of these params. Without DeepSpeed the params are divided among the ranks."""
-        ...
 
     def masters(self) -> Iterator[Fragment]:
         """Yield this rank's fragments of all masters; each element is on one rank."""
-        ...
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the persistent buffers that this rank saves."""
-        ...
 
     def frozen(self) -> FrozenFile | None:
         """Return the file of the frozen params, or of this rank's elements of them; None if this rank saves none."""
-        ...
 
     def trees(self) -> Mapping[str, Any]:
         """Return the object trees of the stock files that this rank would write, with large tensors replaced."""
-        ...
 
     def shards(self) -> Mapping[str, Any]:
         """Return the stock names of the shard files of all ranks; see `formats.partial.manifest.Manifest`."""
-        ...
 
 
 def rng_tree() -> dict[str, Any]:

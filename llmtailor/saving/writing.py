@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -59,14 +60,6 @@ _SAMPLES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class SaveId:
-    """The save that a file belongs to."""
-
-    save_id: str
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Share:
     """What one rank writes in a save."""
 
@@ -80,28 +73,14 @@ class Share:
     samples: Mapping[str, int] = field(default_factory=dict)
     """Checksums of samples of the frozen params; see `sample_frozen`"""
     moving: tuple[str, ...] = ()
-    """Frozen params in ``files`` that training changes, nobody knows when"""
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """What rank 0 adds to complete a partial checkpoint."""
-
-    manifest: Manifest
-    """Without the files of tensors, which are known when they are written"""
-    attempt: Past
-    """The attempt that ``trainer_state.json`` states"""
-    policy: Mapping[str, Any]
-    num_bytes: Mapping[str, int]
-    """Part -> bytes of its states"""
-    files: Mapping[str, bytes]
-    """Small files of this step: name -> content"""
-    carried: Mapping[str, bytes]
-    """Small files that are the same at every step"""
+    """Frozen params in ``files`` that training changes at unknown times"""
+    before: Path | None = None
+    """The previous save"""
 
 
 def lay_out_share(
-    save: SaveId,
+    save_id: str,
+    step: int,
     training: Training,
     params: Collection[str],
     masters: Collection[str],
@@ -115,7 +94,7 @@ def lay_out_share(
     """Lay out this rank's files: its fragments of ``params``, and of the masters of ``masters``; its buffers and the
     object trees of stock files by path; and its frozen params unless the previous save, ``before``, has the same.
 
-    These names may be those of ``pieces`` that the training has fragments of (`model.in_pieces`).
+    These names may be those of ``pieces`` that the training has fragments of (`model.find_trained_parts`).
     A sample decides whether frozen params have changed, because training changes all elements of a param; ``seen`` are
     those of the last save, or of the beginning. ``moments``
     is the dtype to store moments in; None keeps theirs. Small tensors are copied at once, because training may change
@@ -143,8 +122,8 @@ def lay_out_share(
     for stock, tree in trees.items():
         bundle.trees[stock] = to_text(_encode(tree, _Special(bundle, live), stock))
     facts = {
-        "save_id": save.save_id,
-        "step": str(save.step),
+        "save_id": save_id,
+        "step": str(step),
         "rank": str(ranks.rank),
         "world_size": str(ranks.world_size),
     }
@@ -166,7 +145,7 @@ def lay_out_share(
         if len(files) > 1 and sample_frozen(frozen) != samples:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
-    return Share(tuple(files), tuple(linked), live, check, samples, moving)
+    return Share(tuple(files), tuple(linked), live, check, samples, moving, before)
 
 
 def check_trees(trees: Mapping[str, Any]) -> None:
@@ -178,7 +157,6 @@ def check_trees(trees: Mapping[str, Any]) -> None:
 def write_share(
     folder: Path,
     share: Share,
-    before: Path | None,
     store: Store | None = None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[BundleFact]:
@@ -194,23 +172,37 @@ def write_share(
     )
     results = execute(Plan((SOURCE,), share.files), folder, context)
     for fact in share.linked:
-        assert before is not None, "the previous save, which has the file"
-        link_or_copy(before / fact.path, folder / fact.path)
+        assert share.before is not None, "the previous save, which has the file"
+        link_or_copy(share.before / fact.path, folder / fact.path)
     *others, own = [BundleFact(result.path, result.num_bytes, result.crc) for result in results]
     return [own, *others, *share.linked]
 
 
 def publish(
     folder: Path,
-    publication: Publication,
+    manifest: Manifest,
     bundles: Sequence[BundleFact],
+    *,
+    policy: Mapping[str, Any],
+    num_bytes: Mapping[str, int],
+    attempt: Past,
+    files: Mapping[str, bytes],
+    carried: Mapping[str, bytes],
     before: Path | None,
-    elsewhere: Collection[str] = (),
+    elsewhere: Collection[str],
 ) -> None:
     """Write rank 0's small files, then complete the checkpoint by its manifest. The ranks' files are durable already.
 
-    ``elsewhere`` are files on disks of other nodes. Raises OSError, or StorageError for a rank's file that is missing
-    or differs from what the rank wrote.
+    Raises OSError, or StorageError for a rank's file that is missing or differs from what the rank wrote.
+
+    Args:
+        manifest: without ``bundles``, the files of all ranks.
+        num_bytes: part -> bytes of its states.
+        attempt: what ``trainer_state.json`` states.
+        files: small files of this step: name -> content.
+        carried: small files that are the same at every step.
+        before: the previous save, which may have some of the same files.
+        elsewhere: files on disks of other nodes.
     """
     for fact in bundles:
         path = folder / fact.path
@@ -219,9 +211,8 @@ def publish(
         if not path.is_file() or path.stat().st_size != fact.num_bytes:
             fix = "check the disk; on several nodes, put output_dir on a file system that all of them share"
             raise StorageError.at(path, "the file differs from what its rank wrote", fix)
-    new = dict(publication.files)
-    new[TRAINER_STATE] = _with_attempt(new.get(TRAINER_STATE), publication.attempt)
-    for name, content in publication.carried.items():
+    new = {**files, TRAINER_STATE: _with_attempt(files.get(TRAINER_STATE), attempt)}
+    for name, content in carried.items():
         old = before / name if before is not None else None
         if old is not None and old.is_file() and old.stat().st_size == len(content):
             link_or_copy(old, folder / name)
@@ -230,14 +221,19 @@ def publish(
     layouts = tuple(FileLayout(name, (Bytes(content, name),) if content else ()) for name, content in new.items())
     execute(Plan((), layouts), folder, Context(inline=True))
     content = manifest_json(
-        replace(publication.manifest, bundles=tuple(bundles)),
-        policy=publication.policy,
-        num_bytes=publication.num_bytes,
+        replace(manifest, bundles=tuple(bundles)),
+        policy=policy,
+        num_bytes=num_bytes,
         tool_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
+    complete(folder, content)
+
+
+def complete(folder: Path, manifest: bytes) -> None:
+    """Make a partial checkpoint durable, and then its manifest. Raises OSError."""
     fsync_folder(folder)
-    replace_durably(folder / PARTIAL_MANIFEST, content)
+    replace_durably(folder / PARTIAL_MANIFEST, manifest)
     fsync_folder(folder)
     fsync_folder(folder.parent)
 
@@ -313,28 +309,25 @@ def sample_frozen(frozen: FrozenFile | None) -> dict[str, int]:
     return samples
 
 
-class CarriedFiles:
-    """Small files that do not change during a run: what ``save_pretrained`` of config, tokenizer and others writes."""
+def carried_files(owners: Collection[Any]) -> Callable[[], Mapping[str, bytes]]:
+    """Return a call that returns the small files that do not change during a run, by name: what ``save_pretrained`` of
+    config, tokenizer and others writes.
 
-    def __init__(self, owners: Collection[Any]) -> None:
-        self._owners = [owner for owner in owners if hasattr(owner, "save_pretrained")]
-        self._contents: dict[str, bytes] | None = None
+    It raises OSError, or StorageError, and what the user's objects raise.
+    """
 
-    def contents(self) -> Mapping[str, bytes]:
-        """Return the content of each file by name. Raises OSError, or StorageError."""
-        if self._contents is None:
-            self._contents = files_of(self._write)
-        return self._contents
-
-    def _write(self, folder: Path) -> None:
-        for owner in self._owners:
+    def write(folder: Path) -> None:
+        for owner in owners:
             try:
-                owner.save_pretrained(folder)
+                if hasattr(owner, "save_pretrained"):
+                    owner.save_pretrained(folder)
             except Exception as error:
                 if isinstance(error, OSError) or "os error" not in str(error):
                     raise
                 fix = "free some space, or check the disk"  # tokenizers raises a bare Exception
                 raise StorageError.at(folder, str(error), fix) from error
+
+    return cache(lambda: files_of(write))
 
 
 def owners_of(model: Any, processing_class: Any = None) -> list[Any]:

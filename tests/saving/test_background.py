@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -410,6 +411,25 @@ def test_a_step_waits_only_for_what_it_writes(num_known):
         snapshot.close()
 
 
+def test_only_this_process_has_the_memory_of_the_copies():
+    """A shared mapping has no huge pages. Of a private one, a worker of a data loader would cause a second copy."""
+    arena = Arena(1 << 23, pinned=False)
+
+    def mapped():
+        """Return the permissions of the arena's memory; an empty text if there is none."""
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, permissions, *_ = line.split()
+            begin, end = (int(one, 16) for one in span.split("-"))
+            if begin <= arena.memory.data_ptr() < end:
+                return permissions
+        return ""
+
+    assert mapped() == "rw-p"
+    if not (child := os.fork()):
+        os._exit(len(mapped()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 @pytest.mark.parametrize("arena_bytes", [1 << 20, 1 << 23], ids=["small buffer", "large buffer"])
 def test_the_disk_takes_blocks_from_where_the_copies_lie(on_disk, monkeypatch, arena_bytes):
     """Whatever the sizes of the tensors; only blocks that hold parts of two of them are put together elsewhere."""
@@ -434,7 +454,7 @@ def test_the_disk_takes_blocks_from_where_the_copies_lie(on_disk, monkeypatch, a
         snapshot = Snapshot(live, [file], arena, 60, time.monotonic())
         snapshot.start()
         try:
-            write_share(on_disk / name, Share((file,), (), live, lambda: None), None, snapshot)
+            write_share(on_disk / name, Share((file,), (), live, lambda: None), snapshot)
         finally:
             snapshot.close()
         found = safetensors.torch.load_file(on_disk / name / "file")

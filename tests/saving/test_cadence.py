@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.saving.callbacks import Cadence, Costs, SaveDecision, StepTimer
+from llmtailor.saving.callbacks import Costs, SaveDecision, StepTimer
 
 seconds = st.floats(1e-3, 1e3)
 
 
 @given(st.builds(Costs, seconds, st.floats(0, 1e3), seconds), st.floats(1e-3, 1.0))
 def test_saving_costs_no_more_than_its_share(costs, overhead):
-    cadence = Cadence.of(costs, overhead)
+    cadence = SaveDecision.at(1, 0, costs, overhead, is_busy=False)
     assert costs.save_s <= overhead * cadence.save_steps * costs.step_s * (1 + 1e-9)
     assert costs.write_s <= cadence.save_steps * costs.step_s * (1 + 1e-9)
     fewer = cadence.save_steps - 1

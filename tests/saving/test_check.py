@@ -118,7 +118,7 @@ def test_a_policy_that_never_chooses():
 def test_a_policy_that_decides_by_chance():
     chance = random.Random(0)
     policy = Custom(lambda now: {chance.choice(now.parts): "drawn"})
-    assert "it answers differently at save" in why_not(policy, 5)
+    assert "it chooses other parts at save" in why_not(policy, 5)
 
 
 class Counting(Custom):
@@ -166,11 +166,14 @@ def test_policies_with_a_state_of_their_own():
     policy = Counting()
     told = why_not(policy, 20)
     assert policy.asked == 0  # a copy was tried out
-    assert "asked again after a resume, it answers differently at save 24; decide by the situation alone" in told
+    assert (
+        "asked again, with a resume in between, it chooses other parts at save 24; decide by the situation alone"
+        in told
+    )
     assert "what else it remembers goes in state_dict()" in told
     assert check(Remembering(), 20) == 20
     assert check(Uncopyable(), 20) == 20
-    assert "answers differently at save" in why_not(Forgetful(), 20)
+    assert "chooses other parts at save" in why_not(Forgetful(), 20)
 
 
 @pytest.mark.parametrize("kind", [Remembering, Uncopyable])
