@@ -135,9 +135,7 @@ def write_exit_codes(formatter: click.HelpFormatter, head: str, codes: Mapping[i
 
 def notify(what: object) -> None:
     """Print a note on stderr."""
-    from llmtailor.storage.local import with_urls
-
-    click.echo(f"note: {with_urls(str(what))}", err=True)
+    click.echo(f"note: {what}", err=True)
 
 
 def say_moved(moved: CopyStats, quiet: bool) -> None:

@@ -108,12 +108,11 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --to fsdp --num-gpu 8
     """
     from llmtailor.recipe import Recipe
-    from llmtailor.storage.local import location_of
 
     base = checkpoint.absolute()
     out = out or base.with_name(f"{base.name}-converted")
     weights = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype] if dtype else None
-    recipe = Recipe(f"convert {location_of(checkpoint)}", "", base, (), weights, None)
+    recipe = Recipe(f"convert {checkpoint}", "", base, (), weights, None)
     _run_merge(lambda: (recipe, None), out, **options)
 
 
@@ -136,11 +135,11 @@ def _run_merge(
             _merge(*choose(), out, None, dry_run=dry_run, **options)
         return
     from llmtailor.compose.write import meeting
-    from llmtailor.storage.local import stand_in_of
+    from llmtailor.storage.remote import RemotePath
 
     if out is None:
         raise UsageError.at("--distributed", "the ranks communicate next to the output", "name OUT on the command line")
-    if stand_in_of(out):
+    if isinstance(out, RemotePath):
         raise UsageError.at("--distributed", "an object store can't be written by several ranks", "name a folder")
     with meeting(info, out) if info.world_size > 1 else nullcontext() as group, _only_rank_0_speaks(info):
         _merge(*choose(), out, group, dry_run=False, **options)

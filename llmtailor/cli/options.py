@@ -37,10 +37,9 @@ class _Location(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and "://" in value:
-            from llmtailor.storage.local import see
             from llmtailor.storage.remote import open_location
 
-            return see(open_location(value))
+            return open_location(value)
         return _as_path(super().convert(value, param, ctx))
 
 

@@ -33,7 +33,8 @@ from llmtailor.engine.streams import BUFFER_BYTES, Output, Sources, Store, canno
 from llmtailor.errors import SourceError
 from llmtailor.model.roles import ITEMSIZE, State
 from llmtailor.storage.checksums import combine, crc32, new_digest
-from llmtailor.storage.local import STORE_WORKERS, FileFact, stand_ins
+from llmtailor.storage.local import FileFact
+from llmtailor.storage.remote import STORE_WORKERS, RemotePath
 from llmtailor.timing import Stopwatch
 
 
@@ -109,7 +110,7 @@ def sum_again(
 
 
 def _sum_again(plan: Plan, pieces: Sequence[tuple[Blend, int]], files: Collection[tuple[int, str]], stop: Stop) -> None:
-    sources = Sources(plan.sources, {}, {})
+    sources = Sources(plan, (), {})
     for piece, wanted in pieces:
         crc = 0
         for some in blended(piece, sources, stop):
@@ -215,21 +216,16 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
     full, and Interrupted on Ctrl-C or SIGTERM, once all workers have stopped.
     """
     context = context or Context()
-    facts = {
-        f"{source}/{path}": fact
-        for source, files in zip(plan.sources, context.facts, strict=False)
-        for path, fact in files.items()
-    }
     try:
         for folder in {(staging / file.path).parent for file in plan.files}:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(staging, error) from error
     # a store answers late, so its requests wait for each other less than a disk's
-    workers = STORE_WORKERS if stand_ins and any("://" in source for source in plan.sources) else num_writers()
+    workers = STORE_WORKERS if any(isinstance(one, RemotePath) for one in plan.sources) else num_writers()
     num_large = sum(file.num_bytes >= MIN_DIRECT_BYTES for file in plan.files)
     direct = direct_bytes(1 if context.inline else min(workers, num_large)) if context.direct else 0
-    work = _Work(plan, facts, staging, context, direct, BoundedSemaphore(workers), RangeCopier(context.clone))
+    work = _Work(plan, staging, context, direct, BoundedSemaphore(workers), RangeCopier(context.clone))
     if context.inline:
         return [_make_file(work, file) for file in plan.files]
     # the largest first, so that no long file is left to one worker at the end
@@ -244,8 +240,6 @@ class _Work:
     """What the files of a plan have in common."""
 
     plan: Plan
-    facts: Mapping[str, FileFact]
-    """Full name -> the source file as indexed"""
     staging: Path
     context: Context
     direct: int
@@ -268,7 +262,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     """Write one file: its bytes while holding a turn, then its fsync, in parallel with other files."""
     context, target, watch = work.context, work.staging / file.path, Stopwatch()
     marks = context.kept.get(file.path, ())
-    sources = Sources(work.plan.sources, work.facts, context.stores)
+    sources = Sources(work.plan, context.facts, context.stores)
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:

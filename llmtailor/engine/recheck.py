@@ -15,7 +15,8 @@ from llmtailor.engine.streams import cannot_read, changed
 from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.checksums import crc32, new_digest
-from llmtailor.storage.local import EndsEarly, locate, whole_file
+from llmtailor.storage.local import OpenFile
+from llmtailor.storage.remote import EndsEarly
 
 CHUNK_BYTES = 1 << 20
 
@@ -64,7 +65,7 @@ def read_again(
                 if read and min(read) in files:
                     sums[-1].append((piece, crc))
     names = sorted(files)
-    jobs = [partial(_read, locate(plan.sources[name[0]]) / name[1], taken[name], on_progress, stop) for name in names]
+    jobs = [partial(_read, plan.path(*name), taken[name], on_progress, stop) for name in names]
     digests = dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
     sum_again(plan, sums, asked, stop)
     return digests
@@ -75,22 +76,22 @@ def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], 
     waiting = sorted(taken, key=lambda one: one.at, reverse=True)
     reached: list[_Range] = []
     try:
-        with whole_file(where, CHUNK_BYTES) as parts:
-            for data in parts:
-                stop.check()
-                digest.update(data)
-                while waiting and waiting[-1].at < at + len(data):
-                    reached.append(waiting.pop())
-                for one in reached:
-                    one.feed(data[one.at - at : one.stop - at])
-                wrong = [one.what for one in reached if one.at == one.stop and one.crc != one.wanted]
-                if wrong:
-                    raise _damaged(where, wrong[-1]) if all(wrong) else changed(where)
-                reached = [one for one in reached if one.at < one.stop]
-                at += len(data)
-                on_progress(len(data))
-            if reached or waiting:
-                raise EndsEarly(max(one.stop for one in (*reached, *waiting)))
+        file = OpenFile(where)
+        for data in file.stream(0, file.num_bytes, CHUNK_BYTES):
+            stop.check()
+            digest.update(data)
+            while waiting and waiting[-1].at < at + len(data):
+                reached.append(waiting.pop())
+            for one in reached:
+                one.feed(data[one.at - at : one.stop - at])
+            wrong = [one.what for one in reached if one.at == one.stop and one.crc != one.wanted]
+            if wrong:
+                raise _damaged(where, wrong[-1]) if all(wrong) else changed(where)
+            reached = [one for one in reached if one.at < one.stop]
+            at += len(data)
+            on_progress(len(data))
+        if reached or waiting:
+            raise EndsEarly(max(one.stop for one in (*reached, *waiting)))
     except OSError as error:
         raise cannot_read(where, error) from error
     return digest.hexdigest()

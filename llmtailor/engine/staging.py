@@ -30,12 +30,11 @@ from llmtailor.storage.local import (
     Lock,
     added_since,
     fsync_folder,
-    location_of,
     make_folder,
     rename_new,
     replace_folder,
-    stand_in_of,
 )
+from llmtailor.storage.remote import RemotePath
 
 
 def put_in_place(new: Path, target: Path, aside: Mapping[Path, Path]) -> None:
@@ -116,8 +115,8 @@ def check_target(out: Path, sources: list[Path], replace: bool) -> None:
 
 def already_there(out: Path) -> TargetError:
     """Return the error for an output that exists."""
-    if stand_in_of(out):
-        return TargetError.at(location_of(out), "the output already exists", "choose another one")
+    if isinstance(out, RemotePath):
+        return TargetError.at(out, "the output already exists", "choose another one")
     fix = "choose another one, or use --force to replace it once the new one is complete"
     if (left := staging_folder(out)).exists():
         fix += f"; {left} was left over from an interrupted merge and may be removed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import AttemptFilter, Kind, RunFolder
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
 from llmtailor.runs.scan import Scan, choose_for_run, scan_run
+from llmtailor.storage.local import absolute
 from llmtailor.verify.diff import Compared, diff_parts
 from llmtailor.verify.verify import Damage, Verdict, verify_surveyed
 
@@ -114,7 +114,7 @@ def gather(
 
     Raises SourceError if the folder does not exist, and Interrupted.
     """
-    run = Path(os.path.abspath(run))  # as the sources of a composite are named
+    run = absolute(run)  # as the sources of a composite are named
     folder = RunFolder(run)
     folder.full()
     survey = cache(survey_checkpoint)  # each checkpoint is read once for all that follows

@@ -102,7 +102,7 @@ class RunFolder:
     """
 
     def __init__(self, run: Path, also: Sequence[Path] = ()) -> None:
-        self.run = Path(run)
+        self.run = run
         self.partial = self.run / FOLDER
         self.also = tuple(RunFolder(one) for one in also)
 

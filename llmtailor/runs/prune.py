@@ -556,7 +556,7 @@ def plan_thinning(run: Path, options: ThinOptions, *, trust_unrecorded: bool = F
     Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
     invalid strategy or selectors.
     """
-    run = Path(run).absolute()
+    run = run.absolute()
     folder, scan = RunFolder(run), scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
     newest = scan.indexes[check_newest(scan)]
     structure, indexes = find_structure(newest), scan.indexes  # what is made here holds whole layers

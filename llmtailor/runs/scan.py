@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +42,7 @@ from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
 from llmtailor.runs.folder import AttemptFilter, RunFolder
-from llmtailor.storage.local import location_of
+from llmtailor.storage.local import absolute
 from llmtailor.verify.verify import Damage, Verdict, to_json, verify_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -263,11 +262,7 @@ def choose_for_run(
     relative to ``folder`` where it is close by. ``index`` is that of `scan_run`. Raises RecipeError or SourceError with
     every problem found.
     """
-    name, run, also = (
-        f"the recipe for {location_of(run)}",
-        Path(os.path.abspath(run)),
-        [Path(os.path.abspath(one)) for one in also],
-    )
+    name, run, also = f"the recipe for {run}", absolute(run), [absolute(one) for one in also]
     if isinstance(how, StrategyOptions):
         scan_all = partial(scan_run, run, also=also, trust_unrecorded=trust_unrecorded, index=index)
         steps = [step for step, _ in RunFolder(run, also).checkpoints()]
@@ -373,7 +368,7 @@ def compose_newest(
 
     Raises what `runs.scan.choose_for_run`, `plan_merge` and `write` raise.
     """
-    run = Path(os.path.abspath(run))
+    run = absolute(run)
     if not any(RunFolder(folder).complete() for folder in (run, *also)):
         return None
     options = Options(world_size=world_size, reuse=True)
@@ -433,7 +428,7 @@ def continues(run: Path, checkpoint: Path) -> bool:
     """
     attempts = RunFolder(run).attempts()
     state = checkpoint / TRAINER_STATE
-    if not attempts or os.path.abspath(checkpoint.parent) != os.path.abspath(run) or not state.is_file():
+    if not attempts or absolute(checkpoint.parent) != absolute(run) or not state.is_file():
         return False
     step = read_json(state, str(state)).get("global_step")
     if not isinstance(step, int):

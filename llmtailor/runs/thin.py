@@ -65,7 +65,7 @@ from llmtailor.runs.prune import (
     plan_weights,
 )
 from llmtailor.runs.scan import describe_checkpoint
-from llmtailor.storage.checksums import crc_of_range, crc_of_zeros
+from llmtailor.storage.checksums import crc_of_zeros
 from llmtailor.storage.local import FileFact, Files, added_since, fsync_folder, replace_folder, write_durably
 from llmtailor.timing import Stopwatch
 
@@ -194,7 +194,7 @@ def _crcs(root: Path, wanted: Iterable[Sequence[Extent]], stop: Stop, on_progres
     def crc_of(extents: Sequence[Extent]) -> int:
         crc = 0
         for extent in extents:
-            crc = crc_of_range(files, extent.path, extent.start, extent.stop, watch, crc)
+            crc = files.crc_of(extent.path, extent.start, extent.stop, watch, crc)
         return crc
 
     with Files(root) as files:

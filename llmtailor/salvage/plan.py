@@ -450,7 +450,7 @@ def plan_salvage(
     is that of `Options`. Raises SourceError with all obstacles if there is no complete composite, and what `plan_merge`
     raises.
     """
-    run = Path(run).absolute()
+    run = run.absolute()
     salvage = _choose(run, at, deep, fragments, on_progress, trust_unrecorded)
     if not salvage.choice.is_complete:
         raise _no_composite(salvage)

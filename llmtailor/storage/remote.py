@@ -25,12 +25,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PosixPath
+from typing import Any, ClassVar, TypeVar
 
 from llmtailor.errors import StorageError, UsageError
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import EndsEarly, locate, see, stand_ins
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,6 +40,10 @@ REQUEST_BYTES = 4 << 20
 """The most that one request asks for"""
 IN_FLIGHT = 4
 """Requests at once for one output file; `STORE_WORKERS` files are written at once"""
+UPLOADING = "llmtailor-uploading"
+"""A file that is in a folder of a store while the others are uploaded: a JSON list of their names"""
+STORE_WORKERS = 8
+"""Files that are read from or written to stores at once"""
 ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
 """Before the second attempt; each further pause is twice as long"""
@@ -70,8 +73,15 @@ class Object:
         return (int.from_bytes(digest[:4], "big") >> 1) * 1_000_000_000  # some file systems have 31 bits for it
 
 
+class EndsEarly(OSError):
+    """A file has fewer bytes than requested."""
+
+    def __init__(self, num_bytes: int):
+        super().__init__(errno.ENODATA, f"it ends before byte {num_bytes:,}")
+
+
 class RemoteFolder:
-    """A folder of a store, or a checkpoint that is one file, and its stand-in. Implements `stand_in.Remote`.
+    """A folder of a store, or a checkpoint that is one file, and its stand-in.
 
     The name of the one file is empty. ``root``, where the stand-in is, is not used before files are listed.
     """
@@ -84,12 +94,7 @@ class RemoteFolder:
         self._lock = threading.Lock()
         self._present: set[tuple[str, int]] = set()
         self._objects: dict[str, Object] = {}
-        self._is_listed = self._is_fast = False
-
-    def list_once(self) -> None:
-        """List the folder unless that was done. Raises as `list`."""
-        if not self._is_listed:
-            self.list()
+        self._is_fast = False
 
     def list(self) -> None:
         """Make the stand-in's files those that are in the store now. Raises StorageError."""
@@ -109,7 +114,7 @@ class RemoteFolder:
                     file.truncate(one.num_bytes)
                 os.utime(path, ns=(one.mtime_ns, one.mtime_ns))
                 self._present = {(path, block) for path, block in self._present if path != name}
-        self._objects, self._is_listed = objects, True
+        self._objects = objects
 
     def _find(self) -> dict[str, dict[str, Any]]:
         """Return what the store says about each file, by name."""
@@ -247,31 +252,62 @@ class RemoteFolder:
         raise AssertionError
 
 
+class RemotePath(PosixPath):
+    """A path in a folder of an object store; `open_location` makes a subclass for each folder.
+
+    On this machine it is a path in the folder's stand-in, so whatever takes a path can list it and ask for sizes. Its
+    bytes come from the store. Formatted as text (``f"{path}"``), it is the URL.
+    """
+
+    remote: ClassVar[RemoteFolder]
+
+    @property
+    def key(self) -> str:
+        """The name in `remote`; empty for the folder itself"""
+        return "" if self == self.remote.root else os.path.relpath(self, self.remote.root)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is the folder or in it; beside it nothing can be seen"""
+        return not self.key.startswith("..")
+
+    def __format__(self, spec: str) -> str:
+        return format(f"{self.remote.url}/{self.key}".rstrip("/") if self.is_absolute() else str(self), spec)
+
+    def __repr__(self) -> str:
+        return f"RemotePath({f'{self}'!r})"
+
+
 def open_location(text: str) -> Path:
-    """Return what a path or a URL names; of a URL, its stand-in, which is listed when it is first read.
+    """Return what a path or a URL names; the folder of a URL is listed.
 
     ``URL@TAG`` names a tag folder of DeepSpeed's, unless there is something of this name. Raises UsageError for a URL
     of an unknown kind, StorageError.
     """
     if not is_url(text):
         return Path(text.removeprefix("file://").removeprefix("local://"))
-    url = text.rstrip("/")
-    found = _open(url)
-    folder, _, tag = url.rpartition("@")
-    if not folder or folder.endswith("/") or not tag or "/" in tag or see(found).exists():
-        return found
-    named = see(_open(folder)) / tag
-    return named if named.is_dir() else found
+    found = _open(text.rstrip("/"))
+    folder, _, tag = text.rstrip("/").rpartition("@")
+    if folder and not folder.endswith("/") and tag and "/" not in tag and not found.exists():
+        named = _open(folder) / tag
+        return named if named.is_dir() else found
+    return found
+
+
+_opened: dict[str, RemotePath] = {}
+"""By URL: a folder that is opened again, or is in an opened one, has the same stand-in"""
 
 
 def _open(url: str) -> Path:
-    if (known := locate(url)) != Path(url):
-        return known
-    name = url.rpartition("/")[2] or "root"
-    root = _folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
-    root.parent.mkdir()
-    stand_ins[root] = RemoteFolder(url, root)
-    return root
+    for known, root in _opened.items():
+        if url == known or url.startswith(f"{known}/"):
+            return root / url[len(known) :].strip("/")
+    path = _folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / (url.rpartition("/")[2] or "root")
+    path.parent.mkdir()
+    remote = RemoteFolder(url, path)
+    remote.list()
+    _opened[url] = type("RemotePath", (RemotePath,), {"remote": remote})(path)
+    return _opened[url]
 
 
 def _folder() -> Path:

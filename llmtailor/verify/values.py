@@ -45,7 +45,7 @@ from llmtailor.model.roles import (
     State,
 )
 from llmtailor.storage.casts import cast
-from llmtailor.storage.checksums import Intervals, crc32, crc_of_range, part_digest
+from llmtailor.storage.checksums import Intervals, crc32, part_digest
 from llmtailor.storage.local import Files
 from llmtailor.verify.structure import ON_PURPOSE, Elements, Spans, elements_in, held_of, join, lost_elements
 
@@ -349,7 +349,7 @@ class Reading:
 
     def crc_of(self, path: str, start: int, stop: int) -> int:
         """Return the CRC-32 of bytes of a file; those not read yet are read now. Raises OSError."""
-        read = partial(crc_of_range, self.files, path, on_progress=self.on_progress)
+        read = partial(self.files.crc_of, path, on_progress=self.on_progress)
         return self.by_file.crc_of(path, start, stop, read)
 
     def _read_chunk(self, bundle: Bundle, begin: int, end: int) -> None:

@@ -244,8 +244,8 @@ def verify_checkpoint(
         SourceError: the folder is not a checkpoint.
         Interrupted: Ctrl-C or SIGTERM.
     """
-    root, name = Path(path), name or display_name(Path(path))
-    return verify_surveyed(survey_checkpoint(root, name, client), root, deep, on_progress, name)
+    name = name or display_name(path)
+    return verify_surveyed(survey_checkpoint(path, name, client), path, deep, on_progress, name)
 
 
 def verify_surveyed(

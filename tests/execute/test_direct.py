@@ -20,7 +20,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine import copy as runner
 from llmtailor.engine import pool, streams
 from llmtailor.engine.copy import Context, execute
-from llmtailor.storage.local import STORE_WORKERS
+from llmtailor.storage.remote import STORE_WORKERS
 
 BUFFER = 8 * BLOCK_BYTES
 SOURCE_BYTES = 20 * BLOCK_BYTES
