@@ -70,7 +70,7 @@ from llmtailor.ranks.group import LEAVING_S, RankGroup, check_same
 from llmtailor.ranks.launch import RankInfo
 from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
-from llmtailor.storage.local import FileFact, Lock, open_source, write_durably
+from llmtailor.storage.local import FileFact, Lock, facts_now, open_source, write_durably
 from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
@@ -508,18 +508,13 @@ def _check_sources(
     for remote in {index.root.remote for index in composition.indexes if isinstance(index.root, RemotePath)}:
         remote.list()
     for number, index in enumerate(composition.indexes):
-        for path, fact in index.files.items():
-            try:
-                now = FileFact.of((index.root / path).stat())
-            except OSError:
-                now = None
-            if now is None or not now.is_like(fact):
-                changed.append(
-                    Problem(PathIn(index.name, path), "the file changed while it was read", "run the merge again")
-                )
-                continue
-            known = before.get(f"{composition.plan.sources[number]}/{path}", now)
-            if now != known and not isinstance(index.root, RemotePath):
+        for path, now in facts_now(index.root, index.files).items():
+            if now is None or not now.is_like(index.files[path]):
+                what, fix = "the file changed while it was read", "run the merge again"
+                changed.append(Problem(PathIn(index.name, path), what, fix))
+            elif not isinstance(index.root, RemotePath) and now != before.get(
+                f"{composition.plan.sources[number]}/{path}", now
+            ):
                 doubtful.add((number, path))
     if changed:
         raise SourceError(changed)

@@ -27,7 +27,7 @@ import stat
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -89,6 +89,17 @@ def added_since(folder: Path, before: Entries) -> list[str]:
         elif name.endswith("/"):
             inside = {path[len(name) :]: old for path, old in before.items() if path.startswith(name) and path != name}
             found += [name + path for path in added_since(folder / name, inside)]
+    return found
+
+
+def facts_now(root: Path, paths: Iterable[str]) -> dict[str, FileFact | None]:
+    """Return the files as they are now; None for one that is gone or can't be asked."""
+    found: dict[str, FileFact | None] = {}
+    for path in paths:
+        try:
+            found[path] = FileFact.of((root / path).stat())
+        except OSError:
+            found[path] = None
     return found
 
 
