@@ -104,9 +104,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         code = cli.main(standalone_mode=False)
-    except (
-        SystemExit
-    ) as end:  # click exits with 1 when the output's reader is gone, as in `llmtailor inspect x | head -1`
+    except SystemExit as end:  # click exits with 1 when the output's reader is gone: `llmtailor inspect x | head -1`
         sys.exit(BROKEN_PIPE if end.code == 1 else end.code)
     except click.ClickException as error:
         error.show()

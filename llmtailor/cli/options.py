@@ -24,37 +24,28 @@ _MAX_BYTES = 16 << 20
 
 
 class _Path(click.Path):
-    """A path on this machine."""
+    """A path; ``DIR@TAG`` names a tag folder of DeepSpeed's. With ``urls``, also a folder in an object store."""
+
+    def __init__(self, urls: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self.urls = urls
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and "://" in value:
-            self.fail(f"{value!r} is a URL; a local path is needed", param, ctx)
-        return _as_path(super().convert(value, param, ctx))
-
-
-class _Location(click.Path):
-    """A path, or the URL of a folder in an object store."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and "://" in value:
+            if not self.urls:
+                self.fail(f"{value!r} is a URL; a local path is needed", param, ctx)
             from llmtailor.storage.remote import open_location
 
             return open_location(value)
-        return _as_path(super().convert(value, param, ctx))
+        path = Path(str(super().convert(value, param, ctx)))
+        if "@" not in path.name:
+            return path
+        from llmtailor.storage.local import with_tag
+
+        return with_tag(path)
 
 
-def _as_path(value: Any) -> Path:
-    """Return a path; ``DIR@TAG`` names a tag folder of DeepSpeed's."""
-    path = Path(value)
-    if "@" not in path.name:
-        return path
-    from llmtailor.storage.local import with_tag
-
-    return with_tag(path)
-
-
-PATH = _Path(path_type=Path)
-LOCATION = _Location(path_type=Path)
+PATH, LOCATION = _Path(), _Path(urls=True)
 COUNT = click.IntRange(min=1)
 STEP = click.IntRange(min=0)
 

@@ -159,7 +159,6 @@ def _show(plan: dict[str, Any] | str, left_alone: Iterable[Problem]) -> None:
 
 
 def _say_done(action: PruneAction) -> None:
-
     click.echo(f"{action.checkpoint.name}: done, {size(action.freed)} freed", err=True)
 
 

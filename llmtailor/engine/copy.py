@@ -6,9 +6,6 @@ durable, its worker continues with the next. The CRC-32 of every byte is compute
 files and the states. What an earlier run wrote is read back by the same pieces, so only its size and CRC need be
 recorded.
 
-How much of a file is there, and the checksums of what is.
-
-Computes weighted sums of elements of several sources, chunk by chunk, and computes them again as a check.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Gets ranges of source files into an output: by sharing their blocks where the file system can, else by copying.
+"""Gets ranges of source files into an output, by sharing blocks or copying, and an output into an object store.
 
 A file system with reflinks (XFS, Btrfs, some network ones) lets a file share blocks with another one, *clones* them: no
 byte is written, and both files can be changed or deleted independently. Cloned bytes are still read, for the checksums.
-
-Uploads an output to an object store.
 
 A store has no rename that publishes a folder. So a marker is there first and removed last, after everything was read
 back and verified: a folder with the marker is no checkpoint for any command. Each file is uploaded as soon as it is

@@ -2,10 +2,6 @@
 
 Until the rename the output does not exist (or is the old one, whole, if it may be replaced). An interrupted merge
 leaves a hidden folder with a journal, from which the same merge resumes.
-
-Renames of finished folders that replace others.
-
-Room on disk: what an output needs, what there is.
 """
 
 from __future__ import annotations

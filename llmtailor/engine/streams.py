@@ -17,7 +17,6 @@ from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import (
-    Ahead,
     Changed,
     FileFact,
     Files,
@@ -95,28 +94,19 @@ class Sources:
 
     def chunks(self, piece: Cast | Term, size: int) -> Iterator[memoryview]:
         """Yield the bytes of a piece in order, ``size`` at a time. Raises as `read_into`."""
-        extent, rest = piece.extent, memoryview(b"")
-        if self.is_remote(piece):
-            for some in self.stream(piece, extent.stop):
-                rest = memoryview(bytes(rest) + some) if rest else some
-                while len(rest) >= size:
-                    yield rest[:size]
-                    rest = rest[size:]
-            if rest:
-                yield rest
-            return
-        file = self.open(piece)  # kept, so that it stays open
-        ahead = Ahead(file.fd, extent.start, extent.stop)
-        for start in range(extent.start, extent.stop, size):
-            ahead.reached(start)
-            data = memoryview(bytearray(min(size, extent.stop - start)))
-            self.read_into(piece, start, data)
-            yield data
+        rest = memoryview(b"")
+        for some in self.stream(piece, piece.extent.stop, size):
+            rest = memoryview(bytes(rest) + some) if rest or len(some) < size else some  # the next one overwrites it
+            while len(rest) >= size:
+                yield rest[:size]
+                rest = rest[size:]
+        if rest:
+            yield rest
 
-    def stream(self, piece: Copy | Cast | Term, stop: int) -> Iterator[memoryview]:
-        """Yield bytes of the piece's file in an object store, from its start to ``stop``. Raises as `read_into`."""
+    def stream(self, piece: Copy | Cast | Term, stop: int, size: int = 0) -> Iterator[memoryview]:
+        """Yield the bytes of the piece's file from the piece's start to ``stop``; see `OpenFile.stream`."""
         try:
-            yield from self.open(piece).stream(piece.extent.start, stop)
+            yield from self.open(piece).stream(piece.extent.start, stop, size)
         except OSError as error:
             raise cannot_read(self.where(piece), error) from error
 

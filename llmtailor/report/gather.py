@@ -19,7 +19,6 @@ from llmtailor.compose.report import Report
 from llmtailor.compose.write import settle_output
 from llmtailor.containers.json import read_json
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, TailorError
-from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.registry import display_name, survey_checkpoint
 from llmtailor.loaders.files import TRAINER_STATE
 from llmtailor.recipe.strategies import StrategyOptions
@@ -28,7 +27,7 @@ from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
 from llmtailor.runs.scan import Scan, choose_for_run, scan_run
 from llmtailor.storage.local import absolute
 from llmtailor.verify.diff import Compared, diff_parts
-from llmtailor.verify.verify import Damage, Verdict, verify_surveyed
+from llmtailor.verify.verify import Verdict, refused, verify_surveyed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -179,8 +178,7 @@ def _verify(path: Path, survey: Callable[[Path], Survey]) -> Verdict:
     try:
         return verify_surveyed(survey(path), path)
     except SourceError as error:  # not a checkpoint, or of an unsupported kind
-        findings = tuple(Finding.of(one, ERROR) for one in error.problems)
-        return Verdict(display_name(path), False, findings, Damage(), None)
+        return refused(path, False, error.problems)
 
 
 def _check(

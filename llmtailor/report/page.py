@@ -17,7 +17,7 @@ from llmtailor.model.parts import expert_number, layer_of
 from llmtailor.report.chart import Shade, bars, curve, grid, ranges_of, shade_of
 from llmtailor.report.gather import PartChange, RunFacts
 from llmtailor.runs.save_log import LoggedSave
-from llmtailor.verify.diff import KINDS, Change
+from llmtailor.verify.diff import Change, kinds_of, sums_by
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -257,13 +257,8 @@ def _change(value: float) -> str:
 
 def _changes(changes: Sequence[PartChange]) -> dict[str, Any]:
     """Return how much the newest state of each part differs from the one before, by kind of state."""
-    by_part: dict[str, dict[str, Change]] = {one.part: {} for one in changes}
-    for one in changes:
-        for state in one.states:
-            kind, of_part = state.state.kind, by_part[one.part]
-            of_part[kind] = of_part.get(kind, Change()) + state.change
-    found = {kind for of_part in by_part.values() for kind in of_part}
-    kinds = [*(kind for kind in KINDS if kind in found), *sorted(found - {*KINDS})]
+    states = [state for one in changes for state in one.states]
+    by_part, kinds = sums_by(lambda one: one.part, states), kinds_of(states)
     return {
         "head": ["part", "steps", *kinds],
         "rows": [

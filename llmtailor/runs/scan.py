@@ -23,7 +23,7 @@ from llmtailor.compose.write import preview, prove, settle_output, write
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
 from llmtailor.errors import Problem, Problems, SourceError, TailorError, TargetError, about
-from llmtailor.findings import ERROR, Finding, folded
+from llmtailor.findings import ERROR, folded
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.registry import (
     absent_parts,
@@ -43,7 +43,7 @@ from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
 from llmtailor.runs.folder import AttemptFilter, RunFolder
 from llmtailor.storage.local import absolute
-from llmtailor.verify.verify import Damage, Verdict, to_json, verify_checkpoint
+from llmtailor.verify.verify import Verdict, refused, to_json, verify_checkpoint
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -498,15 +498,12 @@ def find_latest(
 def _verify(
     path: Path, step: int, deep: bool, on_progress: Callable[[int], None], judge: AttemptFilter, client: str | None
 ) -> Verdict:
-    problem = judge.why_not(path, step)
-    if problem is None:
-        try:
-            return verify_checkpoint(path, deep, on_progress, client=client)
-        except SourceError as error:  # not a checkpoint, or of an unsupported kind
-            problems = error.problems
-    else:
-        problems = (problem,)
-    return Verdict(display_name(path), deep, tuple(Finding.of(one, ERROR) for one in problems), Damage(), None)
+    if (problem := judge.why_not(path, step)) is not None:
+        return refused(path, deep, (problem,))
+    try:
+        return verify_checkpoint(path, deep, on_progress, client=client)
+    except SourceError as error:  # not a checkpoint, or of an unsupported kind
+        return refused(path, deep, error.problems)
 
 
 def latest_to_json(latest: Latest) -> dict[str, Any]:

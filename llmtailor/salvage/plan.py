@@ -164,11 +164,6 @@ def _without(index: CheckpointIndex, dropped: Collection[str], weights_lost: boo
     )
 
 
-def without_weights(holder: UsableSource) -> UsableSource:
-    """Return a holder whose weights will be rounded from its masters, whatever its weight files contain."""
-    return replace(holder, index=_without(holder.index, (), weights_lost=True))
-
-
 def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs]:
     """Drop masters that match their checksum from the damage: if a weight contradicts its master, both are listed."""
     blamed = {finding.path for finding in found.values} | index.unreadable
@@ -237,8 +232,7 @@ def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments
     save holds only some experts are chosen expert by expert.
 
     Each element's master and moments come from one holder, unless a newer one was saved without the moments: then the
-    masters are the newer one's. The base is the newest holder that can be one and is used,
-    or else the newest that can be one.
+    masters are the newer one's. The base is the newest holder that can be one and is used, else the newest that can.
     """
     reference = holders[0].index
     wanted = _states_by_part(reference, structure)
@@ -457,12 +451,10 @@ def plan_salvage(
     deeper = choose(salvage.holders, salvage.structure, True)
     if not fragments and deeper.cuts and deeper.is_complete:
         salvage = replace(salvage, deeper=deeper)
-    base = salvage.base
+    base, composition = salvage.base, None
     if salvage.choice.used != (salvage.choice.base,) or not base.is_whole or base.index.form.is_partial:
-        salvage = replace(
-            salvage, composition=_plan(salvage, out, Options(replace=replace_out or in_place, clone=clone))
-        )
-    composition = salvage.composition
+        composition = _plan(salvage, out, Options(replace=replace_out or in_place, clone=clone))
+        salvage = replace(salvage, composition=composition)
     if composition is None or replace_out or not in_place or not composition.out.exists():
         return salvage
     if not is_written(composition) or not verify_checkpoint(composition.out).is_resumable:
@@ -545,7 +537,7 @@ def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
     choice, base = salvage.choice, salvage.base
     used = {number: salvage.holders[number] for number in choice.used}
     if base.index.form.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values())):
-        used = {number: without_weights(holder) for number, holder in used.items()}
+        used = {number: replace(one, index=_without(one.index, (), weights_lost=True)) for number, one in used.items()}
     checkpoints = {number: RunCheckpoint(holder.index.root, holder.step, None) for number, holder in used.items()}
     assignment = Assignment(
         base=RunCheckpoint(base.index.root, base.step, None),

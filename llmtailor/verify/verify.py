@@ -118,6 +118,11 @@ class Verdict:
         return [finding for finding in self.findings if finding.severity == severity]
 
 
+def refused(path: Path, deep: bool, problems: Iterable[Problem]) -> Verdict:
+    """Return the verdict on a folder that is not a usable checkpoint, with the reasons as errors."""
+    return Verdict(display_name(path), deep, tuple(Finding.of(one, ERROR) for one in problems), Damage(), None)
+
+
 def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
     """Return the findings without duplicates, the most severe first."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: SEVERITIES.index(finding.severity)))
