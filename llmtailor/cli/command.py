@@ -128,13 +128,11 @@ def command(exit_codes: Mapping[int, str]) -> Callable[[Callable[..., Any]], Com
 
 
 def write_exit_codes(formatter: click.HelpFormatter, head: str, codes: Mapping[int, str]) -> None:
-    """Write exit codes as a section of the help."""
     with formatter.section(head):
         formatter.write_dl([(str(code), meaning) for code, meaning in codes.items()])
 
 
 def notify(what: object) -> None:
-    """Print a note on stderr."""
     click.echo(f"note: {what}", err=True)
 
 
@@ -165,7 +163,6 @@ def progress_bar(total_bytes: int | None, *, quiet: bool, label: str = "writing"
 
 
 def print_json(content: object) -> None:
-    """Print a result for programs, on stdout."""
     import json
 
     from llmtailor.documents import encode

@@ -91,7 +91,6 @@ _PIPED_WIDTH = 120
 
 
 def diff_text(found: Diff, rows: Mapping[str, Mapping[str, Change]], by: str, sort: str, top: int | None) -> str:
-    """Return the differences and the table of changes."""
     lines = [f"A: {found.a}, step {found.steps[0]}", f"B: {found.b}, step {found.steps[1]}", ""]
     for matters, title in ((True, "different"), (False, "stored differently")):
         rows_of = [(one.what, one.a, one.b) for one in found.training if one.matters == matters]

@@ -36,8 +36,6 @@ from llmtailor.timing import Stopwatch
 
 
 class WriteProgress:
-    """The pieces that a file has so far, with their checksums."""
-
     def __init__(self, plan: FileLayout):
         self.plan = plan
         self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Crc))
@@ -153,8 +151,6 @@ class CopyStats:
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
-    """A file as written."""
-
     plan: FileLayout
     crc: int
     crcs: Sequence[int]
@@ -311,7 +307,6 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) ->
 def _fill(
     filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, beside: Executor, context: Context
 ) -> None:
-    """Write the missing pieces."""
     marked, due = filled.at, None
     marking: Future[None] | None = None
 

@@ -89,7 +89,6 @@ class RangeCopier:
         return start
 
     def _fetch(self, piece: Copy, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
-        """Get the bytes from an object store."""
         if self.clone == "require":
             what = "its blocks can't be shared with the output: it is in an object store"
             raise StorageError.at(sources.where(piece), what, _ONE_FILE_SYSTEM)

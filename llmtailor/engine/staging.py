@@ -110,7 +110,6 @@ def check_target(out: Path, sources: list[Path], replace: bool) -> None:
 
 
 def already_there(out: Path) -> TargetError:
-    """Return the error for an output that exists."""
     if isinstance(out, RemotePath):
         return TargetError.at(out, "the output already exists", "choose another one")
     fix = "choose another one, or use --force to replace it once the new one is complete"
@@ -126,7 +125,6 @@ def old_output(out: Path) -> Path:
 
 
 def staging_folder(out: Path) -> Path:
-    """Return the path of an output's staging folder."""
     absolute = out.absolute()
     return absolute.parent / f".{absolute.name}.llmtailor-staging"
 
@@ -149,7 +147,6 @@ def rank_journal(folder: Path, rank: int) -> Path:
 
 
 def rank_journals(folder: Path) -> list[Path]:
-    """Return the journals of ranks other than 0 in a staging folder."""
     return sorted(folder.glob(f"{JOURNAL}-*"))
 
 

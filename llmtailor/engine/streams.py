@@ -41,8 +41,6 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class Digest(Protocol):
-    """The methods of a hash that are used here."""
-
     def update(self, data: bytes | memoryview, /) -> object: ...
     def hexdigest(self) -> str: ...
 
@@ -78,7 +76,6 @@ class Sources:
         return self.stores.get(str(self.plan.sources[piece.source]))
 
     def where(self, piece: Copy | Cast | Term) -> str:
-        """Return the full name of the piece's file."""
         return f"{self.plan.sources[piece.source]}/{piece.extent.path}"
 
     def open(self, piece: Copy | Cast | Term) -> OpenFile:
@@ -89,7 +86,6 @@ class Sources:
             raise cannot_read(self.where(piece), error) from error
 
     def is_remote(self, piece: Copy | Cast | Term) -> bool:
-        """Return whether the piece's file is in an object store."""
         return self.open(piece).stored is not None
 
     def chunks(self, piece: Cast | Term, size: int) -> Iterator[memoryview]:

@@ -42,8 +42,6 @@ class Scale:
 
 @dataclass(slots=True)
 class Chart:
-    """A picture."""
-
     title: str
     """What screen readers say"""
     height: float

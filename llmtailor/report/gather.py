@@ -39,8 +39,6 @@ _VERIFIED = 12
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A start of the training."""
-
     resumed_at: int
     started: str
     """ISO 8601, as the record says"""
@@ -67,8 +65,6 @@ class Composite:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A checkpoint that was verified."""
-
     verdict: Verdict
     foreign: Code | None
     """Why commands that choose checkpoints skip it, whatever the verdict: see `runs.folder.AttemptFilter`"""
@@ -86,8 +82,6 @@ class PartChange:
 
 @dataclass
 class RunFacts:
-    """Everything that a report shows."""
-
     run: str
     made: datetime
     log: SaveLog = field(default_factory=SaveLog)

@@ -65,8 +65,6 @@ _HIDDEN = re.compile(r"\.(.+)\.llmtailor-(staging|thinning|old|thinned)")
 
 
 class Kind(Enum):
-    """The kind of a folder in a run's folder."""
-
     FULL = "full"
     PARTIAL = "partial"
     UNFINISHED = "unfinished"
@@ -353,7 +351,6 @@ def freed_bytes(files: Iterable[Path]) -> int:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """Yield every file below a folder."""
     for where, _, names in os.walk(folder):
         yield from (Path(where) / name for name in names)
 

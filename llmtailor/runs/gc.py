@@ -176,8 +176,6 @@ def _age(checkpoints: Sequence[RunCheckpoint], step: int, parts: Sequence[str]) 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A folder to remove."""
-
     path: Path
     why: str
     step: int | None = None

@@ -137,7 +137,6 @@ class Conversion:
 
     @property
     def num_bytes(self) -> int:
-        """The size on disk"""
         files = sum(file.num_bytes for file in self.plan.files if file.path not in self.links)
         return files + len(self.manifest({}))
 
@@ -191,8 +190,6 @@ def plan_weights(index: CheckpointIndex) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class ThinOptions:
-    """The options of ``thin``."""
-
     keep_full: int
     """The number of newest full checkpoints that stay unchanged; 1 or more"""
     strategy: str | None = None
@@ -258,7 +255,6 @@ class Chooser:
         return choose(self.policy, situation, self.bound)
 
     def settings(self) -> dict[str, Any]:
-        """Return the policy's settings as the manifest records them."""
         return {"name": self.policy.name, **self.policy.settings(), "made_of_full_checkpoints": True}
 
 
@@ -291,8 +287,6 @@ class FullFacts:
 
 @dataclass(frozen=True, slots=True)
 class PruneAction:
-    """The outcome for a full checkpoint."""
-
     checkpoint: RunCheckpoint
     becomes: str
     """`STAYS`, `PARTIAL` or `WEIGHTS`"""

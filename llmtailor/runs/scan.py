@@ -507,7 +507,6 @@ def _verify(
 
 
 def latest_to_json(latest: Latest) -> dict[str, Any]:
-    """Return the search result as a `document`."""
     content = {
         "path": latest.path,
         "verdict": to_json(latest.verdict) if latest.verdict else None,

@@ -83,8 +83,6 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a training runs."""
-
     write_bytes_per_s: float
     """Of all ranks together, until files are durable"""
     step_s: float
@@ -204,7 +202,6 @@ def cost_of(schedule: Schedule, machine: Machine, *, in_background: bool, save_s
 def to_json(
     model: ModelSize, machine: Machine, keep: int, found: Mapping[str, tuple[Schedule, tuple[Cost, ...]]]
 ) -> dict[str, Any]:
-    """Return the schedule and the costs of each policy as a `document`."""
     content = {
         "model": model.name,
         "num_params": model.total,

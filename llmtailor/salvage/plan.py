@@ -183,8 +183,6 @@ def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs
 
 @dataclass(frozen=True, slots=True)
 class PartChoice:
-    """The source of a part."""
-
     part: str
     shares: Mapping[int, int]
     """UsableSource -> number of param elements taken from it; empty if there is no complete source"""
@@ -408,7 +406,6 @@ class Salvage:
 
     @property
     def damage(self) -> tuple[Problem, ...]:
-        """All damage in the holders"""
         return tuple(dict.fromkeys(one for holder in self.holders for one in (*holder.unfit, *holder.damage)))
 
     @property
@@ -695,7 +692,6 @@ def gain(salvage: Salvage) -> float:
 
 
 def to_json(salvage: Salvage, resume_from: Path, moved: CopyStats | None = None) -> dict[str, Any]:
-    """Return the salvage as a `document`."""
     composition = salvage.composition
     content = {
         "run": salvage.run,

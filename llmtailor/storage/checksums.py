@@ -23,7 +23,6 @@ DIGEST = "xxh3_128"
 
 
 def new_digest() -> xxh3_128:
-    """Return an empty digest; feed it with `update`."""
     return xxh3_128()
 
 
@@ -33,7 +32,6 @@ def crc32(data: bytes | memoryview, value: int = 0) -> int:
 
 
 def crc_of_zeros(num_bytes: int) -> int:
-    """Return the CRC-32 of zeros."""
     crc, block = 0, bytes(min(num_bytes, _BLOCK))
     for at in range(0, num_bytes, _BLOCK):
         crc = crc32(memoryview(block)[: num_bytes - at], crc)

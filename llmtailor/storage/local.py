@@ -233,7 +233,6 @@ def try_link(source: Path, target: Path) -> bool:
 
 
 def fsync_file(path: Path) -> None:
-    """Make the content of a file durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -60,8 +60,6 @@ def is_url(text: str | os.PathLike[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """An object of a store as listed."""
-
     num_bytes: int
     version: str
     """Its ETag or, if the store has none, its time of modification"""
@@ -117,7 +115,6 @@ class RemoteFolder:
         self._objects = objects
 
     def _find(self) -> dict[str, dict[str, Any]]:
-        """Return what the store says about each file, by name."""
         if self.url.endswith(_ONE_FILE) and (alone := self._fs.info(self._path))["type"] == "file":
             return {"": alone}
         prefix, found = self._path.strip("/") + "/", self._fs.find(self._path, detail=True)
@@ -125,7 +122,6 @@ class RemoteFolder:
         return {name: info for name, info in named if info["type"] == "file" and name and not name.startswith("/")}
 
     def _at(self, name: str) -> str:
-        """Return the store's path of a file."""
         return f"{self._path}/{name}" if name else self._path
 
     def holds(self, name: str) -> bool:

@@ -356,8 +356,6 @@ def _dot(one: npt.NDArray[np.float64], two: npt.NDArray[np.float64]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A state that was compared."""
-
     state: State
     part: str
     layer: int | None
@@ -393,7 +391,6 @@ class Diff:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of states compared"""
         return kinds_of(self.states)
 
     def by(self, label: Callable[[Compared], str]) -> dict[str, dict[str, Change]]:
@@ -435,7 +432,6 @@ def diff(
 def diff_indexes(
     a: CheckpointIndex, b: CheckpointIndex, kinds: Collection[str], on_progress: Callable[[int], None]
 ) -> Diff:
-    """See `diff`."""
     structure = _structure_of_both(a, b)
     common = [*_common(a, b)]
     if not common:

@@ -29,8 +29,6 @@ class GroupFacts(TypedDict, total=False):
 
 
 class PartFacts(TypedDict):
-    """A part of the model."""
-
     part: str
     num_tensors: int
     step: int

@@ -222,8 +222,6 @@ def bits_of(data: Bytes, dtype: str) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One state of a bundle, and the checks on its values."""
-
     state: State
     held: TensorEntry
     checks: tuple[str, ...] = (NOT_FINITE,)
@@ -308,8 +306,6 @@ def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) ->
 
 @dataclass
 class Reading:
-    """Reads bundles and keeps the results."""
-
     index: CheckpointIndex
     left_out: Collection[str]
     """Files known to be unreadable"""
@@ -446,8 +442,6 @@ def _parts(bundle: Bundle, begin: int, end: int) -> list[tuple[Stream, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Deep:
-    """The results of reading every byte."""
-
     findings: tuple[Finding, ...]
     """Findings about files and checksums"""
     values: tuple[Finding, ...]

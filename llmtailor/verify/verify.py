@@ -71,8 +71,6 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The parts that a partial checkpoint holds and lacks."""
-
     held: tuple[str, ...]
     absent: tuple[str, ...]
     masters: tuple[str, ...] = ()
@@ -129,7 +127,6 @@ def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def to_json(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict as a `document`."""
     index, holding = verdict.index, verdict.holding
     known = ("format", "world_size", "global_step")
     content = {
