@@ -341,8 +341,8 @@ def _write(
         yield output.put(filled.ranges.crc_of(piece, filled.at).to_bytes(4, "little"))
     elif isinstance(piece, Zeros):
         crc = 0
-        for length in _lengths(piece.num_bytes, len(_ZEROS)):
-            crc = output.put(_ZEROS[:length], crc)
+        for at in range(0, piece.num_bytes, len(_ZEROS)):
+            crc = output.put(_ZEROS[: piece.num_bytes - at], crc)
         yield crc
     elif isinstance(piece, Cast):
         yield _write_cast(piece, output, sources, stop)
@@ -397,9 +397,3 @@ def _checksums(pieces: Iterable[Piece], data: Iterator[memoryview], stop: Stop) 
 
 
 _ZEROS = memoryview(bytes(1 << 20))
-
-
-def _lengths(total: int, size: int) -> Iterator[int]:
-    while total > 0:
-        yield min(size, total)
-        total -= size

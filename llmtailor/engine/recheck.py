@@ -86,7 +86,10 @@ def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], 
                 one.feed(data[one.at - at : one.stop - at])
             wrong = [one.what for one in reached if one.at == one.stop and one.crc != one.wanted]
             if wrong:
-                raise _damaged(where, wrong[-1]) if all(wrong) else changed(where)
+                if not all(wrong):
+                    raise changed(where)
+                fix = f"llmtailor verify --deep lists the damage; {COPY_FILE}"
+                raise SourceError.at(where, f"{wrong[-1]} does not match its checksum", fix)
             reached = [one for one in reached if one.at < one.stop]
             at += len(data)
             on_progress(len(data))
@@ -95,11 +98,6 @@ def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], 
     except OSError as error:
         raise cannot_read(where, error) from error
     return digest.hexdigest()
-
-
-def _damaged(where: Path, what: str) -> SourceError:
-    fix = f"llmtailor verify --deep lists the damage; {COPY_FILE}"
-    return SourceError.at(where, f"{what} does not match its checksum", fix)
 
 
 class _Range:

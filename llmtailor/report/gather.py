@@ -55,15 +55,6 @@ class Losses:
 
 
 @dataclass(frozen=True, slots=True)
-class Composite:
-    """What ``merge --run`` would compose now."""
-
-    report: Report
-    there: str | None
-    """The complete checkpoint that makes a merge unnecessary, if any"""
-
-
-@dataclass(frozen=True, slots=True)
 class Checked:
     verdict: Verdict
     foreign: Code | None
@@ -89,7 +80,10 @@ class RunFacts:
     attempts: tuple[Attempt, ...] = ()
     folders: tuple[tuple[str, str, int], ...] = ()
     """Name, kind and step of what is in the folder, the newest first"""
-    composite: Composite | None = None
+    report: Report | None = None
+    """What ``merge --run`` would compose now"""
+    there: str | None = None
+    """The complete checkpoint that makes a merge unnecessary, if any"""
     not_composed: tuple[Problem, ...] = ()
     """Why nothing can be composed"""
     checked: tuple[Checked, ...] = ()
@@ -135,7 +129,7 @@ def gather(
         facts.checked = tuple(_check(folder, sources, facts, survey)) if facts.folders else ()
     if with_values:
         facts.changes = ()
-    if with_values and facts.composite is not None:
+    if with_values and facts.report is not None:
         with _noting(facts, facts.run):
             facts.changes = tuple(_changes(scan_run(run, index=index), on_progress))
     return facts
@@ -164,7 +158,7 @@ def _compose(run: Path, facts: RunFacts, index: Callable[[Path], CheckpointIndex
     except TailorError as error:
         facts.not_composed = error.problems
         return []
-    facts.composite = Composite(composition.report, there)
+    facts.report, facts.there = composition.report, there
     return [index.root for index in composition.indexes]
 
 

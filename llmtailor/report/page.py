@@ -59,7 +59,7 @@ def page(facts: RunFacts) -> str:
     columns = [saves[start : start + each] for start in range(0, len(saves), each)]
     resumed = _resumed(columns, facts)
     rows = _rows(saves)
-    report = facts.composite.report if facts.composite else None
+    report = facts.report
     kinds = [kind for _, kind, _ in facts.folders]
     return (
         templates()
@@ -106,7 +106,7 @@ def _summary(facts: RunFacts) -> dict[str, str]:
         "failed saves": str(len(facts.log.failed)),
         "attempts": str(len(facts.attempts)),
     }
-    return shown | ({"resumes at step": f"{facts.composite.report.global_step:,}"} if facts.composite else {})
+    return shown | ({"resumes at step": f"{facts.report.global_step:,}"} if facts.report else {})
 
 
 def _seconds(seconds: float) -> str:
@@ -116,7 +116,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _oldest(facts: RunFacts) -> str:
-    parts = facts.composite.report.parts if facts.composite else ()
+    parts = facts.report.parts if facts.report else ()
     oldest = max((row.staleness for row in parts), default=0)
     if not oldest:
         return "All parts are of that step."
@@ -262,17 +262,14 @@ def _changes(changes: Sequence[PartChange]) -> dict[str, Any]:
     return {
         "head": ["part", "steps", *kinds],
         "rows": [
-            (one.part, f"{one.steps[0]:,} → {one.steps[1]:,}", *(_cell(by_part[one.part], kind) for kind in kinds))
+            (one.part, f"{one.steps[0]:,} → {one.steps[1]:,}", *(_cell(by_part[one.part].get(kind)) for kind in kinds))
             for one in changes[:_MOST_ROWS]
         ],
     }
 
 
-def _cell(changes: Mapping[str, Change], key: str) -> str:
-    change = changes.get(key)
-    if change is None:
-        return "-"
-    return _change(change.relative) if change.changed else "="
+def _cell(change: Change | None) -> str:
+    return "-" if change is None else _change(change.relative) if change.changed else "="
 
 
 def _loss(facts: RunFacts) -> dict[str, Any] | None:

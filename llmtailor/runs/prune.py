@@ -428,13 +428,6 @@ def _contradict(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
     return any(one[step] != other[step] and not (math.isnan(one[step]) and math.isnan(other[step])) for step in shared)
 
 
-def read_thinned(checkpoints: Iterable[RunCheckpoint]) -> list[Thinned]:
-    """Return the partial checkpoints that were made from full ones."""
-    return [
-        (one, read_losses(one.path)) for one in checkpoints if one.ledger and one.ledger.lineage.startswith(THINNED)
-    ]
-
-
 def read_losses(root: Path) -> dict[int, float]:
     """Return the losses logged in ``trainer_state.json``; malformed entries are left out."""
     path = root / TRAINER_STATE
@@ -534,7 +527,9 @@ def plan_thinning(run: Path, options: ThinOptions, *, trust_unrecorded: bool = F
         keep_full=options.keep_full,
         facts=facts_of,
         chooser=chooser,
-        thinned=read_thinned(scan.usable),
+        thinned=[
+            (one, read_losses(one.path)) for one in scan.usable if one.ledger and one.ledger.lineage.startswith(THINNED)
+        ],
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
     )

@@ -257,17 +257,15 @@ def reduce_to_weights(
         for folder in {(staging / path).parent for path in (*kept, *crcs)} | {staging}:
             fsync_folder(folder)
         check_crcs(staging, crcs, stop, on_progress)
-        if lost := [path for path in kept if not _is_same(root / path, staging / path)]:
-            raise VerificationError.at(index.name, f"{lost[0]} would be lost", _DISK_OR_BUG)
+        for path in kept:
+            one, other = root / path, staging / path
+            if not (one.samefile(other) or filecmp.cmp(one, other, shallow=False)):
+                raise VerificationError.at(index.name, f"{path} would be lost", _DISK_OR_BUG)
     old = staged(root, Kind.OLD)
     replace_folder(staging, root, old)
     fsync_folder(root.parent)
     remove_replaced(root, now_at=staging if staging.exists() else old)
     return moved
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    return one.samefile(other) or filecmp.cmp(one, other, shallow=False)
 
 
 def thin(

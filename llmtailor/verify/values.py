@@ -160,11 +160,6 @@ def _coordinates(element: int, shape: tuple[int, ...]) -> str:
     return str(list(reversed(found)))
 
 
-def any_bit(data: Bytes) -> bool:
-    """Return whether any bit is set; none is in zeros."""
-    return bool(np.frombuffer(data, np.uint8).any())
-
-
 def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
     """Return which elements are not finite, not a number (buffers may be infinite: they hold masks) or negative.
 
@@ -361,7 +356,11 @@ class Reading:
                 reference, lost_there = data, lost
             for check in stream.checks:
                 self._note(stream.state, check, find(check, data, dtype), lost, low)
-            if stream.state.kind in (EXP_AVG, EXP_AVG_SQ) and stream.state not in self.not_zero and any_bit(data):
+            if (
+                stream.state.kind in (EXP_AVG, EXP_AVG_SQ)
+                and stream.state not in self.not_zero
+                and np.frombuffer(data, np.uint8).any()
+            ):
                 self.not_zero.add(stream.state)
             if stream.is_copy and reference is not None and not is_original:
                 offset, itemsize = low + stream.begin - begin, ITEMSIZE[original.held.dtype]
@@ -479,7 +478,11 @@ def read_everything(
     ]
     about_sums = []
     for path, record in wrong:
-        inside = [*elements_in(index, partial(_overlaps, path, record))] if record.name else []
+
+        def overlaps(extent: Extent, path: str = path, record: Record = record) -> bool:
+            return extent.path == path and extent.start < record.stop and record.start < extent.stop
+
+        inside = [*elements_in(index, overlaps)] if record.name else []
         damaged += inside
         about_sums.append(_wrong_sum(index, path, record, {state for state, _ in inside}))
     findings = (
@@ -529,10 +532,6 @@ def _compare_sums(reading: Reading, path: str, stated: list[Record]) -> list[tup
         reading.unreadable[path] = error.strerror or str(error)
         return []
     return wrong
-
-
-def _overlaps(path: str, record: Record, extent: Extent) -> bool:
-    return extent.path == path and extent.start < record.stop and record.start < extent.stop
 
 
 def _wrong_sum(index: CheckpointIndex, path: str, record: Record, inside: Collection[State]) -> Finding:

@@ -288,19 +288,14 @@ def verify_surveyed(
             findings, values, states = [*findings, *found.findings], found.values, found.states
         else:
             states = join(lost_elements(index, survey.unreadable))
-    findings = _without_doubles(findings)
+    in_the_way = {finding.path for finding in findings if finding.code is Code.NOT_A_FILE}
+    # a file is not missing where a folder, pipe or the like has its name
+    findings = [one for one in findings if one.code not in _MISSING or one.path not in in_the_way]
     damage = Damage(_damaged_files(findings, root), states)
     verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index, looks_partial(root), holding)
     logger.info("verified %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
     _log_damage(damage)
     return verdict
-
-
-def _without_doubles(findings: Iterable[Finding]) -> list[Finding]:
-    """Drop the finding that a file is missing if a folder, pipe or the like has its name."""
-    findings = [*findings]
-    in_the_way = {finding.path for finding in findings if finding.code is Code.NOT_A_FILE}
-    return [one for one in findings if one.code not in _MISSING or one.path not in in_the_way]
 
 
 def _log_damage(damage: Damage) -> None:
