@@ -1,6 +1,6 @@
 """The base of every command: ``-v``, exit codes in the help, and notes and a progress bar on stderr.
 
-Options that llmtailor had and has no more: giving one is refused with what does its job now.
+Options that were removed are refused with their replacement.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ A value is refused only where its option's type is `Choice`.
 
 
 def refuse_removed(command: str | None, option: str) -> None:
-    """Raise UsageError if a command had this option, or this value of it, once."""
+    """Raise UsageError if this option of a command, or this value of it, was removed."""
     if (fix := REMOVED.get((command or "", option))) is not None:
         raise UsageError.at(option, f"this option of llmtailor {command} was removed", fix)
 
@@ -136,7 +136,7 @@ def notify(what: object) -> None:
     click.echo(f"note: {what}", err=True)
 
 
-def say_moved(moved: CopyStats, quiet: bool) -> None:
+def show_moved(moved: CopyStats, quiet: bool) -> None:
     """Print on stderr how much of an output shares blocks with its sources, if anything does."""
     from llmtailor.errors import size
 

@@ -175,7 +175,7 @@ def _share(change: Change) -> str:
 
 
 def heat_map(found: Diff) -> None:
-    """Print the relative change of each layer's modules, with shades in a terminal; the numbers say the same."""
+    """Print the relative change of each layer's modules, with shades in a terminal."""
     kind = MASTER if MASTER in found.kinds else found.kinds[0]
     cells: dict[tuple[int, str], Change] = {}
     for one in found.states:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, print_json, progress_bar, say_moved
+from llmtailor.cli.command import command, notify, print_json, progress_bar, show_moved
 from llmtailor.cli.options import (
     CHOOSING,
     LOCATION,
@@ -141,12 +141,12 @@ def _run_merge(
         raise UsageError.at("--distributed", "the ranks communicate next to the output", "name OUT on the command line")
     if isinstance(out, RemotePath):
         raise UsageError.at("--distributed", "an object store can't be written by several ranks", "name a folder")
-    with meeting(info, out) if info.world_size > 1 else nullcontext() as group, _only_rank_0_speaks(info):
+    with meeting(info, out) if info.world_size > 1 else nullcontext() as group, _only_rank_0_prints(info):
         _merge(*choose(), out, group, dry_run=False, **options)
 
 
 @contextmanager
-def _only_rank_0_speaks(info: RankInfo) -> Iterator[None]:
+def _only_rank_0_prints(info: RankInfo) -> Iterator[None]:
     if info.rank == 0:
         yield
         return
@@ -180,14 +180,14 @@ def _merge(
         composition, there = settle_output(composition)
     report = composition.report
 
-    def say(moved: Any = None) -> None:
+    def print_report(moved: Any = None) -> None:
         # the path to resume from, whether written now or already there
         named = {"out": there, "is_there_already": True} if there else {"is_there_already": False}
         print_json({**to_json(report), **named, "moved": moved})
 
     if as_json:
         if dry_run or there:
-            say()
+            print_report()
     elif dry_run:
         click.echo(plan_text(report))
     elif not quiet and not there:
@@ -205,10 +205,10 @@ def _merge(
     else:
         with progress_bar(bytes_to_move(composition), quiet=quiet) as on_progress:
             moved = write(composition, on_progress, notify, group)
-        say_moved(moved, quiet)
+        show_moved(moved, quiet)
         click.echo(f"wrote {report.out}", err=as_json)
         if as_json:
-            say(moved)
+            print_report(moved)
 
 
 @command(

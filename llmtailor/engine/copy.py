@@ -259,14 +259,14 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:
-            with work.turns, Inline() if context.inline else ThreadPoolExecutor(1) as beside:
+            with work.turns, Inline() if context.inline else ThreadPoolExecutor(1) as marker:
                 watch.lap()
                 context.stop.check()
                 filled, output = _take_over(file.made(), fd, marks, work)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
                 kept = output.at
-                _fill(filled, output, sources, work.copier, beside, context)
+                _fill(filled, output, sources, work.copier, marker, context)
             if context.upload is None:
                 os.fsync(fd)
             if not done_before:
@@ -305,7 +305,7 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) ->
 
 
 def _fill(
-    filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, beside: Executor, context: Context
+    filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, marker: Executor, context: Context
 ) -> None:
     marked, due = filled.at, None
     marking: Future[None] | None = None
@@ -323,7 +323,7 @@ def _fill(
             if due is not None and output.at >= due.num_bytes:  # no longer in the buffer
                 if marking:
                     marking.result()
-                marked, marking, due = due.num_bytes, beside.submit(mark, due), None
+                marked, marking, due = due.num_bytes, marker.submit(mark, due), None
     output.end()
     if marking:
         marking.result()  # a disk reports an error only once, not again at the last fsync

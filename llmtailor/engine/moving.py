@@ -135,7 +135,7 @@ def clear(out: Path) -> None:
     names = sorted(list_files(out), key=lambda name: name == UPLOADING)
     out.remote.remove((out / name).key for name in names)
     out.remote.list()
-    shutil.rmtree(out)  # the stand-in's folders
+    shutil.rmtree(out)  # empty folders in the cache
 
 
 def room_to_upload(num_bytes: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""The staging folder beside the output, and the single rename that publishes it.
+"""The staging folder next to the output, and the single rename that publishes it.
 
 Until the rename the output does not exist (or is the old one, whole, if it may be replaced). An interrupted merge
 leaves a hidden folder with a journal, from which the same merge resumes.
@@ -205,7 +205,7 @@ def _held(out: Path, holder: str) -> TargetError:
 
 
 class Staging:
-    """A locked folder beside ``out`` with a journal, and `path`, which `publish` renames to ``out``.
+    """A locked folder next to ``out`` with a journal, and `path`, which `publish` renames to ``out``.
 
     ::
 
@@ -349,8 +349,8 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        goes_on = (Interrupted, StorageError, TargetError, Unanswered)
-        is_refused = isinstance(error, TailorError) and not isinstance(error, goes_on)
+        is_resumable = (Interrupted, StorageError, TargetError, Unanswered)
+        is_refused = isinstance(error, TailorError) and not isinstance(error, is_resumable)
         if is_refused or not self.kept_bytes:
             self._remove()
         else:

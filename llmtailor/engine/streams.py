@@ -246,7 +246,7 @@ class Output:
         self.count(data)
 
     def count(self, data: memoryview) -> None:
-        """Take note of the next bytes of the file, which are written."""
+        """Count the next bytes of the file, which are written."""
         if self.digest is not None:
             self.digest.update(data)
         self.at += len(data)

@@ -41,7 +41,7 @@ _VERIFIED = 12
 class Attempt:
     resumed_at: int
     started: str
-    """ISO 8601, as the record says"""
+    """ISO 8601, from the record"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def gather(
 
 @contextmanager
 def _noting(facts: RunFacts, where: str) -> Any:
-    """Note why something can't be read, and go on."""
+    """Note why something can't be read, and continue."""
     try:
         yield
     except Interrupted:

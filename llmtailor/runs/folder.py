@@ -216,7 +216,7 @@ class RunFolder:
     def lock(self) -> None:
         """Keep other processes out until this one has unlocked as often as it locked, or ends.
 
-        File systems without locks keep nobody out: a killed training must be able to restart by itself.
+        Without locks in the file system, other processes are not kept out: a killed training must be able to restart.
         Raises TargetError if another process holds the lock, or StorageError.
         """
         try:
@@ -366,8 +366,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
     """Keep a training that saves partial checkpoints, and other llmtailor processes, out of a run's folder.
 
-    The lock file is in the folder of partial checkpoints, which ``make`` creates; without that folder there is nobody
-    to keep out. Raises SourceError if there are no checkpoints, TargetError if another process holds the lock.
+    The lock file is in the folder of partial checkpoints, which ``make`` creates; without that folder no process has to
+    be kept out. Raises SourceError if there are no checkpoints, TargetError if another process holds the lock.
     """
     folder = RunFolder(run)
     folder.checkpoints_until(None)

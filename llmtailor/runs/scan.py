@@ -389,7 +389,7 @@ def compose_newest(
         logger.warning("%s", notice)
     try:
         preview(composition)
-    except TargetError as error:  # a merge of other saves, or for other ranks, that was killed: nobody will resume it
+    except TargetError as error:  # a merge of other saves, or for other ranks, that was killed and will not be resumed
         logger.warning("%s; it is discarded", error.problems[0].what)
         composition = replace(composition, options=replace(composition.options, restart=True))
     write(composition, notify=logger.info)
@@ -433,7 +433,7 @@ def continues(run: Path, checkpoint: Path) -> bool:
     step = read_json(state, str(state)).get("global_step")
     if not isinstance(step, int):
         return False
-    # an attempt from a later step went on from what the one before had saved
+    # an attempt from a later step continued from a save of the previous one
     return next((one.step for one in reversed(attempts) if one.step <= step), None) == step
 
 

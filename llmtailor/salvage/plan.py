@@ -68,7 +68,7 @@ class UsableSource:
     knows_tied: bool
     """Whether it is known which params are tied: under ZeRO-3 only one file of rank 0 records it"""
     weights_lost: bool
-    """Whether weights were saved beside masters but can't be used"""
+    """Whether weights were saved in addition to masters but can't be used"""
     dropped: tuple[str, ...]
     """Damaged files of the root without states, except those whose damage makes it unfit as the base"""
 

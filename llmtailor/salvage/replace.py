@@ -40,7 +40,7 @@ class Replacement:
     aside: Mapping[Path, Path]
     """Folder -> its new name, which does not begin with ``checkpoint-``: the Trainer's rotation deletes those."""
     latest: tuple[str, str] | None = None
-    """What DeepSpeed's file `LATEST` in the run's folder says, and what it must say; None if it stays"""
+    """The current and the new tag in DeepSpeed's file `LATEST` in the run's folder; None if it stays"""
 
 
 def plan_replacement(salvage: Salvage) -> Replacement:
@@ -67,8 +67,8 @@ def _point_at(base: CheckpointIndex, run: Path, tag: str) -> tuple[str, str] | N
     path = run / LATEST
     if base.client != DEEPSPEED or not path.is_file():
         return None
-    says = path.read_bytes()[:MAX_NAME].decode("utf-8", "replace").strip()
-    return None if says == tag else (says, tag)
+    current = path.read_bytes()[:MAX_NAME].decode("utf-8", "replace").strip()
+    return None if current == tag else (current, tag)
 
 
 def unfinished_replacement(run: Path) -> Replacement | None:

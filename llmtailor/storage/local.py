@@ -10,7 +10,7 @@ The lock is taken on a file opened for writing, because NFS refuses to lock a fo
 (Lustre as it is often mounted, NFS without its lock service), an exclusively created file replaces it if the caller
 names one. There, a holder on another node can't be checked, so it is never assumed dead.
 
-By itself Linux reads 128 KiB ahead, and a reader that sums and writes in between waits for the disk again and again.
+Linux reads only 128 KiB ahead, so a reader that also computes checksums and writes would wait for the disk often.
 
 A URL that was opened is a `RemotePath`: the bytes of its files are in an object store (see `storage.remote`).
 """
@@ -127,7 +127,7 @@ class Ahead:
         self._wanted = start if self._stop - start > _MIN_BYTES else self._stop
 
     def reached(self, at: int) -> None:
-        """Take note that the bytes before ``at`` have been read; call it before each read."""
+        """Note that the bytes before ``at`` have been read; call it before each read."""
         if at >= self._wanted and self._asked < self._stop:
             count = min(AHEAD_BYTES, self._stop - self._asked)
             with suppress(OSError):  # it is only a hint

@@ -1,9 +1,9 @@
-"""Checkpoints in object stores: read by ranges, through a local stand-in, and uploaded.
+"""Checkpoints in object stores: read by ranges, through a local cache folder, and uploaded.
 
-A URL is opened as a local folder, its stand-in, whose files have the names and sizes of the store's objects but no
+A URL is opened as a local folder, its cache, whose files have the names and sizes of the store's objects but no
 content. Whatever lists folders or asks for sizes works on it unchanged. `local.open_source` and `local.Files`, through
-which all files are read, fetch the bytes: headers in blocks, which are kept in the stand-in, and tensors by exact
-ranges, which are not. The files of an output are made beside its stand-in, and uploaded one by one.
+which all files are read, fetch the bytes: headers in blocks, which are kept in the cache, and tensors by exact
+ranges, which are not. The files of an output are written next to the cache folder and uploaded one by one.
 
 fsspec (https://filesystem-spec.readthedocs.io) knows the stores: s3, gs, az, hf and more, each with a package of its
 own. Ranges of s3, gs and az come through obstore if that is installed, which took half of the CPU time where tried.
@@ -66,7 +66,7 @@ class Object:
 
     @property
     def mtime_ns(self) -> int:
-        """The time of modification of its stand-in: any number that changes with the content"""
+        """The modification time of its file in the cache: any number that changes with the content"""
         digest = hashlib.sha256(self.version.encode()).digest()
         return (int.from_bytes(digest[:4], "big") >> 1) * 1_000_000_000  # some file systems have 31 bits for it
 
@@ -79,9 +79,9 @@ class EndsEarly(OSError):
 
 
 class RemoteFolder:
-    """A folder of a store, or a checkpoint that is one file, and its stand-in.
+    """A folder of a store, or a checkpoint that is one file, and its cache.
 
-    The name of the one file is empty. ``root``, where the stand-in is, is not used before files are listed.
+    The name of the one file is empty. ``root``, the cache folder, is not used before `list`.
     """
 
     def __init__(self, url: str, root: Path) -> None:
@@ -95,7 +95,7 @@ class RemoteFolder:
         self._is_fast = False
 
     def list(self) -> None:
-        """Make the stand-in's files those that are in the store now. Raises StorageError."""
+        """Make the files in the cache those that are in the store now. Raises StorageError."""
         self._fs.invalidate_cache()
         try:
             found = self._try("list it", self._find)
@@ -128,7 +128,7 @@ class RemoteFolder:
         return name in self._objects
 
     def fill(self, name: str, start: int, stop: int) -> None:
-        """Get a file's bytes into its stand-in, with those around them. Raises OSError, StorageError."""
+        """Get a file's bytes into the cache, with those around them. Raises OSError, StorageError."""
         num_bytes = self._objects[name].num_bytes
         blocks = range(start // HEADER_BYTES, -(-min(stop, num_bytes) // HEADER_BYTES))
         with self._lock:
@@ -251,7 +251,7 @@ class RemoteFolder:
 class RemotePath(PosixPath):
     """A path in a folder of an object store; `open_location` makes a subclass for each folder.
 
-    On this machine it is a path in the folder's stand-in, so whatever takes a path can list it and ask for sizes. Its
+    On this machine it is a path in the folder's cache, so any code that takes a path can list it and read sizes. Its
     bytes come from the store. Formatted as text (``f"{path}"``), it is the URL.
     """
 
@@ -264,7 +264,7 @@ class RemotePath(PosixPath):
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is the folder or in it; beside it nothing can be seen"""
+        """Whether it is the folder or in it: nothing else is listed"""
         return not self.key.startswith("..")
 
     def __format__(self, spec: str) -> str:
@@ -291,7 +291,7 @@ def open_location(text: str) -> Path:
 
 
 _opened: dict[str, RemotePath] = {}
-"""By URL: a folder that is opened again, or is in an opened one, has the same stand-in"""
+"""By URL: a folder that is opened again, or is in an opened one, has the same cache"""
 
 
 def _open(url: str) -> Path:
@@ -307,7 +307,7 @@ def _open(url: str) -> Path:
 
 
 def _folder() -> Path:
-    """Return the folder of all stand-ins of this process."""
+    """Return the folder of all caches of this process."""
     global _made
     if _made is None:
         _made = Path(tempfile.mkdtemp(prefix="llmtailor-remote-"))
@@ -347,7 +347,7 @@ def _version(info: dict[str, Any]) -> str:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether a store has no use for these credentials, or misses some, so that asking again is pointless."""
+    """Whether a store has no use for these credentials, or misses some, so that a retry is pointless."""
     return isinstance(error, PermissionError) or "Credentials" in type(error).__name__
 
 

@@ -578,7 +578,7 @@ class _Reader:
 
 
 def to_json(found: Diff, label: Callable[[Compared], str]) -> dict[str, object]:
-    """Return the result as a `document`; ``label`` says by what it is grouped. Infinite numbers are null."""
+    """Return the result as a `document`; ``label`` returns the group of a state. Infinite numbers are null."""
     content = {
         "a": found.a,
         "b": found.b,

@@ -109,7 +109,7 @@ class Verdict:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a stock resume works, possibly with warnings; a partial checkpoint never resumes by itself"""
+        """Whether a stock resume works, possibly with warnings; a partial checkpoint never does"""
         return self.is_intact and not self.is_partial
 
     def of_severity(self, severity: str) -> list[Finding]:
