@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -24,7 +24,7 @@ from llmtailor.checkpoint.layout import Copy, whole_blocks
 from llmtailor.engine.pool import Stop
 from llmtailor.engine.streams import BUFFER_BYTES, Output, Sources
 from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, VerificationError
-from llmtailor.storage.local import Ahead, clone_range, list_files, read_source
+from llmtailor.storage.local import Ahead, clone_range, disk_errors, list_files, read_source
 from llmtailor.storage.remote import UPLOADING, RemotePath
 
 Clone = Literal["auto", "never", "require"]
@@ -218,10 +218,5 @@ class Upload:
             if isinstance(error, (SourceError, VerificationError)):
                 clear(self.out)
 
-    @contextmanager
-    def _faults(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            what = f"can't upload: {error.strerror or error}"
-            raise StorageError.at(self.out.remote.url, what, "check the store, and rerun the same command") from error
+    def _faults(self) -> AbstractContextManager[None]:
+        return disk_errors(self.out.remote.url, "can't upload", "check the store, and rerun the same command")

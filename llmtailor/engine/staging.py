@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -25,6 +25,7 @@ from llmtailor.storage.local import (
     Held,
     Lock,
     added_since,
+    disk_errors,
     fsync_folder,
     make_folder,
     rename_new,
@@ -132,13 +133,10 @@ def staging_folder(out: Path) -> Path:
 def peek(out: Path) -> Unfinished | None:
     """Return what an earlier merge into ``out`` left, without locking. Raises StorageError."""
     path = staging_folder(out) / JOURNAL
-    try:
+    with disk_errors(path, "can't read", "check its permissions"), suppress(FileNotFoundError):
         found = _read(path)
         return found and found.with_marks_of(map(_read, rank_journals(path.parent)))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StorageError.at(path, f"can't read: {error.strerror}", "check its permissions") from error
+    return None
 
 
 def rank_journal(folder: Path, rank: int) -> Path:
@@ -379,12 +377,8 @@ class Staging:
         with suppress(OSError):  # not empty, if there is something to resume
             self.folder.rmdir()
 
-    @contextmanager
-    def _faults(self, what: str, fix: str = "check the disk") -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StorageError.at(self.folder, f"{what}: {error.strerror}", fix) from error
+    def _faults(self, what: str, fix: str = "check the disk") -> AbstractContextManager[None]:
+        return disk_errors(self.folder, what, fix)
 
 
 @contextmanager

@@ -53,7 +53,16 @@ from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, is_checkpoint
 from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST
 from llmtailor.loaders.loader import is_partial, looks_partial, survey_contents
-from llmtailor.storage.local import UNFINISHED, Held, Lock, fsync_file, fsync_folder, replace_durably, try_link
+from llmtailor.storage.local import (
+    UNFINISHED,
+    Held,
+    Lock,
+    disk_errors,
+    fsync_file,
+    fsync_folder,
+    replace_durably,
+    try_link,
+)
 
 _LOCK = ".lock"
 _locks: dict[Path, Lock] = {}
@@ -220,13 +229,12 @@ class RunFolder:
         Raises TargetError if another process holds the lock, or StorageError.
         """
         try:
-            self.partial.mkdir(parents=True, exist_ok=True)
-            _locks.setdefault(self.partial.absolute(), Lock(self.partial / _LOCK)).acquire()
+            with disk_errors(self.partial, "can't lock"):
+                self.partial.mkdir(parents=True, exist_ok=True)
+                _locks.setdefault(self.partial.absolute(), Lock(self.partial / _LOCK)).acquire()
         except Held as error:
             what = "another run is saving partial checkpoints here"
             raise TargetError.at(self.partial, what, "give this run its own output_dir") from error
-        except OSError as error:
-            raise StorageError.at(self.partial, f"can't lock: {error.strerror}", "check the disk") from error
 
     def unlock(self) -> None:
         if (lock := _locks.get(self.partial.absolute())) is not None:

@@ -22,7 +22,7 @@ from llmtailor.errors import SourceError, StorageError, TargetError
 from llmtailor.loaders.files import LATEST
 from llmtailor.runs.folder import Kind, RunFolder
 from llmtailor.salvage.plan import Salvage
-from llmtailor.storage.local import fsync_folder, list_files, replace_durably
+from llmtailor.storage.local import disk_errors, fsync_folder, list_files, replace_durably
 
 RECORD = ".llmtailor-replacing"
 _PREFIX = re.compile(f"({'|'.join(ASIDE)})?")
@@ -106,10 +106,8 @@ def put_salvaged_in_place(replacement: Replacement) -> None:
     `unfinished_replacement` then returns the rest. Raises TargetError or StorageError.
     """
     run = replacement.target.parent
-    try:
+    with disk_errors(run, "can't remove leftovers of a merge"):
         remove_left_over(replacement.new)
-    except OSError as error:
-        raise StorageError.at(run, f"can't remove leftovers of a merge: {error.strerror}", "check the disk") from error
     record = {
         "schema": _SCHEMA,
         "new": {"from": replacement.new.name, "files": _fingerprint(replacement.new)},

@@ -183,28 +183,33 @@ def bypass_cache(fd: int, on: bool = True) -> bool:
     return on
 
 
+@contextmanager
+def disk_errors(where: object, what: str, fix: str = "check the disk") -> Iterator[None]:
+    """Turn an OSError into a StorageError: ``what``, with the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.at(where, f"{what}: {error.strerror or error}", fix) from error
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Write a new file and fsync it. Raises StorageError."""
-    try:
+    with disk_errors(path, "can't write"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             write_all(fd, data)
             os.fsync(fd)
         finally:
             os.close(fd)
-    except OSError as error:
-        raise StorageError.at(path, f"can't write: {error.strerror}", "check the disk") from error
 
 
 def replace_durably(path: Path, data: bytes) -> None:
     """Write a file atomically: it is either the old one, if any, or the whole new one. Raises StorageError."""
-    beside = path.with_name(f".{path.name}.llmtailor-new")
-    try:
-        beside.unlink(missing_ok=True)
-        write_durably(beside, data)
-        beside.replace(path)
-    except OSError as error:
-        raise StorageError.at(path, f"can't write: {error.strerror}", "check the disk") from error
+    new = path.with_name(f".{path.name}.llmtailor-new")
+    with disk_errors(path, "can't write"):
+        new.unlink(missing_ok=True)
+        write_durably(new, data)
+        new.replace(path)
 
 
 def make_folder(path: Path) -> None:
