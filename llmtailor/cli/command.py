@@ -41,7 +41,7 @@ REMOVED: dict[tuple[str, str], str] = {
 }
 """(command, ``--option`` or ``--option VALUE``) -> what to do instead, as the fix of a message.
 
-A value is refused only where its option's type is `Choice`.
+A value is refused only where its option's type is `ChoiceWithRemoved`.
 """
 
 
@@ -51,7 +51,7 @@ def refuse_removed(command: str | None, option: str) -> None:
         raise UsageError.at(option, f"this option of llmtailor {command} was removed", fix)
 
 
-class Choice(click.Choice[str]):
+class ChoiceWithRemoved(click.Choice[str]):
     """A choice some of whose values were removed."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

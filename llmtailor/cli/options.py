@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from llmtailor.cli.command import Choice
+from llmtailor.cli.command import ChoiceWithRemoved
 from llmtailor.errors import RecipeError, TargetError, UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ _CHOOSING = [
     ),
     click.option(
         "--strategy",
-        type=Choice(STRATEGIES),
+        type=ChoiceWithRemoved(STRATEGIES),
         help="latest: each part from the newest checkpoint that holds it (default). parity: odd layers from the "
         "previous one. filter: first, last and auxiliary parts from the newest, others from the newest of every k-th. "
         "Only steps with a usable full or partial checkpoint count.",

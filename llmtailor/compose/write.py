@@ -35,7 +35,7 @@ from llmtailor.engine.copy import Context, CopyStats, FileResult, execute
 from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.moving import Upload, clear, is_unfinished
 from llmtailor.engine.pool import Abandoned, Stop, stoppable
-from llmtailor.engine.recheck import SourceFile, Stated, read_again
+from llmtailor.engine.recheck import SourcePath, Stated, read_again
 from llmtailor.engine.staging import (
     RANKS,
     Staging,
@@ -81,7 +81,7 @@ SCHEMA_MANIFEST = "llmtailor.manifest/1"
 def make_manifest(
     composition: Composition,
     results: Sequence[FileResult],
-    digests: Mapping[SourceFile, str],
+    digests: Mapping[SourcePath, str],
     readme: bytes,
     merge: str,
     created: str,
@@ -150,11 +150,11 @@ def _digest_entry(digest: str | None) -> dict[str, str]:
     return {DIGEST: digest} if digest else {}
 
 
-def stated_checksums(composition: Composition, files: Iterable[SourceFile]) -> dict[SourceFile, list[Stated]]:
+def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> dict[SourcePath, list[Stated]]:
     """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
     manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
     of_dcp = [_data_records(index) for index in composition.indexes]
-    stated: dict[SourceFile, list[Stated]] = defaultdict(list)
+    stated: dict[SourcePath, list[Stated]] = defaultdict(list)
     for number, path in files:
         index, about = composition.indexes[number], manifests[number]
         records = of_dcp[number].get(path, ())
@@ -273,7 +273,7 @@ def read_together(
     results: Sequence[FileResult],
     on_progress: Callable[[int], None],
     stop: Stop,
-) -> dict[SourceFile, str]:
+) -> dict[SourcePath, str]:
     """On rank 0, return the digests of all source files that were read, each read again by one of the ranks.
 
     Raises what `read_again` raises, on whatever rank.
@@ -497,7 +497,7 @@ def _check_sources(
     on_progress: Callable[[int], None],
     stop: Stop,
     group: RankGroup | None,
-) -> dict[SourceFile, str]:
+) -> dict[SourcePath, str]:
     """Check that no source has changed since ``before``; return the digests of the files read, if requested.
 
     A file whose metadata alone differ is compared by content: a hard-link backup, or a mount with new inode numbers,

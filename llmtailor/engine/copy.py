@@ -26,7 +26,7 @@ from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
 from llmtailor.engine.moving import Clone, RangeCopier, Upload
 from llmtailor.engine.pool import Inline, Stop, num_workers, num_writers, run_all
-from llmtailor.engine.streams import BUFFER_BYTES, Output, Sources, Store, cannot_write, changed, direct_bytes
+from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
 from llmtailor.errors import SourceError
 from llmtailor.model.roles import ITEMSIZE, State
 from llmtailor.storage.checksums import combine, crc32, new_digest
@@ -77,8 +77,8 @@ CHUNK_ELEMENTS = BUFFER_BYTES // 16
 """So that the fp64 sum and a term fit into a core's cache"""
 
 
-def blended(piece: Blend, sources: Sources, stop: Stop) -> Iterator[bytes]:
-    """Yield the bytes of a piece in order. Raises SourceError or StorageError as `Sources.read_into` does."""
+def blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
+    """Yield the bytes of a piece in order. Raises SourceError or StorageError as `SourceFiles.read_into` does."""
     from llmtailor.storage.casts import add  # numpy takes a while
 
     if not piece.terms:
@@ -105,7 +105,7 @@ def sum_again(
 
 
 def _sum_again(plan: Plan, pieces: Sequence[tuple[Blend, int]], files: Collection[tuple[int, str]], stop: Stop) -> None:
-    sources = Sources(plan, (), {})
+    sources = SourceFiles(plan, (), {})
     for piece, wanted in pieces:
         crc = 0
         for some in blended(piece, sources, stop):
@@ -255,7 +255,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     """Write one file: its bytes while holding a turn, then its fsync, in parallel with other files."""
     context, target, watch = work.context, work.staging / file.path, Stopwatch()
     marks = context.kept.get(file.path, ())
-    sources = Sources(work.plan, context.facts, context.stores)
+    sources = SourceFiles(work.plan, context.facts, context.stores)
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:
@@ -305,7 +305,7 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) ->
 
 
 def _fill(
-    filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, marker: Executor, context: Context
+    filled: WriteProgress, output: Output, sources: SourceFiles, copier: RangeCopier, marker: Executor, context: Context
 ) -> None:
     marked, due = filled.at, None
     marking: Future[None] | None = None
@@ -330,7 +330,7 @@ def _fill(
 
 
 def _write(
-    run: Sequence[Piece], filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, stop: Stop
+    run: Sequence[Piece], filled: WriteProgress, output: Output, sources: SourceFiles, copier: RangeCopier, stop: Stop
 ) -> Iterator[int]:
     """Write a run of pieces; yield the CRC-32 of each."""
     piece = run[0]
@@ -361,7 +361,7 @@ def _write(
             yield from _checksums(copies, copier.move(piece, copies[-1].extent.stop, sources, output), stop)
 
 
-def _write_cast(piece: Cast, output: Output, sources: Sources, stop: Stop) -> int:
+def _write_cast(piece: Cast, output: Output, sources: SourceFiles, stop: Stop) -> int:
     from llmtailor.storage.casts import cast  # numpy takes a while
 
     crc = 0

@@ -22,7 +22,7 @@ from typing import Literal
 
 from llmtailor.checkpoint.layout import Copy, whole_blocks
 from llmtailor.engine.pool import Stop
-from llmtailor.engine.streams import BUFFER_BYTES, Output, Sources
+from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles
 from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, VerificationError
 from llmtailor.storage.local import Ahead, clone_range, disk_errors, list_files, read_source
 from llmtailor.storage.remote import UPLOADING, RemotePath
@@ -41,7 +41,7 @@ class RangeCopier:
         self.clone = clone
         self._not_between: set[tuple[int, int]] = set()
 
-    def move(self, piece: Copy, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
+    def move(self, piece: Copy, stop: int, sources: SourceFiles, output: Output) -> Iterator[memoryview]:
         """Append the bytes of the piece's file from the start of the piece to ``stop``, which may be behind its end.
 
         Yield them in parts that are in the output or its buffer; each is valid until the next one.
@@ -57,7 +57,7 @@ class RangeCopier:
         yield from _copy(piece, start, stop, sources, output)
 
     def _clone(
-        self, piece: Copy, start: int, stop: int, sources: Sources, output: Output
+        self, piece: Copy, start: int, stop: int, sources: SourceFiles, output: Output
     ) -> Generator[memoryview, None, int]:
         """Clone as many bytes as possible; return where they end."""
         file = sources.open(piece)
@@ -88,7 +88,7 @@ class RangeCopier:
             start += count
         return start
 
-    def _fetch(self, piece: Copy, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
+    def _fetch(self, piece: Copy, stop: int, sources: SourceFiles, output: Output) -> Iterator[memoryview]:
         if self.clone == "require":
             what = "its blocks can't be shared with the output: it is in an object store"
             raise StorageError.at(sources.where(piece), what, _ONE_FILE_SYSTEM)
@@ -100,7 +100,7 @@ class RangeCopier:
                 yield output.commit(len(room))
 
 
-def _copy(piece: Copy, start: int, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
+def _copy(piece: Copy, start: int, stop: int, sources: SourceFiles, output: Output) -> Iterator[memoryview]:
     file = sources.open(piece)  # kept, so that it stays open
     ahead = Ahead(file.fd, start, stop)
     while start < stop:

@@ -20,7 +20,7 @@ from llmtailor.storage.remote import EndsEarly
 
 CHUNK_BYTES = 1 << 20
 
-SourceFile = tuple[int, str]
+SourcePath = tuple[int, str]
 """Position in `Plan.sources`, and path"""
 
 
@@ -37,12 +37,12 @@ class Stated:
 def read_again(
     plan: Plan,
     results: Sequence[FileResult],
-    files: Collection[SourceFile],
+    files: Collection[SourcePath],
     on_progress: Callable[[int], None],
     stop: Stop,
-    stated: Mapping[SourceFile, Sequence[Stated]] | None = None,
-    of_all: Collection[SourceFile] | None = None,
-) -> dict[SourceFile, str]:
+    stated: Mapping[SourcePath, Sequence[Stated]] | None = None,
+    of_all: Collection[SourcePath] | None = None,
+) -> dict[SourcePath, str]:
     """Read whole source files again; return their digests.
 
     Every range that was copied or converted is compared by CRC-32 with what was written, including what this run kept
@@ -51,7 +51,7 @@ def read_again(
     Raises SourceError for a changed or damaged file, or StorageError.
     """
     asked = files if of_all is None else of_all
-    taken: dict[SourceFile, list[_Range]] = defaultdict(list)
+    taken: dict[SourcePath, list[_Range]] = defaultdict(list)
     for name, ranges in (stated or {}).items():
         taken[name] += [_Range(one.start, one.stop, one.crc, one.what) for one in ranges if one.start < one.stop]
     sums: list[list[tuple[Blend, int]]] = []

@@ -22,8 +22,8 @@ from llmtailor.engine.moving import Clone, is_unfinished
 from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError, Unanswered, some
 from llmtailor.storage.local import (
     Entries,
-    Held,
     Lock,
+    LockHeld,
     added_since,
     disk_errors,
     fsync_folder,
@@ -176,7 +176,7 @@ def acquire(lock: Lock, out: Path, until: float = 0.0) -> None:
             attempts += 1
             if attempts == _ATTEMPTS:
                 raise _held(out, "") from None
-        except Held as held:
+        except LockHeld as held:
             if time.monotonic() >= until:
                 raise _held(out, str(held)) from None
             time.sleep(_RETRY_S)
@@ -269,7 +269,7 @@ class Staging:
                 try:
                     lock.acquire(create=False)
                     break
-                except Held:
+                except LockHeld:
                     if time.monotonic() > until:
                         what = f"rank {path.name.rpartition('-')[2]} of an earlier merge is still writing this output"
                         raise TargetError.at(self.out, what, f"end that process: it has locked {path}") from None
@@ -396,7 +396,7 @@ def left_over(out: Path) -> Iterator[bool]:
         lock.acquire(create=False)
     except FileNotFoundError:  # killed before it began, unless another one is just starting
         is_unused = not (folder / JOURNAL).exists()
-    except Held:
+    except LockHeld:
         is_unused = False
     try:
         yield is_unused

@@ -56,7 +56,7 @@ class Store(Protocol):
         ...
 
 
-class Sources:
+class SourceFiles:
     """The sources of a plan: folders, whose files are opened when first needed, and ``stores`` by name.
 
     ``facts`` describe the files of each source as indexed; other files are not checked.

@@ -55,8 +55,8 @@ from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST
 from llmtailor.loaders.loader import is_partial, looks_partial, survey_contents
 from llmtailor.storage.local import (
     UNFINISHED,
-    Held,
     Lock,
+    LockHeld,
     disk_errors,
     fsync_file,
     fsync_folder,
@@ -87,7 +87,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FolderEntry:
     """A folder in a run's folder, and its step (-1: none)."""
 
     path: Path
@@ -117,7 +117,7 @@ class RunFolder:
         """Return the path of a step's partial checkpoint, which need not exist."""
         return self.partial / folder_name(step)
 
-    def entries(self, *kinds: Kind) -> list[Entry]:
+    def entries(self, *kinds: Kind) -> list[FolderEntry]:
         """Return the folders of these kinds, sorted by name; those in the run's folder come before the partial ones."""
         found = []
         for parent in (self.run, self.partial):
@@ -232,7 +232,7 @@ class RunFolder:
             with disk_errors(self.partial, "can't lock"):
                 self.partial.mkdir(parents=True, exist_ok=True)
                 _locks.setdefault(self.partial.absolute(), Lock(self.partial / _LOCK)).acquire()
-        except Held as error:
+        except LockHeld as error:
             what = "another run is saving partial checkpoints here"
             raise TargetError.at(self.partial, what, "give this run its own output_dir") from error
 
@@ -279,16 +279,16 @@ class RunFolder:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def _classify(path: Path, in_partial: bool) -> Entry | None:
+def _classify(path: Path, in_partial: bool) -> FolderEntry | None:
     if match := _HIDDEN.fullmatch(path.name):
-        entry = None if in_partial and match[2] == Kind.STAGING.value else Entry(path, Kind(match[2]))
+        entry = None if in_partial and match[2] == Kind.STAGING.value else FolderEntry(path, Kind(match[2]))
     elif not in_partial:
         step = step_of(path)
-        entry = None if step is None or not _is_full(path) else Entry(path, Kind.FULL, step)
+        entry = None if step is None or not _is_full(path) else FolderEntry(path, Kind.FULL, step)
     elif (step := step_in_name(path.name)) is not None:
-        entry = Entry(path, Kind.PARTIAL if is_partial(path) else Kind.UNFINISHED, step)
+        entry = FolderEntry(path, Kind.PARTIAL if is_partial(path) else Kind.UNFINISHED, step)
     else:
-        entry = Entry(path, Kind.ABANDONED) if _ABANDONED.fullmatch(path.name) else None
+        entry = FolderEntry(path, Kind.ABANDONED) if _ABANDONED.fullmatch(path.name) else None
     is_there = path.is_dir() or (path.suffix == ".ckpt" and path.is_file())
     return entry if entry is not None and is_there else None
 

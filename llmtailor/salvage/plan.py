@@ -182,7 +182,7 @@ def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs
 
 
 @dataclass(frozen=True, slots=True)
-class PartChoice:
+class PartSource:
     part: str
     shares: Mapping[int, int]
     """UsableSource -> number of param elements taken from it; empty if there is no complete source"""
@@ -203,8 +203,8 @@ class PartChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    parts: tuple[PartChoice, ...]
+class SourceChoice:
+    parts: tuple[PartSource, ...]
     cuts: Mapping[State, Cuts]
     """States with elements from several holders"""
     base: int | None
@@ -224,7 +224,7 @@ class Choice:
         return tuple(sorted(given | ({self.base} if self.base is not None else set())))
 
 
-def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments: bool) -> Choice:
+def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments: bool) -> SourceChoice:
     """Take every part from the newest holder that has all of it; with ``fragments``, choose element by element for
     parts damaged in newer ones. ``holders`` are ordered from newest to oldest, and fit together. Layers of which a
     save holds only some experts are chosen expert by expert.
@@ -234,7 +234,7 @@ def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments
     """
     reference = holders[0].index
     wanted = _states_by_part(reference, structure)
-    parts: list[PartChoice] = []
+    parts: list[PartSource] = []
     cuts: dict[State, Cuts] = {}
     fine = with_experts(structure, reference, {part for one in holders for part in shared_layers(one.index, structure)})
     for part in structure.parts:
@@ -253,16 +253,16 @@ def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments
             parts += [_newest(share, own, holders, lost) for share, own in _divide(part, states, fine, reference)]
             continue
         masters = _newer_masters(holders, lost, whole) if mixed is None else None
-        parts.append(PartChoice(part, shares, _why(holders[0], lost[0]) if set(shares) != {0} else "", masters))
+        parts.append(PartSource(part, shares, _why(holders[0], lost[0]) if set(shares) != {0} else "", masters))
     sources_used = {number for choice in parts for number in choice.sources_used}
     able = [number for number, one in enumerate(holders) if not one.unfit and one.knows_tied]
     base = next((number for number in able if number in sources_used), next(iter(able), None))
-    return Choice(tuple(parts), cuts, base)
+    return SourceChoice(tuple(parts), cuts, base)
 
 
 def _newest(
     part: str, runs: Mapping[str, Runs], holders: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]]
-) -> PartChoice:
+) -> PartSource:
     """Take these elements of params from the newest holder that has lost none of them."""
     own = [
         {state: both for state, gone in of_one.items() if (both := common(gone, runs.get(state.param, ())))}
@@ -270,7 +270,7 @@ def _newest(
     ]
     whole = next((number for number, of_one in enumerate(own) if not of_one), None)
     shares = {whole: sum(map(count, runs.values()))} if whole is not None else {}
-    return PartChoice(part, shares, _why(holders[0], own[0]) if whole != 0 else "", _newer_masters(holders, own, whole))
+    return PartSource(part, shares, _why(holders[0], own[0]) if whole != 0 else "", _newer_masters(holders, own, whole))
 
 
 def _newer_masters(
@@ -395,9 +395,9 @@ class Salvage:
     refused: Sequence[Problem]
     """Why nothing of the others is usable"""
     structure: ModelStructure
-    choice: Choice
+    choice: SourceChoice
     fragments: bool
-    deeper: Choice | None = None
+    deeper: SourceChoice | None = None
     """The choice that ``--fragments`` would make; None if it gains nothing or was requested"""
     composition: Composition | None = None
     """None: the base is whole, and nothing newer is usable."""

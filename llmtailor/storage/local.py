@@ -519,7 +519,7 @@ def _unreadable(where: str, error: OSError) -> SourceError:
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 
 
-class Held(Exception):
+class LockHeld(Exception):
     """Another process has the lock; the argument describes it, if known."""
 
 
@@ -538,7 +538,7 @@ class Lock:
     def acquire(self, *, create: bool = True) -> None:
         """Take the lock, or increment its count if held; ``create`` makes the file if it is missing.
 
-        Raises Held, FileNotFoundError (also if the file was removed in the meantime), or another OSError.
+        Raises LockHeld, FileNotFoundError (also if the file was removed in the meantime), or another OSError.
         """
         if self.fd >= 0:
             self._times += 1
@@ -548,7 +548,7 @@ class Lock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Held("") from None
+                raise LockHeld("") from None
             except OSError as error:
                 if error.errno not in _WITHOUT_LOCKS:
                     raise
@@ -577,7 +577,7 @@ class Lock:
         try:
             fd = os.open(self.owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
-            raise Held(_read(self.owner)) from None
+            raise LockHeld(_read(self.owner)) from None
         self._owns_file = True
         try:
             write_all(fd, f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode())

@@ -527,7 +527,7 @@ def _compared(state: State, structure: ModelStructure, change: Change) -> Compar
 def _compare_all(
     a: CheckpointIndex, b: CheckpointIndex, units: list[_Unit], on_progress: Callable[[int], None]
 ) -> dict[_Unit, Change]:
-    readers = (_Reader(a, on_progress), _Reader(b, on_progress))
+    readers = (_StateReader(a, on_progress), _StateReader(b, on_progress))
 
     def compare_chunk(unit: _Unit, begin: int, end: int) -> tuple[_Unit, Change]:
         one, two = (reader.read(unit.state, begin, end) for reader in readers)
@@ -548,7 +548,7 @@ def _compare_all(
     return found
 
 
-class _Reader:
+class _StateReader:
     """Reads runs of elements of a checkpoint, each thread into a buffer of its own."""
 
     def __init__(self, index: CheckpointIndex, on_progress: Callable[[int], None]) -> None:

@@ -227,7 +227,7 @@ class Stream:
     """Whether it must be the rounded first stream"""
 
 
-class Bundle(NamedTuple):
+class StateBundle(NamedTuple):
     """The states of one param, or a weight without a param. All except copies have ``numel`` elements."""
 
     numel: int
@@ -241,7 +241,7 @@ class Bundle(NamedTuple):
 
 def bundle_states(
     index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: Collection[str] = ()
-) -> Iterator[Bundle]:
+) -> Iterator[StateBundle]:
     """Yield everything to read, each byte once. Padding is in no placement, so in no bundle.
 
     ``saved_as`` lists params whose weights have other names.
@@ -258,10 +258,10 @@ def bundle_states(
                     seen.add(begins)
                     fresh.append(stream)
         if fresh:
-            yield Bundle(numel, fresh)
+            yield StateBundle(numel, fresh)
 
 
-def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[Bundle]:
+def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[StateBundle]:
     names_of: dict[str, list[str]] = {}
     for name, stored in index.tied.items():
         names_of.setdefault(stored, []).append(name)
@@ -276,7 +276,7 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
         original = State(param.name, kind)
         if original in index.held and kind == BUFFER:
             held = index.held[original]
-            yield Bundle(
+            yield StateBundle(
                 held.numel if index.form.has_buffers_by_rank else param.numel, [Stream(original, held, (NOT_A_NUMBER,))]
             )
         elif original in index.held:
@@ -284,10 +284,10 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
             for name in (param.name, *names_of.get(param.name, ())):
                 streams += _copies(index, name, saved_as.get(name) or (SavedAs(name, param.shape),))
         if kind != BUFFER:
-            yield Bundle(param.numel, [*streams, *moments.get(param.name, ())])
+            yield StateBundle(param.numel, [*streams, *moments.get(param.name, ())])
     for state, held in index.held.items():
         if state.kind == WEIGHT:  # of a buffer, or by another name than in memory
-            yield Bundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
+            yield StateBundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
 
 
 def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) -> Iterator[Stream]:
@@ -325,7 +325,7 @@ class Reading:
         self._lock = threading.Lock()
         self._own = threading.local()
 
-    def read(self, bundles: Iterable[Bundle]) -> None:
+    def read(self, bundles: Iterable[StateBundle]) -> None:
         """Read and check all bundles. Raises Interrupted on Ctrl-C."""
         bundles = list(bundles)
         jobs = (
@@ -343,7 +343,7 @@ class Reading:
         read = partial(self.files.crc_of, path, on_progress=self.on_progress)
         return self.by_file.crc_of(path, start, stop, read)
 
-    def _read_chunk(self, bundle: Bundle, begin: int, end: int) -> None:
+    def _read_chunk(self, bundle: StateBundle, begin: int, end: int) -> None:
         """Read elements ``begin``..``end`` of a bundle: the corresponding elements of each stream."""
         parts = _parts(bundle, begin, end)
         for stream, low, high in parts:
@@ -430,7 +430,7 @@ class Reading:
                     self.files.will_need(extent.path, extent.start, extent.stop)
 
 
-def _parts(bundle: Bundle, begin: int, end: int) -> list[tuple[Stream, int, int]]:
+def _parts(bundle: StateBundle, begin: int, end: int) -> list[tuple[Stream, int, int]]:
     """Return the streams of a bundle with the elements of each that correspond to the bundle's ``begin``..``end``."""
     parts = [
         (stream, max(begin, stream.begin) - stream.begin, min(end - stream.begin, stream.held.numel))
