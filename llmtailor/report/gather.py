@@ -17,12 +17,10 @@ from llmtailor.codes import Code
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.report import Report
 from llmtailor.compose.write import settle_output
-from llmtailor.containers.json import read_json
-from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, TailorError
+from llmtailor.errors import Interrupted, Problem, SourceError, TailorError
 from llmtailor.formats.registry import display_name, survey_checkpoint
-from llmtailor.loaders.files import TRAINER_STATE
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.folder import AttemptFilter, Kind, RunFolder
+from llmtailor.runs.folder import AttemptFilter, Kind, RunFolder, log_entries
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
 from llmtailor.runs.scan import Scan, choose_for_run, scan_run
 from llmtailor.storage.local import absolute
@@ -196,8 +194,7 @@ def _losses(folder: RunFolder) -> Losses | None:
 def read_losses(checkpoint: Path) -> Losses:
     """Return what the ``trainer_state.json`` of a checkpoint logs. Raises SourceError if it can't be read."""
     name = display_name(checkpoint)
-    log = read_json(checkpoint / TRAINER_STATE, PathIn(name, TRAINER_STATE)).get("log_history")
-    entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
+    entries = log_entries(checkpoint, name)
     return Losses(name, _series(entries, "loss"), _series(entries, "eval_loss"))
 
 

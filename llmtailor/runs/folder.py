@@ -47,11 +47,11 @@ from llmtailor.checkpoint.lineage import UNRECORDED, Past, RunCheckpoint, read_p
 from llmtailor.checkpoint.step_names import ABANDONED, NAMES, step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
-from llmtailor.errors import Problem, SourceError, StorageError, TailorError, TargetError, some
+from llmtailor.errors import PathIn, Problem, SourceError, StorageError, TailorError, TargetError, some
 from llmtailor.formats.partial.manifest import folder_name, read_manifest, step_in_name
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, is_checkpoint
-from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST
+from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.loader import is_partial, looks_partial, survey_contents
 from llmtailor.storage.local import (
     UNFINISHED,
@@ -262,21 +262,20 @@ class RunFolder:
 
     def sweep(self) -> list[str]:
         """Remove unfinished saves, except those with files of unknown origin; return their names."""
-        names = []
-        for entry in self.entries(Kind.UNFINISHED):
-            if not holds_unknown(entry.path):
-                shutil.rmtree(entry.path, ignore_errors=True)
-                names.append(entry.path.name)
-        return names
+        return self._remove(Kind.UNFINISHED)
 
     def remove_abandoned(self, made: Collection[str] = ()) -> None:
         """Remove the partial checkpoints that were set aside, except those with files of unknown origin.
 
         ``made`` are names that are also known.
         """
-        for entry in self.entries(Kind.ABANDONED):
-            if not holds_unknown(entry.path, made):
-                shutil.rmtree(entry.path, ignore_errors=True)
+        self._remove(Kind.ABANDONED, made)
+
+    def _remove(self, kind: Kind, made: Collection[str] = ()) -> list[str]:
+        paths = [entry.path for entry in self.entries(kind) if not holds_unknown(entry.path, made)]
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+        return [path.name for path in paths]
 
 
 def _classify(path: Path, in_partial: bool) -> FolderEntry | None:
@@ -361,6 +360,12 @@ def freed_bytes(files: Iterable[Path]) -> int:
 def files_in(folder: Path) -> Iterator[Path]:
     for where, _, names in os.walk(folder):
         yield from (Path(where) / name for name in names)
+
+
+def log_entries(checkpoint: Path, name: str) -> list[dict[str, Any]]:
+    """Return what the Trainer has logged in ``trainer_state.json``. Raises SourceError if it can't be read."""
+    log = read_json(checkpoint / TRAINER_STATE, PathIn(name, TRAINER_STATE)).get("log_history")
+    return [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -72,7 +72,7 @@ from llmtailor.model.parts import ModelStructure, condense, layer_of, with_layer
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.policies import PartChoice, Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
-from llmtailor.runs.folder import RunFolder, files_in, freed_bytes
+from llmtailor.runs.folder import RunFolder, files_in, freed_bytes, log_entries
 from llmtailor.runs.gc import BUG, StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, scan_run
 
@@ -430,12 +430,9 @@ def _contradict(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
 
 def read_losses(root: Path) -> dict[int, float]:
     """Return the losses logged in ``trainer_state.json``; malformed entries are left out."""
-    path = root / TRAINER_STATE
-    log = read_json(path, PathIn(root.name, TRAINER_STATE)).get("log_history") if path.is_file() else None
-    entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
     return {
         entry["step"]: entry["loss"]
-        for entry in entries
+        for entry in (log_entries(root, root.name) if (root / TRAINER_STATE).is_file() else ())
         if type(entry.get("step")) is int and isinstance(entry.get("loss"), (int, float))
     }
 

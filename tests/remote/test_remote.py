@@ -171,6 +171,7 @@ def test_outputs_in_a_store_are_never_replaced(url, run, tmp_path):
     assert "already exists" in call("merge", recipe, f"{url}/checkpoint-90", code=6)
     assert "can't be replaced" in call("merge", recipe, f"{url}/checkpoint-90", "--force", code=6)
     assert "no output is named" in call("merge", write_recipe(tmp_path, url, url), code=6)
+    assert "no output is named" in call("convert", f"{url}/checkpoint-90", code=6)
     assert dict(FaultyFileSystem.store) == before
 
 
