@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.errors import Problem
-from llmtailor.storage.local import location_of
 
 
 def document(schema: str, content: Mapping[str, object]) -> dict[str, Any]:
@@ -21,7 +20,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, Problem):
         return value.to_json()
     if isinstance(value, Path):
-        return location_of(value)
+        return f"{value}"
     if is_dataclass(value):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

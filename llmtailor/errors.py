@@ -121,7 +121,7 @@ class TailorError(Exception):
     @classmethod
     def at(cls, where: object, what: str, fix: str = "", code: Code | None = None) -> Self:
         """Build an error with a single problem."""
-        return cls(Problem(where if isinstance(where, str) else str(where), what, fix, code or cls.code))
+        return cls(Problem(where if isinstance(where, str) else f"{where}", what, fix, code or cls.code))
 
 
 class UsageError(TailorError):

@@ -17,14 +17,14 @@ NOTE = "note"
 """Worth knowing; does not affect a resume."""
 SEVERITIES = (ERROR, WARNING, NOTE)
 _FEW = 2
-"""So many findings of one kind are still listed one by one."""
+"""The most findings of one kind that are listed one by one"""
 _NAMED = 2
 P = TypeVar("P", bound=Problem)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding(Problem):
-    """A problem with a severity. States can still be read, unless an error says otherwise."""
+    """A problem with a severity. States can still be read, unless it is an error about them."""
 
     severity: str = NOTE
     params: tuple[str, ...] = ()

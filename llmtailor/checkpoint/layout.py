@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmtailor.checkpoint.index import CheckpointIndex
@@ -279,8 +280,14 @@ def _continues(one: Piece, other: Piece) -> bool:
 class Plan:
     """Every output file, and the folders that the pieces read from."""
 
-    sources: tuple[str, ...]
+    sources: tuple[Path | str, ...]
+    """Folders; a text may also name a source that is none"""
     files: tuple[FileLayout, ...]
+
+    def path(self, source: int, name: str) -> Path:
+        """Return the path of a source's file."""
+        root = self.sources[source]
+        return root / name if isinstance(root, Path) else Path(root, name)
 
     @property
     def num_bytes(self) -> int:
@@ -322,7 +329,7 @@ class Summary:
 
 
 def _summarize(plan: Plan) -> Summary:
-    digest = hashlib.sha256(repr(plan.sources).encode())
+    digest = hashlib.sha256(repr(tuple(f"{one}" for one in plan.sources)).encode())
     moved: dict[tuple[str | None, int], int] = {}
     shared: Counter[int] = Counter()
     read: set[tuple[int, str]] = set()

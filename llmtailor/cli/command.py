@@ -1,6 +1,6 @@
 """The base of every command: ``-v``, exit codes in the help, and notes and a progress bar on stderr.
 
-Options that llmtailor had and has no more: giving one is refused with what does its job now.
+Options that were removed are refused with their replacement.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ REMOVED: dict[tuple[str, str], str] = {
 }
 """(command, ``--option`` or ``--option VALUE``) -> what to do instead, as the fix of a message.
 
-A value is refused only where its option's type is `Choice`.
+A value is refused only where its option's type is `ChoiceWithRemoved`.
 """
 
 
 def refuse_removed(command: str | None, option: str) -> None:
-    """Raise UsageError if a command had this option, or this value of it, once."""
+    """Raise UsageError if this option of a command, or this value of it, was removed."""
     if (fix := REMOVED.get((command or "", option))) is not None:
         raise UsageError.at(option, f"this option of llmtailor {command} was removed", fix)
 
 
-class Choice(click.Choice[str]):
+class ChoiceWithRemoved(click.Choice[str]):
     """A choice some of whose values were removed."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -128,19 +128,15 @@ def command(exit_codes: Mapping[int, str]) -> Callable[[Callable[..., Any]], Com
 
 
 def write_exit_codes(formatter: click.HelpFormatter, head: str, codes: Mapping[int, str]) -> None:
-    """Write exit codes as a section of the help."""
     with formatter.section(head):
         formatter.write_dl([(str(code), meaning) for code, meaning in codes.items()])
 
 
 def notify(what: object) -> None:
-    """Print a note on stderr."""
-    from llmtailor.storage.local import with_urls
-
-    click.echo(f"note: {with_urls(str(what))}", err=True)
+    click.echo(f"note: {what}", err=True)
 
 
-def say_moved(moved: CopyStats, quiet: bool) -> None:
+def show_moved(moved: CopyStats, quiet: bool) -> None:
     """Print on stderr how much of an output shares blocks with its sources, if anything does."""
     from llmtailor.errors import size
 
@@ -167,7 +163,6 @@ def progress_bar(total_bytes: int | None, *, quiet: bool, label: str = "writing"
 
 
 def print_json(content: object) -> None:
-    """Print a result for programs, on stdout."""
     import json
 
     from llmtailor.documents import encode

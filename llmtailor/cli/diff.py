@@ -91,7 +91,6 @@ _PIPED_WIDTH = 120
 
 
 def diff_text(found: Diff, rows: Mapping[str, Mapping[str, Change]], by: str, sort: str, top: int | None) -> str:
-    """Return the differences and the table of changes."""
     lines = [f"A: {found.a}, step {found.steps[0]}", f"B: {found.b}, step {found.steps[1]}", ""]
     for matters, title in ((True, "different"), (False, "stored differently")):
         rows_of = [(one.what, one.a, one.b) for one in found.training if one.matters == matters]
@@ -176,7 +175,7 @@ def _share(change: Change) -> str:
 
 
 def heat_map(found: Diff) -> None:
-    """Print the relative change of each layer's modules, with shades in a terminal; the numbers say the same."""
+    """Print the relative change of each layer's modules, with shades in a terminal."""
     kind = MASTER if MASTER in found.kinds else found.kinds[0]
     cells: dict[tuple[int, str], Change] = {}
     for one in found.states:

@@ -104,9 +104,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         code = cli.main(standalone_mode=False)
-    except (
-        SystemExit
-    ) as end:  # click exits with 1 when the output's reader is gone, as in `llmtailor inspect x | head -1`
+    except SystemExit as end:  # click exits with 1 when the output's reader is gone: `llmtailor inspect x | head -1`
         sys.exit(BROKEN_PIPE if end.code == 1 else end.code)
     except click.ClickException as error:
         error.show()
@@ -130,7 +128,6 @@ def _terminate(*_: Any) -> None:
 
 def _fail(error: TailorError) -> None:
     from llmtailor.findings import folded
-    from llmtailor.storage.local import with_urls
 
     if os.environ.get(DEBUG, "") not in ("", "0"):
         import traceback
@@ -139,7 +136,7 @@ def _fail(error: TailorError) -> None:
     if error.is_reported:
         sys.exit(error.exit_code)
     for problem in folded(error.problems):
-        click.echo(f"error: {with_urls(str(problem))}", err=True)
+        click.echo(f"error: {problem}", err=True)
     if len(error.problems) > 1:
         click.echo(f"{len(error.problems)} problems" + ("" if error.came_late else "; nothing was written"), err=True)
     sys.exit(error.exit_code)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, print_json, progress_bar, say_moved
+from llmtailor.cli.command import command, notify, print_json, progress_bar, show_moved
 from llmtailor.cli.options import (
     CHOOSING,
     LOCATION,
@@ -108,12 +108,11 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --to fsdp --num-gpu 8
     """
     from llmtailor.recipe import Recipe
-    from llmtailor.storage.local import location_of
 
     base = checkpoint.absolute()
     out = out or base.with_name(f"{base.name}-converted")
     weights = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype] if dtype else None
-    recipe = Recipe(f"convert {location_of(checkpoint)}", "", base, (), weights, None)
+    recipe = Recipe(f"convert {checkpoint}", "", base, (), weights, None)
     _run_merge(lambda: (recipe, None), out, **options)
 
 
@@ -136,18 +135,18 @@ def _run_merge(
             _merge(*choose(), out, None, dry_run=dry_run, **options)
         return
     from llmtailor.compose.write import meeting
-    from llmtailor.storage.local import stand_in_of
+    from llmtailor.storage.remote import RemotePath
 
     if out is None:
         raise UsageError.at("--distributed", "the ranks communicate next to the output", "name OUT on the command line")
-    if stand_in_of(out):
+    if isinstance(out, RemotePath):
         raise UsageError.at("--distributed", "an object store can't be written by several ranks", "name a folder")
-    with meeting(info, out) if info.world_size > 1 else nullcontext() as group, _only_rank_0_speaks(info):
+    with meeting(info, out) if info.world_size > 1 else nullcontext() as group, _only_rank_0_prints(info):
         _merge(*choose(), out, group, dry_run=False, **options)
 
 
 @contextmanager
-def _only_rank_0_speaks(info: RankInfo) -> Iterator[None]:
+def _only_rank_0_prints(info: RankInfo) -> Iterator[None]:
     if info.rank == 0:
         yield
         return
@@ -181,14 +180,14 @@ def _merge(
         composition, there = settle_output(composition)
     report = composition.report
 
-    def say(moved: Any = None) -> None:
+    def print_report(moved: Any = None) -> None:
         # the path to resume from, whether written now or already there
         named = {"out": there, "is_there_already": True} if there else {"is_there_already": False}
         print_json({**to_json(report), **named, "moved": moved})
 
     if as_json:
         if dry_run or there:
-            say()
+            print_report()
     elif dry_run:
         click.echo(plan_text(report))
     elif not quiet and not there:
@@ -206,10 +205,10 @@ def _merge(
     else:
         with progress_bar(bytes_to_move(composition), quiet=quiet) as on_progress:
             moved = write(composition, on_progress, notify, group)
-        say_moved(moved, quiet)
+        show_moved(moved, quiet)
         click.echo(f"wrote {report.out}", err=as_json)
         if as_json:
-            say(moved)
+            print_report(moved)
 
 
 @command(

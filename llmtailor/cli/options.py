@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from llmtailor.cli.command import Choice
+from llmtailor.cli.command import ChoiceWithRemoved
 from llmtailor.errors import RecipeError, TargetError, UsageError
 
 if TYPE_CHECKING:
@@ -24,38 +24,28 @@ _MAX_BYTES = 16 << 20
 
 
 class _Path(click.Path):
-    """A path on this machine."""
+    """A path; ``DIR@TAG`` names a tag folder of DeepSpeed's. With ``urls``, also a folder in an object store."""
+
+    def __init__(self, urls: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self.urls = urls
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and "://" in value:
-            self.fail(f"{value!r} is a URL; a local path is needed", param, ctx)
-        return _as_path(super().convert(value, param, ctx))
-
-
-class _Location(click.Path):
-    """A path, or the URL of a folder in an object store."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and "://" in value:
-            from llmtailor.storage.local import see
+            if not self.urls:
+                self.fail(f"{value!r} is a URL; a local path is needed", param, ctx)
             from llmtailor.storage.remote import open_location
 
-            return see(open_location(value))
-        return _as_path(super().convert(value, param, ctx))
+            return open_location(value)
+        path = Path(str(super().convert(value, param, ctx)))
+        if "@" not in path.name:
+            return path
+        from llmtailor.storage.local import with_tag
+
+        return with_tag(path)
 
 
-def _as_path(value: Any) -> Path:
-    """Return a path; ``DIR@TAG`` names a tag folder of DeepSpeed's."""
-    path = Path(value)
-    if "@" not in path.name:
-        return path
-    from llmtailor.storage.local import with_tag
-
-    return with_tag(path)
-
-
-PATH = _Path(path_type=Path)
-LOCATION = _Location(path_type=Path)
+PATH, LOCATION = _Path(), _Path(urls=True)
 COUNT = click.IntRange(min=1)
 STEP = click.IntRange(min=0)
 
@@ -103,7 +93,7 @@ _CHOOSING = [
     ),
     click.option(
         "--strategy",
-        type=Choice(STRATEGIES),
+        type=ChoiceWithRemoved(STRATEGIES),
         help="latest: each part from the newest checkpoint that holds it (default). parity: odd layers from the "
         "previous one. filter: first, last and auxiliary parts from the newest, others from the newest of every k-th. "
         "Only steps with a usable full or partial checkpoint count.",

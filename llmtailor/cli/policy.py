@@ -12,7 +12,7 @@ from llmtailor.cli.command import command, print_json
 from llmtailor.cli.options import COUNT, JSON, PATH, STEP
 
 if TYPE_CHECKING:
-    from llmtailor.runs.simulate import Cost, Machine, ModelSize, Schedule
+    from llmtailor.runs.simulate import Cost, Hardware, ModelSize, Schedule
 
 _POLICIES = ("moments_in_turn", "adaptive", "adaptive:0.25", "parity", "round_robin:4", "filter")
 _TRAINER, _FULL = "Trainer, full", "full"
@@ -112,11 +112,11 @@ def policy(
       llmtailor policy runs/x/checkpoint-100 --policy adaptive:0.25 --json
     """
     from llmtailor.policies import make_policy
-    from llmtailor.runs.simulate import Machine, cost_of, simulate, size_of_config, to_json, trainer_schedule
+    from llmtailor.runs.simulate import Hardware, cost_of, simulate, size_of_config, to_json, trainer_schedule
 
     made = {spec: make_policy(spec) for spec in dict.fromkeys((_FULL, *(policies or _POLICIES)))}
     size = size_of_config(model, experts)
-    machine = Machine(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)
+    machine = Hardware(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)
     schedules = {_TRAINER: trainer_schedule(size, keep)}
     for spec, one in made.items():
         schedules[spec] = simulate(one, size, keep, None if spec == _FULL else max_staleness)
@@ -132,7 +132,7 @@ def _ways(name: str) -> tuple[bool, ...]:
     return (False,) if name == _TRAINER else (False, True)
 
 
-def _text(model: ModelSize, machine: Machine, found: dict[str, tuple[Schedule, tuple[Cost, ...]]]) -> str:
+def _text(model: ModelSize, machine: Hardware, found: dict[str, tuple[Schedule, tuple[Cost, ...]]]) -> str:
     from llmtailor.cli.tables import table
     from llmtailor.errors import size
 

@@ -17,7 +17,7 @@ from llmtailor.errors import StorageError, UsageError
 
 _STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
 _OF_NODE = ("NODE_RANK", "SLURM_NODEID")
-"""Besides the ranks of processes, these say which of several launchers of one job this is."""
+"""Besides the ranks of processes, these identify the launcher among those of one job."""
 _UNASKED = "LLMTAILOR_UNASKED"
 """The variable with a file that `integrations.startup` removes once a process looks for the Trainer"""
 _NEVER = (
@@ -102,10 +102,10 @@ def prepare(environ: MutableMapping[str, str], given: dict[str, str]) -> None:
 
 
 def _watch(environ: MutableMapping[str, str]) -> int:
-    """Start a shell that says, when PROGRAM has ended, if no process of it looked for the Trainer.
+    """Start a shell that prints a note, once PROGRAM has ended, if no process of it looked for the Trainer.
 
-    PROGRAM replaces this process, so nobody else is left to say it. Return the end of a pipe that PROGRAM must inherit:
-    the shell waits until it is closed. It is no child of PROGRAM, which may wait for all of its children.
+    PROGRAM replaces this process, so the note must come from another one. Return the end of a pipe that PROGRAM must
+    inherit: the shell waits until it is closed. It is no child of PROGRAM, which may wait for all of its children.
     """
     descriptor, environ[_UNASKED] = tempfile.mkstemp(prefix="llmtailor-run-")
     os.close(descriptor)

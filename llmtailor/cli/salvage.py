@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, print_json, progress_bar, say_moved
+from llmtailor.cli.command import command, notify, print_json, progress_bar, show_moved
 from llmtailor.cli.options import AT, CLONE, DRY_RUN, FORCE, JSON, PATH, QUIET, RUN_DIR, TRUST_UNRECORDED
 from llmtailor.errors import UsageError
 
@@ -93,19 +93,19 @@ def salvage(
     if dry_run:
         if composition is not None:
             check_room(composition)
-        _say_how_to_resume(salvage, resume_from, replace, as_json, is_done=composition is None and replacement is None)
+        _show_how_to_resume(salvage, resume_from, replace, as_json, is_done=composition is None and replacement is None)
         click.echo("dry run: nothing was written", err=True)
         return
     if composition is not None and is_written:
         with progress_bar(composition.report.num_bytes, quiet=quiet) as on_progress:
             moved = write(composition, on_progress, notify)
-        say_moved(moved, quiet)
+        show_moved(moved, quiet)
         click.echo(f"wrote {composition.report.out}", err=as_json)
         if as_json:
             print_json(to_json(salvage, resume_from, moved))
     if replacement is not None:
         _put_in_place(replacement, as_json)
-    _say_how_to_resume(salvage, resume_from, replace, as_json)
+    _show_how_to_resume(salvage, resume_from, replace, as_json)
 
 
 def _put_in_place(replacement: Replacement, as_json: bool) -> None:
@@ -137,7 +137,7 @@ def _show(salvage: Salvage) -> None:
         notify(what)
 
 
-def _say_how_to_resume(
+def _show_how_to_resume(
     salvage: Salvage, resume_from: Path, is_replaced: bool, as_json: bool, is_done: bool = True
 ) -> None:
     from llmtailor.checkpoint.index import DEEPSPEED, TRAINER

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def parts_text(report: Report) -> str:
-    """Return the source of each part."""
     setback = total_setback(row.setback for row in report.parts)
     parts = [
         (
@@ -81,7 +80,6 @@ def salvage_text(salvage: Salvage) -> str:
 
 
 def inspection_text(content: Inspection) -> str:
-    """Return a checkpoint's description as text."""
     is_adapter = any(file["path"] == ADAPTER for file in content["files"])
     tensors = content["num_tensors"]
     unsaved = "those of an adapter" if is_adapter else "not saved"
@@ -152,7 +150,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: Collecti
 
 
 def steps_text(steps: Sequence[int]) -> str:
-    """Return global steps as a list."""
     return ", ".join(map(str, steps)) or "none"
 
 

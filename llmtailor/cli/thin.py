@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, print_json, progress_bar, say_moved
+from llmtailor.cli.command import command, notify, print_json, progress_bar, show_moved
 from llmtailor.cli.options import CLONE, COUNT, JSON, RUN_DIR, TRUST_UNRECORDED, YES
 from llmtailor.errors import Problem, UsageError, size
 
@@ -85,8 +85,8 @@ def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bo
             click.echo("dry run: nothing was changed; use --yes to thin", err=True)
             return
         with progress_bar(bytes_to_move(plan), quiet=False, label="thinning") as on_progress:
-            moved = carry_out(plan, _say_done, on_progress, clone)
-        say_moved(moved, quiet=False)
+            moved = carry_out(plan, _show_done, on_progress, clone)
+        show_moved(moved, quiet=False)
 
 
 @command(
@@ -158,8 +158,7 @@ def _show(plan: dict[str, Any] | str, left_alone: Iterable[Problem]) -> None:
     click.echo(plan) if isinstance(plan, str) else print_json(plan)
 
 
-def _say_done(action: PruneAction) -> None:
-
+def _show_done(action: PruneAction) -> None:
     click.echo(f"{action.checkpoint.name}: done, {size(action.freed)} freed", err=True)
 
 

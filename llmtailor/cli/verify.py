@@ -77,13 +77,13 @@ def verify(
       llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
     """
-    from llmtailor.storage.local import stand_in_of
+    from llmtailor.storage.remote import RemotePath
     from llmtailor.verify.verify import to_json, to_text, verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
     with progress_bar(total, quiet=not deep, label="reading") as on_progress:
         verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client)
-    if resume_smoke and stand_in_of(checkpoint):
+    if resume_smoke and isinstance(checkpoint, RemotePath):
         raise UsageError.at(
             "--resume-smoke", "it can't load a checkpoint from an object store", "copy it to this machine first"
         )
@@ -120,7 +120,6 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
       llmtailor latest runs/x --at 400 --deep
     """
     from llmtailor.runs.scan import find_latest, latest_to_json
-    from llmtailor.storage.local import location_of
     from llmtailor.verify.verify import to_text
 
     with progress_bar(None, quiet=not deep, label="reading") as on_progress:
@@ -130,7 +129,7 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
     if as_json:
         print_json(latest_to_json(found))
     elif found.path is not None:
-        click.echo(location_of(found.path))
+        click.echo(f"{found.path}")
     how = f"llmtailor merge --run {run}{f' --at {at}' if at is not None else ''}"
     if found.newer_partial is not None:
         notify(f"{found.newer_partial} is newer; compose a checkpoint of its step: {how}")

@@ -17,7 +17,6 @@ from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Pl
 from llmtailor.checkpoint.placement import Absent, AllZero, Placement, Runs, without
 from llmtailor.checkpoint.sources import Cut, Sources, Weights
 from llmtailor.model.roles import BUFFER, State
-from llmtailor.storage.local import location_of
 
 
 def plan_composite(
@@ -34,7 +33,7 @@ def plan_composite(
     `checks.check_filled`.
     """
     filler = _Filler(indexes, sources, base, scales)
-    roots = tuple(location_of(index.root) for index in indexes)
+    roots = tuple(index.root for index in indexes)
     return Plan(roots, tuple(layout.filled(filler.fill) for layout in layouts))
 
 

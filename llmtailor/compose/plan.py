@@ -61,7 +61,8 @@ from llmtailor.recipe import Recipe
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.resolve import Choice, resolve, weigh
-from llmtailor.storage.local import Entries, stand_in_of
+from llmtailor.storage.local import Entries
+from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import Stopwatch
 
 
@@ -178,7 +179,6 @@ def plan_merge(
     options = options or Options()
     read = [recipe] if isinstance(recipe, Path) else []
     recipe = load_recipe(recipe) if isinstance(recipe, Path) else recipe
-    named = out or recipe.output
     problems = Problems()
     indexes, base = open_sources(recipe, problems, opened)
     written, step_of = recipe, {index.root: index.global_step for index in indexes}
@@ -186,7 +186,7 @@ def plan_merge(
     reference, watch = indexes[base], Stopwatch()
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
-    if stand_in_of(reference.root) and not stand_in_of(out) and not named:
+    if isinstance(out, RemotePath) and not out.is_inside:
         raise TargetError.at(reference.name, "the base is in an object store, and no output is named", "name one")
     structure = find_structure(reference)
     parts = with_experts(structure, reference)
@@ -290,7 +290,7 @@ def plan_merge(
 
 def _needed_bytes(plan: Plan, out: Path, options: Options) -> int:
     """Return the local space that an output takes while it is written."""
-    if stand_in_of(out):
+    if isinstance(out, RemotePath):
         return room_to_upload(file.num_bytes for file in plan.files) + SPARE_BYTES
     return space_for(plan, options.clone)
 
@@ -298,7 +298,7 @@ def _needed_bytes(plan: Plan, out: Path, options: Options) -> int:
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
     """Return the existing content that the output may replace, None if it must be new. Raises TargetError."""
     check_target(out, sources, options.replace or options.reuse)
-    if options.replace and out.exists() and stand_in_of(out):
+    if options.replace and out.exists() and isinstance(out, RemotePath):
         what = "an output in an object store can't be replaced"
         raise TargetError.at(display_name(out), what, "choose another output")
     return check_replaceable(old_output(out), display_name(out)) if options.replace else None

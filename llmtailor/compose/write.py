@@ -35,7 +35,7 @@ from llmtailor.engine.copy import Context, CopyStats, FileResult, execute
 from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.moving import Upload, clear, is_unfinished
 from llmtailor.engine.pool import Abandoned, Stop, stoppable
-from llmtailor.engine.recheck import SourceFile, Stated, read_again
+from llmtailor.engine.recheck import SourcePath, Stated, read_again
 from llmtailor.engine.staging import (
     RANKS,
     Staging,
@@ -70,16 +70,8 @@ from llmtailor.ranks.group import LEAVING_S, RankGroup, check_same
 from llmtailor.ranks.launch import RankInfo
 from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
-from llmtailor.storage.local import (
-    FileFact,
-    Lock,
-    location_of,
-    open_source,
-    stand_in_of,
-    stand_ins,
-    with_urls,
-    write_durably,
-)
+from llmtailor.storage.local import FileFact, Lock, facts_now, open_source, write_durably
+from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
 
@@ -89,7 +81,7 @@ SCHEMA_MANIFEST = "llmtailor.manifest/1"
 def make_manifest(
     composition: Composition,
     results: Sequence[FileResult],
-    digests: Mapping[SourceFile, str],
+    digests: Mapping[SourcePath, str],
     readme: bytes,
     merge: str,
     created: str,
@@ -118,7 +110,7 @@ def make_manifest(
         "sources": [
             {
                 "name": index.name,
-                "path": location_of(index.root.absolute()),
+                "path": f"{index.root.absolute()}",
                 "global_step": index.global_step,
                 "files": [
                     {"path": path, "num_bytes": fact.num_bytes} | _digest_entry(digests.get((number, path)))
@@ -158,11 +150,11 @@ def _digest_entry(digest: str | None) -> dict[str, str]:
     return {DIGEST: digest} if digest else {}
 
 
-def stated_checksums(composition: Composition, files: Iterable[SourceFile]) -> dict[SourceFile, list[Stated]]:
+def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> dict[SourcePath, list[Stated]]:
     """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
     manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
     of_dcp = [_data_records(index) for index in composition.indexes]
-    stated: dict[SourceFile, list[Stated]] = defaultdict(list)
+    stated: dict[SourcePath, list[Stated]] = defaultdict(list)
     for number, path in files:
         index, about = composition.indexes[number], manifests[number]
         records = of_dcp[number].get(path, ())
@@ -281,7 +273,7 @@ def read_together(
     results: Sequence[FileResult],
     on_progress: Callable[[int], None],
     stop: Stop,
-) -> dict[SourceFile, str]:
+) -> dict[SourcePath, str]:
     """On rank 0, return the digests of all source files that were read, each read again by one of the ranks.
 
     Raises what `read_again` raises, on whatever rank.
@@ -394,7 +386,7 @@ def bytes_to_move(composition: Composition) -> int:
     """Return how many bytes `write` reports to ``on_progress``."""
     files = composition.plan.summary.read if composition.options.checksum else ()
     sources = sum(composition.indexes[number].files[path].num_bytes for number, path in files)
-    uploaded = composition.plan.num_bytes if stand_in_of(composition.out) else 0
+    uploaded = composition.plan.num_bytes if isinstance(composition.out, RemotePath) else 0
     return composition.plan.num_bytes + sources + uploaded
 
 
@@ -492,7 +484,7 @@ def _uploading(
     composition: Composition, on_progress: Callable[[int], None], stop: Stop
 ) -> AbstractContextManager[Upload | None]:
     """Return the upload of an output, a context manager around making it; None for a folder of this machine."""
-    if stand_in_of(composition.out) is None:
+    if not isinstance(composition.out, RemotePath):
         return nullcontext()
     num_bytes = {file.path: file.num_bytes for file in composition.plan.files} | {CARD: 0, MANIFEST: 0}
     return Upload(composition.out, num_bytes, on_progress, stop)
@@ -505,7 +497,7 @@ def _check_sources(
     on_progress: Callable[[int], None],
     stop: Stop,
     group: RankGroup | None,
-) -> dict[SourceFile, str]:
+) -> dict[SourcePath, str]:
     """Check that no source has changed since ``before``; return the digests of the files read, if requested.
 
     A file whose metadata alone differ is compared by content: a hard-link backup, or a mount with new inode numbers,
@@ -513,21 +505,16 @@ def _check_sources(
     it or in a manifest next to it.
     """
     changed, doubtful = [], set()
-    for remote in stand_ins.values():
+    for remote in {index.root.remote for index in composition.indexes if isinstance(index.root, RemotePath)}:
         remote.list()
     for number, index in enumerate(composition.indexes):
-        for path, fact in index.files.items():
-            try:
-                now = FileFact.of((index.root / path).stat())
-            except OSError:
-                now = None
-            if now is None or not now.is_like(fact):
-                changed.append(
-                    Problem(PathIn(index.name, path), "the file changed while it was read", "run the merge again")
-                )
-                continue
-            known = before.get(f"{composition.plan.sources[number]}/{path}", now)
-            if now != known and not stand_in_of(index.root):
+        for path, now in facts_now(index.root, index.files).items():
+            if now is None or not now.is_like(index.files[path]):
+                what, fix = "the file changed while it was read", "run the merge again"
+                changed.append(Problem(PathIn(index.name, path), what, fix))
+            elif not isinstance(index.root, RemotePath) and now != before.get(
+                f"{composition.plan.sources[number]}/{path}", now
+            ):
                 doubtful.add((number, path))
     if changed:
         raise SourceError(changed)
@@ -584,7 +571,7 @@ def identify_merge(composition: Composition) -> Identity:
         [index.files for index in composition.indexes],
         tool_version=__version__,
         recipe=recipe.name,
-        request=with_urls(repr((asked, replace(options, replace=False, restart=False, checksum=False, clone="auto")))),
+        request=repr((asked, replace(options, replace=False, restart=False, checksum=False, clone="auto"))),
         begun=now(),
     )
 
@@ -670,7 +657,7 @@ def with_what_is_kept(
     error: Interrupted | StorageError | Unanswered, composition: Composition, staging: Staging
 ) -> Interrupted | StorageError | Unanswered:
     """Return the error with the bytes that a resume will keep."""
-    if stand_in_of(composition.out) or not (kept := staging.kept_bytes):
+    if not (kept := staging.kept_bytes):
         return error
     then = f"it resumes with {kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
     if isinstance(error, StorageError):  # the others say already that the command is to be run again

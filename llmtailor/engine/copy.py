@@ -6,9 +6,6 @@ durable, its worker continues with the next. The CRC-32 of every byte is compute
 files and the states. What an earlier run wrote is read back by the same pieces, so only its size and CRC need be
 recorded.
 
-How much of a file is there, and the checksums of what is.
-
-Computes weighted sums of elements of several sources, chunk by chunk, and computes them again as a check.
 """
 
 from __future__ import annotations
@@ -29,17 +26,16 @@ from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
 from llmtailor.engine.moving import Clone, RangeCopier, Upload
 from llmtailor.engine.pool import Inline, Stop, num_workers, num_writers, run_all
-from llmtailor.engine.streams import BUFFER_BYTES, Output, Sources, Store, cannot_write, changed, direct_bytes
+from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
 from llmtailor.errors import SourceError
 from llmtailor.model.roles import ITEMSIZE, State
 from llmtailor.storage.checksums import combine, crc32, new_digest
-from llmtailor.storage.local import STORE_WORKERS, FileFact, stand_ins
+from llmtailor.storage.local import FileFact
+from llmtailor.storage.remote import STORE_WORKERS, RemotePath
 from llmtailor.timing import Stopwatch
 
 
 class WriteProgress:
-    """The pieces that a file has so far, with their checksums."""
-
     def __init__(self, plan: FileLayout):
         self.plan = plan
         self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Crc))
@@ -81,8 +77,8 @@ CHUNK_ELEMENTS = BUFFER_BYTES // 16
 """So that the fp64 sum and a term fit into a core's cache"""
 
 
-def blended(piece: Blend, sources: Sources, stop: Stop) -> Iterator[bytes]:
-    """Yield the bytes of a piece in order. Raises SourceError or StorageError as `Sources.read_into` does."""
+def blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
+    """Yield the bytes of a piece in order. Raises SourceError or StorageError as `SourceFiles.read_into` does."""
     from llmtailor.storage.casts import add  # numpy takes a while
 
     if not piece.terms:
@@ -109,7 +105,7 @@ def sum_again(
 
 
 def _sum_again(plan: Plan, pieces: Sequence[tuple[Blend, int]], files: Collection[tuple[int, str]], stop: Stop) -> None:
-    sources = Sources(plan.sources, {}, {})
+    sources = SourceFiles(plan, (), {})
     for piece, wanted in pieces:
         crc = 0
         for some in blended(piece, sources, stop):
@@ -155,8 +151,6 @@ class CopyStats:
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
-    """A file as written."""
-
     plan: FileLayout
     crc: int
     crcs: Sequence[int]
@@ -215,21 +209,16 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
     full, and Interrupted on Ctrl-C or SIGTERM, once all workers have stopped.
     """
     context = context or Context()
-    facts = {
-        f"{source}/{path}": fact
-        for source, files in zip(plan.sources, context.facts, strict=False)
-        for path, fact in files.items()
-    }
     try:
         for folder in {(staging / file.path).parent for file in plan.files}:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(staging, error) from error
     # a store answers late, so its requests wait for each other less than a disk's
-    workers = STORE_WORKERS if stand_ins and any("://" in source for source in plan.sources) else num_writers()
+    workers = STORE_WORKERS if any(isinstance(one, RemotePath) for one in plan.sources) else num_writers()
     num_large = sum(file.num_bytes >= MIN_DIRECT_BYTES for file in plan.files)
     direct = direct_bytes(1 if context.inline else min(workers, num_large)) if context.direct else 0
-    work = _Work(plan, facts, staging, context, direct, BoundedSemaphore(workers), RangeCopier(context.clone))
+    work = _Work(plan, staging, context, direct, BoundedSemaphore(workers), RangeCopier(context.clone))
     if context.inline:
         return [_make_file(work, file) for file in plan.files]
     # the largest first, so that no long file is left to one worker at the end
@@ -244,8 +233,6 @@ class _Work:
     """What the files of a plan have in common."""
 
     plan: Plan
-    facts: Mapping[str, FileFact]
-    """Full name -> the source file as indexed"""
     staging: Path
     context: Context
     direct: int
@@ -268,18 +255,18 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     """Write one file: its bytes while holding a turn, then its fsync, in parallel with other files."""
     context, target, watch = work.context, work.staging / file.path, Stopwatch()
     marks = context.kept.get(file.path, ())
-    sources = Sources(work.plan.sources, work.facts, context.stores)
+    sources = SourceFiles(work.plan, context.facts, context.stores)
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:
-            with work.turns, Inline() if context.inline else ThreadPoolExecutor(1) as beside:
+            with work.turns, Inline() if context.inline else ThreadPoolExecutor(1) as marker:
                 watch.lap()
                 context.stop.check()
                 filled, output = _take_over(file.made(), fd, marks, work)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
                 kept = output.at
-                _fill(filled, output, sources, work.copier, beside, context)
+                _fill(filled, output, sources, work.copier, marker, context)
             if context.upload is None:
                 os.fsync(fd)
             if not done_before:
@@ -318,9 +305,8 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) ->
 
 
 def _fill(
-    filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, beside: Executor, context: Context
+    filled: WriteProgress, output: Output, sources: SourceFiles, copier: RangeCopier, marker: Executor, context: Context
 ) -> None:
-    """Write the missing pieces."""
     marked, due = filled.at, None
     marking: Future[None] | None = None
 
@@ -337,14 +323,14 @@ def _fill(
             if due is not None and output.at >= due.num_bytes:  # no longer in the buffer
                 if marking:
                     marking.result()
-                marked, marking, due = due.num_bytes, beside.submit(mark, due), None
+                marked, marking, due = due.num_bytes, marker.submit(mark, due), None
     output.end()
     if marking:
         marking.result()  # a disk reports an error only once, not again at the last fsync
 
 
 def _write(
-    run: Sequence[Piece], filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, stop: Stop
+    run: Sequence[Piece], filled: WriteProgress, output: Output, sources: SourceFiles, copier: RangeCopier, stop: Stop
 ) -> Iterator[int]:
     """Write a run of pieces; yield the CRC-32 of each."""
     piece = run[0]
@@ -355,8 +341,8 @@ def _write(
         yield output.put(filled.ranges.crc_of(piece, filled.at).to_bytes(4, "little"))
     elif isinstance(piece, Zeros):
         crc = 0
-        for length in _lengths(piece.num_bytes, len(_ZEROS)):
-            crc = output.put(_ZEROS[:length], crc)
+        for at in range(0, piece.num_bytes, len(_ZEROS)):
+            crc = output.put(_ZEROS[: piece.num_bytes - at], crc)
         yield crc
     elif isinstance(piece, Cast):
         yield _write_cast(piece, output, sources, stop)
@@ -375,7 +361,7 @@ def _write(
             yield from _checksums(copies, copier.move(piece, copies[-1].extent.stop, sources, output), stop)
 
 
-def _write_cast(piece: Cast, output: Output, sources: Sources, stop: Stop) -> int:
+def _write_cast(piece: Cast, output: Output, sources: SourceFiles, stop: Stop) -> int:
     from llmtailor.storage.casts import cast  # numpy takes a while
 
     crc = 0
@@ -411,9 +397,3 @@ def _checksums(pieces: Iterable[Piece], data: Iterator[memoryview], stop: Stop) 
 
 
 _ZEROS = memoryview(bytes(1 << 20))
-
-
-def _lengths(total: int, size: int) -> Iterator[int]:
-    while total > 0:
-        yield min(size, total)
-        total -= size

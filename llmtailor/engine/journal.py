@@ -91,8 +91,6 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """The leftovers of an earlier merge."""
-
     identity: Identity
     marks: Mapping[str, tuple[Mark, ...]]
     """By relative path, ascending"""

@@ -1,9 +1,7 @@
-"""Gets ranges of source files into an output: by sharing their blocks where the file system can, else by copying.
+"""Gets ranges of source files into an output, by sharing blocks or copying, and an output into an object store.
 
 A file system with reflinks (XFS, Btrfs, some network ones) lets a file share blocks with another one, *clones* them: no
 byte is written, and both files can be changed or deleted independently. Cloned bytes are still read, for the checksums.
-
-Uploads an output to an object store.
 
 A store has no rename that publishes a folder. So a marker is there first and removed last, after everything was read
 back and verified: a folder with the marker is no checkpoint for any command. Each file is uploaded as soon as it is
@@ -17,16 +15,17 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 from llmtailor.checkpoint.layout import Copy, whole_blocks
 from llmtailor.engine.pool import Stop
-from llmtailor.engine.streams import BUFFER_BYTES, Output, Sources
+from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles
 from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, VerificationError
-from llmtailor.storage.local import UPLOADING, Ahead, Remote, clone_range, list_files, read_source, stand_in_of
+from llmtailor.storage.local import Ahead, clone_range, disk_errors, list_files, read_source
+from llmtailor.storage.remote import UPLOADING, RemotePath
 
 Clone = Literal["auto", "never", "require"]
 """Whether an output shares blocks with its sources: where the file system can, never, or fail where it can't"""
@@ -42,7 +41,7 @@ class RangeCopier:
         self.clone = clone
         self._not_between: set[tuple[int, int]] = set()
 
-    def move(self, piece: Copy, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
+    def move(self, piece: Copy, stop: int, sources: SourceFiles, output: Output) -> Iterator[memoryview]:
         """Append the bytes of the piece's file from the start of the piece to ``stop``, which may be behind its end.
 
         Yield them in parts that are in the output or its buffer; each is valid until the next one.
@@ -58,7 +57,7 @@ class RangeCopier:
         yield from _copy(piece, start, stop, sources, output)
 
     def _clone(
-        self, piece: Copy, start: int, stop: int, sources: Sources, output: Output
+        self, piece: Copy, start: int, stop: int, sources: SourceFiles, output: Output
     ) -> Generator[memoryview, None, int]:
         """Clone as many bytes as possible; return where they end."""
         file = sources.open(piece)
@@ -89,13 +88,11 @@ class RangeCopier:
             start += count
         return start
 
-    def _fetch(self, piece: Copy, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
-        """Get the bytes from an object store."""
+    def _fetch(self, piece: Copy, stop: int, sources: SourceFiles, output: Output) -> Iterator[memoryview]:
         if self.clone == "require":
             what = "its blocks can't be shared with the output: it is in an object store"
             raise StorageError.at(sources.where(piece), what, _ONE_FILE_SYSTEM)
-        for data in sources.stream(piece, stop):
-            left = memoryview(data)
+        for left in sources.stream(piece, stop):
             while left:
                 room = output.room()[: len(left)]
                 room[:] = left[: len(room)]
@@ -103,7 +100,7 @@ class RangeCopier:
                 yield output.commit(len(room))
 
 
-def _copy(piece: Copy, start: int, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
+def _copy(piece: Copy, start: int, stop: int, sources: SourceFiles, output: Output) -> Iterator[memoryview]:
     file = sources.open(piece)  # kept, so that it stays open
     ahead = Ahead(file.fd, start, stop)
     while start < stop:
@@ -121,23 +118,24 @@ _POLL_S = 0.5
 
 def is_unfinished(out: Path) -> bool:
     """Return whether a folder in a store is what an upload left that was cut off."""
-    return stand_in_of(out) is not None and (out / UPLOADING).is_file()
+    return isinstance(out, RemotePath) and (out / UPLOADING).is_file()
 
 
 def clear(out: Path) -> None:
     """Remove what such an upload left. Raises TargetError if anything else is there, StorageError, SourceError."""
-    remote, inside = _of(out)
+    assert isinstance(out, RemotePath)
     try:
-        marker = json.loads(read_source(out / UPLOADING, f"{remote.url}/{UPLOADING}", _MAX_MARKER_BYTES))
+        marker = json.loads(read_source(out / UPLOADING, f"{out / UPLOADING}", _MAX_MARKER_BYTES))
         begun = {UPLOADING, *map(str, marker[_FILES])}
     except (ValueError, TypeError, KeyError) as error:
         raise TargetError.at(out, f"{UPLOADING} in it is not llmtailor's", "choose another output") from error
     if others := sorted(list_files(out).keys() - begun):
         what = f"an upload to it was interrupted, and other files were added since: {', '.join(others[:3])}"
         raise TargetError.at(out, what, "choose another output")
-    remote.remove(inside + name for name in sorted(list_files(out), key=lambda name: name == UPLOADING))
-    remote.list()
-    shutil.rmtree(out)  # the stand-in's folders
+    names = sorted(list_files(out), key=lambda name: name == UPLOADING)
+    out.remote.remove((out / name).key for name in names)
+    out.remote.list()
+    shutil.rmtree(out)  # empty folders in the cache
 
 
 def room_to_upload(num_bytes: Iterable[int]) -> int:
@@ -152,22 +150,23 @@ class Upload:
     is removed.
 
     Args:
-        out: the stand-in of a folder in a store, with nothing in it.
+        out: a folder in a store, with nothing in it.
         num_bytes: the size of each file that will be uploaded.
         on_progress: called with numbers of bytes, from several threads.
         stop: checked between requests.
     """
 
-    def __init__(self, out: Path, num_bytes: Mapping[str, int], on_progress: Callable[[int], None], stop: Stop) -> None:
+    def __init__(
+        self, out: RemotePath, num_bytes: Mapping[str, int], on_progress: Callable[[int], None], stop: Stop
+    ) -> None:
         self.out = out
         self._names, self._on_progress, self._stop = sorted(num_bytes), on_progress, stop
-        self._remote, self._inside = _of(out)
         self._room, self._used = room_to_upload(num_bytes.values()), 0
         self._freed = threading.Condition()
 
     def __enter__(self) -> Upload:
         with self._faults():
-            self._remote.put_bytes(self._inside + UPLOADING, json.dumps({_FILES: self._names}).encode())
+            self.out.remote.put_bytes((self.out / UPLOADING).key, json.dumps({_FILES: self._names}).encode())
         return self
 
     @contextmanager
@@ -197,13 +196,13 @@ class Upload:
             self._on_progress(num_bytes)
 
         with self._faults():
-            self._remote.put(self._inside + name, path, crc, on_read)
+            self.out.remote.put((self.out / name).key, path, crc, on_read)
             path.unlink()
 
     def show(self) -> None:
-        """Make the stand-in's files those that were uploaded, without the marker."""
+        """List the files that were uploaded, without the marker."""
         with self._faults():
-            self._remote.list()
+            self.out.remote.list()
             (self.out / UPLOADING).unlink(missing_ok=True)
 
     def __exit__(
@@ -211,24 +210,13 @@ class Upload:
     ) -> None:
         if error is None:
             with self._faults():
-                self._remote.remove([self._inside + UPLOADING])
+                self.out.remote.remove([(self.out / UPLOADING).key])
             return
         shutil.rmtree(self.out, ignore_errors=True)
         with suppress(OSError, TailorError):
-            self._remote.list()  # so that the same call begins anew
+            self.out.remote.list()  # so that the same call begins anew
             if isinstance(error, (SourceError, VerificationError)):
                 clear(self.out)
 
-    @contextmanager
-    def _faults(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            what = f"can't upload: {error.strerror or error}"
-            raise StorageError.at(self._remote.url, what, "check the store, and rerun the same command") from error
-
-
-def _of(out: Path) -> tuple[Remote, str]:
-    found = stand_in_of(out)
-    assert found is not None, "uploads go to stand-ins"
-    return found[0], f"{found[1]}/" if found[1] else ""
+    def _faults(self) -> AbstractContextManager[None]:
+        return disk_errors(self.out.remote.url, "can't upload", "check the store, and rerun the same command")

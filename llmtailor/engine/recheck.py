@@ -15,11 +15,12 @@ from llmtailor.engine.streams import cannot_read, changed
 from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.checksums import crc32, new_digest
-from llmtailor.storage.local import EndsEarly, locate, whole_file
+from llmtailor.storage.local import OpenFile
+from llmtailor.storage.remote import EndsEarly
 
 CHUNK_BYTES = 1 << 20
 
-SourceFile = tuple[int, str]
+SourcePath = tuple[int, str]
 """Position in `Plan.sources`, and path"""
 
 
@@ -36,12 +37,12 @@ class Stated:
 def read_again(
     plan: Plan,
     results: Sequence[FileResult],
-    files: Collection[SourceFile],
+    files: Collection[SourcePath],
     on_progress: Callable[[int], None],
     stop: Stop,
-    stated: Mapping[SourceFile, Sequence[Stated]] | None = None,
-    of_all: Collection[SourceFile] | None = None,
-) -> dict[SourceFile, str]:
+    stated: Mapping[SourcePath, Sequence[Stated]] | None = None,
+    of_all: Collection[SourcePath] | None = None,
+) -> dict[SourcePath, str]:
     """Read whole source files again; return their digests.
 
     Every range that was copied or converted is compared by CRC-32 with what was written, including what this run kept
@@ -50,7 +51,7 @@ def read_again(
     Raises SourceError for a changed or damaged file, or StorageError.
     """
     asked = files if of_all is None else of_all
-    taken: dict[SourceFile, list[_Range]] = defaultdict(list)
+    taken: dict[SourcePath, list[_Range]] = defaultdict(list)
     for name, ranges in (stated or {}).items():
         taken[name] += [_Range(one.start, one.stop, one.crc, one.what) for one in ranges if one.start < one.stop]
     sums: list[list[tuple[Blend, int]]] = []
@@ -64,7 +65,7 @@ def read_again(
                 if read and min(read) in files:
                     sums[-1].append((piece, crc))
     names = sorted(files)
-    jobs = [partial(_read, locate(plan.sources[name[0]]) / name[1], taken[name], on_progress, stop) for name in names]
+    jobs = [partial(_read, plan.path(*name), taken[name], on_progress, stop) for name in names]
     digests = dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
     sum_again(plan, sums, asked, stop)
     return digests
@@ -75,30 +76,28 @@ def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], 
     waiting = sorted(taken, key=lambda one: one.at, reverse=True)
     reached: list[_Range] = []
     try:
-        with whole_file(where, CHUNK_BYTES) as parts:
-            for data in parts:
-                stop.check()
-                digest.update(data)
-                while waiting and waiting[-1].at < at + len(data):
-                    reached.append(waiting.pop())
-                for one in reached:
-                    one.feed(data[one.at - at : one.stop - at])
-                wrong = [one.what for one in reached if one.at == one.stop and one.crc != one.wanted]
-                if wrong:
-                    raise _damaged(where, wrong[-1]) if all(wrong) else changed(where)
-                reached = [one for one in reached if one.at < one.stop]
-                at += len(data)
-                on_progress(len(data))
-            if reached or waiting:
-                raise EndsEarly(max(one.stop for one in (*reached, *waiting)))
+        file = OpenFile(where)
+        for data in file.stream(0, file.num_bytes, CHUNK_BYTES):
+            stop.check()
+            digest.update(data)
+            while waiting and waiting[-1].at < at + len(data):
+                reached.append(waiting.pop())
+            for one in reached:
+                one.feed(data[one.at - at : one.stop - at])
+            wrong = [one.what for one in reached if one.at == one.stop and one.crc != one.wanted]
+            if wrong:
+                if not all(wrong):
+                    raise changed(where)
+                fix = f"llmtailor verify --deep lists the damage; {COPY_FILE}"
+                raise SourceError.at(where, f"{wrong[-1]} does not match its checksum", fix)
+            reached = [one for one in reached if one.at < one.stop]
+            at += len(data)
+            on_progress(len(data))
+        if reached or waiting:
+            raise EndsEarly(max(one.stop for one in (*reached, *waiting)))
     except OSError as error:
         raise cannot_read(where, error) from error
     return digest.hexdigest()
-
-
-def _damaged(where: Path, what: str) -> SourceError:
-    fix = f"llmtailor verify --deep lists the damage; {COPY_FILE}"
-    return SourceError.at(where, f"{what} does not match its checksum", fix)
 
 
 class _Range:

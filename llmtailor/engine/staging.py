@@ -1,11 +1,7 @@
-"""The staging folder beside the output, and the single rename that publishes it.
+"""The staging folder next to the output, and the single rename that publishes it.
 
 Until the rename the output does not exist (or is the old one, whole, if it may be replaced). An interrupted merge
 leaves a hidden folder with a journal, from which the same merge resumes.
-
-Renames of finished folders that replace others.
-
-Room on disk: what an output needs, what there is.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -26,16 +22,16 @@ from llmtailor.engine.moving import Clone, is_unfinished
 from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError, Unanswered, some
 from llmtailor.storage.local import (
     Entries,
-    Held,
     Lock,
+    LockHeld,
     added_since,
+    disk_errors,
     fsync_folder,
-    location_of,
     make_folder,
     rename_new,
     replace_folder,
-    stand_in_of,
 )
+from llmtailor.storage.remote import RemotePath
 
 
 def put_in_place(new: Path, target: Path, aside: Mapping[Path, Path]) -> None:
@@ -115,9 +111,8 @@ def check_target(out: Path, sources: list[Path], replace: bool) -> None:
 
 
 def already_there(out: Path) -> TargetError:
-    """Return the error for an output that exists."""
-    if stand_in_of(out):
-        return TargetError.at(location_of(out), "the output already exists", "choose another one")
+    if isinstance(out, RemotePath):
+        return TargetError.at(out, "the output already exists", "choose another one")
     fix = "choose another one, or use --force to replace it once the new one is complete"
     if (left := staging_folder(out)).exists():
         fix += f"; {left} was left over from an interrupted merge and may be removed"
@@ -131,7 +126,6 @@ def old_output(out: Path) -> Path:
 
 
 def staging_folder(out: Path) -> Path:
-    """Return the path of an output's staging folder."""
     absolute = out.absolute()
     return absolute.parent / f".{absolute.name}.llmtailor-staging"
 
@@ -139,13 +133,10 @@ def staging_folder(out: Path) -> Path:
 def peek(out: Path) -> Unfinished | None:
     """Return what an earlier merge into ``out`` left, without locking. Raises StorageError."""
     path = staging_folder(out) / JOURNAL
-    try:
+    with disk_errors(path, "can't read", "check its permissions"), suppress(FileNotFoundError):
         found = _read(path)
         return found and found.with_marks_of(map(_read, rank_journals(path.parent)))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StorageError.at(path, f"can't read: {error.strerror}", "check its permissions") from error
+    return None
 
 
 def rank_journal(folder: Path, rank: int) -> Path:
@@ -154,7 +145,6 @@ def rank_journal(folder: Path, rank: int) -> Path:
 
 
 def rank_journals(folder: Path) -> list[Path]:
-    """Return the journals of ranks other than 0 in a staging folder."""
     return sorted(folder.glob(f"{JOURNAL}-*"))
 
 
@@ -186,7 +176,7 @@ def acquire(lock: Lock, out: Path, until: float = 0.0) -> None:
             attempts += 1
             if attempts == _ATTEMPTS:
                 raise _held(out, "") from None
-        except Held as held:
+        except LockHeld as held:
             if time.monotonic() >= until:
                 raise _held(out, str(held)) from None
             time.sleep(_RETRY_S)
@@ -213,7 +203,7 @@ def _held(out: Path, holder: str) -> TargetError:
 
 
 class Staging:
-    """A locked folder beside ``out`` with a journal, and `path`, which `publish` renames to ``out``.
+    """A locked folder next to ``out`` with a journal, and `path`, which `publish` renames to ``out``.
 
     ::
 
@@ -279,7 +269,7 @@ class Staging:
                 try:
                     lock.acquire(create=False)
                     break
-                except Held:
+                except LockHeld:
                     if time.monotonic() > until:
                         what = f"rank {path.name.rpartition('-')[2]} of an earlier merge is still writing this output"
                         raise TargetError.at(self.out, what, f"end that process: it has locked {path}") from None
@@ -357,8 +347,8 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        goes_on = (Interrupted, StorageError, TargetError, Unanswered)
-        is_refused = isinstance(error, TailorError) and not isinstance(error, goes_on)
+        is_resumable = (Interrupted, StorageError, TargetError, Unanswered)
+        is_refused = isinstance(error, TailorError) and not isinstance(error, is_resumable)
         if is_refused or not self.kept_bytes:
             self._remove()
         else:
@@ -387,12 +377,8 @@ class Staging:
         with suppress(OSError):  # not empty, if there is something to resume
             self.folder.rmdir()
 
-    @contextmanager
-    def _faults(self, what: str, fix: str = "check the disk") -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StorageError.at(self.folder, f"{what}: {error.strerror}", fix) from error
+    def _faults(self, what: str, fix: str = "check the disk") -> AbstractContextManager[None]:
+        return disk_errors(self.folder, what, fix)
 
 
 @contextmanager
@@ -410,7 +396,7 @@ def left_over(out: Path) -> Iterator[bool]:
         lock.acquire(create=False)
     except FileNotFoundError:  # killed before it began, unless another one is just starting
         is_unused = not (folder / JOURNAL).exists()
-    except Held:
+    except LockHeld:
         is_unused = False
     try:
         yield is_unused

@@ -8,17 +8,16 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from llmtailor.checkpoint.layout import BLOCK_BYTES, Cast, Copy, Term
+from llmtailor.checkpoint.layout import BLOCK_BYTES, Cast, Copy, Plan, Term
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import (
-    Ahead,
     Changed,
-    EndsEarly,
     FileFact,
     Files,
     OpenFile,
@@ -26,6 +25,7 @@ from llmtailor.storage.local import (
     chunks,
     write_all,
 )
+from llmtailor.storage.remote import EndsEarly
 
 BUFFER_BYTES = 512 << 10
 """Small enough for a core's cache, so that a chunk is read, summed and written without going to memory in between"""
@@ -41,8 +41,6 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class Digest(Protocol):
-    """The methods of a hash that are used here."""
-
     def update(self, data: bytes | memoryview, /) -> object: ...
     def hexdigest(self) -> str: ...
 
@@ -58,62 +56,53 @@ class Store(Protocol):
         ...
 
 
-class Sources:
+class SourceFiles:
     """The sources of a plan: folders, whose files are opened when first needed, and ``stores`` by name.
 
-    ``facts`` describe files as indexed, by full name; other files are not checked.
+    ``facts`` describe the files of each source as indexed; other files are not checked.
     """
 
-    def __init__(self, roots: Sequence[str], facts: Mapping[str, FileFact], stores: Mapping[str, Store]):
-        self.roots = roots
-        self.files = Files(facts=facts)
+    def __init__(self, plan: Plan, facts: Sequence[Mapping[str, FileFact]], stores: Mapping[str, Store]):
+        self.plan = plan
         self.stores = stores
+
+        def open_file(source: int, name: str) -> OpenFile:
+            return OpenFile(plan.path(source, name), facts[source].get(name) if source < len(facts) else None)
+
+        self._open = lru_cache(Files.MAX_OPEN)(open_file)
 
     def store_of(self, piece: Copy | Cast) -> Store | None:
         """Return the store that a piece is read from; None for a folder."""
-        return self.stores.get(self.roots[piece.source])
+        return self.stores.get(str(self.plan.sources[piece.source]))
 
     def where(self, piece: Copy | Cast | Term) -> str:
-        """Return the full name of the piece's file."""
-        return f"{self.roots[piece.source]}/{piece.extent.path}"
+        return f"{self.plan.sources[piece.source]}/{piece.extent.path}"
 
     def open(self, piece: Copy | Cast | Term) -> OpenFile:
         """Return the piece's file, open. Raises SourceError for a missing or changed file, else StorageError."""
         try:
-            return self.files.open(self.where(piece))
+            return self._open(piece.source, piece.extent.path)
         except OSError as error:
             raise cannot_read(self.where(piece), error) from error
 
     def is_remote(self, piece: Copy | Cast | Term) -> bool:
-        """Return whether the piece's file is in an object store."""
-        return "://" in self.roots[piece.source]
+        return self.open(piece).stored is not None
 
     def chunks(self, piece: Cast | Term, size: int) -> Iterator[memoryview]:
         """Yield the bytes of a piece in order, ``size`` at a time. Raises as `read_into`."""
-        extent, rest = piece.extent, memoryview(b"")
-        if self.is_remote(piece):
-            for some in self.stream(piece, extent.stop):
-                rest = memoryview(bytes(rest) + some) if rest else memoryview(some)
-                while len(rest) >= size:
-                    yield rest[:size]
-                    rest = rest[size:]
-            if rest:
-                yield rest
-            return
-        file = self.open(piece)  # kept, so that it stays open
-        ahead = Ahead(file.fd, extent.start, extent.stop)
-        for start in range(extent.start, extent.stop, size):
-            ahead.reached(start)
-            data = memoryview(bytearray(min(size, extent.stop - start)))
-            self.read_into(piece, start, data)
-            yield data
+        rest = memoryview(b"")
+        for some in self.stream(piece, piece.extent.stop, size):
+            rest = memoryview(bytes(rest) + some) if rest or len(some) < size else some  # the next one overwrites it
+            while len(rest) >= size:
+                yield rest[:size]
+                rest = rest[size:]
+        if rest:
+            yield rest
 
-    def stream(self, piece: Copy | Cast | Term, stop: int) -> Iterator[bytes]:
-        """Yield bytes of the piece's file in an object store, from its start to ``stop``. Raises as `read_into`."""
-        file = self.open(piece)
-        assert file.remote is not None, "a URL has a stand-in"
+    def stream(self, piece: Copy | Cast | Term, stop: int, size: int = 0) -> Iterator[memoryview]:
+        """Yield the bytes of the piece's file from the piece's start to ``stop``; see `OpenFile.stream`."""
         try:
-            yield from file.remote.stream(file.name, piece.extent.start, stop)
+            yield from self.open(piece).stream(piece.extent.start, stop, size)
         except OSError as error:
             raise cannot_read(self.where(piece), error) from error
 
@@ -122,11 +111,11 @@ class Sources:
 
         Raises SourceError for a missing, too short or changed file, else StorageError.
         """
-        where = self.where(piece)
+        file = self.open(piece)
         try:
-            self.files.read_into(where, offset, room)
+            file.read_into(offset, room)
         except OSError as error:
-            raise cannot_read(where, error) from error
+            raise cannot_read(self.where(piece), error) from error
 
 
 def cannot_read(where: object, error: OSError) -> SourceError | StorageError:
@@ -257,7 +246,7 @@ class Output:
         self.count(data)
 
     def count(self, data: memoryview) -> None:
-        """Take note of the next bytes of the file, which are written."""
+        """Count the next bytes of the file, which are written."""
         if self.digest is not None:
             self.digest.update(data)
         self.at += len(data)

@@ -28,7 +28,7 @@ from llmtailor.loaders.read import read_config
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.roles import BUFFER, FROZEN, WEIGHT, is_moment
-from llmtailor.storage.local import UPLOADING, location_of, see, stand_in_of
+from llmtailor.storage.remote import UPLOADING, RemotePath
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
 
     Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
     """
-    name, watch = name or display_name(see(root)), Stopwatch()
+    name, watch = name or display_name(root), Stopwatch()
     try:
         if (root / UPLOADING).is_file():
             raise damaged(name, "its upload was cut off: it is incomplete", Code.FILE_MISSING)
@@ -113,8 +113,8 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
 
 def display_name(path: Path) -> str:
     """Return a path as messages show it: relative to the current folder if that is shorter."""
-    if stand_in_of(path):
-        return printable(location_of(path))
+    if isinstance(path, RemotePath):
+        return printable(f"{path}")
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute)
     return printable(relative if len(relative) < len(absolute) and not relative.startswith("../..") else absolute)

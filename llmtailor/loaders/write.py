@@ -44,7 +44,7 @@ from llmtailor.loaders.scheduler import is_torch_scheduler, lay_out_scheduler, r
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.roles import WEIGHT, State
-from llmtailor.storage.local import FileFact, read_source, see
+from llmtailor.storage.local import FileFact, read_source
 
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -374,7 +374,7 @@ def lay_out_tokenizer(
 
 def _from_folder(source: Path) -> list[FileLayout]:
     try:
-        paths = sorted(path for path in see(source).iterdir() if path.is_file() and is_tokenizer_file(path.name))
+        paths = sorted(path for path in source.iterdir() if path.is_file() and is_tokenizer_file(path.name))
         files = [(path.name, read_source(path, f"{source}/{path.name}", MAX_BYTES)) for path in paths]
     except OSError as error:
         what = f"tokenizer_source can't be read: {error.strerror}"

@@ -22,7 +22,7 @@ from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure, condense, expert_number, layer_number, layer_of, with_layers
 from llmtailor.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
-from llmtailor.storage.local import location_of, stand_in_of
+from llmtailor.storage.remote import RemotePath
 
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")
@@ -59,8 +59,8 @@ class _Document:
 
     def path(self, path: Path) -> str:
         """Return a path as YAML: relative to the folder if it is in or next to it, else absolute."""
-        if stand_in_of(path):
-            return _quote(location_of(path).replace("$", "$$"))
+        if isinstance(path, RemotePath):
+            return _quote(f"{path}".replace("$", "$$"))
         text = os.path.normpath(path)
         if self.folder is not None:
             close = os.path.relpath(path, self.folder)

@@ -12,7 +12,7 @@ SHADES = 5
 _BARS, _CURVES = 200.0, 260.0
 _ROW, _SMALL_ROW, _LABELLED = 19.0, 7.0, 90
 _POINTS = 600
-"""Points of a line that are still told apart"""
+"""The most points of a line that are drawn"""
 
 Points = Sequence[tuple[float, float]]
 Shade = Callable[[float], int | None]
@@ -42,10 +42,8 @@ class Scale:
 
 @dataclass(slots=True)
 class Chart:
-    """A picture."""
-
     title: str
-    """What screen readers say"""
+    """Also the text for screen readers"""
     height: float
     width: float = WIDTH
     paths: list[tuple[str, str]] = field(default_factory=list)

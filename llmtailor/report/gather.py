@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,17 +17,15 @@ from llmtailor.codes import Code
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.report import Report
 from llmtailor.compose.write import settle_output
-from llmtailor.containers.json import read_json
-from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, TailorError
-from llmtailor.findings import ERROR, Finding
+from llmtailor.errors import Interrupted, Problem, SourceError, TailorError
 from llmtailor.formats.registry import display_name, survey_checkpoint
-from llmtailor.loaders.files import TRAINER_STATE
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.folder import AttemptFilter, Kind, RunFolder
+from llmtailor.runs.folder import AttemptFilter, Kind, RunFolder, log_entries
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
 from llmtailor.runs.scan import Scan, choose_for_run, scan_run
+from llmtailor.storage.local import absolute
 from llmtailor.verify.diff import Compared, diff_parts
-from llmtailor.verify.verify import Damage, Verdict, verify_surveyed
+from llmtailor.verify.verify import Verdict, refused, verify_surveyed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,11 +37,9 @@ _VERIFIED = 12
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A start of the training."""
-
     resumed_at: int
     started: str
-    """ISO 8601, as the record says"""
+    """ISO 8601, from the record"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +53,7 @@ class Losses:
 
 
 @dataclass(frozen=True, slots=True)
-class Composite:
-    """What ``merge --run`` would compose now."""
-
-    report: Report
-    there: str | None
-    """The complete checkpoint that makes a merge unnecessary, if any"""
-
-
-@dataclass(frozen=True, slots=True)
 class Checked:
-    """A checkpoint that was verified."""
-
     verdict: Verdict
     foreign: Code | None
     """Why commands that choose checkpoints skip it, whatever the verdict: see `runs.folder.AttemptFilter`"""
@@ -87,8 +71,6 @@ class PartChange:
 
 @dataclass
 class RunFacts:
-    """Everything that a report shows."""
-
     run: str
     made: datetime
     log: SaveLog = field(default_factory=SaveLog)
@@ -96,7 +78,10 @@ class RunFacts:
     attempts: tuple[Attempt, ...] = ()
     folders: tuple[tuple[str, str, int], ...] = ()
     """Name, kind and step of what is in the folder, the newest first"""
-    composite: Composite | None = None
+    report: Report | None = None
+    """What ``merge --run`` would compose now"""
+    there: str | None = None
+    """The complete checkpoint that makes a merge unnecessary, if any"""
     not_composed: tuple[Problem, ...] = ()
     """Why nothing can be composed"""
     checked: tuple[Checked, ...] = ()
@@ -114,7 +99,7 @@ def gather(
 
     Raises SourceError if the folder does not exist, and Interrupted.
     """
-    run = Path(os.path.abspath(run))  # as the sources of a composite are named
+    run = absolute(run)  # as the sources of a composite are named
     folder = RunFolder(run)
     folder.full()
     survey = cache(survey_checkpoint)  # each checkpoint is read once for all that follows
@@ -142,7 +127,7 @@ def gather(
         facts.checked = tuple(_check(folder, sources, facts, survey)) if facts.folders else ()
     if with_values:
         facts.changes = ()
-    if with_values and facts.composite is not None:
+    if with_values and facts.report is not None:
         with _noting(facts, facts.run):
             facts.changes = tuple(_changes(scan_run(run, index=index), on_progress))
     return facts
@@ -150,7 +135,7 @@ def gather(
 
 @contextmanager
 def _noting(facts: RunFacts, where: str) -> Any:
-    """Note why something can't be read, and go on."""
+    """Note why something can't be read, and continue."""
     try:
         yield
     except Interrupted:
@@ -171,7 +156,7 @@ def _compose(run: Path, facts: RunFacts, index: Callable[[Path], CheckpointIndex
     except TailorError as error:
         facts.not_composed = error.problems
         return []
-    facts.composite = Composite(composition.report, there)
+    facts.report, facts.there = composition.report, there
     return [index.root for index in composition.indexes]
 
 
@@ -179,8 +164,7 @@ def _verify(path: Path, survey: Callable[[Path], Survey]) -> Verdict:
     try:
         return verify_surveyed(survey(path), path)
     except SourceError as error:  # not a checkpoint, or of an unsupported kind
-        findings = tuple(Finding.of(one, ERROR) for one in error.problems)
-        return Verdict(display_name(path), False, findings, Damage(), None)
+        return refused(path, False, error.problems)
 
 
 def _check(
@@ -210,8 +194,7 @@ def _losses(folder: RunFolder) -> Losses | None:
 def read_losses(checkpoint: Path) -> Losses:
     """Return what the ``trainer_state.json`` of a checkpoint logs. Raises SourceError if it can't be read."""
     name = display_name(checkpoint)
-    log = read_json(checkpoint / TRAINER_STATE, PathIn(name, TRAINER_STATE)).get("log_history")
-    entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
+    entries = log_entries(checkpoint, name)
     return Losses(name, _series(entries, "loss"), _series(entries, "eval_loss"))
 
 

@@ -17,7 +17,7 @@ from llmtailor.model.parts import expert_number, layer_of
 from llmtailor.report.chart import Shade, bars, curve, grid, ranges_of, shade_of
 from llmtailor.report.gather import PartChange, RunFacts
 from llmtailor.runs.save_log import LoggedSave
-from llmtailor.verify.diff import KINDS, Change
+from llmtailor.verify.diff import Change, kinds_of, sums_by
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -59,7 +59,7 @@ def page(facts: RunFacts) -> str:
     columns = [saves[start : start + each] for start in range(0, len(saves), each)]
     resumed = _resumed(columns, facts)
     rows = _rows(saves)
-    report = facts.composite.report if facts.composite else None
+    report = facts.report
     kinds = [kind for _, kind, _ in facts.folders]
     return (
         templates()
@@ -106,7 +106,7 @@ def _summary(facts: RunFacts) -> dict[str, str]:
         "failed saves": str(len(facts.log.failed)),
         "attempts": str(len(facts.attempts)),
     }
-    return shown | ({"resumes at step": f"{facts.composite.report.global_step:,}"} if facts.composite else {})
+    return shown | ({"resumes at step": f"{facts.report.global_step:,}"} if facts.report else {})
 
 
 def _seconds(seconds: float) -> str:
@@ -116,7 +116,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _oldest(facts: RunFacts) -> str:
-    parts = facts.composite.report.parts if facts.composite else ()
+    parts = facts.report.parts if facts.report else ()
     oldest = max((row.staleness for row in parts), default=0)
     if not oldest:
         return "All parts are of that step."
@@ -257,27 +257,19 @@ def _change(value: float) -> str:
 
 def _changes(changes: Sequence[PartChange]) -> dict[str, Any]:
     """Return how much the newest state of each part differs from the one before, by kind of state."""
-    by_part: dict[str, dict[str, Change]] = {one.part: {} for one in changes}
-    for one in changes:
-        for state in one.states:
-            kind, of_part = state.state.kind, by_part[one.part]
-            of_part[kind] = of_part.get(kind, Change()) + state.change
-    found = {kind for of_part in by_part.values() for kind in of_part}
-    kinds = [*(kind for kind in KINDS if kind in found), *sorted(found - {*KINDS})]
+    states = [state for one in changes for state in one.states]
+    by_part, kinds = sums_by(lambda one: one.part, states), kinds_of(states)
     return {
         "head": ["part", "steps", *kinds],
         "rows": [
-            (one.part, f"{one.steps[0]:,} → {one.steps[1]:,}", *(_cell(by_part[one.part], kind) for kind in kinds))
+            (one.part, f"{one.steps[0]:,} → {one.steps[1]:,}", *(_cell(by_part[one.part].get(kind)) for kind in kinds))
             for one in changes[:_MOST_ROWS]
         ],
     }
 
 
-def _cell(changes: Mapping[str, Change], key: str) -> str:
-    change = changes.get(key)
-    if change is None:
-        return "-"
-    return _change(change.relative) if change.changed else "="
+def _cell(change: Change | None) -> str:
+    return "-" if change is None else _change(change.relative) if change.changed else "="
 
 
 def _loss(facts: RunFacts) -> dict[str, Any] | None:

@@ -47,13 +47,22 @@ from llmtailor.checkpoint.lineage import UNRECORDED, Past, RunCheckpoint, read_p
 from llmtailor.checkpoint.step_names import ABANDONED, NAMES, step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
-from llmtailor.errors import Problem, SourceError, StorageError, TailorError, TargetError, some
+from llmtailor.errors import PathIn, Problem, SourceError, StorageError, TailorError, TargetError, some
 from llmtailor.formats.partial.manifest import folder_name, read_manifest, step_in_name
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, is_checkpoint
-from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST
+from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.loader import is_partial, looks_partial, survey_contents
-from llmtailor.storage.local import UNFINISHED, Held, Lock, fsync_file, fsync_folder, replace_durably, try_link
+from llmtailor.storage.local import (
+    UNFINISHED,
+    Lock,
+    LockHeld,
+    disk_errors,
+    fsync_file,
+    fsync_folder,
+    replace_durably,
+    try_link,
+)
 
 _LOCK = ".lock"
 _locks: dict[Path, Lock] = {}
@@ -65,8 +74,6 @@ _HIDDEN = re.compile(r"\.(.+)\.llmtailor-(staging|thinning|old|thinned)")
 
 
 class Kind(Enum):
-    """The kind of a folder in a run's folder."""
-
     FULL = "full"
     PARTIAL = "partial"
     UNFINISHED = "unfinished"
@@ -80,7 +87,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FolderEntry:
     """A folder in a run's folder, and its step (-1: none)."""
 
     path: Path
@@ -102,7 +109,7 @@ class RunFolder:
     """
 
     def __init__(self, run: Path, also: Sequence[Path] = ()) -> None:
-        self.run = Path(run)
+        self.run = run
         self.partial = self.run / FOLDER
         self.also = tuple(RunFolder(one) for one in also)
 
@@ -110,7 +117,7 @@ class RunFolder:
         """Return the path of a step's partial checkpoint, which need not exist."""
         return self.partial / folder_name(step)
 
-    def entries(self, *kinds: Kind) -> list[Entry]:
+    def entries(self, *kinds: Kind) -> list[FolderEntry]:
         """Return the folders of these kinds, sorted by name; those in the run's folder come before the partial ones."""
         found = []
         for parent in (self.run, self.partial):
@@ -218,17 +225,16 @@ class RunFolder:
     def lock(self) -> None:
         """Keep other processes out until this one has unlocked as often as it locked, or ends.
 
-        File systems without locks keep nobody out: a killed training must be able to restart by itself.
+        Without locks in the file system, other processes are not kept out: a killed training must be able to restart.
         Raises TargetError if another process holds the lock, or StorageError.
         """
         try:
-            self.partial.mkdir(parents=True, exist_ok=True)
-            _locks.setdefault(self.partial.absolute(), Lock(self.partial / _LOCK)).acquire()
-        except Held as error:
+            with disk_errors(self.partial, "can't lock"):
+                self.partial.mkdir(parents=True, exist_ok=True)
+                _locks.setdefault(self.partial.absolute(), Lock(self.partial / _LOCK)).acquire()
+        except LockHeld as error:
             what = "another run is saving partial checkpoints here"
             raise TargetError.at(self.partial, what, "give this run its own output_dir") from error
-        except OSError as error:
-            raise StorageError.at(self.partial, f"can't lock: {error.strerror}", "check the disk") from error
 
     def unlock(self) -> None:
         if (lock := _locks.get(self.partial.absolute())) is not None:
@@ -256,33 +262,32 @@ class RunFolder:
 
     def sweep(self) -> list[str]:
         """Remove unfinished saves, except those with files of unknown origin; return their names."""
-        names = []
-        for entry in self.entries(Kind.UNFINISHED):
-            if not holds_unknown(entry.path):
-                shutil.rmtree(entry.path, ignore_errors=True)
-                names.append(entry.path.name)
-        return names
+        return self._remove(Kind.UNFINISHED)
 
     def remove_abandoned(self, made: Collection[str] = ()) -> None:
         """Remove the partial checkpoints that were set aside, except those with files of unknown origin.
 
         ``made`` are names that are also known.
         """
-        for entry in self.entries(Kind.ABANDONED):
-            if not holds_unknown(entry.path, made):
-                shutil.rmtree(entry.path, ignore_errors=True)
+        self._remove(Kind.ABANDONED, made)
+
+    def _remove(self, kind: Kind, made: Collection[str] = ()) -> list[str]:
+        paths = [entry.path for entry in self.entries(kind) if not holds_unknown(entry.path, made)]
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+        return [path.name for path in paths]
 
 
-def _classify(path: Path, in_partial: bool) -> Entry | None:
+def _classify(path: Path, in_partial: bool) -> FolderEntry | None:
     if match := _HIDDEN.fullmatch(path.name):
-        entry = None if in_partial and match[2] == Kind.STAGING.value else Entry(path, Kind(match[2]))
+        entry = None if in_partial and match[2] == Kind.STAGING.value else FolderEntry(path, Kind(match[2]))
     elif not in_partial:
         step = step_of(path)
-        entry = None if step is None or not _is_full(path) else Entry(path, Kind.FULL, step)
+        entry = None if step is None or not _is_full(path) else FolderEntry(path, Kind.FULL, step)
     elif (step := step_in_name(path.name)) is not None:
-        entry = Entry(path, Kind.PARTIAL if is_partial(path) else Kind.UNFINISHED, step)
+        entry = FolderEntry(path, Kind.PARTIAL if is_partial(path) else Kind.UNFINISHED, step)
     else:
-        entry = Entry(path, Kind.ABANDONED) if _ABANDONED.fullmatch(path.name) else None
+        entry = FolderEntry(path, Kind.ABANDONED) if _ABANDONED.fullmatch(path.name) else None
     is_there = path.is_dir() or (path.suffix == ".ckpt" and path.is_file())
     return entry if entry is not None and is_there else None
 
@@ -353,9 +358,14 @@ def freed_bytes(files: Iterable[Path]) -> int:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """Yield every file below a folder."""
     for where, _, names in os.walk(folder):
         yield from (Path(where) / name for name in names)
+
+
+def log_entries(checkpoint: Path, name: str) -> list[dict[str, Any]]:
+    """Return what the Trainer has logged in ``trainer_state.json``. Raises SourceError if it can't be read."""
+    log = read_json(checkpoint / TRAINER_STATE, PathIn(name, TRAINER_STATE)).get("log_history")
+    return [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -369,8 +379,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
     """Keep a training that saves partial checkpoints, and other llmtailor processes, out of a run's folder.
 
-    The lock file is in the folder of partial checkpoints, which ``make`` creates; without that folder there is nobody
-    to keep out. Raises SourceError if there are no checkpoints, TargetError if another process holds the lock.
+    The lock file is in the folder of partial checkpoints, which ``make`` creates; without that folder no process has to
+    be kept out. Raises SourceError if there are no checkpoints, TargetError if another process holds the lock.
     """
     folder = RunFolder(run)
     folder.checkpoints_until(None)

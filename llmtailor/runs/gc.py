@@ -176,8 +176,6 @@ def _age(checkpoints: Sequence[RunCheckpoint], step: int, parts: Sequence[str]) 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A folder to remove."""
-
     path: Path
     why: str
     step: int | None = None
@@ -211,7 +209,7 @@ def plan_gc(run: Path, keep: int | None, *, trust_unrecorded: bool = False) -> G
     ``trust_unrecorded`` also counts full checkpoints that do not state their attempt.
     Raises SourceError if the newest checkpoint can't be used or no step can be composed.
     """
-    run = Path(run).absolute()
+    run = run.absolute()
     scan = scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
     check_newest(scan)
     parts = scan.structure.parts

@@ -15,13 +15,13 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from llmtailor import __version__
 from llmtailor.checkpoint.index import DCP, FSDP, LIGHTNING, CheckpointIndex
-from llmtailor.checkpoint.layout import Plan
+from llmtailor.checkpoint.layout import FileLayout, Plan
 from llmtailor.checkpoint.lineage import (
     THINNED,
     Ledger,
@@ -72,11 +72,7 @@ from llmtailor.model.parts import ModelStructure, condense, layer_of, with_layer
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.policies import PartChoice, Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
-from llmtailor.runs.folder import (
-    RunFolder,
-    files_in,
-    freed_bytes,
-)
+from llmtailor.runs.folder import RunFolder, files_in, freed_bytes, log_entries
 from llmtailor.runs.gc import BUG, StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, scan_run
 
@@ -95,31 +91,52 @@ def compared(one: CheckpointIndex) -> list[State]:
     return [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Conversion:
-    """The layout of a partial checkpoint before it is written."""
+    """A full checkpoint laid out as a partial one; no tensor is read. Raises SourceError or UnsupportedCheckpoint."""
 
     source: CheckpointIndex
-    target: Path
     structure: ModelStructure
+    target: Path
     parts: Mapping[str, str]
     """The parts it holds -> reason"""
     ledger: Ledger
     """The ledger after this save"""
     policy: Mapping[str, Any]
-    params_of: Mapping[str, list[str]]
-    """The trained params by part, also of those in ``masters``"""
-    masters: tuple[str, ...]
+    older: Mapping[str, tuple[Path, int]]
+    """The files of frozen params in partial checkpoints: name -> folder and size of the newest"""
+    masters: tuple[str, ...] = ()
     """Further parts, of which only the masters are kept"""
-    save_id: str
-    layout: PartialLayout
-    plan: Plan
-    links: Mapping[str, Path]
-    """Files of frozen params that an older partial checkpoint has in the same size, so likely with the same content"""
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @cached_property
+    def params_of(self) -> dict[str, list[str]]:
+        """The trained params by part, also of those in ``masters``"""
+        trained = {name for group in self.source.group_params for name in group}
+        parts = (*self.parts, *self.masters)
+        return {part: [name for name in self.structure.names(part) if name in trained] for part in parts}
+
+    @cached_property
+    def layout(self) -> PartialLayout:
+        return lay_out_partial(self.source, *self.kept_params(), self.save_id)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return _copied_from(self.source, self.layout.files)
+
+    @property
+    def links(self) -> dict[str, Path]:
+        """Files of frozen params that an older partial checkpoint has in the same size, so likely the same content"""
+        there = ((file, self.older[file.path]) for file in self.layout.frozen if file.path in self.older)
+        return {file.path: folder for file, (folder, num_bytes) in there if num_bytes == file.num_bytes}
+
+    def kept_params(self) -> tuple[set[str], set[str]]:
+        """Return the params that are kept whole, and those of which only the masters are."""
+        whole = {name for part in self.parts for name in self.params_of[part]}
+        return whole, {name for part in self.masters for name in self.params_of[part]}
 
     @property
     def num_bytes(self) -> int:
-        """The size on disk"""
         files = sum(file.num_bytes for file in self.plan.files if file.path not in self.links)
         return files + len(self.manifest({}))
 
@@ -138,53 +155,10 @@ class Conversion:
         )
 
 
-def plan_conversion(
-    source: CheckpointIndex,
-    structure: ModelStructure,
-    target: Path,
-    parts: Mapping[str, str],
-    ledger: Ledger,
-    policy: Mapping[str, Any],
-    older: Mapping[str, tuple[Path, int]],
-    masters: tuple[str, ...] = (),
-) -> Conversion:
-    """Lay out a full checkpoint as a partial one; no tensor is read.
-
-    ``older`` gives the files of frozen params in partial checkpoints: name -> folder and size of the newest.
-    Of the parts in ``masters`` only the masters are kept.
-    Raises SourceError or UnsupportedCheckpoint.
-    """
-    save_id = uuid.uuid4().hex
-    trained = {name for group in source.group_params for name in group}
-    params_of = {part: [name for name in structure.names(part) if name in trained] for part in (*parts, *masters)}
-    layout = lay_out_partial(source, *kept_params(params_of, masters), save_id)
-    names = {*source.params, *source.tied, *(state.param for state in source.held)}
-    plan = plan_composite(layout.files, [source], Sources(dict.fromkeys(names, 0)), 0)
-    links = {
-        file.path: older[file.path][0]
-        for file in layout.frozen
-        if file.path in older and older[file.path][1] == file.num_bytes
-    }
-    return Conversion(
-        source=source,
-        target=target,
-        structure=structure,
-        parts=parts,
-        ledger=ledger,
-        policy=policy,
-        params_of=params_of,
-        masters=masters,
-        save_id=save_id,
-        layout=layout,
-        plan=plan,
-        links=links,
-    )
-
-
-def kept_params(params_of: Mapping[str, Iterable[str]], masters: Collection[str]) -> tuple[set[str], set[str]]:
-    """Return the params that are kept whole, and those of which only the masters are."""
-    whole = {name for part, names in params_of.items() if part not in masters for name in names}
-    return whole, {name for part in masters for name in params_of[part]}
+def _copied_from(index: CheckpointIndex, files: Iterable[FileLayout]) -> Plan:
+    """Return the plan of files that one checkpoint fills."""
+    names = dict.fromkeys([*index.params, *index.tied, *(state.param for state in index.held)], 0)
+    return plan_composite(files, [index], Sources(names), 0)
 
 
 def part_bytes(index: CheckpointIndex, structure: ModelStructure) -> dict[str, int]:
@@ -211,22 +185,11 @@ def _is_kept(path: str, index: CheckpointIndex) -> bool:
 
 def plan_weights(index: CheckpointIndex) -> Plan:
     """Return the plan of the files to be written: none, but for a DCP folder."""
-    if index.form.family != DCP:
-        return Plan((), ())
-    names = dict.fromkeys([*index.params, *index.tied, *(state.param for state in index.held)], 0)
-    return plan_composite(lay_out_model(index), [index], Sources(names), 0)
-
-
-def freed_by_reduction(index: CheckpointIndex) -> int:
-    """Return the bytes that `reduce_to_weights` frees."""
-    kept = {*kept_files(index)}
-    return freed_bytes(index.root / path for path in index.files if path not in kept) - plan_weights(index).num_bytes
+    return _copied_from(index, lay_out_model(index)) if index.form.family == DCP else Plan((), ())
 
 
 @dataclass(frozen=True, slots=True)
 class ThinOptions:
-    """The options of ``thin``."""
-
     keep_full: int
     """The number of newest full checkpoints that stay unchanged; 1 or more"""
     strategy: str | None = None
@@ -292,7 +255,6 @@ class Chooser:
         return choose(self.policy, situation, self.bound)
 
     def settings(self) -> dict[str, Any]:
-        """Return the policy's settings as the manifest records them."""
         return {"name": self.policy.name, **self.policy.settings(), "made_of_full_checkpoints": True}
 
 
@@ -325,8 +287,6 @@ class FullFacts:
 
 @dataclass(frozen=True, slots=True)
 class PruneAction:
-    """The outcome for a full checkpoint."""
-
     checkpoint: RunCheckpoint
     becomes: str
     """`STAYS`, `PARTIAL` or `WEIGHTS`"""
@@ -468,21 +428,11 @@ def _contradict(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
     return any(one[step] != other[step] and not (math.isnan(one[step]) and math.isnan(other[step])) for step in shared)
 
 
-def read_thinned(checkpoints: Iterable[RunCheckpoint]) -> list[Thinned]:
-    """Return the partial checkpoints that were made from full ones."""
-    return [
-        (one, read_losses(one.path)) for one in checkpoints if one.ledger and one.ledger.lineage.startswith(THINNED)
-    ]
-
-
 def read_losses(root: Path) -> dict[int, float]:
     """Return the losses logged in ``trainer_state.json``; malformed entries are left out."""
-    path = root / TRAINER_STATE
-    log = read_json(path, PathIn(root.name, TRAINER_STATE)).get("log_history") if path.is_file() else None
-    entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
     return {
         entry["step"]: entry["loss"]
-        for entry in entries
+        for entry in (log_entries(root, root.name) if (root / TRAINER_STATE).is_file() else ())
         if type(entry.get("step")) is int and isinstance(entry.get("loss"), (int, float))
     }
 
@@ -556,7 +506,7 @@ def plan_thinning(run: Path, options: ThinOptions, *, trust_unrecorded: bool = F
     Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
     invalid strategy or selectors.
     """
-    run = Path(run).absolute()
+    run = run.absolute()
     folder, scan = RunFolder(run), scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
     newest = scan.indexes[check_newest(scan)]
     structure, indexes = find_structure(newest), scan.indexes  # what is made here holds whole layers
@@ -574,7 +524,9 @@ def plan_thinning(run: Path, options: ThinOptions, *, trust_unrecorded: bool = F
         keep_full=options.keep_full,
         facts=facts_of,
         chooser=chooser,
-        thinned=read_thinned(scan.usable),
+        thinned=[
+            (one, read_losses(one.path)) for one in scan.usable if one.ledger and one.ledger.lineage.startswith(THINNED)
+        ],
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
     )
@@ -601,19 +553,21 @@ def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None
         index = scan.indexes[action.checkpoint.path]
         conversion, freed = None, 0
         if action.becomes == WEIGHTS:
-            freed = freed_by_reduction(index)
+            kept = {*kept_files(index)}
+            lost = (index.root / path for path in index.files if path not in kept)
+            freed = freed_bytes(lost) - plan_weights(index).num_bytes
         elif action.becomes == PARTIAL:
             freed = freed_bytes(files_in(index.root))
         successor = action.successor if action.is_written else None
         if successor is not None and successor.ledger is not None and chooser is not None:
-            conversion = plan_conversion(
-                index,
-                chooser.structure,
-                successor.path,
-                action.parts,
-                successor.ledger,
-                chooser.settings(),
-                frozen,
+            conversion = Conversion(
+                source=index,
+                structure=chooser.structure,
+                target=successor.path,
+                parts=action.parts,
+                ledger=successor.ledger,
+                policy=chooser.settings(),
+                older=dict(frozen),
                 masters=action.masters,
             )
             freed -= conversion.num_bytes

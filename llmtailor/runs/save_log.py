@@ -47,16 +47,12 @@ class LoggedSave:
 
 @dataclass(frozen=True, slots=True)
 class FailedSave:
-    """A save that failed."""
-
     step: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class SaveLog:
-    """The lines of a log."""
-
     saves: tuple[LoggedSave, ...] = ()
     """By ascending step"""
     failed: tuple[FailedSave, ...] = ()

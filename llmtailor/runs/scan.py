@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from llmtailor.compose.write import preview, prove, settle_output, write
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
 from llmtailor.errors import Problem, Problems, SourceError, TailorError, TargetError, about
-from llmtailor.findings import ERROR, Finding, folded
+from llmtailor.findings import ERROR, folded
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.registry import (
     absent_parts,
@@ -43,8 +42,8 @@ from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
 from llmtailor.runs.folder import AttemptFilter, RunFolder
-from llmtailor.storage.local import location_of
-from llmtailor.verify.verify import Damage, Verdict, to_json, verify_checkpoint
+from llmtailor.storage.local import absolute
+from llmtailor.verify.verify import Verdict, refused, to_json, verify_checkpoint
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -263,11 +262,7 @@ def choose_for_run(
     relative to ``folder`` where it is close by. ``index`` is that of `scan_run`. Raises RecipeError or SourceError with
     every problem found.
     """
-    name, run, also = (
-        f"the recipe for {location_of(run)}",
-        Path(os.path.abspath(run)),
-        [Path(os.path.abspath(one)) for one in also],
-    )
+    name, run, also = f"the recipe for {run}", absolute(run), [absolute(one) for one in also]
     if isinstance(how, StrategyOptions):
         scan_all = partial(scan_run, run, also=also, trust_unrecorded=trust_unrecorded, index=index)
         steps = [step for step, _ in RunFolder(run, also).checkpoints()]
@@ -373,7 +368,7 @@ def compose_newest(
 
     Raises what `runs.scan.choose_for_run`, `plan_merge` and `write` raise.
     """
-    run = Path(os.path.abspath(run))
+    run = absolute(run)
     if not any(RunFolder(folder).complete() for folder in (run, *also)):
         return None
     options = Options(world_size=world_size, reuse=True)
@@ -394,7 +389,7 @@ def compose_newest(
         logger.warning("%s", notice)
     try:
         preview(composition)
-    except TargetError as error:  # a merge of other saves, or for other ranks, that was killed: nobody will resume it
+    except TargetError as error:  # a merge of other saves, or for other ranks, that was killed and will not be resumed
         logger.warning("%s; it is discarded", error.problems[0].what)
         composition = replace(composition, options=replace(composition.options, restart=True))
     write(composition, notify=logger.info)
@@ -433,12 +428,12 @@ def continues(run: Path, checkpoint: Path) -> bool:
     """
     attempts = RunFolder(run).attempts()
     state = checkpoint / TRAINER_STATE
-    if not attempts or os.path.abspath(checkpoint.parent) != os.path.abspath(run) or not state.is_file():
+    if not attempts or absolute(checkpoint.parent) != absolute(run) or not state.is_file():
         return False
     step = read_json(state, str(state)).get("global_step")
     if not isinstance(step, int):
         return False
-    # an attempt from a later step went on from what the one before had saved
+    # an attempt from a later step continued from a save of the previous one
     return next((one.step for one in reversed(attempts) if one.step <= step), None) == step
 
 
@@ -503,19 +498,15 @@ def find_latest(
 def _verify(
     path: Path, step: int, deep: bool, on_progress: Callable[[int], None], judge: AttemptFilter, client: str | None
 ) -> Verdict:
-    problem = judge.why_not(path, step)
-    if problem is None:
-        try:
-            return verify_checkpoint(path, deep, on_progress, client=client)
-        except SourceError as error:  # not a checkpoint, or of an unsupported kind
-            problems = error.problems
-    else:
-        problems = (problem,)
-    return Verdict(display_name(path), deep, tuple(Finding.of(one, ERROR) for one in problems), Damage(), None)
+    if (problem := judge.why_not(path, step)) is not None:
+        return refused(path, deep, (problem,))
+    try:
+        return verify_checkpoint(path, deep, on_progress, client=client)
+    except SourceError as error:  # not a checkpoint, or of an unsupported kind
+        return refused(path, deep, error.problems)
 
 
 def latest_to_json(latest: Latest) -> dict[str, Any]:
-    """Return the search result as a `document`."""
     content = {
         "path": latest.path,
         "verdict": to_json(latest.verdict) if latest.verdict else None,

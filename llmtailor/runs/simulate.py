@@ -82,9 +82,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """Where a training runs."""
-
+class Hardware:
     write_bytes_per_s: float
     """Of all ranks together, until files are durable"""
     step_s: float
@@ -180,7 +178,7 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
     return Schedule(tuple(sizes), mean_age, oldest, most, 0.0 if saves_masters(policy) else mean_age)
 
 
-def cost_of(schedule: Schedule, machine: Machine, *, in_background: bool, save_steps: int | None = None) -> Cost:
+def cost_of(schedule: Schedule, machine: Hardware, *, in_background: bool, save_steps: int | None = None) -> Cost:
     """Return what a schedule costs, at the best interval unless one is given.
 
     A save stops training until its files are written, or in the background makes steps slower until then; the next one
@@ -202,9 +200,8 @@ def cost_of(schedule: Schedule, machine: Machine, *, in_background: bool, save_s
 
 
 def to_json(
-    model: ModelSize, machine: Machine, keep: int, found: Mapping[str, tuple[Schedule, tuple[Cost, ...]]]
+    model: ModelSize, machine: Hardware, keep: int, found: Mapping[str, tuple[Schedule, tuple[Cost, ...]]]
 ) -> dict[str, Any]:
-    """Return the schedule and the costs of each policy as a `document`."""
     content = {
         "model": model.name,
         "num_params": model.total,

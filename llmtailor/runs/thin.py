@@ -11,7 +11,8 @@ from __future__ import annotations
 import filecmp
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -61,12 +62,11 @@ from llmtailor.runs.prune import (
     ThinPlan,
     compared,
     kept_files,
-    kept_params,
     plan_weights,
 )
 from llmtailor.runs.scan import describe_checkpoint
-from llmtailor.storage.checksums import crc_of_range, crc_of_zeros
-from llmtailor.storage.local import FileFact, Files, added_since, fsync_folder, replace_folder, write_durably
+from llmtailor.storage.checksums import crc_of_zeros
+from llmtailor.storage.local import Files, added_since, facts_now, fsync_folder, replace_folder, write_durably
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -77,15 +77,6 @@ _ALIKE = (
     *("sub_groups", "zero.skipped_steps", "zero.settings", "composite"),
 )
 """The index fields that a partial checkpoint shares with the full one it was made from"""
-
-
-def write_files(plan: Plan, staging: Path, context: Context) -> tuple[dict[str, int], CopyStats]:
-    """Write the files of a plan into a new folder, each fsynced; return their CRC-32 by path, and how their bytes got
-    there. Raises what `execute` raises."""
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    results = execute(plan, staging, context)
-    return {result.path: result.crc for result in results}, sum((result.moved for result in results), CopyStats())
 
 
 def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: OnProgress) -> None:
@@ -164,20 +155,14 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_prog
 def check_unchanged(index: CheckpointIndex) -> None:
     """Raise SourceError with every file that has changed or appeared since the checkpoint was indexed."""
     folders = {f"{folder}/": None for path in index.files for folder in Path(path).parents if folder.name}
-    changed = [
-        Problem(f"{index.name}/{path}", "it appeared in the meantime, so nothing here is removed", "run this again")
-        for path in added_since(index.root, {**index.files, **folders})
-        if path not in index.files
-    ]
-    for path, fact in index.files.items():
-        try:
-            same = FileFact.of((index.root / path).stat()).is_like(fact)
-        except OSError:
-            same = False
-        if not same:
-            changed.append(Problem(PathIn(index.name, path), "the file changed while it was read", "run this again"))
-    if changed:
-        raise SourceError(changed)
+    added = [path for path in added_since(index.root, {**index.files, **folders}) if path not in index.files]
+    appeared, differs = "it appeared in the meantime, so nothing here is removed", "the file changed while it was read"
+    why = dict.fromkeys(added, appeared)
+    for path, now in facts_now(index.root, index.files).items():
+        if now is None or not now.is_like(index.files[path]):
+            why[path] = differs
+    if why:
+        raise SourceError(Problem(PathIn(index.name, path), what, "run this again") for path, what in why.items())
 
 
 def _plain(value: Any) -> Any:
@@ -194,11 +179,38 @@ def _crcs(root: Path, wanted: Iterable[Sequence[Extent]], stop: Stop, on_progres
     def crc_of(extents: Sequence[Extent]) -> int:
         crc = 0
         for extent in extents:
-            crc = crc_of_range(files, extent.path, extent.start, extent.stop, watch, crc)
+            crc = files.crc_of(extent.path, extent.start, extent.stop, watch, crc)
         return crc
 
     with Files(root) as files:
         return run_all((partial(crc_of, extents) for extents in wanted), num_workers(), stop)
+
+
+@contextmanager
+def _writing(
+    index: CheckpointIndex, target: Path, plan: Plan, stop: Stop, clone: Clone, on_progress: OnProgress
+) -> Iterator[tuple[Path, dict[str, int], CopyStats]]:
+    """Write the files of a plan beside ``target``; yield their folder, CRC-32 by path, and how the bytes got there.
+
+    After the block, check that the checkpoint ``index`` is unchanged. After an error, nothing is left. Raises
+    StorageError, SourceError, Interrupted or OSError.
+    """
+    check_space(target, space_for(plan, clone))
+    staging, watch = staged(target, Kind.THINNING), Stopwatch()
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        context = Context(facts=[index.files], on_progress=on_progress, stop=stop, clone=clone)
+        results = execute(plan, staging, context)
+        logger.info("wrote %s, %s bytes, in %s", display_name(target), f"{plan.num_bytes:,}", watch.lap())
+        crcs = {result.path: result.crc for result in results}
+        yield staging, crcs, sum((result.moved for result in results), CopyStats())
+        check_unchanged(index)
+        logger.info("read it back in %s", watch.lap())
+        stop.check()
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def write_conversion(
@@ -210,21 +222,11 @@ def write_conversion(
     """Write a partial checkpoint, read it back, and publish it with one rename, complete and durable.
 
     Return how its bytes got there. ``on_progress`` gets the bytes written and read back, twice the bytes of the plan in
-    all, from several threads.
-
-    Raises StorageError if there is not enough space, SourceError (also if the full checkpoint changes in the meantime),
-    VerificationError if it does not read back as planned, Interrupted, or OSError. In all these cases it is absent.
+    all, from several threads. Raises VerificationError if it does not read back as planned, and as `_writing`; then it
+    is absent.
     """
-    target, source, watch = conversion.target, conversion.source, Stopwatch()
-    plan = conversion.plan
-    check_space(target, space_for(plan, clone))
-    staging = staged(target, Kind.THINNING)
-
-    try:
-        context = Context(facts=[source.files], on_progress=on_progress, stop=stop, clone=clone)
-        crcs, moved = write_files(plan, staging, context)
-        num_bytes = f"{plan.num_bytes:,}"
-        logger.info("wrote %s, %s bytes, in %s", display_name(target), num_bytes, watch.lap())
+    target, source, plan = conversion.target, conversion.source, conversion.plan
+    with _writing(source, target, plan, stop, clone, on_progress) as (staging, crcs, moved):
         for name, folder in conversion.links.items():
             if filecmp.cmp(folder / name, staging / name, shallow=False):
                 (staging / name).unlink()
@@ -233,59 +235,37 @@ def write_conversion(
         fsync_folder(staging)
         check_crcs(staging, crcs, stop, on_progress)
         made = index_checkpoint(staging, display_name(target))
-        check_places(plan, made, source, *kept_params(conversion.params_of, conversion.masters))
-        check_unchanged(source)
-        logger.info("read it back in %s", watch.lap())
-        stop.check()
-        staging.rename(target)
-        fsync_folder(target.parent)
-        return moved
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        check_places(plan, made, source, *conversion.kept_params())
+    staging.rename(target)
+    fsync_folder(target.parent)
+    return moved
 
 
 def reduce_to_weights(
-    index: CheckpointIndex,
-    stop: Stop,
-    clone: Clone = "never",
-    on_progress: Callable[[int], None] = lambda n: None,
+    index: CheckpointIndex, stop: Stop, clone: Clone = "never", on_progress: OnProgress = lambda num_bytes: None
 ) -> CopyStats:
     """Replace a full checkpoint with one without optimizer states; files are linked where possible, else copied.
 
-    Return how the bytes of these files got there.
-
-    Raises VerificationError if the weights don't read back, SourceError if it changes in the meantime, StorageError,
-    Interrupted, or OSError. It is complete until it is replaced.
+    Return how the bytes of these files got there. It is complete until it is replaced. Raises VerificationError if the
+    weights don't read back, and as `_writing`.
     """
-    root, plan = index.root, plan_weights(index)
-    staging = staged(root, Kind.THINNING)
-    check_space(root, space_for(plan, clone))
-
-    try:
-        context = Context(facts=[index.files], on_progress=on_progress, stop=stop, clone=clone)
-        crcs, moved = write_files(plan, staging, context)
-        for path in kept_files(index):
+    root, kept = index.root, kept_files(index)
+    with _writing(index, root, plan_weights(index), stop, clone, on_progress) as (staging, crcs, moved):
+        for path in kept:
             (staging / path).parent.mkdir(exist_ok=True)
             link_or_copy(root / path, staging / path)
-        for folder in {(staging / path).parent for path in (*kept_files(index), *crcs)} | {staging}:
+        for folder in {(staging / path).parent for path in (*kept, *crcs)} | {staging}:
             fsync_folder(folder)
         check_crcs(staging, crcs, stop, on_progress)
-        if lost := [path for path in kept_files(index) if not _is_same(root / path, staging / path)]:
-            raise VerificationError.at(index.name, f"{lost[0]} would be lost", _DISK_OR_BUG)
-        check_unchanged(index)
-        stop.check()
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+        for path in kept:
+            one, other = root / path, staging / path
+            if not (one.samefile(other) or filecmp.cmp(one, other, shallow=False)):
+                raise VerificationError.at(index.name, f"{path} would be lost", _DISK_OR_BUG)
     old = staged(root, Kind.OLD)
     replace_folder(staging, root, old)
     fsync_folder(root.parent)
     remove_replaced(root, now_at=staging if staging.exists() else old)
     return moved
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    return one.samefile(other) or filecmp.cmp(one, other, shallow=False)
 
 
 def thin(

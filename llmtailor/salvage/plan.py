@@ -68,7 +68,7 @@ class UsableSource:
     knows_tied: bool
     """Whether it is known which params are tied: under ZeRO-3 only one file of rank 0 records it"""
     weights_lost: bool
-    """Whether weights were saved beside masters but can't be used"""
+    """Whether weights were saved in addition to masters but can't be used"""
     dropped: tuple[str, ...]
     """Damaged files of the root without states, except those whose damage makes it unfit as the base"""
 
@@ -164,11 +164,6 @@ def _without(index: CheckpointIndex, dropped: Collection[str], weights_lost: boo
     )
 
 
-def without_weights(holder: UsableSource) -> UsableSource:
-    """Return a holder whose weights will be rounded from its masters, whatever its weight files contain."""
-    return replace(holder, index=_without(holder.index, (), weights_lost=True))
-
-
 def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs]:
     """Drop masters that match their checksum from the damage: if a weight contradicts its master, both are listed."""
     blamed = {finding.path for finding in found.values} | index.unreadable
@@ -187,9 +182,7 @@ def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs
 
 
 @dataclass(frozen=True, slots=True)
-class PartChoice:
-    """The source of a part."""
-
+class PartSource:
     part: str
     shares: Mapping[int, int]
     """UsableSource -> number of param elements taken from it; empty if there is no complete source"""
@@ -210,8 +203,8 @@ class PartChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    parts: tuple[PartChoice, ...]
+class SourceChoice:
+    parts: tuple[PartSource, ...]
     cuts: Mapping[State, Cuts]
     """States with elements from several holders"""
     base: int | None
@@ -231,18 +224,17 @@ class Choice:
         return tuple(sorted(given | ({self.base} if self.base is not None else set())))
 
 
-def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments: bool) -> Choice:
+def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments: bool) -> SourceChoice:
     """Take every part from the newest holder that has all of it; with ``fragments``, choose element by element for
     parts damaged in newer ones. ``holders`` are ordered from newest to oldest, and fit together. Layers of which a
     save holds only some experts are chosen expert by expert.
 
     Each element's master and moments come from one holder, unless a newer one was saved without the moments: then the
-    masters are the newer one's. The base is the newest holder that can be one and is used,
-    or else the newest that can be one.
+    masters are the newer one's. The base is the newest holder that can be one and is used, else the newest that can.
     """
     reference = holders[0].index
     wanted = _states_by_part(reference, structure)
-    parts: list[PartChoice] = []
+    parts: list[PartSource] = []
     cuts: dict[State, Cuts] = {}
     fine = with_experts(structure, reference, {part for one in holders for part in shared_layers(one.index, structure)})
     for part in structure.parts:
@@ -261,16 +253,16 @@ def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments
             parts += [_newest(share, own, holders, lost) for share, own in _divide(part, states, fine, reference)]
             continue
         masters = _newer_masters(holders, lost, whole) if mixed is None else None
-        parts.append(PartChoice(part, shares, _why(holders[0], lost[0]) if set(shares) != {0} else "", masters))
+        parts.append(PartSource(part, shares, _why(holders[0], lost[0]) if set(shares) != {0} else "", masters))
     sources_used = {number for choice in parts for number in choice.sources_used}
     able = [number for number, one in enumerate(holders) if not one.unfit and one.knows_tied]
     base = next((number for number in able if number in sources_used), next(iter(able), None))
-    return Choice(tuple(parts), cuts, base)
+    return SourceChoice(tuple(parts), cuts, base)
 
 
 def _newest(
     part: str, runs: Mapping[str, Runs], holders: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]]
-) -> PartChoice:
+) -> PartSource:
     """Take these elements of params from the newest holder that has lost none of them."""
     own = [
         {state: both for state, gone in of_one.items() if (both := common(gone, runs.get(state.param, ())))}
@@ -278,7 +270,7 @@ def _newest(
     ]
     whole = next((number for number, of_one in enumerate(own) if not of_one), None)
     shares = {whole: sum(map(count, runs.values()))} if whole is not None else {}
-    return PartChoice(part, shares, _why(holders[0], own[0]) if whole != 0 else "", _newer_masters(holders, own, whole))
+    return PartSource(part, shares, _why(holders[0], own[0]) if whole != 0 else "", _newer_masters(holders, own, whole))
 
 
 def _newer_masters(
@@ -403,9 +395,9 @@ class Salvage:
     refused: Sequence[Problem]
     """Why nothing of the others is usable"""
     structure: ModelStructure
-    choice: Choice
+    choice: SourceChoice
     fragments: bool
-    deeper: Choice | None = None
+    deeper: SourceChoice | None = None
     """The choice that ``--fragments`` would make; None if it gains nothing or was requested"""
     composition: Composition | None = None
     """None: the base is whole, and nothing newer is usable."""
@@ -414,7 +406,6 @@ class Salvage:
 
     @property
     def damage(self) -> tuple[Problem, ...]:
-        """All damage in the holders"""
         return tuple(dict.fromkeys(one for holder in self.holders for one in (*holder.unfit, *holder.damage)))
 
     @property
@@ -450,19 +441,17 @@ def plan_salvage(
     is that of `Options`. Raises SourceError with all obstacles if there is no complete composite, and what `plan_merge`
     raises.
     """
-    run = Path(run).absolute()
+    run = run.absolute()
     salvage = _choose(run, at, deep, fragments, on_progress, trust_unrecorded)
     if not salvage.choice.is_complete:
         raise _no_composite(salvage)
     deeper = choose(salvage.holders, salvage.structure, True)
     if not fragments and deeper.cuts and deeper.is_complete:
         salvage = replace(salvage, deeper=deeper)
-    base = salvage.base
+    base, composition = salvage.base, None
     if salvage.choice.used != (salvage.choice.base,) or not base.is_whole or base.index.form.is_partial:
-        salvage = replace(
-            salvage, composition=_plan(salvage, out, Options(replace=replace_out or in_place, clone=clone))
-        )
-    composition = salvage.composition
+        composition = _plan(salvage, out, Options(replace=replace_out or in_place, clone=clone))
+        salvage = replace(salvage, composition=composition)
     if composition is None or replace_out or not in_place or not composition.out.exists():
         return salvage
     if not is_written(composition) or not verify_checkpoint(composition.out).is_resumable:
@@ -545,7 +534,7 @@ def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
     choice, base = salvage.choice, salvage.base
     used = {number: salvage.holders[number] for number in choice.used}
     if base.index.form.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values())):
-        used = {number: without_weights(holder) for number, holder in used.items()}
+        used = {number: replace(one, index=_without(one.index, (), weights_lost=True)) for number, one in used.items()}
     checkpoints = {number: RunCheckpoint(holder.index.root, holder.step, None) for number, holder in used.items()}
     assignment = Assignment(
         base=RunCheckpoint(base.index.root, base.step, None),
@@ -703,7 +692,6 @@ def gain(salvage: Salvage) -> float:
 
 
 def to_json(salvage: Salvage, resume_from: Path, moved: CopyStats | None = None) -> dict[str, Any]:
-    """Return the salvage as a `document`."""
     composition = salvage.composition
     content = {
         "run": salvage.run,

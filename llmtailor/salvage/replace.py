@@ -22,7 +22,7 @@ from llmtailor.errors import SourceError, StorageError, TargetError
 from llmtailor.loaders.files import LATEST
 from llmtailor.runs.folder import Kind, RunFolder
 from llmtailor.salvage.plan import Salvage
-from llmtailor.storage.local import fsync_folder, list_files, replace_durably
+from llmtailor.storage.local import disk_errors, fsync_folder, list_files, replace_durably
 
 RECORD = ".llmtailor-replacing"
 _PREFIX = re.compile(f"({'|'.join(ASIDE)})?")
@@ -40,7 +40,7 @@ class Replacement:
     aside: Mapping[Path, Path]
     """Folder -> its new name, which does not begin with ``checkpoint-``: the Trainer's rotation deletes those."""
     latest: tuple[str, str] | None = None
-    """What DeepSpeed's file `LATEST` in the run's folder says, and what it must say; None if it stays"""
+    """The current and the new tag in DeepSpeed's file `LATEST` in the run's folder; None if it stays"""
 
 
 def plan_replacement(salvage: Salvage) -> Replacement:
@@ -67,8 +67,8 @@ def _point_at(base: CheckpointIndex, run: Path, tag: str) -> tuple[str, str] | N
     path = run / LATEST
     if base.client != DEEPSPEED or not path.is_file():
         return None
-    says = path.read_bytes()[:MAX_NAME].decode("utf-8", "replace").strip()
-    return None if says == tag else (says, tag)
+    current = path.read_bytes()[:MAX_NAME].decode("utf-8", "replace").strip()
+    return None if current == tag else (current, tag)
 
 
 def unfinished_replacement(run: Path) -> Replacement | None:
@@ -106,10 +106,8 @@ def put_salvaged_in_place(replacement: Replacement) -> None:
     `unfinished_replacement` then returns the rest. Raises TargetError or StorageError.
     """
     run = replacement.target.parent
-    try:
+    with disk_errors(run, "can't remove leftovers of a merge"):
         remove_left_over(replacement.new)
-    except OSError as error:
-        raise StorageError.at(run, f"can't remove leftovers of a merge: {error.strerror}", "check the disk") from error
     record = {
         "schema": _SCHEMA,
         "new": {"from": replacement.new.name, "files": _fingerprint(replacement.new)},

@@ -16,7 +16,6 @@ from isal import isal_zlib  # several times faster than zlib's own
 from xxhash import xxh3_128
 
 from llmtailor.model.roles import State
-from llmtailor.storage.local import Files
 
 _BLOCK = 1 << 20
 DIGEST = "xxh3_128"
@@ -24,7 +23,6 @@ DIGEST = "xxh3_128"
 
 
 def new_digest() -> xxh3_128:
-    """Return an empty digest; feed it with `update`."""
     return xxh3_128()
 
 
@@ -34,29 +32,9 @@ def crc32(data: bytes | memoryview, value: int = 0) -> int:
 
 
 def crc_of_zeros(num_bytes: int) -> int:
-    """Return the CRC-32 of zeros."""
     crc, block = 0, bytes(min(num_bytes, _BLOCK))
     for at in range(0, num_bytes, _BLOCK):
         crc = crc32(memoryview(block)[: num_bytes - at], crc)
-    return crc
-
-
-def crc_of_range(
-    files: Files,
-    path: str,
-    start: int,
-    stop: int,
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
-    crc: int = 0,
-) -> int:
-    """Return the CRC-32 of bytes of a file, continuing from ``crc``. Raises OSError."""
-    buffer = memoryview(bytearray(min(stop - start, _BLOCK)))
-    while start < stop:
-        room = buffer[: stop - start]
-        files.read_into(path, start, room)
-        crc = crc32(room, crc)
-        on_progress(len(room))
-        start += len(room)
     return crc
 
 

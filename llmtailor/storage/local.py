@@ -10,10 +10,9 @@ The lock is taken on a file opened for writing, because NFS refuses to lock a fo
 (Lustre as it is often mounted, NFS without its lock service), an exclusively created file replaces it if the caller
 names one. There, a holder on another node can't be checked, so it is never assumed dead.
 
-By itself Linux reads 128 KiB ahead, and a reader that sums and writes in between waits for the disk again and again.
+Linux reads only 128 KiB ahead, so a reader that also computes checksums and writes would wait for the disk often.
 
-A URL that was opened (see `storage.remote`) has a stand-in: a folder whose files have names and sizes, but whose bytes
-are elsewhere.
+A URL that was opened is a `RemotePath`: the bytes of its files are in an object store (see `storage.remote`).
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol
 
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, StorageError, damaged
+from llmtailor.storage.checksums import crc32
+from llmtailor.storage.remote import EndsEarly, RemotePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,17 @@ def added_since(folder: Path, before: Entries) -> list[str]:
     return found
 
 
+def facts_now(root: Path, paths: Iterable[str]) -> dict[str, FileFact | None]:
+    """Return the files as they are now; None for one that is gone or can't be asked."""
+    found: dict[str, FileFact | None] = {}
+    for path in paths:
+        try:
+            found[path] = FileFact.of((root / path).stat())
+        except OSError:
+            found[path] = None
+    return found
+
+
 def list_files(folder: Path) -> dict[str, tuple[int, int]]:
     """Return size and modification time of every file at any depth, without following links, by relative path."""
     found = {}
@@ -116,7 +127,7 @@ class Ahead:
         self._wanted = start if self._stop - start > _MIN_BYTES else self._stop
 
     def reached(self, at: int) -> None:
-        """Take note that the bytes before ``at`` have been read; call it before each read."""
+        """Note that the bytes before ``at`` have been read; call it before each read."""
         if at >= self._wanted and self._asked < self._stop:
             count = min(AHEAD_BYTES, self._stop - self._asked)
             with suppress(OSError):  # it is only a hint
@@ -125,93 +136,14 @@ class Ahead:
             self._wanted = self._asked - AHEAD_BYTES // 2
 
 
-class Remote(Protocol):
-    """What a stand-in stands for. Its methods raise OSError, or StorageError if the store doesn't answer."""
-
-    url: str
-    root: Path
-    """The stand-in"""
-
-    def holds(self, name: str) -> bool:
-        """Return whether the store has a file of this name. An output in the making is in the stand-in only."""
-        ...
-
-    def fill(self, name: str, start: int, stop: int) -> None:
-        """Get bytes of a file into its stand-in, where they stay."""
-        ...
-
-    def fetch(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a file."""
-        ...
-
-    def stream(self, name: str, start: int, stop: int) -> Iterator[bytes]:
-        """Yield bytes of a file in order, with some of them ahead."""
-        ...
-
-    def put(self, name: str, source: Path, crc: int, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Write a local file to the store, and read it back; ``on_read`` is called with numbers of bytes.
-
-        Raises StorageError if the store returns something else than bytes of this CRC-32.
-        """
-        ...
-
-    def put_bytes(self, name: str, data: bytes) -> None:
-        """Write a small file to the store."""
-        ...
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files from the store, but not their stand-ins."""
-        ...
-
-    def list_once(self) -> None:
-        """Make the stand-in's files those that are there, unless that was done."""
-        ...
-
-    def list(self) -> None:
-        """Make the stand-in's files those that are there now."""
-        ...
+def _stored(path: Path) -> RemotePath | None:
+    """Return a path whose bytes are in a store, else None: an output in the making is on this machine only."""
+    return path if isinstance(path, RemotePath) and path.remote.holds(path.key) else None
 
 
-UPLOADING = "llmtailor-uploading"
-"""A file that is in a folder of a store while the others are uploaded: a JSON list of their names"""
-STORE_WORKERS = 8
-"""Files that are read from or written to stores at once"""
-stand_ins: dict[Path, Remote] = {}
-"""By root"""
-
-
-def stand_in_of(path: Path) -> tuple[Remote, str] | None:
-    """Return what a path stands for: the store's folder, and the name in it; None for a path of this machine."""
-    for root, remote in stand_ins.items():
-        if path == root or root in path.parents:
-            return remote, "" if path == root else str(path.relative_to(root))
-    return None
-
-
-def served_by(path: Path) -> tuple[Remote, str] | None:
-    """Return the store that has the bytes of a file, and its name there; None if they are on this machine."""
-    found = stand_in_of(path)
-    return found if found is not None and found[0].holds(found[1]) else None
-
-
-def see(path: Path) -> Path:
-    """Return the path; of a stand-in, list its folder if that was not done. Raises StorageError."""
-    if found := stand_in_of(path):
-        found[0].list_once()
-    return path
-
-
-def location_of(path: Path) -> str:
-    """Return a path as a user would write it: the URL, if it is a stand-in."""
-    found = stand_in_of(path)
-    return str(path) if found is None else f"{found[0].url}/{found[1]}".rstrip("/")
-
-
-def with_urls(text: str) -> str:
-    """Return a text in which paths of stand-ins are URLs."""
-    for root, remote in stand_ins.items():
-        text = text.replace(str(root), remote.url)
-    return text
+def absolute(path: Path) -> Path:
+    """Return the path from the root, without ``..``; links are not followed."""
+    return path if isinstance(path, RemotePath) else Path(os.path.abspath(path))
 
 
 def with_tag(path: Path) -> Path:
@@ -221,14 +153,6 @@ def with_tag(path: Path) -> Path:
         return path
     named = path.parent / folder / tag
     return named if named.is_dir() else path
-
-
-def locate(location: str) -> Path:
-    """Return the path of a location: the stand-in, if it is a URL that was opened."""
-    for root, remote in stand_ins.items():
-        if location == remote.url or location.startswith(f"{remote.url}/"):
-            return root / location[len(remote.url) :].strip("/")
-    return Path(location)
 
 
 UNFINISHED = re.compile(r"\..+\.llmtailor-new")
@@ -259,28 +183,33 @@ def bypass_cache(fd: int, on: bool = True) -> bool:
     return on
 
 
+@contextmanager
+def disk_errors(where: object, what: str, fix: str = "check the disk") -> Iterator[None]:
+    """Turn an OSError into a StorageError: ``what``, with the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.at(where, f"{what}: {error.strerror or error}", fix) from error
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Write a new file and fsync it. Raises StorageError."""
-    try:
+    with disk_errors(path, "can't write"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             write_all(fd, data)
             os.fsync(fd)
         finally:
             os.close(fd)
-    except OSError as error:
-        raise StorageError.at(path, f"can't write: {error.strerror}", "check the disk") from error
 
 
 def replace_durably(path: Path, data: bytes) -> None:
     """Write a file atomically: it is either the old one, if any, or the whole new one. Raises StorageError."""
-    beside = path.with_name(f".{path.name}.llmtailor-new")
-    try:
-        beside.unlink(missing_ok=True)
-        write_durably(beside, data)
-        beside.replace(path)
-    except OSError as error:
-        raise StorageError.at(path, f"can't write: {error.strerror}", "check the disk") from error
+    new = path.with_name(f".{path.name}.llmtailor-new")
+    with disk_errors(path, "can't write"):
+        new.unlink(missing_ok=True)
+        write_durably(new, data)
+        new.replace(path)
 
 
 def make_folder(path: Path) -> None:
@@ -309,7 +238,6 @@ def try_link(source: Path, target: Path) -> bool:
 
 
 def fsync_file(path: Path) -> None:
-    """Make the content of a file durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -368,13 +296,6 @@ def _renameat2(source: Path, target: Path, flag: int) -> bool:
     raise OSError(code, os.strerror(code), str(target))
 
 
-class EndsEarly(OSError):
-    """A file has fewer bytes than requested."""
-
-    def __init__(self, num_bytes: int):
-        super().__init__(errno.ENODATA, f"it ends before byte {num_bytes:,}")
-
-
 def read_into(fd: int, offset: int, room: memoryview) -> None:
     """Fill ``room`` with the bytes of an open file from ``offset`` on. Raises EndsEarly, or another OSError."""
     while room:
@@ -415,22 +336,46 @@ def chunks(fd: int, buffer: memoryview, start: int = 0, stop: int | None = None)
         start += count
 
 
-@contextmanager
-def whole_file(path: Path, chunk_bytes: int) -> Iterator[Iterator[memoryview]]:
-    """Open a file, of this machine or a stand-in; the iterator yields its bytes in order. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        found = served_by(path)
-        if found is None:
-            yield chunks(fd, memoryview(bytearray(chunk_bytes)))
-        else:
-            yield map(memoryview, found[0].stream(found[1], 0, os.fstat(fd).st_size))
-    finally:
-        os.close(fd)
-
-
 class Changed(OSError):
     """A file has changed since it was indexed."""
+
+
+class OpenFile:
+    """An open file, closed when its last user drops it: another thread may still be reading.
+
+    Raises Changed if it is not as indexed (``fact``), or another OSError.
+    """
+
+    fd = -1
+
+    def __init__(self, path: Path, fact: FileFact | None = None):
+        self.stored = _stored(path)
+        """Set if the bytes are in an object store"""
+        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        status = os.fstat(self.fd)
+        self.num_bytes = status.st_size
+        self.device = status.st_dev
+        if fact is not None and not fact.is_like(FileFact.of(status)):
+            raise Changed(errno.ESTALE, "it changed while it was read")
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def read_into(self, offset: int, room: memoryview) -> None:
+        """Fill ``room`` from ``offset`` on. Raises EndsEarly, or another OSError."""
+        if self.stored is None:
+            read_into(self.fd, offset, room)
+        else:
+            room[:] = self.stored.remote.fetch(self.stored.key, offset, offset + len(room))
+
+    def stream(self, start: int, stop: int, chunk_bytes: int = 0) -> Iterator[memoryview]:
+        """Yield the bytes in order; of a file of this machine, in one buffer. Raises EndsEarly, or another OSError."""
+        if self.stored is None:
+            yield from chunks(self.fd, memoryview(bytearray(chunk_bytes)), start, stop)
+        else:
+            for data in self.stored.remote.stream(self.stored.key, start, stop):
+                yield memoryview(data)
 
 
 class Files:
@@ -441,64 +386,47 @@ class Files:
 
     MAX_OPEN = 128
 
-    def __init__(self, root: Path = Path(), facts: Mapping[str, FileFact] | None = None):
+    def __init__(self, root: Path, facts: Mapping[str, FileFact] | None = None):
         self.root = root
-        self._handle = lru_cache(self.MAX_OPEN)(partial(OpenFile, root, facts or {}))
+        self.open = lru_cache(self.MAX_OPEN)(lambda path: OpenFile(root / path, (facts or {}).get(path)))
+        """Returns an open file. Raises Changed, or another OSError."""
 
     def __enter__(self) -> Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._handle.cache_clear()
+        self.open.cache_clear()
 
     def read_into(self, path: str, offset: int, room: memoryview) -> None:
         """Fill ``room`` from ``offset`` on. Raises Changed, EndsEarly, or another OSError."""
-        handle = self._handle(path)  # kept, so that it stays open
-        if handle.remote is None:
-            read_into(handle.fd, offset, room)
-        else:
-            room[:] = handle.remote.fetch(handle.name, offset, offset + len(room))
+        self.open(path).read_into(offset, room)
 
-    def open(self, path: str) -> OpenFile:
-        """Return an open file, closed when its last user drops it. Raises Changed, or another OSError."""
-        return self._handle(path)
+    def crc_of(
+        self,
+        path: str,
+        start: int,
+        stop: int,
+        on_progress: Callable[[int], None] = lambda num_bytes: None,
+        crc: int = 0,
+    ) -> int:
+        """Return the CRC-32 of bytes of a file, continuing from ``crc``. Raises as `read_into`."""
+        buffer = memoryview(bytearray(min(stop - start, 1 << 20)))
+        while start < stop:
+            room = buffer[: stop - start]
+            self.read_into(path, start, room)
+            crc = crc32(room, crc)
+            on_progress(len(room))
+            start += len(room)
+        return crc
 
     def will_need(self, path: str, start: int, stop: int) -> None:
         """Have the system fetch bytes ahead, if it can."""
-        handle = self._handle(path)
-        if handle.remote is None:
-            os.posix_fadvise(handle.fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+        if (file := self.open(path)).stored is None:
+            os.posix_fadvise(file.fd, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def forget(self, path: str) -> None:
         """Make the next read come from the disk, not from the page cache."""
-        handle = self._handle(path)
-        os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-class OpenFile:
-    """An open file, closed when its last user drops it: another thread may still be reading.
-
-    The bytes of a stand-in's file are those of ``remote``, by its ``name`` there.
-    """
-
-    fd = -1
-    device = 0
-    """The file system that it is on"""
-
-    def __init__(self, root: Path, facts: Mapping[str, FileFact], path: str):
-        full = locate(path) if "://" in path else root / path
-        found = served_by(full)
-        self.remote: Remote | None = found[0] if found else None
-        self.name = found[1] if found else ""
-        self.fd = os.open(full, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        status = os.fstat(self.fd)
-        self.device = status.st_dev
-        if path in facts and not facts[path].is_like(FileFact.of(status)):
-            raise Changed(errno.ESTALE, "it changed while it was read")
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
+        os.posix_fadvise(self.open(path).fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 _KINDS = {
@@ -510,13 +438,10 @@ _KINDS = {
 }
 
 
-Fill = Callable[[int, int], None]
-
-
 class SourceFile:
     """An open regular file, and its size at the moment of opening."""
 
-    def __init__(self, fd: int, num_bytes: int, where: str, fill: Fill | None = None):
+    def __init__(self, fd: int, num_bytes: int, where: str, fill: Callable[[int, int], None] | None = None):
         self.fd = fd
         self.num_bytes = num_bytes
         self.where = where
@@ -564,8 +489,8 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
     try:
         status = os.fstat(fd)
         check_regular(status.st_mode, where)
-        found = served_by(path)
-        yield SourceFile(fd, status.st_size, where, partial(found[0].fill, found[1]) if found else None)
+        stored = _stored(path)
+        yield SourceFile(fd, status.st_size, where, partial(stored.remote.fill, stored.key) if stored else None)
     finally:
         os.close(fd)
 
@@ -594,7 +519,7 @@ def _unreadable(where: str, error: OSError) -> SourceError:
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 
 
-class Held(Exception):
+class LockHeld(Exception):
     """Another process has the lock; the argument describes it, if known."""
 
 
@@ -613,7 +538,7 @@ class Lock:
     def acquire(self, *, create: bool = True) -> None:
         """Take the lock, or increment its count if held; ``create`` makes the file if it is missing.
 
-        Raises Held, FileNotFoundError (also if the file was removed in the meantime), or another OSError.
+        Raises LockHeld, FileNotFoundError (also if the file was removed in the meantime), or another OSError.
         """
         if self.fd >= 0:
             self._times += 1
@@ -623,7 +548,7 @@ class Lock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Held("") from None
+                raise LockHeld("") from None
             except OSError as error:
                 if error.errno not in _WITHOUT_LOCKS:
                     raise
@@ -652,7 +577,7 @@ class Lock:
         try:
             fd = os.open(self.owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
-            raise Held(_read(self.owner)) from None
+            raise LockHeld(_read(self.owner)) from None
         self._owns_file = True
         try:
             write_all(fd, f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode())

@@ -1,9 +1,9 @@
-"""Checkpoints in object stores: read by ranges, through a local stand-in, and uploaded.
+"""Checkpoints in object stores: read by ranges, through a local cache folder, and uploaded.
 
-A URL is opened as a local folder, its stand-in, whose files have the names and sizes of the store's objects but no
+A URL is opened as a local folder, its cache, whose files have the names and sizes of the store's objects but no
 content. Whatever lists folders or asks for sizes works on it unchanged. `local.open_source` and `local.Files`, through
-which all files are read, fetch the bytes: headers in blocks, which are kept in the stand-in, and tensors by exact
-ranges, which are not. The files of an output are made beside its stand-in, and uploaded one by one.
+which all files are read, fetch the bytes: headers in blocks, which are kept in the cache, and tensors by exact
+ranges, which are not. The files of an output are written next to the cache folder and uploaded one by one.
 
 fsspec (https://filesystem-spec.readthedocs.io) knows the stores: s3, gs, az, hf and more, each with a package of its
 own. Ranges of s3, gs and az come through obstore if that is installed, which took half of the CPU time where tried.
@@ -25,12 +25,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PosixPath
+from typing import Any, ClassVar, TypeVar
 
 from llmtailor.errors import StorageError, UsageError
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import EndsEarly, locate, see, stand_ins
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,6 +40,10 @@ REQUEST_BYTES = 4 << 20
 """The most that one request asks for"""
 IN_FLIGHT = 4
 """Requests at once for one output file; `STORE_WORKERS` files are written at once"""
+UPLOADING = "llmtailor-uploading"
+"""A file that is in a folder of a store while the others are uploaded: a JSON list of their names"""
+STORE_WORKERS = 8
+"""Files that are read from or written to stores at once"""
 ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
 """Before the second attempt; each further pause is twice as long"""
@@ -57,23 +60,28 @@ def is_url(text: str | os.PathLike[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """An object of a store as listed."""
-
     num_bytes: int
     version: str
     """Its ETag or, if the store has none, its time of modification"""
 
     @property
     def mtime_ns(self) -> int:
-        """The time of modification of its stand-in: any number that changes with the content"""
+        """The modification time of its file in the cache: any number that changes with the content"""
         digest = hashlib.sha256(self.version.encode()).digest()
         return (int.from_bytes(digest[:4], "big") >> 1) * 1_000_000_000  # some file systems have 31 bits for it
 
 
-class RemoteFolder:
-    """A folder of a store, or a checkpoint that is one file, and its stand-in. Implements `stand_in.Remote`.
+class EndsEarly(OSError):
+    """A file has fewer bytes than requested."""
 
-    The name of the one file is empty. ``root``, where the stand-in is, is not used before files are listed.
+    def __init__(self, num_bytes: int):
+        super().__init__(errno.ENODATA, f"it ends before byte {num_bytes:,}")
+
+
+class RemoteFolder:
+    """A folder of a store, or a checkpoint that is one file, and its cache.
+
+    The name of the one file is empty. ``root``, the cache folder, is not used before `list`.
     """
 
     def __init__(self, url: str, root: Path) -> None:
@@ -84,15 +92,10 @@ class RemoteFolder:
         self._lock = threading.Lock()
         self._present: set[tuple[str, int]] = set()
         self._objects: dict[str, Object] = {}
-        self._is_listed = self._is_fast = False
-
-    def list_once(self) -> None:
-        """List the folder unless that was done. Raises as `list`."""
-        if not self._is_listed:
-            self.list()
+        self._is_fast = False
 
     def list(self) -> None:
-        """Make the stand-in's files those that are in the store now. Raises StorageError."""
+        """Make the files in the cache those that are in the store now. Raises StorageError."""
         self._fs.invalidate_cache()
         try:
             found = self._try("list it", self._find)
@@ -109,10 +112,9 @@ class RemoteFolder:
                     file.truncate(one.num_bytes)
                 os.utime(path, ns=(one.mtime_ns, one.mtime_ns))
                 self._present = {(path, block) for path, block in self._present if path != name}
-        self._objects, self._is_listed = objects, True
+        self._objects = objects
 
     def _find(self) -> dict[str, dict[str, Any]]:
-        """Return what the store says about each file, by name."""
         if self.url.endswith(_ONE_FILE) and (alone := self._fs.info(self._path))["type"] == "file":
             return {"": alone}
         prefix, found = self._path.strip("/") + "/", self._fs.find(self._path, detail=True)
@@ -120,14 +122,13 @@ class RemoteFolder:
         return {name: info for name, info in named if info["type"] == "file" and name and not name.startswith("/")}
 
     def _at(self, name: str) -> str:
-        """Return the store's path of a file."""
         return f"{self._path}/{name}" if name else self._path
 
     def holds(self, name: str) -> bool:
         return name in self._objects
 
     def fill(self, name: str, start: int, stop: int) -> None:
-        """Get a file's bytes into its stand-in, with those around them. Raises OSError, StorageError."""
+        """Get a file's bytes into the cache, with those around them. Raises OSError, StorageError."""
         num_bytes = self._objects[name].num_bytes
         blocks = range(start // HEADER_BYTES, -(-min(stop, num_bytes) // HEADER_BYTES))
         with self._lock:
@@ -247,35 +248,66 @@ class RemoteFolder:
         raise AssertionError
 
 
+class RemotePath(PosixPath):
+    """A path in a folder of an object store; `open_location` makes a subclass for each folder.
+
+    On this machine it is a path in the folder's cache, so any code that takes a path can list it and read sizes. Its
+    bytes come from the store. Formatted as text (``f"{path}"``), it is the URL.
+    """
+
+    remote: ClassVar[RemoteFolder]
+
+    @property
+    def key(self) -> str:
+        """The name in `remote`; empty for the folder itself"""
+        return "" if self == self.remote.root else os.path.relpath(self, self.remote.root)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is the folder or in it: nothing else is listed"""
+        return not self.key.startswith("..")
+
+    def __format__(self, spec: str) -> str:
+        return format(f"{self.remote.url}/{self.key}".rstrip("/") if self.is_absolute() else str(self), spec)
+
+    def __repr__(self) -> str:
+        return f"RemotePath({f'{self}'!r})"
+
+
 def open_location(text: str) -> Path:
-    """Return what a path or a URL names; of a URL, its stand-in, which is listed when it is first read.
+    """Return what a path or a URL names; the folder of a URL is listed.
 
     ``URL@TAG`` names a tag folder of DeepSpeed's, unless there is something of this name. Raises UsageError for a URL
     of an unknown kind, StorageError.
     """
     if not is_url(text):
         return Path(text.removeprefix("file://").removeprefix("local://"))
-    url = text.rstrip("/")
-    found = _open(url)
-    folder, _, tag = url.rpartition("@")
-    if not folder or folder.endswith("/") or not tag or "/" in tag or see(found).exists():
-        return found
-    named = see(_open(folder)) / tag
-    return named if named.is_dir() else found
+    found = _open(text.rstrip("/"))
+    folder, _, tag = text.rstrip("/").rpartition("@")
+    if folder and not folder.endswith("/") and tag and "/" not in tag and not found.exists():
+        named = _open(folder) / tag
+        return named if named.is_dir() else found
+    return found
+
+
+_opened: dict[str, RemotePath] = {}
+"""By URL: a folder that is opened again, or is in an opened one, has the same cache"""
 
 
 def _open(url: str) -> Path:
-    if (known := locate(url)) != Path(url):
-        return known
-    name = url.rpartition("/")[2] or "root"
-    root = _folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
-    root.parent.mkdir()
-    stand_ins[root] = RemoteFolder(url, root)
-    return root
+    for known, root in _opened.items():
+        if url == known or url.startswith(f"{known}/"):
+            return root / url[len(known) :].strip("/")
+    path = _folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / (url.rpartition("/")[2] or "root")
+    path.parent.mkdir()
+    remote = RemoteFolder(url, path)
+    remote.list()
+    _opened[url] = type("RemotePath", (RemotePath,), {"remote": remote})(path)
+    return _opened[url]
 
 
 def _folder() -> Path:
-    """Return the folder of all stand-ins of this process."""
+    """Return the folder of all caches of this process."""
     global _made
     if _made is None:
         _made = Path(tempfile.mkdtemp(prefix="llmtailor-remote-"))
@@ -315,7 +347,7 @@ def _version(info: dict[str, Any]) -> str:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether a store has no use for these credentials, or misses some, so that asking again is pointless."""
+    """Whether a store has no use for these credentials, or misses some, so that a retry is pointless."""
     return isinstance(error, PermissionError) or "Credentials" in type(error).__name__
 
 

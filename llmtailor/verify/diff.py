@@ -76,12 +76,12 @@ def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStr
     for path in sorted({*trees_a, *trees_b}):
         # with other ranks, some random states have no counterpart
         is_of_rank = is_rng_file(path) and a.world_size != b.world_size and not (path in trees_a and path in trees_b)
-        for difference in _trees(path, a, b):
+        for difference in _fields(path, _trees(a, path), _trees(b, path)):
             yield replace(difference, matters=not is_of_rank)
     for key in sorted({*a.train.others, *b.train.others}):
         one, two = (dict(_leaves_of(index, key)) if key in index.train.others else None for index in (a, b))
         yield from _fields(key, one, two)
-    yield from _json(TRAINER_STATE, a, b)
+    yield from _fields(TRAINER_STATE, _trees(a, TRAINER_STATE), _trees(b, TRAINER_STATE))
     for path in sorted(path for path in {*a.files, *b.files} if _is_beside(path)):
         yield from _file(path, a, b)
 
@@ -160,23 +160,13 @@ def _hyper(index: CheckpointIndex) -> dict[str, Mapping[str, Any]]:
     return {name: without_names(group.hyper) for group in index.groups for name in group.params}
 
 
-def _trees(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:
-    """Compare a stock file's decoded content: the schedule, random number states, the loss scale."""
-    found = [
-        dict(_leaves(index.root, index.name, index.train.trees[path])) if path in index.train.trees else None
-        for index in (a, b)
-    ]
-    yield from _fields(path, *found)
-
-
-def _json(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:
-    found = [
-        dict(_leaves(index.root, index.name, read_json(index.root / path, PathIn(index.name, path))))
-        if path in index.files
-        else None
-        for index in (a, b)
-    ]
-    yield from _fields(path, *found)
+def _trees(index: CheckpointIndex, path: str) -> dict[str, str] | None:
+    """Return the values in a stock file: the schedule, random number states, the loss scale, the log."""
+    if path == TRAINER_STATE:
+        tree = read_json(index.root / path, PathIn(index.name, path)) if path in index.files else None
+    else:
+        tree = index.train.trees.get(path)
+    return None if tree is None else dict(_leaves(index.root, index.name, tree))
 
 
 def _fields(path: str, one: dict[str, str] | None, two: dict[str, str] | None) -> Iterator[Difference]:
@@ -321,16 +311,12 @@ def compare(a: memoryview, dtype_a: str, b: memoryview, dtype_b: str) -> Change:
     numel = len(a) // ITEMSIZE[dtype_a]
     for begin in range(0, numel, BLOCK_ELEMENTS):
         end = min(begin + BLOCK_ELEMENTS, numel)
-        one, two = (
-            _rounded(data[begin * ITEMSIZE[own] : end * ITEMSIZE[own]], own, dtype)
-            for data, own in ((a, dtype_a), (b, dtype_b))
+        blocks = (
+            (data[begin * ITEMSIZE[own] : end * ITEMSIZE[own]], own) for data, own in ((a, dtype_a), (b, dtype_b))
         )
+        one, two = (block if own == dtype else cast(block, own, dtype) for block, own in blocks)
         found += _compare_block(one, two, dtype)
     return found
-
-
-def _rounded(data: memoryview, own: str, dtype: str) -> memoryview | bytes:
-    return data if own == dtype else cast(data, own, dtype)
 
 
 def _compare_block(a: memoryview | bytes, b: memoryview | bytes, dtype: str) -> Change:
@@ -365,8 +351,6 @@ def _dot(one: npt.NDArray[np.float64], two: npt.NDArray[np.float64]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A state that was compared."""
-
     state: State
     part: str
     layer: int | None
@@ -402,17 +386,26 @@ class Diff:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of states compared"""
-        found = {one.state.kind for one in self.states}
-        return [*(kind for kind in KINDS if kind in found), *sorted(found - {*KINDS})]
+        return kinds_of(self.states)
 
     def by(self, label: Callable[[Compared], str]) -> dict[str, dict[str, Change]]:
         """Return label -> kind -> the change of all states of that label and kind."""
-        found: dict[str, dict[str, Change]] = {}
-        for one in self.states:
-            of_label = found.setdefault(label(one), {})
-            of_label[one.state.kind] = of_label.get(one.state.kind, Change()) + one.change
-        return found
+        return sums_by(label, self.states)
+
+
+def kinds_of(states: Iterable[Compared]) -> list[str]:
+    """Return the kinds of some states: the usual ones, then others."""
+    found = {one.state.kind for one in states}
+    return [*(kind for kind in KINDS if kind in found), *sorted(found - {*KINDS})]
+
+
+def sums_by(label: Callable[[Compared], str], states: Iterable[Compared]) -> dict[str, dict[str, Change]]:
+    """Return label -> kind -> the change of all states of that label and kind."""
+    found: dict[str, dict[str, Change]] = {}
+    for one in states:
+        of_label = found.setdefault(label(one), {})
+        of_label[one.state.kind] = of_label.get(one.state.kind, Change()) + one.change
+    return found
 
 
 def diff(
@@ -434,7 +427,6 @@ def diff(
 def diff_indexes(
     a: CheckpointIndex, b: CheckpointIndex, kinds: Collection[str], on_progress: Callable[[int], None]
 ) -> Diff:
-    """See `diff`."""
     structure = _structure_of_both(a, b)
     common = [*_common(a, b)]
     if not common:
@@ -530,7 +522,7 @@ def _compared(state: State, structure: ModelStructure, change: Change) -> Compar
 def _compare_all(
     a: CheckpointIndex, b: CheckpointIndex, units: list[_Unit], on_progress: Callable[[int], None]
 ) -> dict[_Unit, Change]:
-    readers = (_Reader(a, on_progress), _Reader(b, on_progress))
+    readers = (_StateReader(a, on_progress), _StateReader(b, on_progress))
 
     def compare_chunk(unit: _Unit, begin: int, end: int) -> tuple[_Unit, Change]:
         one, two = (reader.read(unit.state, begin, end) for reader in readers)
@@ -540,7 +532,8 @@ def _compare_all(
         partial(compare_chunk, unit, begin, min(begin + CHUNK_ELEMENTS, high))
         for unit in units
         # each rank has its own buffers: of two numbers of ranks, the first ones are compared
-        for low, high in _runs(a.held[unit.state], b.held[unit.state], unit)
+        for both in [common(a.held[unit.state].runs, b.held[unit.state].runs)]
+        for low, high in (both if unit.runs is None else common(both, unit.runs))
         for begin in range(low, high, CHUNK_ELEMENTS)
     )
     found = dict.fromkeys(units, Change())
@@ -550,13 +543,7 @@ def _compare_all(
     return found
 
 
-def _runs(one: TensorEntry, two: TensorEntry, unit: _Unit) -> Runs:
-    """Return the elements that both hold of what is compared."""
-    runs = common(one.runs, two.runs)
-    return runs if unit.runs is None else common(runs, unit.runs)
-
-
-class _Reader:
+class _StateReader:
     """Reads runs of elements of a checkpoint, each thread into a buffer of its own."""
 
     def __init__(self, index: CheckpointIndex, on_progress: Callable[[int], None]) -> None:
@@ -586,7 +573,7 @@ class _Reader:
 
 
 def to_json(found: Diff, label: Callable[[Compared], str]) -> dict[str, object]:
-    """Return the result as a `document`; ``label`` says by what it is grouped. Infinite numbers are null."""
+    """Return the result as a `document`; ``label`` returns the group of a state. Infinite numbers are null."""
     content = {
         "a": found.a,
         "b": found.b,

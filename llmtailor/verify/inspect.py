@@ -29,8 +29,6 @@ class GroupFacts(TypedDict, total=False):
 
 
 class PartFacts(TypedDict):
-    """A part of the model."""
-
     part: str
     num_tensors: int
     step: int
@@ -82,7 +80,7 @@ class Inspection(TypedDict):
 
 
 def inspect_checkpoint(root: Path, client: str | None = None) -> Inspection:
-    """Describe a checkpoint without loading a tensor. ``client`` is what will resume from it; None if its files say.
+    """Describe a checkpoint without loading a tensor. ``client`` will resume from it; None: detected from the files.
 
     Raises SourceError with everything damaged or missing, or UnsupportedCheckpoint.
     """

@@ -45,7 +45,7 @@ from llmtailor.model.roles import (
     State,
 )
 from llmtailor.storage.casts import cast
-from llmtailor.storage.checksums import Intervals, crc32, crc_of_range, part_digest
+from llmtailor.storage.checksums import Intervals, crc32, part_digest
 from llmtailor.storage.local import Files
 from llmtailor.verify.structure import ON_PURPOSE, Elements, Spans, elements_in, held_of, join, lost_elements
 
@@ -160,11 +160,6 @@ def _coordinates(element: int, shape: tuple[int, ...]) -> str:
     return str(list(reversed(found)))
 
 
-def any_bit(data: Bytes) -> bool:
-    """Return whether any bit is set; none is in zeros."""
-    return bool(np.frombuffer(data, np.uint8).any())
-
-
 def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
     """Return which elements are not finite, not a number (buffers may be infinite: they hold masks) or negative.
 
@@ -222,8 +217,6 @@ def bits_of(data: Bytes, dtype: str) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One state of a bundle, and the checks on its values."""
-
     state: State
     held: TensorEntry
     checks: tuple[str, ...] = (NOT_FINITE,)
@@ -234,7 +227,7 @@ class Stream:
     """Whether it must be the rounded first stream"""
 
 
-class Bundle(NamedTuple):
+class StateBundle(NamedTuple):
     """The states of one param, or a weight without a param. All except copies have ``numel`` elements."""
 
     numel: int
@@ -248,7 +241,7 @@ class Bundle(NamedTuple):
 
 def bundle_states(
     index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: Collection[str] = ()
-) -> Iterator[Bundle]:
+) -> Iterator[StateBundle]:
     """Yield everything to read, each byte once. Padding is in no placement, so in no bundle.
 
     ``saved_as`` lists params whose weights have other names.
@@ -265,10 +258,10 @@ def bundle_states(
                     seen.add(begins)
                     fresh.append(stream)
         if fresh:
-            yield Bundle(numel, fresh)
+            yield StateBundle(numel, fresh)
 
 
-def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[Bundle]:
+def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[StateBundle]:
     names_of: dict[str, list[str]] = {}
     for name, stored in index.tied.items():
         names_of.setdefault(stored, []).append(name)
@@ -283,7 +276,7 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
         original = State(param.name, kind)
         if original in index.held and kind == BUFFER:
             held = index.held[original]
-            yield Bundle(
+            yield StateBundle(
                 held.numel if index.form.has_buffers_by_rank else param.numel, [Stream(original, held, (NOT_A_NUMBER,))]
             )
         elif original in index.held:
@@ -291,10 +284,10 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
             for name in (param.name, *names_of.get(param.name, ())):
                 streams += _copies(index, name, saved_as.get(name) or (SavedAs(name, param.shape),))
         if kind != BUFFER:
-            yield Bundle(param.numel, [*streams, *moments.get(param.name, ())])
+            yield StateBundle(param.numel, [*streams, *moments.get(param.name, ())])
     for state, held in index.held.items():
         if state.kind == WEIGHT:  # of a buffer, or by another name than in memory
-            yield Bundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
+            yield StateBundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
 
 
 def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) -> Iterator[Stream]:
@@ -308,8 +301,6 @@ def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) ->
 
 @dataclass
 class Reading:
-    """Reads bundles and keeps the results."""
-
     index: CheckpointIndex
     left_out: Collection[str]
     """Files known to be unreadable"""
@@ -334,7 +325,7 @@ class Reading:
         self._lock = threading.Lock()
         self._own = threading.local()
 
-    def read(self, bundles: Iterable[Bundle]) -> None:
+    def read(self, bundles: Iterable[StateBundle]) -> None:
         """Read and check all bundles. Raises Interrupted on Ctrl-C."""
         bundles = list(bundles)
         jobs = (
@@ -349,10 +340,10 @@ class Reading:
 
     def crc_of(self, path: str, start: int, stop: int) -> int:
         """Return the CRC-32 of bytes of a file; those not read yet are read now. Raises OSError."""
-        read = partial(crc_of_range, self.files, path, on_progress=self.on_progress)
+        read = partial(self.files.crc_of, path, on_progress=self.on_progress)
         return self.by_file.crc_of(path, start, stop, read)
 
-    def _read_chunk(self, bundle: Bundle, begin: int, end: int) -> None:
+    def _read_chunk(self, bundle: StateBundle, begin: int, end: int) -> None:
         """Read elements ``begin``..``end`` of a bundle: the corresponding elements of each stream."""
         parts = _parts(bundle, begin, end)
         for stream, low, high in parts:
@@ -365,7 +356,11 @@ class Reading:
                 reference, lost_there = data, lost
             for check in stream.checks:
                 self._note(stream.state, check, find(check, data, dtype), lost, low)
-            if stream.state.kind in (EXP_AVG, EXP_AVG_SQ) and stream.state not in self.not_zero and any_bit(data):
+            if (
+                stream.state.kind in (EXP_AVG, EXP_AVG_SQ)
+                and stream.state not in self.not_zero
+                and np.frombuffer(data, np.uint8).any()
+            ):
                 self.not_zero.add(stream.state)
             if stream.is_copy and reference is not None and not is_original:
                 offset, itemsize = low + stream.begin - begin, ITEMSIZE[original.held.dtype]
@@ -435,7 +430,7 @@ class Reading:
                     self.files.will_need(extent.path, extent.start, extent.stop)
 
 
-def _parts(bundle: Bundle, begin: int, end: int) -> list[tuple[Stream, int, int]]:
+def _parts(bundle: StateBundle, begin: int, end: int) -> list[tuple[Stream, int, int]]:
     """Return the streams of a bundle with the elements of each that correspond to the bundle's ``begin``..``end``."""
     parts = [
         (stream, max(begin, stream.begin) - stream.begin, min(end - stream.begin, stream.held.numel))
@@ -446,8 +441,6 @@ def _parts(bundle: Bundle, begin: int, end: int) -> list[tuple[Stream, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Deep:
-    """The results of reading every byte."""
-
     findings: tuple[Finding, ...]
     """Findings about files and checksums"""
     values: tuple[Finding, ...]
@@ -485,7 +478,11 @@ def read_everything(
     ]
     about_sums = []
     for path, record in wrong:
-        inside = [*elements_in(index, partial(_overlaps, path, record))] if record.name else []
+
+        def overlaps(extent: Extent, path: str = path, record: Record = record) -> bool:
+            return extent.path == path and extent.start < record.stop and record.start < extent.stop
+
+        inside = [*elements_in(index, overlaps)] if record.name else []
         damaged += inside
         about_sums.append(_wrong_sum(index, path, record, {state for state, _ in inside}))
     findings = (
@@ -535,10 +532,6 @@ def _compare_sums(reading: Reading, path: str, stated: list[Record]) -> list[tup
         reading.unreadable[path] = error.strerror or str(error)
         return []
     return wrong
-
-
-def _overlaps(path: str, record: Record, extent: Extent) -> bool:
-    return extent.path == path and extent.start < record.stop and record.start < extent.stop
 
 
 def _wrong_sum(index: CheckpointIndex, path: str, record: Record, inside: Collection[State]) -> Finding:

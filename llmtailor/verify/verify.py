@@ -71,8 +71,6 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The parts that a partial checkpoint holds and lacks."""
-
     held: tuple[str, ...]
     absent: tuple[str, ...]
     masters: tuple[str, ...] = ()
@@ -111,11 +109,16 @@ class Verdict:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a stock resume works, possibly with warnings; a partial checkpoint never resumes by itself"""
+        """Whether a stock resume works, possibly with warnings; a partial checkpoint never does"""
         return self.is_intact and not self.is_partial
 
     def of_severity(self, severity: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity == severity]
+
+
+def refused(path: Path, deep: bool, problems: Iterable[Problem]) -> Verdict:
+    """Return the verdict on a folder that is not a usable checkpoint, with the reasons as errors."""
+    return Verdict(display_name(path), deep, tuple(Finding.of(one, ERROR) for one in problems), Damage(), None)
 
 
 def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
@@ -124,7 +127,6 @@ def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def to_json(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict as a `document`."""
     index, holding = verdict.index, verdict.holding
     known = ("format", "world_size", "global_step")
     content = {
@@ -244,8 +246,8 @@ def verify_checkpoint(
         SourceError: the folder is not a checkpoint.
         Interrupted: Ctrl-C or SIGTERM.
     """
-    root, name = Path(path), name or display_name(Path(path))
-    return verify_surveyed(survey_checkpoint(root, name, client), root, deep, on_progress, name)
+    name = name or display_name(path)
+    return verify_surveyed(survey_checkpoint(path, name, client), path, deep, on_progress, name)
 
 
 def verify_surveyed(
@@ -286,19 +288,14 @@ def verify_surveyed(
             findings, values, states = [*findings, *found.findings], found.values, found.states
         else:
             states = join(lost_elements(index, survey.unreadable))
-    findings = _without_doubles(findings)
+    in_the_way = {finding.path for finding in findings if finding.code is Code.NOT_A_FILE}
+    # a file is not missing where a folder, pipe or the like has its name
+    findings = [one for one in findings if one.code not in _MISSING or one.path not in in_the_way]
     damage = Damage(_damaged_files(findings, root), states)
     verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index, looks_partial(root), holding)
     logger.info("verified %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
     _log_damage(damage)
     return verdict
-
-
-def _without_doubles(findings: Iterable[Finding]) -> list[Finding]:
-    """Drop the finding that a file is missing if a folder, pipe or the like has its name."""
-    findings = [*findings]
-    in_the_way = {finding.path for finding in findings if finding.code is Code.NOT_A_FILE}
-    return [one for one in findings if one.code not in _MISSING or one.path not in in_the_way]
 
 
 def _log_damage(damage: Damage) -> None:

@@ -15,7 +15,7 @@ from llmtailor.engine.journal import Identity, Mark
 from llmtailor.engine.staging import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
 from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.storage import local as rename
-from llmtailor.storage.local import FileFact, Held, Lock, list_entries
+from llmtailor.storage.local import FileFact, Lock, LockHeld, list_entries
 
 IDENTITY = Identity("1", "plan", {"/source": FileFact(1, 2, 3, 4)}, "request", "recipe.yaml", "today", 10)
 
@@ -304,11 +304,11 @@ def test_a_lock_belongs_to_the_process_and_not_to_children_that_outlive_it(tmp_p
         os.read(is_over, 1)
         os._exit(first.fd != -1)
     os.read(is_up, 1)
-    with pytest.raises(Held):
+    with pytest.raises(LockHeld):
         second.acquire()
     first.release()
     second.acquire()
-    with pytest.raises(Held):
+    with pytest.raises(LockHeld):
         first.acquire()
     os.close(tell_over)
     assert os.waitpid(child, 0)[1] == 0
@@ -319,7 +319,7 @@ def test_a_lock_that_was_taken_twice_is_held_until_it_was_given_back_twice(tmp_p
     first.acquire()
     first.acquire()
     first.release()
-    with pytest.raises(Held):
+    with pytest.raises(LockHeld):
         second.acquire()
     first.release()
     first.release()

@@ -14,7 +14,6 @@ from subprocess import CompletedProcess
 from unittest import mock
 
 from llmtailor.cli.main import main
-from llmtailor.storage import local as stand_in
 from llmtailor.storage import remote
 
 
@@ -52,5 +51,5 @@ def _as_it_was(cwd: Path | None, env: Mapping[str, str] | None) -> Iterator[None
 
 def forget_urls() -> None:
     """Forget which URLs were opened, as a new process has."""
-    stand_in.stand_ins.clear()
+    remote._opened.clear()
     remote._made = None

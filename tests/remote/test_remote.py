@@ -19,9 +19,9 @@ from helpers.commands import forget_urls, run_here
 from helpers.faulty import FaultyFileSystem, failing
 from llmtailor.compose import write as writing
 from llmtailor.errors import StorageError, TargetError, VerificationError
-from llmtailor.storage import local as stand_in
 from llmtailor.storage import remote
 from llmtailor.storage.checksums import crc32
+from llmtailor.storage.remote import UPLOADING
 
 
 class NoCredentialsError(Exception):
@@ -133,8 +133,8 @@ def test_tensors_are_fetched_by_range_and_never_kept(large, tmp_path, monkeypatc
     sizes = fetched()
     assert len(sizes) > total // 70_001 // 2
     assert max(sizes) <= 70_001
-    (folder,) = stand_in.stand_ins.values()
-    kept = sum(path.stat().st_blocks * 512 for path in folder.root.rglob("*"))
+    (folder,) = remote._opened.values()
+    kept = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
     assert kept < total / 2
     made = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert sum(sizes) < 1.5 * max(made, total), "nothing is fetched twice"
@@ -171,6 +171,7 @@ def test_outputs_in_a_store_are_never_replaced(url, run, tmp_path):
     assert "already exists" in call("merge", recipe, f"{url}/checkpoint-90", code=6)
     assert "can't be replaced" in call("merge", recipe, f"{url}/checkpoint-90", "--force", code=6)
     assert "no output is named" in call("merge", write_recipe(tmp_path, url, url), code=6)
+    assert "no output is named" in call("convert", f"{url}/checkpoint-90", code=6)
     assert dict(FaultyFileSystem.store) == before
 
 
@@ -297,7 +298,7 @@ def test_an_upload_that_was_cut_off_is_no_checkpoint_and_is_made_again(url, run,
     assert "cut off" in call("inspect", out, code=4)
     call("merge", recipe, out)
     assert "resumable" in call("verify", out, "--deep")
-    assert not [path for path in FaultyFileSystem.store if stand_in.UPLOADING in path]
+    assert not [path for path in FaultyFileSystem.store if UPLOADING in path]
 
 
 def test_the_same_call_uploads_again_after_a_failure(run, tmp_path):
@@ -321,7 +322,7 @@ def test_the_same_call_uploads_again_after_a_failure(run, tmp_path):
 def test_others_files_beside_a_cut_off_upload_are_not_removed(url, run, tmp_path):
     recipe, out = write_recipe(tmp_path, run, run), "faulty://bucket/out/checkpoint-100"
     fs = fsspec.filesystem("faulty")
-    fs.pipe_file(f"/bucket/out/checkpoint-100/{stand_in.UPLOADING}", b'{"files": ["latest"]}')
+    fs.pipe_file(f"/bucket/out/checkpoint-100/{UPLOADING}", b'{"files": ["latest"]}')
     fs.pipe_file("/bucket/out/checkpoint-100/thesis.tex", b"x")
     assert "thesis.tex" in call("merge", recipe, out, code=6)
     assert fs.exists("/bucket/out/checkpoint-100/thesis.tex")
@@ -371,7 +372,7 @@ def test_an_upload_is_verified_before_its_marker_goes(run, tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(writing, "check_written", check)
         assert "not as planned" in call("convert", run / "checkpoint-100", out, code=7)
-    assert seen[0] >= {"llmtailor.json", "latest", "model.safetensors", stand_in.UPLOADING}
+    assert seen[0] >= {"llmtailor.json", "latest", "model.safetensors", UPLOADING}
     assert not store
     call("convert", run / "checkpoint-100", out)
 

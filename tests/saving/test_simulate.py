@@ -13,7 +13,7 @@ from helpers.cases import every
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.model.parts import EMBED, HEAD, NORM
 from llmtailor.policies import make_policy
-from llmtailor.runs.simulate import PARTIAL_BYTES, Machine, Schedule, cost_of, simulate, size_of_config
+from llmtailor.runs.simulate import PARTIAL_BYTES, Hardware, Schedule, cost_of, simulate, size_of_config
 from saving.loop import Loop
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -127,9 +127,9 @@ GB = 10**9
 HALF = Schedule((40 * GB, 60 * GB), 0.5, 1, 200 * GB, 0.25)
 
 
-def machine(**others: float) -> Machine:
+def machine(**others: float) -> Hardware:
     given = {"write_bytes_per_s": 2.0 * GB, "step_s": 5.0, "mtbf_s": 36_000.0, "slowdown": 0.1}
-    return Machine(**{**given, **others})
+    return Hardware(**{**given, **others})
 
 
 @pytest.mark.parametrize("in_background", [False, True])

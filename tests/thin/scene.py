@@ -20,7 +20,7 @@ from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.prune import plan_conversion
+from llmtailor.runs.prune import Conversion
 from llmtailor.runs.scan import choose_for_run
 from llmtailor.runs.thin import write_conversion
 
@@ -62,7 +62,7 @@ def save_partial(run: Path, full: Path, parts: Iterable[str], ledger: Ledger) ->
     after = ledger.after(index.global_step, list(parts), structure.parts)
     target = RunFolder(run).at(index.global_step)
     target.parent.mkdir(parents=True, exist_ok=True)
-    plan = plan_conversion(index, structure, target, dict.fromkeys(parts, "test"), after, {"name": "test"}, {})
+    plan = Conversion(index, structure, target, dict.fromkeys(parts, "test"), after, {"name": "test"}, {})
     write_conversion(plan, Stop())
     return after
 

@@ -128,12 +128,11 @@ def test_weights_that_do_not_fit_leave_nothing_behind(trained: Trained, tmp_path
     index, before = index_checkpoint(full), folders(run)
 
     def fail(plan: Any, staging: Path, *_: object) -> None:
-        staging.mkdir()
         (staging / "part").write_bytes(b"x")
         raise OSError(errno.ENOSPC, "no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(service, "write_files", fail)
+        patch.setattr(service, "execute", fail)
         with pytest.raises(OSError, match="no space"):
             service.reduce_to_weights(index, Stop())
     assert sorted(path.name for path in run.iterdir() if path.is_dir()) == before

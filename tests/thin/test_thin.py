@@ -313,7 +313,8 @@ def test_words_that_make_no_sense(tmp_path, words, what):
 def test_while_a_training_saves(tmp_path):
     run = make_run(tmp_path / "run", (100, 200))
     program = (
-        "import sys; from llmtailor.runs.folder import RunFolder; RunFolder(sys.argv[1]).lock(); print('in'); input()"
+        "import sys; from pathlib import Path; from llmtailor.runs.folder import RunFolder; "
+        "RunFolder(Path(sys.argv[1])).lock(); print('in'); input()"
     )
     command = [sys.executable, "-c", program, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as training:

@@ -24,7 +24,8 @@ from llmtailor.containers.json import is_path_below
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, counted, printable
 from llmtailor.loaders.files import LATEST, MODEL_STATES, OPTIM_STATES, UNSHARDED_MODEL, WHOLE_MODEL, is_shard_name
 from llmtailor.loaders.loader import LOADERS, is_tag_alone
-from llmtailor.storage.local import locate, location_of, read_source
+from llmtailor.storage.local import read_source
+from llmtailor.storage.remote import open_location
 
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
@@ -211,8 +212,8 @@ def _check_is_checkpoint(root: Path, where: str) -> None:
 
 def _why_not_there(root: Path) -> tuple[str, str]:
     """Return what is wrong with a path that does not exist, and what there is instead."""
-    folder, _, tag = location_of(root).rpartition("@")
-    if folder and tag and (beside := locate(folder)).is_dir():
+    folder, _, tag = f"{root}".rpartition("@")
+    if folder and tag and (beside := open_location(folder)).is_dir():
         there = sorted(path.name for path in beside.iterdir() if path.is_dir() and _is_tag(path))
         if there:
             return f"{printable(folder)} has no tag {printable(tag)}", f"its tags are {', '.join(there[-5:])}"

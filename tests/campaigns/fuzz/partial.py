@@ -18,7 +18,7 @@ from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.recipe import Recipe
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.prune import plan_conversion
+from llmtailor.runs.prune import Conversion
 from llmtailor.runs.scan import scan_run
 from llmtailor.runs.thin import write_conversion
 from llmtailor.verify.inspect import describe
@@ -33,7 +33,7 @@ def make_partial(full: Path, run: Path) -> Path:
     after = Ledger("fuzz").after(index.global_step, structure.parts, structure.parts)
     target = RunFolder(run).at(index.global_step)
     target.parent.mkdir(parents=True)
-    plan = plan_conversion(index, structure, target, dict.fromkeys(structure.parts, "all"), after, {"name": "full"}, {})
+    plan = Conversion(index, structure, target, dict.fromkeys(structure.parts, "all"), after, {"name": "full"}, {})
     write_conversion(plan, Stop())
     return target
 
