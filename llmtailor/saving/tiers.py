@@ -33,7 +33,7 @@ from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.training import Ranks
 from llmtailor.saving.writing import complete
-from llmtailor.storage.checksums import crc32, crc_of_range
+from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import Files, replace_durably
 from llmtailor.storage.remote import RemoteFolder
 
@@ -63,7 +63,7 @@ class SharedFolder:
         (result,) = execute(plan, folder, Context(inline=True))
         with Files(folder) as files:
             files.forget(new.name)
-            if not result.crc == crc_of_range(files, new.name, 0, fact.num_bytes) == fact.crc32:
+            if not result.crc == files.crc_of(new.name, 0, fact.num_bytes) == fact.crc32:
                 raise StorageError.at(new, "the copy differs from the original", "check both disks")
         new.rename(folder / source.name)
 

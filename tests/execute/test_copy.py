@@ -40,7 +40,7 @@ from llmtailor.engine.copy import Context, CopyStats, execute
 from llmtailor.errors import Interrupted, SourceError, StorageError
 from llmtailor.model.roles import MASTER, WEIGHT, State
 from llmtailor.recipe import Recipe
-from llmtailor.storage.local import STORE_WORKERS
+from llmtailor.storage.remote import STORE_WORKERS
 from synthetic import SHAPES
 
 SOURCE_BYTES = 1_000_000
