@@ -12,7 +12,7 @@ from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Placement, Runs, count
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
-from llmtailor.model.parts import Param, SavedAs, layer_of, step_of
+from llmtailor.model.parts import Param, Part, SavedAs, step_of
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.local import FileFact
 
@@ -199,7 +199,7 @@ class PartialFacts:
     """Stock files, by relative path, whose object trees its bundles hold"""
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None = None
     """Param -> the tensors that the run would save it as, if the checkpoint records it without holding weights."""
-    setback: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    setback: Mapping[Part, tuple[int, float]] = field(default_factory=dict)
     """Part that it left out -> the step of the part's last save, and by how many steps training falls back with it, as
     the training estimated; empty if unknown"""
 
@@ -208,9 +208,9 @@ class PartialFacts:
 class PartSteps:
     """Of a composite made by llmtailor: the step that each part comes from, by its manifest."""
 
-    states: Mapping[str, int] = field(default_factory=dict)
+    states: Mapping[Part, int] = field(default_factory=dict)
     """The oldest if a part's states are of several"""
-    masters: Mapping[str, int] = field(default_factory=dict)
+    masters: Mapping[Part, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,18 +248,18 @@ class CheckpointIndex:
     partial: PartialFacts = field(default_factory=PartialFacts)
     composite: PartSteps = field(default_factory=PartSteps)
 
-    def step_of(self, part: str) -> int:
+    def step_of(self, part: Part) -> int:
         """Return the step at which its state of a part was saved; of a layer of several steps the oldest."""
         return step_of(self.composite.states, part, self.global_step)
 
-    def master_step_of(self, part: str) -> int:
+    def master_step_of(self, part: Part) -> int:
         """Return the step at which its masters of a part were saved, which may be newer than the moments."""
         return step_of(self.composite.masters or self.composite.states, part, self.global_step)
 
     @property
-    def split_layers(self) -> set[str]:
+    def split_layers(self) -> set[Part]:
         """The layers of a composite whose experts have steps of their own"""
-        return {layer for part in self.composite.states if (layer := layer_of(part)) != part}
+        return {part.whole for part in self.composite.states if part.is_share}
 
     @property
     def format(self) -> str:
@@ -315,15 +315,15 @@ class CheckpointIndex:
                 return held
         raise KeyError(state)
 
-    def setback_with(self, part: str, step: int) -> float | None:
+    def setback_with(self, part: Part, step: int) -> float | None:
         """Return by how many steps training falls back if this save is completed with the state of a part as of a step.
 
         Of a layer whose experts were compared one by one, the sum. None if the save did not compare with that state.
         """
         if not self.partial.setback:
             return None
-        is_layer = layer_of(part) == part and part not in self.partial.setback
-        shares = [one for one in self.partial.setback if layer_of(one) == part] if is_layer else [part]
+        is_layer = not part.is_share and part not in self.partial.setback
+        shares = [one for one in self.partial.setback if one.whole == part] if is_layer else [part]
         found = [self.partial.setback[share] for share in shares if share in self.partial.setback]
         if not found:
             return 0.0 if step == self.global_step else None

@@ -17,7 +17,7 @@ from llmtailor.errors import Problem, counted
 from llmtailor.findings import folded
 from llmtailor.loaders.files import MANIFEST
 from llmtailor.loaders.loader import Loader
-from llmtailor.model.parts import ModelStructure, condense, group_shares, layer_number
+from llmtailor.model.parts import ModelStructure, Part, condense, group_shares
 from llmtailor.recipe import ONLY_MOMENTS
 
 
@@ -25,7 +25,7 @@ from llmtailor.recipe import ONLY_MOMENTS
 class PartRow:
     """A part, or the share of a part, that comes from one source."""
 
-    part: str
+    part: Part
     source: str
     """A checkpoint, or ``average of A (0.25), B (0.75)``"""
     step: int
@@ -250,10 +250,10 @@ def fold_layers(rows: Sequence[PartRow]) -> list[PartRow]:
     folded: list[PartRow] = []
     first = last = 0
     for row in fold_experts(rows):
-        number = layer_number(row.part)
+        number = None if row.part.is_share else row.part.layer
         if folded and number is not None and number == last + 1 and _alike(folded[-1], row):
             last = number
-            folded[-1] = replace(_sum_of([folded[-1], row]), part=f"layer {first}-{last}")
+            folded[-1] = replace(_sum_of([folded[-1], row]), part=Part(f"layer {first}-{last}"))
         else:
             folded.append(row)
             first = last = -2 if number is None else number
@@ -271,7 +271,7 @@ def _sum_of(rows: Sequence[PartRow]) -> PartRow:
     if len(rows) == 1:
         return rows[0]
     num_bytes, num_tensors = sum(row.num_bytes for row in rows), sum(row.num_tensors for row in rows)
-    part, setback = condense(row.part for row in rows), total_setback(row.setback for row in rows)
+    part, setback = Part(condense(row.part for row in rows)), total_setback(row.setback for row in rows)
     return replace(rows[0], part=part, num_bytes=num_bytes, num_tensors=num_tensors, setback=setback)
 
 

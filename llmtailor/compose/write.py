@@ -64,7 +64,6 @@ from llmtailor.formats.provenance import read_manifest, read_merge
 from llmtailor.formats.registry import display_name
 from llmtailor.loaders.files import CARD, MANIFEST
 from llmtailor.loaders.loader import LOADERS, is_resumed_from
-from llmtailor.model.parts import layer_of
 from llmtailor.model.roles import MODULE, WEIGHT, State
 from llmtailor.ranks.group import LEAVING_S, RankGroup, check_same
 from llmtailor.ranks.launch import RankInfo
@@ -127,7 +126,7 @@ def make_manifest(
             }
             for number, index in enumerate(composition.indexes)
         ],
-        "parts": [{**encode(row), "digest": digest_of.get(layer_of(row.part))} for row in report.parts],
+        "parts": [{**encode(row), "digest": digest_of.get(row.part.whole)} for row in report.parts],
         "optimizer_steps": encode(report.steps),
         "files": [
             {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest_entry(one.digest)

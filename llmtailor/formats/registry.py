@@ -33,7 +33,7 @@ from llmtailor.loaders.files import CONFIG
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import read_config
 from llmtailor.model.find_parts import find_parts, split_experts
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.roles import BUFFER, FROZEN, WEIGHT, is_moment
 from llmtailor.storage.local import UPLOADING, location_of, see, stand_in_of
 from llmtailor.timing import Stopwatch
@@ -160,14 +160,14 @@ def split_parts(structure: ModelStructure, *indexes: CheckpointIndex) -> ModelSt
 
 
 def with_experts(
-    structure: ModelStructure, index: CheckpointIndex, layers: Collection[str] | None = None
+    structure: ModelStructure, index: CheckpointIndex, layers: Collection[Part] | None = None
 ) -> ModelStructure:
     """Return the parts of the model in a checkpoint with experts as parts in these layers; None means all."""
     shapes = {name: () if param.role == "buffer" else param.shape for name, param in index.params.items()}
     return split_experts(structure, {**dict.fromkeys(index.tied, ()), **shapes}, layers)
 
 
-def shared_layers(index: CheckpointIndex, structure: ModelStructure) -> set[str]:
+def shared_layers(index: CheckpointIndex, structure: ModelStructure) -> set[Part]:
     """Return the layers of which a partial checkpoint holds a share, and of a composite those of several steps.
 
     In ``structure``, layers are whole.
@@ -182,7 +182,7 @@ def shared_layers(index: CheckpointIndex, structure: ModelStructure) -> set[str]
     return layers
 
 
-def absent_parts(index: CheckpointIndex, structure: ModelStructure, kind: str | None = None) -> frozenset[str]:
+def absent_parts(index: CheckpointIndex, structure: ModelStructure, kind: str | None = None) -> frozenset[Part]:
     """Return the parts that a partial checkpoint left out, entirely or in part; with ``kind``, those of this kind."""
     absent, pieces_of = set(), structure.pieces_of
     for state, held in index.held.items():

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, Part, layer_part
 
 Key = tuple[str, ...]
 """A module path without wrappers."""
@@ -160,7 +160,7 @@ def find_stack(places: Iterable[Place], numels: Mapping[str, int], hints: ArchHi
 
 def find_roles(
     stored: Mapping[str, str], places: Mapping[str, Place], around: Key, hints: ArchHints | None
-) -> tuple[dict[Key, str], bool]:
+) -> tuple[dict[Key, Part], bool]:
     """Return the part of each module with a role, by `Place.path`, and whether input and output embeddings are tied.
 
     `stored` maps names to the names that values are stored under, `places` has the places of both, and `around` is the

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure, condense, expert_number, layer_number, layer_of, with_layers
+from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
 from llmtailor.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
 from llmtailor.storage.local import location_of, stand_in_of
@@ -144,7 +144,7 @@ def write_normal_form(
 
 
 def _write_split(
-    part: str,
+    part: Part,
     source_of: Mapping[str, Origin],
     weights_of: Mapping[str, Path],
     structure: ModelStructure,
@@ -158,7 +158,7 @@ def _write_split(
         what = "the normal form can't express different sources of its weights and optimizer states"
         document.problems.append(Problem(part, what, "keep the recipe as it is"))
         return
-    layer = layer_number(part)
+    layer = part.layer
     document.slices.append((source, number, number) if layer is None else (source, layer, layer + 1))
     weights = {name: weights_of.get(name, source) for name in names}
     if len(set(weights.values())) == 1:
@@ -253,13 +253,13 @@ def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
     if len(wanted) == len(structure.part_of):
         return ("all",)
     whole, split = structure.divide(wanted)
-    layers = with_layers(whole, structure.parts) & {layer_of(part) for part in structure.layers}
-    taken = {number for part, number in structure.layers.items() if layer_of(part) in layers}
-    texts = _spell_layers(taken, sorted({*structure.layers.values()}))
-    texts += _spell_experts([part for part in whole if layer_of(part) not in layers], structure)
+    layers = {part for part in with_layers(whole, structure.parts) if part.layer is not None and not part.is_share}
+    every = sorted({part.layer for part in structure.parts if part.layer is not None})
+    texts = _spell_layers({part.layer for part in layers if part.layer is not None}, every)
+    texts += _spell_experts([part for part in whole if part.whole not in layers], structure)
     pieces = [name for part in split for name in structure.names(part) if name in wanted]
     for part in whole:
-        if layer_of(part) == part and part not in layers:
+        if not part.is_share and part not in layers:
             own = structure.names(part)
             if select([part], structure) == (frozenset(own), ()):
                 texts.append(part)
@@ -282,21 +282,24 @@ def _spell_layers(taken: set[int], every: Sequence[int]) -> list[str]:
     return _runs(taken, every)
 
 
-def _spell_experts(parts: Collection[str], structure: ModelStructure) -> list[str]:
+def _spell_experts(parts: Collection[Part], structure: ModelStructure) -> list[str]:
     """Return selectors for experts, and the rest, of layers that are not taken whole."""
     experts: dict[int, list[int]] = {}
     every: dict[int, list[int]] = {}
     for of, among in ((experts, parts), (every, structure.parts)):
-        for layer, number in filter(None, map(expert_number, among)):
-            of.setdefault(layer, []).append(number)
+        for part in among:
+            if part.layer is not None and part.expert is not None:
+                of.setdefault(part.layer, []).append(part.expert)
     texts = []
     for layer, numbers in experts.items():
         listed = "" if len(numbers) == len(every[layer]) else f" {', '.join(_runs(numbers, every[layer]))}"
         texts.append(f"layer {layer} expert{'s' * (len(numbers) > 1)}{listed}")
-    rests = {part: at for part, at in structure.layers.items() if layer_of(part) != part and not expert_number(part)}
-    taken = [rests[part] for part in parts if part in rests]
+    taken, rests = (
+        [part.layer for part in among if part.is_share and part.layer is not None and part.expert is None]
+        for among in (parts, structure.parts)
+    )
     if taken:
-        texts.append(f"layer{'s' * (len(taken) > 1)} {', '.join(_runs(taken, sorted(rests.values())))} non-expert")
+        texts.append(f"layer{'s' * (len(taken) > 1)} {', '.join(_runs(taken, sorted(rests)))} non-expert")
     return texts
 
 

@@ -68,7 +68,7 @@ from llmtailor.loaders.files import (
     is_rng_file,
 )
 from llmtailor.loaders.loader import is_partial, loader_of, survey_contents
-from llmtailor.model.parts import ModelStructure, condense, layer_of, with_layers
+from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.policies import PartChoice, Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
@@ -102,14 +102,14 @@ class Conversion:
     source: CheckpointIndex
     target: Path
     structure: ModelStructure
-    parts: Mapping[str, str]
+    parts: Mapping[Part, str]
     """The parts it holds -> reason"""
     ledger: Ledger
     """The ledger after this save"""
     policy: Mapping[str, Any]
-    params_of: Mapping[str, list[str]]
+    params_of: Mapping[Part, list[str]]
     """The trained params by part, also of those in ``masters``"""
-    masters: tuple[str, ...]
+    masters: tuple[Part, ...]
     """Further parts, of which only the masters are kept"""
     save_id: str
     layout: PartialLayout
@@ -142,11 +142,11 @@ def plan_conversion(
     source: CheckpointIndex,
     structure: ModelStructure,
     target: Path,
-    parts: Mapping[str, str],
+    parts: Mapping[Part, str],
     ledger: Ledger,
     policy: Mapping[str, Any],
     older: Mapping[str, tuple[Path, int]],
-    masters: tuple[str, ...] = (),
+    masters: tuple[Part, ...] = (),
 ) -> Conversion:
     """Lay out a full checkpoint as a partial one; no tensor is read.
 
@@ -181,7 +181,7 @@ def plan_conversion(
     )
 
 
-def kept_params(params_of: Mapping[str, Iterable[str]], masters: Collection[str]) -> tuple[set[str], set[str]]:
+def kept_params(params_of: Mapping[Part, Iterable[str]], masters: Collection[Part]) -> tuple[set[str], set[str]]:
     """Return the params that are kept whole, and those of which only the masters are."""
     whole = {name for part, names in params_of.items() if part not in masters for name in names}
     return whole, {name for part in masters for name in params_of[part]}
@@ -251,7 +251,7 @@ class Selected:
     def choose(self, situation: Situation) -> dict[str, str]:
         return {part: "selected" for part in situation.parts if part in self.parts}
 
-    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[Part]) -> int:
         return UNBOUNDED
 
     def settings(self) -> dict[str, Any]:
@@ -266,11 +266,11 @@ class Chooser:
     bound: int
     """The most saves that a part may be behind"""
     structure: ModelStructure
-    trained: tuple[str, ...]
+    trained: tuple[Part, ...]
     """The parts with trained params"""
 
     @classmethod
-    def of(cls, options: ThinOptions, structure: ModelStructure, trained: Sequence[str]) -> Chooser:
+    def of(cls, options: ThinOptions, structure: ModelStructure, trained: Sequence[Part]) -> Chooser:
         """Build it from the options. Raises UsageError for an invalid strategy or selectors."""
         policy: Policy
         if options.strategy is None:
@@ -332,9 +332,9 @@ class PruneAction:
     """`STAYS`, `PARTIAL` or `WEIGHTS`"""
     why: str = ""
     """Why an old one stays"""
-    parts: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[Part, str] = field(default_factory=dict)
     """For one that becomes partial: the parts it keeps, each with the reason"""
-    masters: tuple[str, ...] = ()
+    masters: tuple[Part, ...] = ()
     """Further parts, of which it keeps the masters without the moments"""
     successor: RunCheckpoint | None = None
     """The partial checkpoint that replaces it"""
@@ -360,7 +360,7 @@ class Pruner:
 
     checkpoints: Sequence[RunCheckpoint]
     """All usable checkpoints of the run, of every attempt"""
-    parts: Sequence[str]
+    parts: Sequence[Part]
     keep_full: int
     facts: Callable[[RunCheckpoint], FullFacts]
     chooser: Chooser | None
@@ -416,7 +416,7 @@ class Pruner:
         choice = self.chooser.choose(before, step, facts.num_bytes)
         ledger = before.after(step, choice.parts, self.chooser.trained)
         left_out = set(self.chooser.trained) - choice.parts.keys()  # every partial checkpoint has the frozen params
-        held_parts = with_layers([part for part in self.parts if layer_of(part) not in left_out], self.parts)
+        held_parts = with_layers([part for part in self.parts if part.whole not in left_out], self.parts)
         successor = RunCheckpoint(
             path=self.path_of(step),
             step=step,

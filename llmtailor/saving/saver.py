@@ -26,6 +26,7 @@ from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import Manifest
+from llmtailor.model.parts import Part
 from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,
@@ -435,7 +436,7 @@ class PartialSaver:
         self._frozen = share.samples
         report = SaveReport(
             step=save.step,
-            parts=choice.parts,
+            parts={str(part): why for part, why in choice.parts.items()},
             num_bytes=0,
             stall_s=0.0,
             drift=change.drift,
@@ -501,7 +502,7 @@ class PartialSaver:
             bundles=(),
             shards=training.shards(),
             ledger=ledger.to_json(),
-            setback={part: steps for part, steps in setback.items() if part not in choice.parts},
+            setback={Part(part): steps for part, steps in setback.items() if part not in choice.parts},
             pieces_of={
                 part: {one.param: (one.begin, one.end) for name in names if (one := pieces.get(name))}
                 for part, names in names_of.items()

@@ -48,7 +48,7 @@ from llmtailor.formats.partial.manifest import (
 )
 from llmtailor.loaders.loader import looks_partial
 from llmtailor.loaders.read import read_trainer_files
-from llmtailor.model.parts import Param
+from llmtailor.model.parts import Param, Part
 from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, State
 from llmtailor.storage.local import FileFact
 
@@ -237,7 +237,7 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     return replace(draft, index=index)
 
 
-def _setback(manifest: Manifest, name: str) -> dict[str, tuple[int, float]]:
+def _setback(manifest: Manifest, name: str) -> dict[Part, tuple[int, float]]:
     held = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
     return {part: (held[part], steps) for part, steps in manifest.setback.items() if part in held}
 
