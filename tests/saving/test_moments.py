@@ -214,7 +214,7 @@ def test_recipes_can_take_moments_alone(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "wrong"),
     [
-        ("{from: a, select: 1, only: weights}", "only: 'weights' is unknown"),
+        ("{from: a, select: 1, only: weights}", "only 'weights' is unknown"),
         ("{from: a, select: 1, only: [moments]}", "expected"),
         ("{average: [{from: a, weight: 1}, {from: b, weight: 1}], select: 1, only: moments}", "unknown key 'only'"),
     ],
