@@ -160,7 +160,15 @@ def _digest_entry(digest: str | None) -> dict[str, str]:
 def stated_checksums(composition: Composition, files: Iterable[SourceFile]) -> dict[SourceFile, list[Stated]]:
     """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
     manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
-    of_dcp = [_data_records(index) for index in composition.indexes]
+    of_dcp: list[dict[str, tuple[Record, ...]]] = [
+        {
+            name: records
+            for path in index.files
+            if path.rpartition("/")[2] == METADATA
+            for name, records in list_data_records(index.root, path, PathIn(index.name, path)).items()
+        }
+        for index in composition.indexes
+    ]
     stated: dict[SourceFile, list[Stated]] = defaultdict(list)
     for number, path in files:
         index, about = composition.indexes[number], manifests[number]
@@ -174,13 +182,6 @@ def stated_checksums(composition: Composition, files: Iterable[SourceFile]) -> d
             num_bytes, crc = about.files[path]
             stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
     return stated
-
-
-def _data_records(index: CheckpointIndex) -> dict[str, tuple[Record, ...]]:
-    """Return the records of the data files of a source's DCP folders."""
-    folders = [path for path in index.files if path.rpartition("/")[2] == METADATA]
-    found = (list_data_records(index.root, path, PathIn(index.name, path)) for path in folders)
-    return {path: records for each in found for path, records in each.items()}
 
 
 logger = logging.getLogger(__name__)
@@ -254,11 +255,6 @@ def _heeding(group: RankGroup) -> Iterator[None]:
     except Abandoned:
         group.check()
         raise
-
-
-def gather(group: RankGroup, composition: Composition, identity: Identity) -> None:
-    """On rank 0, wait until all ranks have planned. Raises UsageError or SourceError if their plans differ."""
-    check_same(group.collect(fingerprint(composition, identity)), _MUST_BE_SAME)
 
 
 def write_together(
@@ -434,21 +430,19 @@ def write(
     with stoppable() as stop, Staging(composition.out, composition.replaces, lock) as staging, leading(group, stop):
         try:
             if group is not None:
-                gather(group, composition, identity)
+                check_same(group.collect(fingerprint(composition, identity)), _MUST_BE_SAME)
             check_room(composition)
             kept, before = resume(composition, identity, staging, notify)
-            facts = [index.files for index in composition.indexes]
-            told = composition.options
             with _uploading(composition, on_progress, stop) as upload:
                 context = Context(
-                    facts,
+                    [index.files for index in composition.indexes],
                     kept,
                     on_progress,
                     # what is uploaded leaves nothing to resume from
                     staging.journal.add if upload is None else lambda path, mark: None,
-                    digest=told.checksum,
+                    digest=composition.options.checksum,
                     stop=stop,
-                    clone=told.clone,
+                    clone=composition.options.clone,
                     direct=upload is None,
                     upload=upload,
                 )
@@ -461,7 +455,9 @@ def write(
                 logger.info("wrote %d files, %s bytes, in %s", len(results), size, watch.lap())
                 digests = _check_sources(composition, results, before, on_progress, stop, group)
                 logger.info("checked that the sources are unchanged, in %s", watch.lap())
-                readme = _card(composition).encode()
+                loader = LOADERS[composition.client]
+                about = card(composition.report, __version__, composition.family, composition.target.stage, loader)
+                readme = about.encode()
                 content = make_manifest(composition, results, digests, readme, identity.digest(), now())
                 for name, data in ((MANIFEST, json.dumps(content, indent=2).encode() + b"\n"), (CARD, readme)):
                     write_durably(staging.path / name, data)
@@ -480,11 +476,6 @@ def write(
     if staging.folder.exists():
         notify(f"{staging.folder} could not be removed; its content is no longer needed")
     return sum((result.moved for result in results), CopyStats())
-
-
-def _card(composition: Composition) -> str:
-    client = LOADERS[composition.client]
-    return card(composition.report, __version__, composition.family, composition.target.stage, client)
 
 
 def _uploading(
@@ -566,7 +557,8 @@ def check_written(composition: Composition, staging: Path) -> None:
         or written.world_size != composition.target.world_size
         or [(one.params, one.step) for one in written.sub_groups] != [(one.params, one.step) for one in wanted_groups]
         or len(written.groups) != len(composition.target.groups)
-        or any(not _has_all(have.hyper, want.hyper) for have, want in pairs)
+        # a format may add hyperparameters that its loader asks for
+        or any({**have.hyper, **want.hyper} != have.hyper for have, want in pairs)
         or any(written.files[file.path].num_bytes != file.num_bytes for file in composition.plan.files)
     ):
         raise VerificationError.at(
@@ -675,11 +667,6 @@ def with_what_is_kept(
     if isinstance(error, StorageError):  # the others say already that the command is to be run again
         then = f"then rerun the same command: {then}"
     return type(error)(replace(problem, fix=f"{problem.fix}; {then}") for problem in error.problems)
-
-
-def _has_all(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Return whether a param group has all hyperparameters; a format may add those that its loader asks for."""
-    return all(key in written and written[key] == value for key, value in wanted.items())
 
 
 def prove(composition: Composition) -> None:
