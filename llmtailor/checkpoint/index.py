@@ -181,7 +181,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class ZeroFacts:
-    """What only DeepSpeed's checkpoints say."""
+    """Facts that only DeepSpeed's checkpoints record"""
 
     tag: str = ""
     skipped_steps: int = 0
@@ -193,7 +193,7 @@ class ZeroFacts:
 
 @dataclass(frozen=True, slots=True)
 class PartialFacts:
-    """What only partial checkpoints say."""
+    """Facts that only partial checkpoints record"""
 
     inside: frozenset[str] = frozenset()
     """Stock files, by relative path, whose object trees its bundles hold"""
@@ -273,7 +273,7 @@ class CheckpointIndex:
 
     @property
     def optimizer(self) -> str:
-        """The optimizer, as far as its hyperparameters tell, e.g. ``torch AdamW``"""
+        """The optimizer, judged by its hyperparameters, e.g. ``torch AdamW``"""
         keys = self.groups[0].hyper.keys() if self.groups else ()
         if self.form.has_masters and ("bias_correction" in keys or not self.train.step_is_tensor):
             return "DeepSpeed Adam"
@@ -295,7 +295,7 @@ class CheckpointIndex:
         return tuple(group.params for group in self.groups)
 
     def offers(self, path: str) -> bool:
-        """Whether the stock file exists, by itself or inside a bundle."""
+        """Whether the stock file exists, on disk or inside a bundle."""
         return path in self.files or path in self.partial.inside
 
     def holding(self, state: State, dtype: str) -> TensorEntry:
@@ -322,9 +322,7 @@ class CheckpointIndex:
         """
         if not self.partial.setback:
             return None
-        is_layer = not part.is_share and part not in self.partial.setback
-        shares = [one for one in self.partial.setback if one.whole == part] if is_layer else [part]
-        found = [self.partial.setback[share] for share in shares if share in self.partial.setback]
+        found = [known for one, known in self.partial.setback.items() if part in (one, one.whole)]
         if not found:
             return 0.0 if step == self.global_step else None
         return math.fsum(steps for _, steps in found) if all(at == step for at, _ in found) else None
@@ -336,7 +334,7 @@ class CheckpointIndex:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A checkpoint as far as it can be read, damaged or not."""
+    """What can be read of a checkpoint, damaged or not."""
 
     index: CheckpointIndex | None
     """None if damage hides where the states are stored"""

@@ -439,7 +439,7 @@ def find_decaying(base: CheckpointIndex) -> frozenset[str]:
     """Return the params that weight decay applies to.
 
     The groups show it if some have weight decay and others have none. Otherwise (the Trainer's default is 0 for all;
-    one group from a DeepSpeed config decays as a whole) the Trainer's rule decides, as far as names and shapes allow.
+    one group from a DeepSpeed config decays as a whole) names and shapes decide by the Trainer's rule.
     """
     decays = [bool(group.hyper.get("weight_decay")) for group in base.groups]
     numbered = [(param, number) for number, params in enumerate(base.group_params) for param in params]

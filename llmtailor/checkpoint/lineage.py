@@ -136,7 +136,7 @@ class Ledger:
     def divided(self, parts: Collection[Part], lost: Collection[Part]) -> Ledger:
         """Return the ledger without ``lost`` parts, for a run that from now on saves these parts.
 
-        An expert that the run now saves by itself was last held with its layer. A layer that it now saves as a whole
+        An expert that the run now saves separately was last held with its layer. A layer that it now saves as a whole
         was last held by the save that held all of it, if that is the newest of every expert; otherwise the next save
         must hold it.
         """
@@ -212,15 +212,15 @@ class RunCheckpoint:
     path: Path
     step: int
     parts: frozenset[Part] | None
-    """The parts that it holds, and the layers of which it holds every expert; None means all parts"""
+    """The parts that it holds, and the layers whose shares it all holds; None means all parts"""
     resumable: bool = True
     """Whether it can be the base, i.e. supplies the learning rate schedule, random number states and trainer state"""
     part_steps: Mapping[Part, int] = field(default_factory=dict, compare=False)
     """Of a composite: the step that each part comes from"""
     ledger: Ledger | None = field(default=None, compare=False)
-    """Of a partial checkpoint: the saves of its run, of which it is the newest"""
+    """Of a partial checkpoint: the saves of its run up to this one"""
     masters: frozenset[Part] = field(default=frozenset(), compare=False)
-    """Of a partial checkpoint: further parts, of which it holds the masters without the moments"""
+    """Of a partial checkpoint: further parts whose masters it holds without the moments"""
     master_steps: Mapping[Part, int] = field(default_factory=dict, compare=False)
     """Of a composite: the step that the masters of each part come from"""
 
@@ -255,7 +255,7 @@ class RunCheckpoint:
 
     @property
     def needed_parts(self) -> frozenset[Part]:
-        """Of a partial checkpoint: the parts trained at its step, all of which a composite of that step needs"""
+        """Of a partial checkpoint: the parts trained at its step; a composite of that step needs them all"""
         return frozenset(self.ledger.held_by if self.ledger else ())
 
     @property

@@ -114,7 +114,7 @@ class Options:
     to: str | None = None
     """Format of the output: ``deepspeed``, ``universal``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as
     far as `stage` allows."""
-    layout: str | None = field(default=None, repr=False)  # not shown, because the plan's digest tells it
+    layout: str | None = field(default=None, repr=False)  # not shown: the plan's digest depends on it
     """Whose loader finds the output's files: ``trainer``, ``accelerate`` or ``deepspeed``; None keeps the base's."""
     clone: Clone = "auto"
     """Whether the output shares blocks with its sources: ``auto`` where the file system can, ``never``, or ``require``,
@@ -123,7 +123,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """A planned composite, of which nothing is written yet."""
+    """A planned composite; nothing is written yet."""
 
     recipe: Recipe
     out: Path

@@ -249,7 +249,7 @@ def leading(group: RankGroup | None, stop: Stop) -> Iterator[None]:
 
 @contextmanager
 def _heeding(group: RankGroup) -> Iterator[None]:
-    """Raise what has ended the work elsewhere, where workers only show that they have stopped."""
+    """Raise the error that ended the merge on another rank; the workers here only report that they stopped."""
     try:
         yield
     except Abandoned:
@@ -438,7 +438,7 @@ def write(
                     [index.files for index in composition.indexes],
                     kept,
                     on_progress,
-                    # what is uploaded leaves nothing to resume from
+                    # an upload can't be resumed
                     staging.journal.add if upload is None else lambda path, mark: None,
                     digest=composition.options.checksum,
                     stop=stop,
@@ -648,7 +648,7 @@ def _judge(unfinished: Unfinished, identity: Identity, composition: Composition)
     if not reason:
         return True, f"resuming the merge begun at {there.begun}: {share} are written and will be checked"
     what = f"the output holds an unfinished merge ({there.recipe}, begun at {there.begun}, {share})"
-    # whoever allows replacing a complete output does not want to keep an incomplete one
+    # with --force even a complete output may go
     if is_another(there, identity) and unfinished.num_bytes and not (options.restart or options.replace):
         fix = (
             f"rerun that merge to resume it; use --restart, or remove {staging_folder(composition.out)}, to discard it"
@@ -664,7 +664,7 @@ def with_what_is_kept(
     if stand_in_of(composition.out) or not (kept := staging.kept_bytes):
         return error
     then = f"it resumes with {kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
-    if isinstance(error, StorageError):  # the others say already that the command is to be run again
+    if isinstance(error, StorageError):  # the other errors already say so
         then = f"then rerun the same command: {then}"
     return type(error)(replace(problem, fix=f"{problem.fix}; {then}") for problem in error.problems)
 

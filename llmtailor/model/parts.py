@@ -33,7 +33,7 @@ class Part(str):
     layer: int | None
     """Number of the layer that it is, or that it is a share of; None for other modules"""
     expert: int | None
-    """Number of the expert in its layer; None for what is no expert"""
+    """Number of the expert in its layer; None for other parts"""
     whole: Part
     """The layer that it is a share of; any other part is itself"""
 
@@ -81,7 +81,7 @@ def step_of(steps: Mapping[Part, int], part: Part, otherwise: int) -> int:
 
 
 def with_layers(parts: Collection[Part], all_parts: Iterable[Part]) -> frozenset[Part]:
-    """Return the parts, and each layer that has shares among ``all_parts``, all of which are here."""
+    """Return the parts, and each layer whose shares among ``all_parts`` are all among them."""
     lacking = {part.whole for part in all_parts if part not in parts}
     return frozenset(parts) | {part.whole for part in parts} - lacking
 
@@ -158,7 +158,7 @@ class ModelStructure:
         )
 
     def divide(self, names: Iterable[str]) -> tuple[list[Part], list[Part]]:
-        """Return the parts that are among the names as a whole, and those of which only some tensors are."""
+        """Return the parts whose tensors are all among the names, and those that have only some of theirs there."""
         taken = set(names)
         touched = {self.part_of[name] for name in taken}
         rest = {part for name, part in self.part_of.items() if name not in taken}
@@ -231,7 +231,7 @@ def group_shares(parts: Sequence[str], facts: Sequence[Hashable]) -> list[list[i
 
 
 def _joined(kind: str, parts: Sequence[Part]) -> str:
-    """Return layers, experts, or what is left of layers without these, as one name."""
+    """Return one name for several layers, experts, or rests of layers."""
     if len(parts) == 1:
         return parts[0]
     layers = sorted({part.layer for part in parts if part.layer is not None})

@@ -179,7 +179,7 @@ def _lay_out(document: _Document, structure: ModelStructure) -> str:
         lines += _comment(comments, "  ")
         lines += document.head(path)
         try:
-            lines += _entry("select", spell(names, structure), "    ")
+            lines += _entry("select", selectors_for(names, structure), "    ")
             lines += [f"    only: {only}"] if only else []
         except RecipeError as error:
             document.problems += error.problems
@@ -242,7 +242,7 @@ def _shares(names: Collection[str], structure: ModelStructure) -> list[str]:
     return [condense(whole)] * bool(whole) + [f"some tensors of {condense(split)}"] * bool(split)
 
 
-def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
+def selectors_for(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
     """Return selectors for exactly these tensors, at least one; tied names stay together.
 
     Whole parts are written as numbers or names (``odd``, ``8-15``, ``norm``), other tensors as globs over layers and
@@ -255,8 +255,8 @@ def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
     whole, split = structure.divide(wanted)
     layers = {part for part in with_layers(whole, structure.parts) if part.layer is not None and not part.is_share}
     every = sorted({part.layer for part in structure.parts if part.layer is not None})
-    texts = _spell_layers({part.layer for part in layers if part.layer is not None}, every)
-    texts += _spell_experts([part for part in whole if part.whole not in layers], structure)
+    texts = _layer_selectors({part.layer for part in layers if part.layer is not None}, every)
+    texts += _expert_selectors([part for part in whole if part.whole not in layers], structure)
     pieces = [name for part in split for name in structure.names(part) if name in wanted]
     for part in whole:
         if not part.is_share and part not in layers:
@@ -265,15 +265,15 @@ def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
                 texts.append(part)
             else:
                 pieces += own
-    for spelled in (_globs(pieces, wanted, structure), [_exactly(name) for name in pieces]):
-        if select(texts + spelled, structure) == (wanted, ()):
-            return (*texts, *spelled)
+    for rest in (_globs(pieces, wanted, structure), [_exactly(name) for name in pieces]):
+        if select(texts + rest, structure) == (wanted, ()):
+            return (*texts, *rest)
     parts = condense(dict.fromkeys(structure.part_of[name] for name in names))
     what = f"selectors can't distinguish these tensors from others: {sorted(wanted)[0]!r}, ..."
     raise RecipeError(Problem(parts, what, "take these parts from the base"))
 
 
-def _spell_layers(taken: set[int], every: Sequence[int]) -> list[str]:
+def _layer_selectors(taken: set[int], every: Sequence[int]) -> list[str]:
     if taken == {*every}:
         return ["layers"] if taken else []
     for word, remainder in (("even", 0), ("odd", 1)):
@@ -282,7 +282,7 @@ def _spell_layers(taken: set[int], every: Sequence[int]) -> list[str]:
     return _runs(taken, every)
 
 
-def _spell_experts(parts: Collection[Part], structure: ModelStructure) -> list[str]:
+def _expert_selectors(parts: Collection[Part], structure: ModelStructure) -> list[str]:
     """Return selectors for experts, and the rest, of layers that are not taken whole."""
     experts: dict[int, list[int]] = {}
     every: dict[int, list[int]] = {}

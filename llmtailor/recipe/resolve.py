@@ -21,7 +21,7 @@ class Choice:
     source_of: Mapping[str, Origin]
     """Has every name in the structure. Tied names share a source, as do a weight on disk and its params."""
     structure: ModelStructure
-    """The parts, as far as they have to be told apart: experts only in layers that come from several checkpoints or are
+    """The parts. Experts are parts of their own only in layers that come from several checkpoints or are
     of several steps"""
     filled: tuple[str, ...]
     """Parts that come from the base because no rule names them; with `` (partly)`` if rules name some tensors"""
@@ -100,7 +100,7 @@ def resolve(
         elif isinstance(rule, Parts):
             named = {*rule.parts}
             if lost := [part for part in named - {*structure.parts} if part.is_share]:
-                what = f"its base does not tell these parts apart: {condense(sorted(lost))}"
+                what = f"its base has no such parts: {condense(sorted(lost))}"
                 problems.append(Problem(recipe.name, what, "use a partial checkpoint as the base"))
             names = [name for name, part in structure.part_of.items() if named & {part, part.whole}]
         if isinstance(rule, Select | Parts) and rule.only == ONLY_MOMENTS:
@@ -151,8 +151,8 @@ def _whole_layers(
     moments_of: Mapping[str, Path | None],
     apart: Mapping[Path, Collection[Part]],
 ) -> set[Part]:
-    """Return the layers all of which comes from the same source, or moments from one and the rest from another, and
-    which are of one step there.
+    """Return the layers that come from one source, or whose moments come from one and the rest from another, and that
+    are of one step there.
 
     ``moments_of`` has the names that are trained.
     """

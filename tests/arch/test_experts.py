@@ -6,7 +6,7 @@ import pytest
 
 from llmtailor.model.find_parts import find_parts_by_name, split_experts
 from llmtailor.model.parts import Part, Piece, condense, group_shares, layer_part, step_of, with_layers
-from llmtailor.recipe.emit import spell
+from llmtailor.recipe.emit import selectors_for
 from llmtailor.recipe.selectors import select
 
 E, LAYERS = 4, 4
@@ -120,7 +120,7 @@ def test_selectors_of_experts(selectors, parts):
     structure, shapes = fused(dense=1)
     found = split_experts(structure, shapes)
     names, _ = select(selectors, found)
-    assert select(spell(names, found), found) == (names, ())
+    assert select(selectors_for(names, found), found) == (names, ())
 
 
 def test_a_fused_param_is_still_named_whole():
@@ -167,7 +167,7 @@ def test_what_messages_call_parts_is_a_selector(text):
     names, problems = select([text], found)
     parts = found.divide(names)[0]
     assert not problems and condense(parts if "expert" in text else [part.whole for part in parts]) == text
-    assert spell(names, found) == ((text,) if "expert" in text else ("even",))
+    assert selectors_for(names, found) == ((text,) if "expert" in text else ("even",))
 
 
 def test_rows_of_experts_are_folded_by_layer_and_then_over_layers():
