@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,11 +67,6 @@ class Opened:
     files: tuple[FileLayout, ...] = ()
     """Files that the base lacks."""
     notices: tuple[Problem, ...] = ()
-
-    def sources(self, named: Iterable[Path]) -> tuple[CheckpointIndex, ...]:
-        """Return the indexes of these roots, then of those that only cuts name."""
-        roots = dict.fromkeys([*named, *(root for cuts in self.cuts.values() for *_, root in cuts)])
-        return tuple(self.indexes[root] for root in roots)
 
     def number_cuts(self, number_of: Mapping[Path, int], tied: Mapping[str, str]) -> dict[State, tuple[Cut, ...]]:
         """Return the cuts with the numbers of the roots; a tied name has the cuts of its stored name."""
@@ -246,7 +241,9 @@ def plan_merge(
         steps=tuple(StepRow(choice.flat_id, choice.step, choice.others) for choice in steps),
         files=tuple(FileRow(file.path, file.num_bytes) for file in plan.files),
         num_bytes=plan.num_bytes,
-        needed_bytes=_needed_bytes(plan, out, options),
+        needed_bytes=room_to_upload(file.num_bytes for file in plan.files) + SPARE_BYTES
+        if stand_in_of(out)
+        else space_for(plan, options.clone),
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
@@ -265,13 +262,6 @@ def plan_merge(
         client=client,
         replaces=replaces,
     )
-
-
-def _needed_bytes(plan: Plan, out: Path, options: Options) -> int:
-    """Return the local space that an output takes while it is written."""
-    if stand_in_of(out):
-        return room_to_upload(file.num_bytes for file in plan.files) + SPARE_BYTES
-    return space_for(plan, options.clone)
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
@@ -295,7 +285,8 @@ def open_sources(
         found = [attempt(partial(index_checkpoint, root), problems, TailorError) for root in recipe.sources()]
         indexes = tuple(index for index in found if index is not None)
     else:
-        indexes = opened.sources(recipe.sources())
+        of_cuts = (root for cuts in opened.cuts.values() for *_, root in cuts)
+        indexes = tuple(opened.indexes[root] for root in dict.fromkeys([*recipe.sources(), *of_cuts]))
     indexes = agree_on_buffers(indexes)
     numbers = [number for number, index in enumerate(indexes) if recipe.base in (None, index.root)]
     base = max(numbers, key=lambda number: indexes[number].global_step, default=None)

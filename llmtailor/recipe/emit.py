@@ -18,8 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from llmtailor.checkpoint.step_names import step_of
-from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
+from llmtailor.errors import Problem, RecipeError, printable
+from llmtailor.model.parts import ModelStructure, Part, condense, layer_part, with_layers
 from llmtailor.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
 from llmtailor.storage.local import location_of, stand_in_of
@@ -70,7 +70,7 @@ class _Document:
                 text = f"./{text}"
         if any("\ud800" <= sign <= "\udfff" for sign in text):
             fix = "rename the folder, or use a symlink with a plain name"
-            self.problems.append(Problem(_printable(str(path)), "a recipe can't name this path: it is not UTF-8", fix))
+            self.problems.append(Problem(printable(str(path)), "a recipe can't name this path: it is not UTF-8", fix))
         return _quote(text.replace("$", "$$"))
 
 
@@ -204,7 +204,7 @@ def _comment(texts: Sequence[str], indent: str = "") -> list[str]:
         head + row
         for text in texts
         for line in text.splitlines()
-        for row in textwrap.wrap(_printable(line), _WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
+        for row in textwrap.wrap(printable(line), _WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
     ]
 
 
@@ -221,12 +221,7 @@ def _quote(text: str) -> str:
     """Return a text as YAML, in double quotes if it would be read as something else."""
     if _PLAIN.fullmatch(text) and text.lower() != "null":
         return text
-    return '"' + _printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
-
-
-def _printable(text: str) -> str:
-    """Return the text with unprintable characters as escapes, which are the same in YAML and Python."""
-    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+    return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
 def _age(step: int, base_step: int | None) -> str:
@@ -255,7 +250,10 @@ def selectors_for(names: Collection[str], structure: ModelStructure) -> tuple[st
     whole, split = structure.divide(wanted)
     layers = {part for part in with_layers(whole, structure.parts) if part.layer is not None and not part.is_share}
     every = sorted({part.layer for part in structure.parts if part.layer is not None})
-    texts = _layer_selectors({part.layer for part in layers if part.layer is not None}, every)
+    taken = [number for number in every if layer_part(number) in layers]
+    words = (("layers", every), ("even", [n for n in every if n % 2 == 0]), ("odd", [n for n in every if n % 2]))
+    fitting = [word for word, numbers in words if taken == numbers and (len(taken) > 1 or taken == every)]
+    texts = fitting[:1] if taken and fitting else _runs(taken, every)
     texts += _expert_selectors([part for part in whole if part.whole not in layers], structure)
     pieces = [name for part in split for name in structure.names(part) if name in wanted]
     for part in whole:
@@ -271,15 +269,6 @@ def selectors_for(names: Collection[str], structure: ModelStructure) -> tuple[st
     parts = condense(dict.fromkeys(structure.part_of[name] for name in names))
     what = f"selectors can't distinguish these tensors from others: {sorted(wanted)[0]!r}, ..."
     raise RecipeError(Problem(parts, what, "take these parts from the base"))
-
-
-def _layer_selectors(taken: set[int], every: Sequence[int]) -> list[str]:
-    if taken == {*every}:
-        return ["layers"] if taken else []
-    for word, remainder in (("even", 0), ("odd", 1)):
-        if len(taken) > 1 and taken == {number for number in every if number % 2 == remainder}:
-            return [word]
-    return _runs(taken, every)
 
 
 def _expert_selectors(parts: Collection[Part], structure: ModelStructure) -> list[str]:
