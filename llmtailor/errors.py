@@ -252,11 +252,11 @@ class Problems:
 _Result = TypeVar("_Result")
 
 
-def attempt(call: Callable[[], _Result], problems: Problems) -> _Result | None:
-    """Return the result of a call; add errors about the checkpoint to ``problems``, and raise all others."""
+def attempt(call: Callable[[], _Result], problems: Problems, kind: type[TailorError] = SourceError) -> _Result | None:
+    """Return the result of a call; add an error of this kind to ``problems`` and return None. Raises all others."""
     try:
         return call()
-    except SourceError as error:
+    except kind as error:
         problems.add(error)
         return None
 

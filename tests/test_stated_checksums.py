@@ -12,13 +12,14 @@ import llmtailor
 from helpers.checkpoints import make
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import SourceError
+from llmtailor.model.parts import Part
 from llmtailor.model.roles import EXP_AVG, MASTER, State
 from llmtailor.recipe import Recipe
 from salvage.damage import flip
 from thin.scene import save_partial
 
 PARAM = State("model.layers.1.mlp.up_proj.weight", EXP_AVG)
-PARTS = ("embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head")
+PARTS = tuple(map(Part, ("embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head")))
 
 
 def merge(source: Path, out: Path, **options: object) -> None:

@@ -12,7 +12,7 @@ from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Extent, Placement, Runs, Sliced, count
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
-from llmtailor.model.parts import Param, SavedAs, layer_of, step_of
+from llmtailor.model.parts import Param, Part, SavedAs, step_of
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.local import FileFact
 
@@ -202,7 +202,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class ZeroFacts:
-    """What only DeepSpeed's checkpoints say."""
+    """Facts that only DeepSpeed's checkpoints record"""
 
     tag: str = ""
     skipped_steps: int = 0
@@ -214,13 +214,13 @@ class ZeroFacts:
 
 @dataclass(frozen=True, slots=True)
 class PartialFacts:
-    """What only partial checkpoints say."""
+    """Facts that only partial checkpoints record"""
 
     inside: frozenset[str] = frozenset()
     """Stock files, by relative path, whose object trees its bundles hold"""
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None = None
     """Param -> the tensors that the run would save it as, if the checkpoint records it without holding weights."""
-    setback: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    setback: Mapping[Part, tuple[int, float]] = field(default_factory=dict)
     """Part that it left out -> the step of the part's last save, and by how many steps training falls back with it, as
     the training estimated; empty if unknown"""
 
@@ -229,9 +229,9 @@ class PartialFacts:
 class PartSteps:
     """Of a composite made by llmtailor: the step that each part comes from, by its manifest."""
 
-    states: Mapping[str, int] = field(default_factory=dict)
+    states: Mapping[Part, int] = field(default_factory=dict)
     """The oldest if a part's states are of several"""
-    masters: Mapping[str, int] = field(default_factory=dict)
+    masters: Mapping[Part, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,18 +269,18 @@ class CheckpointIndex:
     partial: PartialFacts = field(default_factory=PartialFacts)
     composite: PartSteps = field(default_factory=PartSteps)
 
-    def step_of(self, part: str) -> int:
+    def step_of(self, part: Part) -> int:
         """Return the step at which its state of a part was saved; of a layer of several steps the oldest."""
         return step_of(self.composite.states, part, self.global_step)
 
-    def master_step_of(self, part: str) -> int:
+    def master_step_of(self, part: Part) -> int:
         """Return the step at which its masters of a part were saved, which may be newer than the moments."""
         return step_of(self.composite.masters or self.composite.states, part, self.global_step)
 
     @property
-    def split_layers(self) -> set[str]:
+    def split_layers(self) -> set[Part]:
         """The layers of a composite whose experts have steps of their own"""
-        return {layer for part in self.composite.states if (layer := layer_of(part)) != part}
+        return {part.whole for part in self.composite.states if part.is_share}
 
     @property
     def format(self) -> str:
@@ -294,7 +294,7 @@ class CheckpointIndex:
 
     @property
     def optimizer(self) -> str:
-        """The optimizer, as far as its hyperparameters tell, e.g. ``torch AdamW``"""
+        """The optimizer, judged by its hyperparameters, e.g. ``torch AdamW``"""
         keys = self.groups[0].hyper.keys() if self.groups else ()
         if self.form.has_masters and ("bias_correction" in keys or not self.train.step_is_tensor):
             return "DeepSpeed Adam"
@@ -316,7 +316,7 @@ class CheckpointIndex:
         return tuple(group.params for group in self.groups)
 
     def offers(self, path: str) -> bool:
-        """Whether the stock file exists, by itself or inside a bundle."""
+        """Whether the stock file exists, on disk or inside a bundle."""
         return path in self.files or path in self.partial.inside
 
     def holding(self, state: State, dtype: str) -> TensorEntry:
@@ -336,16 +336,14 @@ class CheckpointIndex:
                 return held
         raise KeyError(state)
 
-    def setback_with(self, part: str, step: int) -> float | None:
+    def setback_with(self, part: Part, step: int) -> float | None:
         """Return by how many steps training falls back if this save is completed with the state of a part as of a step.
 
         Of a layer whose experts were compared one by one, the sum. None if the save did not compare with that state.
         """
         if not self.partial.setback:
             return None
-        is_layer = layer_of(part) == part and part not in self.partial.setback
-        shares = [one for one in self.partial.setback if layer_of(one) == part] if is_layer else [part]
-        found = [self.partial.setback[share] for share in shares if share in self.partial.setback]
+        found = [known for one, known in self.partial.setback.items() if part in (one, one.whole)]
         if not found:
             return 0.0 if step == self.global_step else None
         return math.fsum(steps for _, steps in found) if all(at == step for at, _ in found) else None
@@ -357,7 +355,7 @@ class CheckpointIndex:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A checkpoint as far as it can be read, damaged or not."""
+    """What can be read of a checkpoint, damaged or not."""
 
     index: CheckpointIndex | None
     """None if damage hides where the states are stored"""

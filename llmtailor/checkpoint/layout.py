@@ -25,7 +25,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.optimizer import NAME_KEYS, ParamGroup
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.errors import MismatchError, Problem, SourceError
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.roles import ITEMSIZE, State
 
 BLOCK_BYTES = 4096
@@ -431,14 +431,13 @@ def arrange(
     if how == DEFAULT:
         halves = ([name for name in names if name in decays], [name for name in names if name not in decays])
         return [tuple(half) for half in halves if half]
-    numbers = structure.layers
-    groups: dict[tuple[bool, str], list[str]] = {}
+    groups: dict[tuple[bool, Part], list[str]] = {}
     for name in names:
         groups.setdefault((name in decays, structure.part_of[name]), []).append(name)
 
-    def place(key: tuple[bool, str]) -> tuple[bool, int, str]:
-        number = numbers.get(key[1], -1)
-        return key[0], number, "" if number >= 0 else min(groups[key])
+    def place(key: tuple[bool, Part]) -> tuple[bool, int, str]:
+        number = key[1].layer
+        return (key[0], -1, min(groups[key])) if number is None else (key[0], number, "")
 
     return [tuple(groups[key]) for key in sorted(groups, key=place)]
 
@@ -447,7 +446,7 @@ def find_decaying(base: CheckpointIndex) -> frozenset[str]:
     """Return the params that weight decay applies to.
 
     The groups show it if some have weight decay and others have none. Otherwise (the Trainer's default is 0 for all;
-    one group from a DeepSpeed config decays as a whole) the Trainer's rule decides, as far as names and shapes allow.
+    one group from a DeepSpeed config decays as a whole) names and shapes decide by the Trainer's rule.
     """
     decays = [bool(group.hyper.get("weight_decay")) for group in base.groups]
     numbered = [(param, number) for number, params in enumerate(base.group_params) for param in params]

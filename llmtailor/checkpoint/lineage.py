@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.errors import Problem, SourceError
-from llmtailor.model.parts import layer_of, step_of, with_layers
+from llmtailor.model.parts import Part, step_of, with_layers
 
 THINNED = "thin-"
 """Prefix of the lineages of partial checkpoints that ``thin`` made from full ones. They record how these build on each
@@ -75,7 +75,7 @@ class Ledger:
     """Earlier lineage that this one continues -> its last step that belongs to this run"""
     saves: int = 0
     """Number of saves over all these lineages, which is the number of the next one"""
-    held_by: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    held_by: Mapping[Part, tuple[int, int]] = field(default_factory=dict)
     """Part -> number and step of the save that last held it"""
     policy_state: Mapping[str, Any] | None = None
     """State that a custom policy keeps between saves, as JSON data"""
@@ -90,7 +90,7 @@ class Ledger:
         return max(self.steps.values(), default=None)
 
     @property
-    def steps(self) -> dict[str, int]:
+    def steps(self) -> dict[Part, int]:
         """Part -> step of the save that last held it"""
         return {part: step for part, (_, step) in self.held_by.items()}
 
@@ -100,7 +100,11 @@ class Ledger:
         return {part: save for part, (save, _) in self.held_by.items()}
 
     def after(
-        self, step: int, saved: Collection[str], trainable: Iterable[str], policy_state: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        saved: Collection[Part],
+        trainable: Iterable[Part],
+        policy_state: Mapping[str, Any] | None = None,
     ) -> Ledger:
         """Return the ledger after one more save; that save's manifest gets it.
 
@@ -125,26 +129,26 @@ class Ledger:
         """
         return replace(self, lineage=lineage, history={**self.history, self.lineage: step})
 
-    def without(self, parts: Collection[str]) -> Ledger:
+    def without(self, parts: Collection[Part]) -> Ledger:
         """Return the ledger without some parts, so that the next save must hold them (see `lost_parts`)."""
         return replace(self, held_by={part: held for part, held in self.held_by.items() if part not in parts})
 
-    def divided(self, parts: Collection[str], lost: Collection[str]) -> Ledger:
+    def divided(self, parts: Collection[Part], lost: Collection[Part]) -> Ledger:
         """Return the ledger without ``lost`` parts, for a run that from now on saves these parts.
 
-        An expert that the run now saves by itself was last held with its layer. A layer that it now saves as a whole
+        An expert that the run now saves separately was last held with its layer. A layer that it now saves as a whole
         was last held by the save that held all of it, if that is the newest of every expert; otherwise the next save
         must hold it.
         """
         kept = {part: held for part, held in self.held_by.items() if part not in lost}
-        shares: dict[str, set[tuple[int, int]]] = {}
+        shares: dict[Part, set[tuple[int, int]]] = {}
         for part, held in self.held_by.items():
-            shares.setdefault(layer_of(part), set()).add(held)
-        incomplete, layers = {layer_of(part) for part in lost}, {layer_of(part) for part in parts}
-        found = {part: kept[part] for part in kept if layer_of(part) not in layers}
+            shares.setdefault(part.whole, set()).add(held)
+        incomplete, layers = {part.whole for part in lost}, {part.whole for part in parts}
+        found = {part: kept[part] for part in kept if part.whole not in layers}
         for part in parts:
-            if part in kept or layer_of(part) in kept:
-                found[part] = kept.get(part) or kept[layer_of(part)]
+            if part in kept or part.whole in kept:
+                found[part] = kept.get(part) or kept[part.whole]
             elif len(shares.get(part, ())) == 1 and part not in incomplete:
                 (found[part],) = shares[part]
         return replace(self, held_by=found)
@@ -166,7 +170,7 @@ class Ledger:
         problems = [f"it lacks {name}" for name in names if name not in data] or _problems(data)
         if problems:
             raise SourceError(Problem(where, f"{WHAT} is damaged: {what}", FIX) for what in problems)
-        held_by = {part: (save, step) for part, (save, step) in data["held_by"].items()}
+        held_by = {Part(part): (save, step) for part, (save, step) in data["held_by"].items()}
         return cls(data["lineage"], data["history"], data["saves"], held_by, data["policy_state"])
 
 
@@ -207,21 +211,21 @@ class RunCheckpoint:
 
     path: Path
     step: int
-    parts: frozenset[str] | None
-    """The parts that it holds, and the layers of which it holds every expert; None means all parts"""
+    parts: frozenset[Part] | None
+    """The parts that it holds, and the layers whose shares it all holds; None means all parts"""
     resumable: bool = True
     """Whether it can be the base, i.e. supplies the learning rate schedule, random number states and trainer state"""
-    part_steps: Mapping[str, int] = field(default_factory=dict, compare=False)
+    part_steps: Mapping[Part, int] = field(default_factory=dict, compare=False)
     """Of a composite: the step that each part comes from"""
     ledger: Ledger | None = field(default=None, compare=False)
-    """Of a partial checkpoint: the saves of its run, of which it is the newest"""
-    masters: frozenset[str] = field(default=frozenset(), compare=False)
-    """Of a partial checkpoint: further parts, of which it holds the masters without the moments"""
-    master_steps: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Of a partial checkpoint: the saves of its run up to this one"""
+    masters: frozenset[Part] = field(default=frozenset(), compare=False)
+    """Of a partial checkpoint: further parts whose masters it holds without the moments"""
+    master_steps: Mapping[Part, int] = field(default_factory=dict, compare=False)
     """Of a composite: the step that the masters of each part come from"""
 
     @classmethod
-    def saved(cls, path: Path, ledger: Ledger, masters: Collection[str] = ()) -> RunCheckpoint:
+    def saved(cls, path: Path, ledger: Ledger, masters: Collection[Part] = ()) -> RunCheckpoint:
         """Return the partial checkpoint that a ledger's newest save wrote. Raises ValueError if there was no save."""
         newest = [part for part, (save, _) in ledger.held_by.items() if save == ledger.saves - 1]
         if not newest:
@@ -231,7 +235,7 @@ class RunCheckpoint:
         return cls(path, step, with_layers(newest, ledger.held_by), ledger=ledger, masters=of_masters)
 
     @classmethod
-    def from_json(cls, path: Path, data: object, where: str, masters: Collection[str] = ()) -> RunCheckpoint:
+    def from_json(cls, path: Path, data: object, where: str, masters: Collection[Part] = ()) -> RunCheckpoint:
         """Return the partial checkpoint whose manifest, ``where``, has this ledger. Raises SourceError."""
         ledger = Ledger.from_json(data, where)
         try:
@@ -250,8 +254,8 @@ class RunCheckpoint:
         return Past(self.step, self.ledger.lineage, self.ledger.history) if self.ledger else None
 
     @property
-    def needed_parts(self) -> frozenset[str]:
-        """Of a partial checkpoint: the parts trained at its step, all of which a composite of that step needs"""
+    def needed_parts(self) -> frozenset[Part]:
+        """Of a partial checkpoint: the parts trained at its step; a composite of that step needs them all"""
         return frozenset(self.ledger.held_by if self.ledger else ())
 
     @property
@@ -259,16 +263,16 @@ class RunCheckpoint:
         """The name of its folder, e.g. ``checkpoint-300``."""
         return self.path.name
 
-    def holds(self, part: str) -> bool:
-        return self.parts is None or part in self.parts or layer_of(part) in self.parts
+    def holds(self, part: Part) -> bool:
+        return self.parts is None or part in self.parts or part.whole in self.parts
 
-    def master_step_of(self, part: str) -> int | None:
+    def master_step_of(self, part: Part) -> int | None:
         """Return the step at which its masters of a part were saved; None if it holds none."""
-        if part in self.masters or layer_of(part) in self.masters or self.holds(part):
+        if part in self.masters or part.whole in self.masters or self.holds(part):
             return step_of(self.master_steps or self.part_steps, part, self.step)
         return None
 
-    def step_of(self, part: str) -> int:
+    def step_of(self, part: Part) -> int:
         """Return the step at which its state of a part was saved; of a layer of several steps the oldest."""
         return step_of(self.part_steps, part, self.step)
 
@@ -283,7 +287,7 @@ def newest_resumable(checkpoints: Iterable[RunCheckpoint]) -> RunCheckpoint | No
     return max(able, key=lambda one: (one.step, one.parts is None), default=None)
 
 
-def best_holder(candidates: Iterable[RunCheckpoint], part: str) -> RunCheckpoint | None:
+def best_holder(candidates: Iterable[RunCheckpoint], part: Part) -> RunCheckpoint | None:
     """Return the checkpoint with the newest state of a part.
 
     Of two at the same step it is the full one, to read from fewer folders; of two with the same state, such as a
@@ -293,15 +297,15 @@ def best_holder(candidates: Iterable[RunCheckpoint], part: str) -> RunCheckpoint
     return max(holders, key=lambda one: (one.step_of(part), one.parts is None, one.step), default=None)
 
 
-def best_holders(candidates: Collection[RunCheckpoint], parts: Iterable[str]) -> dict[str, RunCheckpoint]:
+def best_holders(candidates: Collection[RunCheckpoint], parts: Iterable[Part]) -> dict[Part, RunCheckpoint]:
     """Return the best holder of each part; parts without one are left out."""
     found = {part: best_holder(candidates, part) for part in parts}
     return {part: holder for part, holder in found.items() if holder is not None}
 
 
 def newer_masters(
-    candidates: Collection[RunCheckpoint], source_of: Mapping[str, RunCheckpoint]
-) -> dict[str, RunCheckpoint]:
+    candidates: Collection[RunCheckpoint], source_of: Mapping[Part, RunCheckpoint]
+) -> dict[Part, RunCheckpoint]:
     """Return the checkpoint with the newest masters of each part, if they are newer than those of its source."""
     found = {}
     for part, source in source_of.items():
@@ -321,8 +325,8 @@ def usable_at(checkpoints: Iterable[RunCheckpoint], step: int) -> list[RunCheckp
 
 
 def sources_at(
-    checkpoints: Iterable[RunCheckpoint], step: int, parts: Collection[str]
-) -> dict[str, RunCheckpoint] | None:
+    checkpoints: Iterable[RunCheckpoint], step: int, parts: Collection[Part]
+) -> dict[Part, RunCheckpoint] | None:
     """Return the checkpoint that each part of a composite at a step comes from; None if it can't be composed.
 
     It can't if no checkpoint up to that step holds a part, or if none at exactly that step can be the base.
@@ -335,13 +339,13 @@ def sources_at(
     return found if found.keys() >= set(parts) else None
 
 
-def composable_steps(checkpoints: Sequence[RunCheckpoint], parts: Collection[str]) -> list[int]:
+def composable_steps(checkpoints: Sequence[RunCheckpoint], parts: Collection[Part]) -> list[int]:
     """Return the steps for which a complete checkpoint exists or can be composed, ascending."""
     steps = sorted({checkpoint.step for checkpoint in checkpoints})
     return [step for step in steps if sources_at(checkpoints, step, parts) is not None]
 
 
-def partial_sources(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> dict[str, RunCheckpoint]:
+def partial_sources(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> dict[Part, RunCheckpoint]:
     """Return the best holder of each part that a partial checkpoint needs, among the partial ones it builds on."""
     return best_holders([one for one in saves if save.builds_on(one)], save.needed_parts)
 
@@ -361,7 +365,7 @@ def is_complete(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> bool:
     return partial_sources(save, saves).keys() >= save.needed_parts
 
 
-def lost_parts(ledger: Ledger, saves: Iterable[RunCheckpoint]) -> set[str]:
+def lost_parts(ledger: Ledger, saves: Iterable[RunCheckpoint]) -> set[Part]:
     """Return the parts whose newest save is missing.
 
     A run that resumes has older states of them than the ledger records, so it must forget that they were saved

@@ -45,7 +45,13 @@ def choose_steps(
     steps = [index.steps() for index in indexes]
     choices = []
     for flat_id, flat in enumerate(target.sub_groups):
-        brought = {param: _brought(param, steps, sources) for param in flat.params}
+        # the steps of each param's moments: with their newest source, or 0 if they are reset
+        brought = {
+            param: {0.0}
+            if sources.moments_of(param) == RESET
+            else {steps[source][param] for source in sources.moments_from(param)}
+            for param in flat.params
+        }
         every = {step for some in brought.values() for step in some}
         own = {steps[base][param] for param in flat.params}
         step = every.pop() if len(every) == 1 else max(own, default=0.0)
@@ -57,13 +63,6 @@ def choose_steps(
         worst = max(factors, key=lambda factor: abs(math.log(factor)), default=1.0)
         choices.append(StepChoice(flat_id, step, others, worst))
     return tuple(choices)
-
-
-def _brought(param: str, steps: Sequence[Mapping[str, float]], sources: Sources) -> set[float]:
-    """Return the steps of a param's moments: with their newest source, or 0 if they are reset."""
-    if sources.moments_of(param) == RESET:
-        return {0.0}
-    return {steps[source][param] for source in sources.moments_from(param)}
 
 
 def with_steps(target: OptimizerLayout, choices: Sequence[StepChoice]) -> OptimizerLayout:
@@ -203,7 +202,7 @@ def with_sums(
     sums = {State(name, MASTER): mix.weights for name, mix in sources.averages.items()}
     problems = [*_partly_reset(sources, target, steps)]
     step_of = [index.steps() for index in indexes]
-    betas_in = [_betas_by_param(index) for index in indexes]
+    betas_in = [{param: betas_of(group.hyper) for group in index.groups for param in group.params} for index in indexes]
     unfit: dict[tuple[str, str], list[str]] = {}
     for choice, flat in zip(steps, target.sub_groups, strict=True):
         betas = betas_of(target.groups[flat.group].hyper)
@@ -276,10 +275,6 @@ def _partly_reset(sources: Sources, target: OptimizerLayout, steps: Sequence[Ste
     if kept:
         what = f"params with moments: reset share Adam's step with params whose moments are kept: {some(kept)}"
         yield Problem("moments", what, "reset whole param groups, use --groups layer, or use moments: newest")
-
-
-def _betas_by_param(index: CheckpointIndex) -> dict[str, tuple[float, float] | None]:
-    return {param: betas_of(group.hyper) for group in index.groups for param in group.params}
 
 
 def describe(mix: Mix, indexes: Sequence[CheckpointIndex]) -> str:

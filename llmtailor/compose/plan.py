@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from llmtailor.checkpoint.index import TRAINER, UNIVERSAL, CheckpointIndex
-from llmtailor.checkpoint.layout import FileLayout, Plan, Regrouping, regroup
-from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.layout import FileLayout, Plan, regroup
+from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.sources import Cut
 from llmtailor.codes import Code
 from llmtailor.compose.averages import (
@@ -29,30 +28,22 @@ from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.moving import Clone, room_to_upload
 from llmtailor.engine.staging import SPARE_BYTES, check_target, free_bytes, old_output, space_for
-from llmtailor.errors import (
-    PathIn,
-    Problem,
-    Problems,
-    SourceError,
-    TailorError,
-    TargetError,
-    UnsupportedCheckpoint,
-)
+from llmtailor.errors import Problem, Problems, TailorError, TargetError, attempt
 from llmtailor.formats.dcp.read import agree_on_buffers
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import (
+    check_base,
     choose_format,
+    default_output,
     display_name,
     find_model_order,
     find_structure,
     index_checkpoint,
-    output_in,
+    lay_out_target,
     with_experts,
     writer_of,
 )
-from llmtailor.loaders.files import FOLDER as PARTIAL_FOLDER
-from llmtailor.loaders.files import is_rng_file
-from llmtailor.loaders.loader import check_replaceable, choose_loader, loader_of
+from llmtailor.loaders.loader import check_replaceable, choose_loader
 from llmtailor.loaders.trainer_state import state_attempt, state_lags
 from llmtailor.loaders.write import Wanted, lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, condense
@@ -78,11 +69,6 @@ class Opened:
     """Files that the base lacks."""
     notices: tuple[Problem, ...] = ()
 
-    def sources(self, named: Iterable[Path]) -> tuple[CheckpointIndex, ...]:
-        """Return the indexes of these roots, then of those that only cuts name."""
-        roots = dict.fromkeys([*named, *(root for cuts in self.cuts.values() for *_, root in cuts)])
-        return tuple(self.indexes[root] for root in roots)
-
     def number_cuts(self, number_of: Mapping[Path, int], tied: Mapping[str, str]) -> dict[State, tuple[Cut, ...]]:
         """Return the cuts with the numbers of the roots; a tied name has the cuts of its stored name."""
         return {
@@ -93,6 +79,7 @@ class Opened:
 
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +110,7 @@ class Options:
     to: str | None = None
     """Format of the output: ``deepspeed``, ``universal``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as
     far as `stage` allows."""
-    layout: str | None = field(default=None, repr=False)  # not shown, because the plan's digest tells it
+    layout: str | None = field(default=None, repr=False)  # not shown: the plan's digest depends on it
     """Whose loader finds the output's files: ``trainer``, ``accelerate`` or ``deepspeed``; None keeps the base's."""
     clone: Clone = "auto"
     """Whether the output shares blocks with its sources: ``auto`` where the file system can, ``never``, or ``require``,
@@ -132,7 +119,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """A planned composite, of which nothing is written yet."""
+    """A planned composite; nothing is written yet."""
 
     recipe: Recipe
     out: Path
@@ -154,12 +141,12 @@ class Composition:
     @property
     def is_copy(self) -> bool:
         """Whether the output would be a copy of its base."""
-        base, told = self.indexes[self.base], self.options
+        base = self.indexes[self.base]
         wanted = (self.target.world_size, self.target.stage, self.family, self.client)
         changed = wanted != (base.world_size, base.form.stage, base.form.family, base.client)
         one_source = all(row.source == base.name for row in self.report.parts)
         is_same = not (changed or base.form.is_partial or self.recipe.dtype)
-        return one_source and is_same and told.groups == "keep"
+        return one_source and is_same and self.options.groups == "keep"
 
 
 def plan_merge(
@@ -180,66 +167,53 @@ def plan_merge(
     read = [recipe] if isinstance(recipe, Path) else []
     recipe = load_recipe(recipe) if isinstance(recipe, Path) else recipe
     problems = Problems()
+
+    def collect(call: Callable[[], _T]) -> _T | None:
+        return attempt(call, problems, TailorError)
+
     indexes, base = open_sources(recipe, problems, opened)
     written, step_of = recipe, {index.root: index.global_step for index in indexes}
-    recipe = _attempt(problems, lambda: weigh(written, step_of)) or recipe
+    recipe = collect(lambda: weigh(written, step_of)) or recipe
     reference, watch = indexes[base], Stopwatch()
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
-    out = (out or recipe.output or _default_out(reference)).absolute()
+    out = (out or recipe.output or default_output(reference)).absolute()
     if isinstance(out, RemotePath) and not out.is_inside:
         raise TargetError.at(reference.name, "the base is in an object store, and no output is named", "name one")
     structure = find_structure(reference)
     parts = with_experts(structure, reference)
-    replaces: Entries | None = _attempt(
-        problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
-    )
+    replaces = collect(lambda: _check_target(out, [*read, *(index.root for index in indexes)], options))
     family, stage = choose_format(reference, options.to, options.stage)
-    is_universal, told = UNIVERSAL in (family, reference.form.family), (family, options.to, options.layout)
-    client = _attempt(problems, lambda: choose_loader(reference, *told)) or reference.client
-    _attempt(problems, lambda: _check_base(reference, client))
-    _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
+    client = collect(lambda: choose_loader(reference, family, options.to, options.layout)) or reference.client
+    collect(lambda: check_base(reference, client))
+    collect(lambda: check_fit(indexes, base, options.groups != "keep"))
     apart = {index.root: index.split_layers for index in indexes}
-    choice: Choice | None = _attempt(
-        problems,
-        lambda: resolve(
-            recipe, parts, reference.root, set(reference.params), allow_split=options.allow_split, apart=apart
-        ),
+    params = set(reference.params)
+    choice = collect(
+        lambda: resolve(recipe, parts, reference.root, params, allow_split=options.allow_split, apart=apart)
     )
     if choice is not None:
-        _attempt(problems, partial(check_names, choice, reference))
-    layout_of_tokenizer = _attempt(
-        problems, lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
+        collect(partial(check_names, choice, reference))
+    tokenizer = collect(
+        lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
     )
     writer = writer_of(family, client)
-    _attempt(problems, lambda: writer.check(recipe.dtype, options.allow_split))
-    regrouping: Regrouping | None = None
+    collect(lambda: writer.check(recipe.dtype, options.allow_split))
+    regrouping = None
     if options.groups != "keep":
-        regrouping = _attempt(
-            problems, lambda: regroup(reference, structure, options.groups, find_model_order(reference))
-        )
+        regrouping = collect(lambda: regroup(reference, structure, options.groups, find_model_order(reference)))
     problems.raise_if_any()
-    assert choice is not None
+    assert choice is not None and tokenizer is not None
 
     number_of = {index.root: number for number, index in enumerate(indexes)}
     sources = number_sources(choice, indexes, base, opened.number_cuts(number_of, reference.tied) if opened else {})
-    settings = reference.zero.settings
-    target = lay_out_optimizer(
-        reference.layout,
-        {name: param.numel for name, param in reference.params.items()},
-        # a universal checkpoint has no sub-groups
-        replace(settings, sub_group_size=sys.maxsize) if family == UNIVERSAL else settings,
-        reference.precision,
-        # without random states, nothing in the plain Trainer's format is of a rank
-        world_size=1 if family == TRAINER and not _has_rng(reference) else options.world_size,
-        stage=stage,
-        groups=regrouping.groups if regrouping else reference.groups if is_universal else None,
-    )
+    groups = regrouping.groups if regrouping else None
+    target = lay_out_target(reference, family, stage, options.world_size, groups)
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
     sources = with_sums(sources, indexes, base, target, steps)
     wanted = Wanted(target, recipe.dtype, regrouping.from_group if regrouping else None, len(indexes) == 1, client)
     layouts, about_weights = writer.lay_out(reference, wanted)
-    layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
+    layouts += (*tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, reference, [stated_attempt(index.root) for index in indexes], base)
     layouts, about_lags = state_lags(layouts, reference, (one.step for one in target.sub_groups if one.params), family)
     scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
@@ -267,7 +241,9 @@ def plan_merge(
         steps=tuple(StepRow(choice.flat_id, choice.step, choice.others) for choice in steps),
         files=tuple(FileRow(file.path, file.num_bytes) for file in plan.files),
         num_bytes=plan.num_bytes,
-        needed_bytes=_needed_bytes(plan, out, options),
+        needed_bytes=room_to_upload(file.num_bytes for file in plan.files) + SPARE_BYTES
+        if isinstance(out, RemotePath)
+        else space_for(plan, options.clone),
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
@@ -288,13 +264,6 @@ def plan_merge(
     )
 
 
-def _needed_bytes(plan: Plan, out: Path, options: Options) -> int:
-    """Return the local space that an output takes while it is written."""
-    if isinstance(out, RemotePath):
-        return room_to_upload(file.num_bytes for file in plan.files) + SPARE_BYTES
-    return space_for(plan, options.clone)
-
-
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
     """Return the existing content that the output may replace, None if it must be new. Raises TargetError."""
     check_target(out, sources, options.replace or options.reuse)
@@ -302,12 +271,6 @@ def _check_target(out: Path, sources: list[Path], options: Options) -> Entries |
         what = "an output in an object store can't be replaced"
         raise TargetError.at(display_name(out), what, "choose another output")
     return check_replaceable(old_output(out), display_name(out)) if options.replace else None
-
-
-def _default_out(base: CheckpointIndex) -> Path:
-    if base.form.is_partial and base.root.parent.name == PARTIAL_FOLDER:
-        return output_in(base.root.parent.parent, base.global_step)
-    return base.root.with_name(base.root.name + "-merged")
 
 
 def open_sources(
@@ -319,10 +282,11 @@ def open_sources(
     and left out. Raises at once if the base is unreadable, because nothing else can be checked without it.
     """
     if opened is None:
-        found = [_attempt(problems, partial(index_checkpoint, root)) for root in recipe.sources()]
+        found = [attempt(partial(index_checkpoint, root), problems, TailorError) for root in recipe.sources()]
         indexes = tuple(index for index in found if index is not None)
     else:
-        indexes = opened.sources(recipe.sources())
+        of_cuts = (root for cuts in opened.cuts.values() for *_, root in cuts)
+        indexes = tuple(opened.indexes[root] for root in dict.fromkeys([*recipe.sources(), *of_cuts]))
     indexes = agree_on_buffers(indexes)
     numbers = [number for number, index in enumerate(indexes) if recipe.base in (None, index.root)]
     base = max(numbers, key=lambda number: indexes[number].global_step, default=None)
@@ -330,35 +294,6 @@ def open_sources(
         problems.raise_if_any()
         raise AssertionError("a recipe without readable base has problems")
     return indexes, base
-
-
-def _attempt(problems: Problems, call: Callable[[], Any]) -> Any:
-    """Return the result of a call; add its refusal to the problems, so that the user sees all of them."""
-    try:
-        return call()
-    except TailorError as error:
-        problems.add(error)
-        return None
-
-
-def _has_rng(base: CheckpointIndex) -> bool:
-    return any(is_rng_file(path) for path in (*base.files, *base.partial.inside))
-
-
-def _check_base(base: CheckpointIndex, target: str) -> None:
-    if base.form.variant == "elastic":
-        raise UnsupportedCheckpoint.at(
-            base.name,
-            "an elastic checkpoint holds no hyperparameters, so it can supply states but can't be the base",
-            "use another checkpoint of the run as base_model, saved without elastic_checkpoint",
-        )
-    client = loader_of(base)
-    if client.state and client.state not in base.files and target == client.name:
-        raise SourceError.at(
-            PathIn(base.name, client.state),
-            f"the file is missing, and {client.title} can't resume without it",
-            "copy it back, or use another base_model",
-        )
 
 
 def _notices(

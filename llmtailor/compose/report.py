@@ -17,7 +17,7 @@ from llmtailor.errors import Problem, counted
 from llmtailor.findings import folded
 from llmtailor.loaders.files import MANIFEST
 from llmtailor.loaders.loader import Loader
-from llmtailor.model.parts import ModelStructure, condense, group_shares, layer_number
+from llmtailor.model.parts import ModelStructure, Part, condense, group_shares
 from llmtailor.recipe import ONLY_MOMENTS
 
 
@@ -25,7 +25,7 @@ from llmtailor.recipe import ONLY_MOMENTS
 class PartRow:
     """A part, or the share of a part, that comes from one source."""
 
-    part: str
+    part: Part
     source: str
     """A checkpoint, or ``average of A (0.25), B (0.75)``"""
     step: int
@@ -48,16 +48,13 @@ class PartRow:
     @property
     def label(self) -> str:
         """The part, and what of it comes from this source"""
-        return self.part + (f" {self.only}" if self.only else "") + ("" if self.is_whole else self._tensors)
+        share = "" if self.is_whole else f" ({self.num_tensors} tensor{'s' * (self.num_tensors != 1)})"
+        return self.part + (f" {self.only}" if self.only else "") + share
 
     @property
     def steps(self) -> str:
         """The step, and that of the masters if it is another"""
         return str(self.step) if self.masters_step is None else f"{self.step} (masters {self.masters_step})"
-
-    @property
-    def _tensors(self) -> str:
-        return f" ({self.num_tensors} tensor{'s' * (self.num_tensors != 1)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +200,12 @@ _WITH = {
 """Family of formats -> what the client resumes it with"""
 
 
-def _what_resumes(family: str, client: Loader) -> str:
-    if client.name == DEEPSPEED:
-        return _UNIVERSAL if family == UNIVERSAL else client.title
-    return ("Hugging Face Trainer" if client.name == TRAINER else client.title) + _WITH[family]
-
-
-def card(report: Report, tool_version: str, family: str, stage: int, client: Loader) -> str:
+def card(report: Report, tool_version: str, family: str, stage: int, loader: Loader) -> str:
     """Return the README of a composite: a model card with the table of its parts. Stage 0 is without DeepSpeed."""
+    if loader.name == DEEPSPEED:
+        resumes = _UNIVERSAL if family == UNIVERSAL else loader.title
+    else:
+        resumes = ("Hugging Face Trainer" if loader.name == TRAINER else loader.title) + _WITH[family]
     has_masters = family in (DEEPSPEED, UNIVERSAL)
     holds = "weights, fp32 master weights and optimizer moments" if has_masters else "weights and optimizer moments"
     ranks = counted(report.world_size, "rank")
@@ -228,9 +223,9 @@ tags:
 # Composite training checkpoint at step {report.global_step}
 
 Composed by llmtailor {tool_version} from {sources} of one training run. It holds {holds},
-and resumes on {ranks} with an unpatched {_what_resumes(family, client)}:
+and resumes on {ranks} with an unpatched {resumes}:
 
-    {client.call.format(client.takes("this folder", stage))}
+    {loader.call.format(loader.takes("this folder", stage))}
 
 | part | source | saved at step | steps behind the base | bytes |
 |---|---|---:|---:|---:|
@@ -248,33 +243,34 @@ Notices:
 def fold_layers(rows: Sequence[PartRow]) -> list[PartRow]:
     """Join neighbouring layers with the same source and step into one row, ``layer 0-7``, and likewise experts."""
     folded: list[PartRow] = []
-    first = last = 0
+    first = last = None
     for row in fold_experts(rows):
-        number = layer_number(row.part)
-        if folded and number is not None and number == last + 1 and _alike(folded[-1], row):
-            last = number
-            folded[-1] = replace(_sum_of([folded[-1], row]), part=f"layer {first}-{last}")
+        number = None if row.part.is_share else row.part.layer
+        if number is not None and number - 1 == last and _facts(folded[-1]) == _facts(row) and row.is_whole:
+            folded[-1] = replace(_sum_of([folded[-1], row]), part=Part(f"layer {first}-{number}"))
         else:
             folded.append(row)
-            first = last = -2 if number is None else number
+            first = number
+        last = number
     return folded
 
 
 def fold_experts(rows: Sequence[PartRow]) -> list[PartRow]:
     """Join experts with the same source and step into one row, ``layer 3 experts 0-4``."""
-    facts = [(row.source, row.step, row.only) if row.is_whole else number for number, row in enumerate(rows)]
+    facts = [_facts(row) if row.is_whole else number for number, row in enumerate(rows)]
     groups = group_shares([row.part for row in rows], facts)
     return [_sum_of([rows[at] for at in group]) for group in groups]
 
 
+def _facts(row: PartRow) -> tuple[str, int, str | None, bool]:
+    return row.source, row.step, row.only, row.is_whole
+
+
 def _sum_of(rows: Sequence[PartRow]) -> PartRow:
-    if len(rows) == 1:
-        return rows[0]
-    num_bytes, num_tensors = sum(row.num_bytes for row in rows), sum(row.num_tensors for row in rows)
-    part, setback = condense(row.part for row in rows), total_setback(row.setback for row in rows)
-    return replace(rows[0], part=part, num_bytes=num_bytes, num_tensors=num_tensors, setback=setback)
-
-
-def _alike(above: PartRow, row: PartRow) -> bool:
-    alike = (above.source, above.step, above.only) == (row.source, row.step, row.only)
-    return above.is_whole and row.is_whole and alike
+    return replace(
+        rows[0],
+        part=Part(condense(row.part for row in rows)),
+        num_bytes=sum(row.num_bytes for row in rows),
+        num_tensors=sum(row.num_tensors for row in rows),
+        setback=total_setback(row.setback for row in rows),
+    )

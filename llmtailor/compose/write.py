@@ -64,7 +64,6 @@ from llmtailor.formats.provenance import read_manifest, read_merge
 from llmtailor.formats.registry import display_name
 from llmtailor.loaders.files import CARD, MANIFEST
 from llmtailor.loaders.loader import LOADERS, is_resumed_from
-from llmtailor.model.parts import layer_of
 from llmtailor.model.roles import MODULE, WEIGHT, State
 from llmtailor.ranks.group import LEAVING_S, RankGroup, check_same
 from llmtailor.ranks.launch import RankInfo
@@ -119,7 +118,7 @@ def make_manifest(
             }
             for number, index in enumerate(composition.indexes)
         ],
-        "parts": [{**encode(row), "digest": digest_of.get(layer_of(row.part))} for row in report.parts],
+        "parts": [{**encode(row), "digest": digest_of.get(row.part.whole)} for row in report.parts],
         "optimizer_steps": encode(report.steps),
         "files": [
             {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest_entry(one.digest)
@@ -153,7 +152,15 @@ def _digest_entry(digest: str | None) -> dict[str, str]:
 def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> dict[SourcePath, list[Stated]]:
     """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
     manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
-    of_dcp = [_data_records(index) for index in composition.indexes]
+    of_dcp: list[dict[str, tuple[Record, ...]]] = [
+        {
+            name: records
+            for path in index.files
+            if path.rpartition("/")[2] == METADATA
+            for name, records in list_data_records(index.root, path, PathIn(index.name, path)).items()
+        }
+        for index in composition.indexes
+    ]
     stated: dict[SourcePath, list[Stated]] = defaultdict(list)
     for number, path in files:
         index, about = composition.indexes[number], manifests[number]
@@ -167,13 +174,6 @@ def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> d
             num_bytes, crc = about.files[path]
             stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
     return stated
-
-
-def _data_records(index: CheckpointIndex) -> dict[str, tuple[Record, ...]]:
-    """Return the records of the data files of a source's DCP folders."""
-    folders = [path for path in index.files if path.rpartition("/")[2] == METADATA]
-    found = (list_data_records(index.root, path, PathIn(index.name, path)) for path in folders)
-    return {path: records for each in found for path, records in each.items()}
 
 
 logger = logging.getLogger(__name__)
@@ -241,17 +241,12 @@ def leading(group: RankGroup | None, stop: Stop) -> Iterator[None]:
 
 @contextmanager
 def _heeding(group: RankGroup) -> Iterator[None]:
-    """Raise what has ended the work elsewhere, where workers only show that they have stopped."""
+    """Raise the error that ended the merge on another rank; the workers here only report that they stopped."""
     try:
         yield
     except Abandoned:
         group.check()
         raise
-
-
-def gather(group: RankGroup, composition: Composition, identity: Identity) -> None:
-    """On rank 0, wait until all ranks have planned. Raises UsageError or SourceError if their plans differ."""
-    check_same(group.collect(fingerprint(composition, identity)), _MUST_BE_SAME)
 
 
 def write_together(
@@ -427,21 +422,19 @@ def write(
     with stoppable() as stop, Staging(composition.out, composition.replaces, lock) as staging, leading(group, stop):
         try:
             if group is not None:
-                gather(group, composition, identity)
+                check_same(group.collect(fingerprint(composition, identity)), _MUST_BE_SAME)
             check_room(composition)
             kept, before = resume(composition, identity, staging, notify)
-            facts = [index.files for index in composition.indexes]
-            told = composition.options
             with _uploading(composition, on_progress, stop) as upload:
                 context = Context(
-                    facts,
+                    [index.files for index in composition.indexes],
                     kept,
                     on_progress,
-                    # what is uploaded leaves nothing to resume from
+                    # an upload can't be resumed
                     staging.journal.add if upload is None else lambda path, mark: None,
-                    digest=told.checksum,
+                    digest=composition.options.checksum,
                     stop=stop,
-                    clone=told.clone,
+                    clone=composition.options.clone,
                     direct=upload is None,
                     upload=upload,
                 )
@@ -454,7 +447,9 @@ def write(
                 logger.info("wrote %d files, %s bytes, in %s", len(results), size, watch.lap())
                 digests = _check_sources(composition, results, before, on_progress, stop, group)
                 logger.info("checked that the sources are unchanged, in %s", watch.lap())
-                readme = _card(composition).encode()
+                loader = LOADERS[composition.client]
+                about = card(composition.report, __version__, composition.family, composition.target.stage, loader)
+                readme = about.encode()
                 content = make_manifest(composition, results, digests, readme, identity.digest(), now())
                 for name, data in ((MANIFEST, json.dumps(content, indent=2).encode() + b"\n"), (CARD, readme)):
                     write_durably(staging.path / name, data)
@@ -473,11 +468,6 @@ def write(
     if staging.folder.exists():
         notify(f"{staging.folder} could not be removed; its content is no longer needed")
     return sum((result.moved for result in results), CopyStats())
-
-
-def _card(composition: Composition) -> str:
-    client = LOADERS[composition.client]
-    return card(composition.report, __version__, composition.family, composition.target.stage, client)
 
 
 def _uploading(
@@ -554,7 +544,8 @@ def check_written(composition: Composition, staging: Path) -> None:
         or written.world_size != composition.target.world_size
         or [(one.params, one.step) for one in written.sub_groups] != [(one.params, one.step) for one in wanted_groups]
         or len(written.groups) != len(composition.target.groups)
-        or any(not _has_all(have.hyper, want.hyper) for have, want in pairs)
+        # a format may add hyperparameters that its loader asks for
+        or any({**have.hyper, **want.hyper} != have.hyper for have, want in pairs)
         or any(written.files[file.path].num_bytes != file.num_bytes for file in composition.plan.files)
     ):
         raise VerificationError.at(
@@ -644,7 +635,7 @@ def _judge(unfinished: Unfinished, identity: Identity, composition: Composition)
     if not reason:
         return True, f"resuming the merge begun at {there.begun}: {share} are written and will be checked"
     what = f"the output holds an unfinished merge ({there.recipe}, begun at {there.begun}, {share})"
-    # whoever allows replacing a complete output does not want to keep an incomplete one
+    # with --force even a complete output may go
     if is_another(there, identity) and unfinished.num_bytes and not (options.restart or options.replace):
         fix = (
             f"rerun that merge to resume it; use --restart, or remove {staging_folder(composition.out)}, to discard it"
@@ -660,14 +651,9 @@ def with_what_is_kept(
     if not (kept := staging.kept_bytes):
         return error
     then = f"it resumes with {kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
-    if isinstance(error, StorageError):  # the others say already that the command is to be run again
+    if isinstance(error, StorageError):  # the other errors already say so
         then = f"then rerun the same command: {then}"
     return type(error)(replace(problem, fix=f"{problem.fix}; {then}") for problem in error.problems)
-
-
-def _has_all(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Return whether a param group has all hyperparameters; a format may add those that its loader asks for."""
-    return all(key in written and written[key] == value for key, value in wanted.items())
 
 
 def prove(composition: Composition) -> None:

@@ -20,7 +20,7 @@ from llmtailor.formats.partial.manifest import read_manifest as read_partial_man
 from llmtailor.loaders.files import CKPT, MANIFEST, TRAINER_STATE, WHOLE_MODEL
 from llmtailor.loaders.loader import LOADERS, is_partial
 from llmtailor.loaders.trainer_state import CALLBACKS, read_mark
-from llmtailor.model.parts import layer_of
+from llmtailor.model.parts import Part
 
 
 def stated_attempt(root: Path) -> Past | None:
@@ -60,7 +60,7 @@ def read_part_steps(root: Path, name: str) -> tuple[dict[str, int], dict[str, in
             raise SourceError.at(
                 where, "the manifest is damaged: it does not state the step of each part", fix, Code.MANIFEST
             )
-        part, step = check_name(row.get("part"), "a part", where), row["step"]
+        part, step = Part(check_name(row.get("part"), "a part", where)), row["step"]
         steps[part] = min(step, steps.get(part, step))
         stated: Any = row.get("masters_step")  # absent in older ones
         of_masters = int(stated) if is_count(stated) else step
@@ -88,7 +88,7 @@ class ManifestFacts:
     """The optimizer's step by sub-group"""
     files: Mapping[str, tuple[int, int]]
     """Path -> size in bytes and CRC-32, as written"""
-    digests: Mapping[str, str]
+    digests: Mapping[Part, str]
     """Part -> digest of its states; see `storage.checksums.part_digest`. Layers are whole."""
     is_split: bool
     """Whether weights and optimizer states of a part come from different checkpoints, as requested"""
@@ -113,7 +113,7 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
             world_size=int(content["world_size"]),
             steps={int(row["flat_id"]): float(row["step"]) for row in content["optimizer_steps"]},
             files={str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in content["files"]},
-            digests={layer_of(str(row["part"])): str(row["digest"]) for row in content["parts"] if row["digest"]},
+            digests={Part(str(row["part"])).whole: str(row["digest"]) for row in content["parts"] if row["digest"]},
             is_split=any(notice.get("code") == Code.SPLIT_WEIGHTS.value for notice in content["notices"]),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, ELASTIC, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
+from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, lay_out_optimizer
 from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA
-from llmtailor.errors import MismatchError, SourceError, damaged, printable
+from llmtailor.errors import MismatchError, PathIn, SourceError, UnsupportedCheckpoint, damaged, printable
 from llmtailor.formats import lightning, plain, universal, zero
 from llmtailor.formats.common.param_names import describe_model
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.format import Reader, Writer, finish
 from llmtailor.formats.partial import read as partial_reader
-from llmtailor.loaders.files import CONFIG
-from llmtailor.loaders.loader import LOADERS
+from llmtailor.loaders.files import CONFIG, FOLDER, is_rng_file
+from llmtailor.loaders.loader import LOADERS, loader_of
 from llmtailor.loaders.read import read_config
 from llmtailor.model.find_parts import find_parts, split_experts
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.roles import BUFFER, FROZEN, WEIGHT, is_moment
 from llmtailor.storage.remote import UPLOADING, RemotePath
 from llmtailor.timing import Stopwatch
@@ -120,6 +123,47 @@ def display_name(path: Path) -> str:
     return printable(relative if len(relative) < len(absolute) and not relative.startswith("../..") else absolute)
 
 
+def check_base(base: CheckpointIndex, loader: str) -> None:
+    """Raise UnsupportedCheckpoint or SourceError if a checkpoint can't be the base of what this loader resumes from."""
+    if base.form.variant == ELASTIC:
+        raise UnsupportedCheckpoint.at(
+            base.name,
+            "an elastic checkpoint holds no hyperparameters, so it can supply states but can't be the base",
+            "use another checkpoint of the run as base_model, saved without elastic_checkpoint",
+        )
+    own = loader_of(base)
+    if own.state and own.state not in base.files and loader == own.name:
+        raise SourceError.at(
+            PathIn(base.name, own.state),
+            f"the file is missing, and {own.title} can't resume without it",
+            "copy it back, or use another base_model",
+        )
+
+
+def lay_out_target(
+    base: CheckpointIndex, family: str, stage: int, world_size: int | None, groups: Sequence[ParamGroup] | None
+) -> OptimizerLayout:
+    """Return the optimizer's layout in an output of a format; None keeps the base's ranks or param groups."""
+    settings = base.zero.settings
+    if family == UNIVERSAL:  # which has no sub-groups
+        settings = replace(settings, sub_group_size=sys.maxsize)
+    if family == TRAINER and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
+        world_size = 1  # without random states, nothing in this format is of a rank
+    if groups is None and UNIVERSAL in (family, base.form.family):
+        groups = base.groups  # whose sub-groups are laid out anew
+    numels = {name: param.numel for name, param in base.params.items()}
+    return lay_out_optimizer(
+        base.layout, numels, settings, base.precision, world_size=world_size, stage=stage, groups=groups
+    )
+
+
+def default_output(base: CheckpointIndex) -> Path:
+    """Return the folder of a composite with this base, if none is named: in the run's folder for a partial one."""
+    if base.form.is_partial and base.root.parent.name == FOLDER:
+        return output_in(base.root.parent.parent, base.global_step)
+    return base.root.with_name(base.root.name + "-merged")
+
+
 def output_in(run: Path, step: int) -> Path:
     """Return the folder for a composite in a run's folder, where a resume looks for it: torchtitan for ``step-N``."""
     is_of_titan = any((one / METADATA).is_file() for one in run.glob("step-*"))
@@ -143,14 +187,14 @@ def split_parts(structure: ModelStructure, *indexes: CheckpointIndex) -> ModelSt
 
 
 def with_experts(
-    structure: ModelStructure, index: CheckpointIndex, layers: Collection[str] | None = None
+    structure: ModelStructure, index: CheckpointIndex, layers: Collection[Part] | None = None
 ) -> ModelStructure:
     """Return the parts of the model in a checkpoint with experts as parts in these layers; None means all."""
     shapes = {name: () if param.role == "buffer" else param.shape for name, param in index.params.items()}
     return split_experts(structure, {**dict.fromkeys(index.tied, ()), **shapes}, layers)
 
 
-def shared_layers(index: CheckpointIndex, structure: ModelStructure) -> set[str]:
+def shared_layers(index: CheckpointIndex, structure: ModelStructure) -> set[Part]:
     """Return the layers that a partial checkpoint holds in part, or whose experts have several steps in a composite.
 
     In ``structure``, layers are whole.
@@ -165,7 +209,7 @@ def shared_layers(index: CheckpointIndex, structure: ModelStructure) -> set[str]
     return layers
 
 
-def absent_parts(index: CheckpointIndex, structure: ModelStructure, kind: str | None = None) -> frozenset[str]:
+def absent_parts(index: CheckpointIndex, structure: ModelStructure, kind: str | None = None) -> frozenset[Part]:
     """Return the parts that a partial checkpoint left out, entirely or in part; with ``kind``, those of this kind."""
     absent, pieces_of = set(), structure.pieces_of
     for state, held in index.held.items():

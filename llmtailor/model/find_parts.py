@@ -20,9 +20,9 @@ from llmtailor.model.parts import (
     HEAD,
     NORM,
     ModelStructure,
+    Part,
     Piece,
     expert_part,
-    layer_number,
     layer_part,
     non_expert_part,
 )
@@ -60,7 +60,7 @@ def find_parts_by_name(
     inside = (place for place in places.values() if place.number is not None and place.path in roles)
     first = min(numbers, default=0) if any(place.module == main for place in inside) else 0
 
-    part_of: dict[str, str] = {}
+    part_of: dict[str, Part] = {}
     for name, holder in stored.items():
         place = places[holder]
         if (role := roles.get(place.path)) is not None:
@@ -78,7 +78,7 @@ def find_parts_by_name(
     return ModelStructure(part_of, tuple(order), num_layers, tied_embeddings, modules)
 
 
-def _submodels(part_of: Mapping[str, str], hints: ArchHints) -> dict[str, tuple[str, ...]]:
+def _submodels(part_of: Mapping[str, Part], hints: ArchHints) -> dict[str, tuple[Part, ...]]:
     """Return the parts of every submodel that the hints list.
 
     An unlisted tensor belongs to the submodel whose tensors share the longest path with it, if there is exactly one.
@@ -89,7 +89,7 @@ def _submodels(part_of: Mapping[str, str], hints: ArchHints) -> dict[str, tuple[
             place = place_of(name.replace(LAYER, "0"))
             owners.setdefault((place.module, place.number is not None), module)
 
-    parts: dict[str, dict[str, None]] = {module: {} for module in hints.modules}
+    parts: dict[str, dict[Part, None]] = {module: {} for module in hints.modules}
     for name, part in part_of.items():
         place = place_of(name)
         owner = owners.get((place.module, place.number is not None)) or _nearest_owner(place.module, owners)
@@ -108,8 +108,8 @@ def _nearest_owner(module: Key, owners: Mapping[tuple[Key, bool], str]) -> str |
     return nearest[0] if longest and len(nearest) == 1 else None
 
 
-def _titles(places: Iterable[Place], main: Key | None, around: Key) -> dict[str, str]:
-    """Return the names of parts outside the main stack: the module's key without the prefix shared with the stack."""
+def _titles(places: Iterable[Place], main: Key | None, around: Key) -> dict[str, Part]:
+    """Return the parts outside the main stack, by tensor: the module's key without the prefix shared with the stack."""
     keys: dict[str, Key] = {}
     for place in places:
         if place.number is None:
@@ -126,7 +126,7 @@ def _titles(places: Iterable[Place], main: Key | None, around: Key) -> dict[str,
         title = _short(key, around)
         if len(sharers[title]) > 1 or RESERVED.fullmatch(title):
             title = ".".join(key)
-        titles[name] = name if RESERVED.fullmatch(title) else title
+        titles[name] = Part(name if RESERVED.fullmatch(title) else title)
     return titles
 
 
@@ -159,7 +159,7 @@ _MOST = 4096
 
 
 def split_experts(
-    structure: ModelStructure, shapes: Mapping[str, tuple[int, ...]], layers: Collection[str] | None = None
+    structure: ModelStructure, shapes: Mapping[str, tuple[int, ...]], layers: Collection[Part] | None = None
 ) -> ModelStructure:
     """Return the parts with each expert of these layers as a part; None means all layers. Others stay as they are.
 
@@ -170,7 +170,7 @@ def split_experts(
     numbers: dict[str, int] = {}
     pieces: dict[str, dict[str, tuple[int, Piece]]] = {}
     for layer in structure.parts:
-        if layer_number(layer) is None or (layers is not None and layer not in layers):
+        if layer.layer is None or (layers is not None and layer not in layers):
             continue
         names = structure.names(layer)
         own = {name: int(match[1]) for name in names if (match := _OWN.fullmatch(name))}
@@ -184,11 +184,11 @@ def split_experts(
     if not numbers and not pieces:
         return structure
 
-    part_of: dict[str, str] = {}
-    shares: dict[str, dict[int, str]] = {}  # layer -> expert, -1 for the rest, -> part
+    part_of: dict[str, Part] = {}
+    shares: dict[Part, dict[int, Part]] = {}  # layer -> expert, -1 for the rest, -> part
     split = {structure.part_of[name] for name in (*numbers, *pieces)}
     for name, part in structure.part_of.items():
-        at = layer_number(part)
+        at = part.layer
         if part not in split or at is None:
             part_of[name] = part
             continue
@@ -199,7 +199,7 @@ def split_experts(
 
     in_order = {part: [of_one for _, of_one in sorted(found.items())] for part, found in shares.items()}
 
-    def divide(parts: Collection[str]) -> tuple[str, ...]:
+    def divide(parts: Collection[Part]) -> tuple[Part, ...]:
         return tuple(one for part in parts for one in in_order.get(part, [part]))
 
     return replace(

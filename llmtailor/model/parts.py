@@ -10,15 +10,10 @@ import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from llmtailor.errors import ranges
 
-EMBED = "embed_tokens"
-NORM = "norm"
-HEAD = "lm_head"
-_LAYER = re.compile(r"layer (\d+)")
-_SHARE = re.compile(r"(layer (\d+)) (?:expert (\d+)|non-expert)")
 _LONG = 24
 """Maximum number of rows of experts by layer"""
 _LISTED = 12
@@ -27,52 +22,68 @@ _COMPARED = 300
 """Maximum number of characters to compare with valid names; the time grows with their square."""
 
 
-def layer_part(number: int) -> str:
-    """Return the name of a layer's part, e.g. ``layer 3``."""
-    return f"layer {number}"
+class Part(str):
+    """A part of a model: a layer, an expert or the rest of a layer, or another module by its name.
+
+    It is the text that names it in recipes, messages and documents (``layer 3``, ``layer 3 expert 5``,
+    ``layer 3 non-expert``, ``lm_head``), parsed once, where it is read.
+    """
+
+    __slots__ = ("expert", "layer", "whole")
+    layer: int | None
+    """Number of the layer that it is, or that it is a share of; None for other modules"""
+    expert: int | None
+    """Number of the expert in its layer; None for other parts"""
+    whole: Part
+    """The layer that it is a share of; any other part is itself"""
+
+    def __new__(cls, text: str) -> Part:
+        if isinstance(text, Part):
+            return text
+        part = super().__new__(cls, text)
+        match = _PART.fullmatch(text)
+        part.layer = int(match[2]) if match else None
+        part.expert = int(match[3]) if match and match[3] else None
+        part.whole = part if not match or match[1] == text else Part(match[1])
+        return part
+
+    def __reduce__(self) -> tuple[type[Part], tuple[str]]:
+        return Part, (str(self),)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is an expert, or the rest of a layer with experts."""
+        return self.whole is not self
 
 
-def layer_number(part: str) -> int | None:
-    """Return the number of a layer's part, None for any other part."""
-    match = _LAYER.fullmatch(part)
-    return int(match[1]) if match else None
+_PART = re.compile(r"(layer ([0-9]{1,9}))(?: (?:expert ([0-9]{1,9})|non-expert))?")
+EMBED, NORM, HEAD = Part("embed_tokens"), Part("norm"), Part("lm_head")
 
 
-def expert_part(layer: int, number: int) -> str:
-    """Return the name of an expert's part, e.g. ``layer 3 expert 5``."""
-    return f"layer {layer} expert {number}"
+def layer_part(number: int) -> Part:
+    return Part(f"layer {number}")
 
 
-def non_expert_part(layer: int) -> str:
-    """Return the name of the part with everything else of a layer: attention, norms, router, shared experts."""
-    return f"layer {layer} non-expert"
+def expert_part(layer: int, number: int) -> Part:
+    return Part(f"layer {layer} expert {number}")
 
 
-@lru_cache(maxsize=1 << 16)
-def expert_number(part: str) -> tuple[int, int] | None:
-    """Return the layer and the number of an expert's part, None for any other part."""
-    match = _SHARE.fullmatch(part)
-    return (int(match[2]), int(match[3])) if match and match[3] else None
+def non_expert_part(layer: int) -> Part:
+    """Return the part with everything of a layer but its routed experts: attention, norms, router, shared experts."""
+    return Part(f"layer {layer} non-expert")
 
 
-@lru_cache(maxsize=1 << 16)
-def layer_of(part: str) -> str:
-    """Return the layer that a part is a share of: ``layer 3`` for ``layer 3 expert 5``. Any other part is itself."""
-    match = _SHARE.fullmatch(part)
-    return match[1] if match else part
-
-
-def step_of(steps: Mapping[str, int], part: str, otherwise: int) -> int:
+def step_of(steps: Mapping[Part, int], part: Part, otherwise: int) -> int:
     """Return the step of a part if steps are known of some parts only; of a layer of several steps the oldest."""
-    if part in steps or layer_of(part) in steps:
-        return steps.get(part, steps.get(layer_of(part), otherwise))
-    return min((step for one, step in steps.items() if layer_of(one) == part), default=otherwise)
+    if part in steps or part.whole in steps:
+        return steps.get(part, steps.get(part.whole, otherwise))
+    return min((step for one, step in steps.items() if one.whole == part), default=otherwise)
 
 
-def with_layers(parts: Collection[str], all_parts: Iterable[str]) -> frozenset[str]:
-    """Return the parts, and each layer that has shares among ``all_parts``, all of which are here."""
-    lacking = {layer_of(part) for part in all_parts if part not in parts}
-    return frozenset(parts) | {layer_of(part) for part in parts} - lacking
+def with_layers(parts: Collection[Part], all_parts: Iterable[Part]) -> frozenset[Part]:
+    """Return the parts, and each layer whose shares among ``all_parts`` are all among them."""
+    lacking = {part.whole for part in all_parts if part not in parts}
+    return frozenset(parts) | {part.whole for part in parts} - lacking
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,27 +109,22 @@ class ModelStructure:
     `experts.split_experts` divides layers into ``layer 3 non-expert``, ``layer 3 expert 0``, ...
     """
 
-    part_of: Mapping[str, str]
+    part_of: Mapping[str, Part]
     """Param, buffer or weight name -> part. A param in `pieces` is replaced by its pieces."""
-    parts: tuple[str, ...]
+    parts: tuple[Part, ...]
     """In the order of the model."""
     num_layers: int
     tied: bool
     """Whether input and output embeddings are one tensor"""
-    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    modules: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
     """Submodels by mergekit's names (``text_decoder``, ``vision_tower``), and the parts of each. Empty if mergekit's
     data was not consulted or lacks the model."""
     pieces: Mapping[str, Piece] = field(default_factory=dict)
     """Name of an expert's piece of a fused param -> what it is of the param"""
 
     @cached_property
-    def layers(self) -> dict[str, int]:
-        """The parts of layers, and the layers' numbers"""
-        return {part: number for part in self.parts if (number := layer_number(layer_of(part))) is not None}
-
-    @cached_property
-    def _names_of(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+    def _names_of(self) -> dict[Part, list[str]]:
+        found: dict[Part, list[str]] = {}
         for name, part in self.part_of.items():
             found.setdefault(part, []).append(name)
         return found
@@ -136,13 +142,13 @@ class ModelStructure:
         piece = self.pieces.get(name)
         return piece.param if piece else name
 
-    def joined(self, layers: Collection[str]) -> ModelStructure:
+    def joined(self, layers: Collection[Part]) -> ModelStructure:
         """Return the parts with these layers as one part each, and without pieces of their params."""
 
-        def join(part: str) -> str:
-            return layer_of(part) if layer_of(part) in layers else part
+        def join(part: Part) -> Part:
+            return part.whole if part.whole in layers else part
 
-        whole = {name: piece.param for name, piece in self.pieces.items() if layer_of(self.part_of[name]) in layers}
+        whole = {name: piece.param for name, piece in self.pieces.items() if self.part_of[name].whole in layers}
         return replace(
             self,
             part_of={whole.get(name, name): join(part) for name, part in self.part_of.items()},
@@ -151,15 +157,15 @@ class ModelStructure:
             pieces={name: piece for name, piece in self.pieces.items() if name not in whole},
         )
 
-    def divide(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return the parts that are among the names as a whole, and those of which only some tensors are."""
+    def divide(self, names: Iterable[str]) -> tuple[list[Part], list[Part]]:
+        """Return the parts whose tensors are all among the names, and those that have only some of theirs there."""
         taken = set(names)
         touched = {self.part_of[name] for name in taken}
         rest = {part for name, part in self.part_of.items() if name not in taken}
         in_order = [part for part in self.parts if part in touched]
         return [part for part in in_order if part not in rest], [part for part in in_order if part in rest]
 
-    def names(self, part: str) -> list[str]:
+    def names(self, part: Part) -> list[str]:
         """Return the tensor names that belong to a part."""
         return [*self._names_of.get(part, ())]
 
@@ -194,17 +200,16 @@ def nearest(name: object, valid: Collection[str]) -> str:
     return f"did you mean {close[0]!r}? Valid here: {listed}" if close else f"valid here: {listed}"
 
 
-def condense(parts: Iterable[str]) -> str:
+def condense(names: Iterable[str]) -> str:
     """Return names joined for a message: ``embed_tokens, layers 0, 3-7, norm``. A long list is cut.
 
     Layers come in ascending order, in the place of the first one; experts likewise.
     """
-    groups: dict[str, list[str]] = {}
-    for part in dict.fromkeys(parts):
-        if layer_of(part) != part:
-            kind = "experts" if expert_number(part) else "non-expert"
-        else:
-            kind = part if layer_number(part) is None else "layers"
+    groups: dict[str, list[Part]] = {}
+    for part in map(Part, dict.fromkeys(names)):
+        kind = "layers" if part.layer is not None else part
+        if part.is_share:
+            kind = "non-expert" if part.expert is None else "experts"
         groups.setdefault(kind, []).append(part)
     shown = [_joined(kind, members) for kind, members in groups.items()]
     return ", ".join([*shown[:_LISTED], f"and {len(shown) - _LISTED} more"] if len(shown) > _LISTED else shown)
@@ -216,9 +221,8 @@ def group_shares(parts: Sequence[str], facts: Sequence[Hashable]) -> list[list[i
     If there are many, experts of all layers with the same facts are. `condense` names a group.
     """
     keys: list[tuple[str, bool, Hashable]] = []
-    for part, fact in zip(parts, facts, strict=True):
-        layer = layer_of(part)
-        keys.append((layer if layer != part else "", expert_number(part) is not None, fact))
+    for part, fact in zip(map(Part, parts), facts, strict=True):
+        keys.append((part.whole if part.is_share else "", part.expert is not None, fact))
     is_long = len({key for key in keys if key[0]}) > _LONG
     groups: dict[Hashable, list[int]] = {}
     for at, key in enumerate(keys):
@@ -226,13 +230,13 @@ def group_shares(parts: Sequence[str], facts: Sequence[Hashable]) -> list[list[i
     return list(groups.values())
 
 
-def _joined(kind: str, parts: list[str]) -> str:
-    """Return layers, experts, or what is left of layers without these, as one name."""
+def _joined(kind: str, parts: Sequence[Part]) -> str:
+    """Return one name for several layers, experts, or rests of layers."""
     if len(parts) == 1:
         return parts[0]
-    layers = sorted({number for part in parts if (number := layer_number(layer_of(part))) is not None})
+    layers = sorted({part.layer for part in parts if part.layer is not None})
     if kind == "experts":
-        numbers = sorted(found[1] for part in parts if (found := expert_number(part)))
+        numbers = sorted(part.expert for part in parts if part.expert is not None)
         if len(layers) == 1:
             return f"{layer_part(layers[0])} experts {ranges(numbers)}"
         return f"{len(numbers)} experts of layers {ranges(layers)}"

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, Part, layer_part
 
 Key = tuple[str, ...]
 """A module path without wrappers."""
@@ -160,7 +160,7 @@ def find_stack(places: Iterable[Place], numels: Mapping[str, int], hints: ArchHi
 
 def find_roles(
     stored: Mapping[str, str], places: Mapping[str, Place], around: Key, hints: ArchHints | None
-) -> tuple[dict[Key, str], bool]:
+) -> tuple[dict[Key, Part], bool]:
     """Return the part of each module with a role, by `Place.path`, and whether input and output embeddings are tied.
 
     `stored` maps names to the names that values are stored under, `places` has the places of both, and `around` is the
@@ -171,11 +171,14 @@ def find_roles(
     every = list(dict.fromkeys(place.module for place in places.values() if place.number is None))
     hinted = _hinted(stored, places, hints) if hints else {}
 
-    embed = hinted.get(EMBED) or _some(_find_embed(modules, around) or _find_embed(every, around))
-    hinted_head = [key for key in hinted.get(HEAD, []) if key not in embed]
-    head = hinted_head or _some(_find_head([key for key in every if key not in embed], around))
-    norm = hinted.get(NORM) or _some(next((key for word in NORM_WORDS if (key := (*around, word)) in every), None))
-    tied = _are_tied(embed, head, stored, places)
+    embed = hinted.get(EMBED) or next(
+        (found for keys in (modules, every) if (found := _find(EMBED_WORDS, keys, around, anywhere=True))), []
+    )
+    head = [key for key in hinted.get(HEAD, []) if key not in embed]
+    head = head or _find(HEAD_WORDS, [key for key in every if key not in embed], around)
+    norm = hinted.get(NORM) or [key for word in NORM_WORDS if (key := (*around, word)) in every][:1]
+    holders = [{holder for name, holder in stored.items() if places[name].path in keys} for keys in (embed, head)]
+    tied = not holders[0].isdisjoint(holders[1])
 
     roles = dict.fromkeys(norm, NORM)
     for key in head:
@@ -206,30 +209,14 @@ def _hinted(stored: Mapping[str, str], places: Mapping[str, Place], hints: ArchH
     return {role: list(dict.fromkeys(path for name in names for path in paths(name))) for role, names in listed.items()}
 
 
-def _some(key: Key | None) -> list[Key]:
-    return [] if key is None else [key]
-
-
-def _find_embed(modules: Sequence[Key], around: Key) -> Key | None:
-    """Return the input embeddings: preferably next to the stack or above it, else anywhere in the text model."""
-    found = [key for key in modules if key[-1] in EMBED_WORDS]
-    beside = [key for key in found if around[: len(key) - 1] == key[:-1]]
-    candidates = beside or [key for key in found if not is_aside(key)]
-    return min(candidates, key=lambda key: (EMBED_WORDS.index(key[-1]), -len(key), key), default=None)
-
-
-def _find_head(modules: Sequence[Key], around: Key) -> Key | None:
-    """Return the output embeddings: next to the stack or above it."""
-    found = [key for key in modules if key[-1] in HEAD_WORDS and around[: len(key) - 1] == key[:-1]]
-    return min(found, key=lambda key: (HEAD_WORDS.index(key[-1]), -len(key), key), default=None)
-
-
-def _are_tied(
-    embed: Sequence[Key], head: Sequence[Key], stored: Mapping[str, str], places: Mapping[str, Place]
-) -> bool:
-    """Return whether a tensor of one is stored under the same name as a tensor of the other."""
-    holders = [{holder for name, holder in stored.items() if places[name].path in keys} for keys in (embed, head)]
-    return not holders[0].isdisjoint(holders[1])
+def _find(words: Sequence[str], modules: Sequence[Key], around: Key, *, anywhere: bool = False) -> list[Key]:
+    """Return the module with the most specific of these names, if any: next to the stack or above it, or else
+    ``anywhere`` in the text model."""
+    named = [key for key in modules if key[-1] in words]
+    found = [key for key in named if around[: len(key) - 1] == key[:-1]]
+    if anywhere and not found:
+        found = [key for key in named if not is_aside(key)]
+    return sorted(found, key=lambda key: (words.index(key[-1]), -len(key), key))[:1]
 
 
 WEIGHT = "weight"

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from llmtailor.errors import Problem, TailorError, UsageError
-from llmtailor.model.parts import ModelStructure, nearest
+from llmtailor.model.parts import ModelStructure, Part, nearest
 from llmtailor.policies.policy import PartChoice, Policy, Situation, Stateful
 from llmtailor.policies.schedules import POLICIES
 
@@ -52,7 +52,7 @@ def saves_masters(policy: Policy) -> bool:
     return bool(getattr(policy, "saves_masters", False))
 
 
-def ask(policy: Policy, situation: Situation) -> tuple[dict[str, str], list[Problem]]:
+def ask(policy: Policy, situation: Situation) -> tuple[dict[Part, str], list[Problem]]:
     """Return the valid part of the policy's answer, and the problems with the rest."""
     where = f"policy {policy.name}, save {situation.save}"
     try:
@@ -68,7 +68,7 @@ def ask(policy: Policy, situation: Situation) -> tuple[dict[str, str], list[Prob
     return {part: str(answer[part]) for part in situation.parts if part in answer}, problems
 
 
-def _due(situation: Situation, wanted: Mapping[str, str], max_staleness: int, *, is_paced: bool) -> dict[str, str]:
+def _due(situation: Situation, wanted: Mapping[Part, str], max_staleness: int, *, is_paced: bool) -> dict[Part, str]:
     """Return the parts that must be added to this save, with reasons."""
     now, last = situation.save, situation.last
     left_out = [part for part in situation.parts if part not in wanted]
@@ -86,15 +86,15 @@ def _due(situation: Situation, wanted: Mapping[str, str], max_staleness: int, *,
 
 
 def _ahead_of_time(
-    deadlines: Mapping[str, int], num_bytes: Mapping[str, int], now: int, share: int, largest: int
-) -> list[str]:
+    deadlines: Mapping[Part, int], num_bytes: Mapping[str, int], now: int, share: int, largest: int
+) -> list[Part]:
     """Return the parts to save now, so that no save must hold more than `share` + `largest` bytes of them.
 
     `share` bytes per save cover the whole model in time. Parts due by a later save may wait if the saves after this one
     can hold them at that rate, plus one part; the excess is saved now, the most urgent first. If there is too much for
     the share (left by another policy), the smallest sufficient number is used.
     """
-    due_by: dict[int, list[str]] = {}
+    due_by: dict[int, list[Part]] = {}
     for part, deadline in deadlines.items():
         due_by.setdefault(deadline, []).append(part)
     in_time = sorted(due_by)
@@ -123,7 +123,7 @@ _AGAIN = "decide by the situation alone, without random numbers or a clock; what
 def check_policy(
     policy: Policy,
     structure: ModelStructure,
-    parts: Sequence[str],
+    parts: Sequence[Part],
     num_bytes: Mapping[str, int],
     max_staleness: int | None = None,
     *,
@@ -181,7 +181,9 @@ def _simulate(
     for save in range(1, NUM_SAVES + 1):
         if resume and save == _RESUMED:
             policy = _rewound(original, state_of(policy))
-        drift = {part: _CHANGE * (save - last[part]) for part in first.parts} if policy.needs_drift else None
+        drift: dict[str, float] | None = None
+        if policy.needs_drift:
+            drift = {part: _CHANGE * (save - last[part]) for part in first.parts}
         now = Situation(save, save, first.structure, first.parts, first.num_bytes, dict(last), drift, drift)
         answers.append(choose(policy, now, limit))
         last |= dict.fromkeys(answers[-1].parts, save)

@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from llmtailor.errors import Problem, UsageError
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Situation:
     save: int
     """Number of this save: how many of this run came before it"""
     structure: ModelStructure
-    parts: tuple[str, ...]
+    parts: tuple[Part, ...]
     """The parts with trainable params, in the order of the model: what can be chosen"""
     num_bytes: Mapping[str, int]
     """Part -> bytes needed to save it, over all ranks"""
@@ -42,7 +42,7 @@ class Situation:
         if lacking := [part for part in self.parts if part not in self.num_bytes]:
             raise ValueError(f"no bytes are given for {', '.join(lacking)}")
 
-    def age(self, part: str) -> int:
+    def age(self, part: Part) -> int:
         """Return the part's age in saves if this save leaves it out too."""
         return self.save - self.last[part]
 
@@ -68,7 +68,7 @@ class Policy(Protocol):
     def choose(self, situation: Situation) -> Mapping[str, str]:
         """Return the parts to save, each with a short reason."""
 
-    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int | None:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[Part]) -> int | None:
         """Return the maximum age of a part, in saves; None if there is no maximum.
 
         0 means that every save holds every part, 1 that a part can be one save old.
@@ -92,13 +92,13 @@ class Stateful(Protocol):
 class PartChoice:
     """The parts that a save holds."""
 
-    parts: Mapping[str, str]
+    parts: Mapping[Part, str]
     """Part -> reason, in the order of the model. Never empty."""
-    added: frozenset[str]
+    added: frozenset[Part]
     """The parts that the policy left out"""
     problems: tuple[Problem, ...] = ()
     """The invalid parts of the policy's answer, which were ignored"""
-    masters: tuple[str, ...] = ()
+    masters: tuple[Part, ...] = ()
     """Further parts, of which it holds the masters without the moments"""
 
 

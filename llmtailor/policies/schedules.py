@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from llmtailor.balance import deal
 from llmtailor.errors import Problem, UsageError
-from llmtailor.model.parts import EMBED, NORM, ModelStructure, nearest
+from llmtailor.model.parts import EMBED, NORM, ModelStructure, Part, nearest
 from llmtailor.policies.policy import Configured, Policy, Situation, number, whole
 
 
@@ -22,7 +22,7 @@ class Full(Configured):
     def choose(self, situation: Situation) -> dict[str, str]:
         return dict.fromkeys(situation.parts, "full")
 
-    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[Part]) -> int:
         return 0
 
 
@@ -46,17 +46,16 @@ class Parity(Configured):
 
     def choose(self, situation: Situation) -> dict[str, str]:
         half = situation.save % 2
-        numbers = situation.structure.layers
-        evens = {part for part, number in numbers.items() if number % 2 == 0} | {NORM, EMBED}
+        evens = {part for part in situation.parts if part.layer is not None and part.layer % 2 == 0} | {NORM, EMBED}
         why = "odd half" if half else "even half"
         always = self.aux_every == 1
         return {
-            part: why if part in numbers or not always else "auxiliary"
+            part: why if part.layer is not None or not always else "auxiliary"
             for part in situation.parts
-            if (part in evens) != bool(half) or (always and part not in numbers)
+            if (part in evens) != bool(half) or (always and part.layer is None)
         }
 
-    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[Part]) -> int:
         return 1
 
 
@@ -91,21 +90,20 @@ class Filter(Configured):
         chosen |= dict.fromkeys(hands[(situation.save - 1) % self.aux_every], "auxiliary")
         return chosen
 
-    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[Part]) -> int:
         _, rest, aux = self._sort(structure, parts)
         return max(self.every * self.groups - 1 if rest else 0, self.aux_every - 1 if aux else 0)
 
-    def _sort(self, structure: ModelStructure, parts: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    def _sort(self, structure: ModelStructure, parts: Sequence[Part]) -> tuple[dict[str, str], list[Part], list[Part]]:
         """Return the layers of every save with their reasons, the other layers, and the auxiliary parts."""
-        numbers = structure.layers
         tail = structure.num_layers - self.last
-        ends = {
-            part: f"first {self.first}" if numbers[part] < self.first else f"last {self.last}"
+        ends: dict[str, str] = {
+            part: f"first {self.first}" if part.layer < self.first else f"last {self.last}"
             for part in parts
-            if part in numbers and not self.first <= numbers[part] < tail
+            if part.layer is not None and not self.first <= part.layer < tail
         }
-        rest = [part for part in parts if part in numbers and part not in ends]
-        return ends, rest, [part for part in parts if part not in numbers]
+        rest = [part for part in parts if part.layer is not None and part not in ends]
+        return ends, rest, [part for part in parts if part.layer is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class RoundRobin(Configured):
         turn = (situation.save - 1) % len(groups)
         return dict.fromkeys(groups[turn], f"group {turn + 1} of {len(groups)}")
 
-    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[Part]) -> int:
         return min(self.k, len(parts)) - 1
 
 
@@ -139,7 +137,7 @@ class MomentsInTurn(RoundRobin):
     k: int = whole(1, 4)
 
 
-def cut(parts: Sequence[str], num_bytes: Mapping[str, int], k: int) -> list[list[str]]:
+def cut(parts: Sequence[Part], num_bytes: Mapping[str, int], k: int) -> list[list[str]]:
     """Return the parts in min(k, len(parts)) runs, the largest of which has as few bytes as possible."""
     k = min(k, len(parts))
     low, high = max(num_bytes[part] for part in parts), sum(num_bytes[part] for part in parts)
@@ -152,7 +150,7 @@ def cut(parts: Sequence[str], num_bytes: Mapping[str, int], k: int) -> list[list
     return _fill(parts, num_bytes, low, k)
 
 
-def _fill(parts: Sequence[str], num_bytes: Mapping[str, int], limit: int, at_least: int) -> list[list[str]]:
+def _fill(parts: Sequence[Part], num_bytes: Mapping[str, int], limit: int, at_least: int) -> list[list[str]]:
     """Return the parts in runs of at most `limit` bytes: as few as possible, but no fewer than `at_least`."""
     runs: list[list[str]] = [[]]
     load = 0
@@ -236,7 +234,7 @@ class Adaptive(Configured):
         measured = {part: situation.expected_loss.get(part, math.inf) for part in situation.parts}
         cost = {part: math.inf if math.isnan(found) else found for part, found in measured.items()}
 
-        def rank(part: str) -> tuple[float, float]:
+        def rank(part: Part) -> tuple[float, float]:
             age = situation.age(part) if part in situation.last else math.inf
             return cost[part] * math.sqrt(age) / max(1, sizes[part]), age  # the age decides if nothing has changed
 
@@ -246,7 +244,7 @@ class Adaptive(Configured):
                 chosen[part] = "change unknown" if math.isinf(cost[part]) else f"costs {cost[part]:.2g}"
         return chosen
 
-    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> None:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[Part]) -> None:
         return None
 
     def state_dict(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem
-from llmtailor.model.parts import EMBED, HEAD, NORM, layer_of
+from llmtailor.model.parts import EMBED, HEAD, NORM, Part
 
 DTYPES = {
     "bfloat16": "BF16", "bf16": "BF16", "float16": "F16", "fp16": "F16", "half": "F16", "float32": "F32", "fp32": "F32",
@@ -115,7 +115,7 @@ class Parts:
     """Whole parts by name. Not in YAML: only an `Assignment` has them."""
 
     source: Path
-    parts: tuple[str, ...]
+    parts: tuple[Part, ...]
     only: str | None = None
     """As in `Select`"""
 
@@ -131,21 +131,21 @@ class Assignment:
 
     base: RunCheckpoint
     """Supplies what belongs to no part"""
-    source_of: Mapping[str, RunCheckpoint]
+    source_of: Mapping[Part, RunCheckpoint]
     """Every part of the model"""
-    reason: Mapping[str, str]
+    reason: Mapping[Part, str]
     """Part -> reason in a few words, e.g. ``newest`` or ``flagged at 150``"""
     title: str
     """Its origin, e.g. ``strategy parity at step 400``"""
-    moments_of: Mapping[str, RunCheckpoint] = field(default_factory=dict)
+    moments_of: Mapping[Part, RunCheckpoint] = field(default_factory=dict)
     """Part -> the checkpoint that its moments come from, if that is not the one in ``source_of``"""
 
     def joined(self) -> Assignment:
         """Return the same with each layer as one part if all of it comes from one checkpoint for one reason."""
-        found: dict[str, set[tuple[RunCheckpoint, RunCheckpoint | None, str]]] = {}
+        found: dict[Part, set[tuple[RunCheckpoint, RunCheckpoint | None, str]]] = {}
         for part, source in self.source_of.items():
-            found.setdefault(layer_of(part), set()).add((source, self.moments_of.get(part), self.reason[part]))
-        name = {part: layer_of(part) if len(found[layer_of(part)]) == 1 else part for part in self.source_of}
+            found.setdefault(part.whole, set()).add((source, self.moments_of.get(part), self.reason[part]))
+        name = {part: part.whole if len(found[part.whole]) == 1 else part for part in self.source_of}
         return replace(
             self,
             source_of={name[part]: source for part, source in self.source_of.items()},
@@ -153,13 +153,13 @@ class Assignment:
             moments_of={name[part]: source for part, source in self.moments_of.items()},
         )
 
-    def rules(self) -> list[tuple[RunCheckpoint, tuple[str, ...], str | None]]:
+    def rules(self) -> list[tuple[RunCheckpoint, tuple[Part, ...], str | None]]:
         """Return each checkpoint, the base first, then newest first, with the parts that come from it; then those that
         only moments come from, marked by `ONLY_MOMENTS`."""
 
         def by_source(
-            of: Mapping[str, RunCheckpoint], first: Sequence[RunCheckpoint], only: str | None
-        ) -> Iterator[tuple[RunCheckpoint, tuple[str, ...], str | None]]:
+            of: Mapping[Part, RunCheckpoint], first: Sequence[RunCheckpoint], only: str | None
+        ) -> Iterator[tuple[RunCheckpoint, tuple[Part, ...], str | None]]:
             for source in dict.fromkeys([*first, *sorted(of.values(), key=lambda source: -source.step)]):
                 yield source, tuple(part for part, owner in of.items() if owner == source), only
 
@@ -205,7 +205,7 @@ class Recipe:
         Given slices, it takes the embeddings from the first, and norm and head from the last (``mergekit/plan.py``).
         """
         slices = [rule.source for rule in self.rules if isinstance(rule, LayerRange) and rule.module is None]
-        own = {EMBED: slices[:1], NORM: slices[-1:], HEAD: slices[-1:]}
+        own: dict[str, list[Path]] = {EMBED: slices[:1], NORM: slices[-1:], HEAD: slices[-1:]}
         return any(part in own and own[part] not in ([], [self.base]) for part in parts)
 
     def sources(self) -> tuple[Path, ...]:

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from llmtailor.checkpoint.step_names import step_of
-from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure, condense, expert_number, layer_number, layer_of, with_layers
+from llmtailor.errors import Problem, RecipeError, printable
+from llmtailor.model.parts import ModelStructure, Part, condense, layer_part, with_layers
 from llmtailor.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
 from llmtailor.storage.remote import RemotePath
@@ -70,7 +70,7 @@ class _Document:
                 text = f"./{text}"
         if any("\ud800" <= sign <= "\udfff" for sign in text):
             fix = "rename the folder, or use a symlink with a plain name"
-            self.problems.append(Problem(_printable(str(path)), "a recipe can't name this path: it is not UTF-8", fix))
+            self.problems.append(Problem(printable(str(path)), "a recipe can't name this path: it is not UTF-8", fix))
         return _quote(text.replace("$", "$$"))
 
 
@@ -144,7 +144,7 @@ def write_normal_form(
 
 
 def _write_split(
-    part: str,
+    part: Part,
     source_of: Mapping[str, Origin],
     weights_of: Mapping[str, Path],
     structure: ModelStructure,
@@ -158,7 +158,7 @@ def _write_split(
         what = "the normal form can't express different sources of its weights and optimizer states"
         document.problems.append(Problem(part, what, "keep the recipe as it is"))
         return
-    layer = layer_number(part)
+    layer = part.layer
     document.slices.append((source, number, number) if layer is None else (source, layer, layer + 1))
     weights = {name: weights_of.get(name, source) for name in names}
     if len(set(weights.values())) == 1:
@@ -179,7 +179,7 @@ def _lay_out(document: _Document, structure: ModelStructure) -> str:
         lines += _comment(comments, "  ")
         lines += document.head(path)
         try:
-            lines += _entry("select", spell(names, structure), "    ")
+            lines += _entry("select", selectors_for(names, structure), "    ")
             lines += [f"    only: {only}"] if only else []
         except RecipeError as error:
             document.problems += error.problems
@@ -204,7 +204,7 @@ def _comment(texts: Sequence[str], indent: str = "") -> list[str]:
         head + row
         for text in texts
         for line in text.splitlines()
-        for row in textwrap.wrap(_printable(line), _WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
+        for row in textwrap.wrap(printable(line), _WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
     ]
 
 
@@ -221,12 +221,7 @@ def _quote(text: str) -> str:
     """Return a text as YAML, in double quotes if it would be read as something else."""
     if _PLAIN.fullmatch(text) and text.lower() != "null":
         return text
-    return '"' + _printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
-
-
-def _printable(text: str) -> str:
-    """Return the text with unprintable characters as escapes, which are the same in YAML and Python."""
-    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+    return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
 def _age(step: int, base_step: int | None) -> str:
@@ -242,7 +237,7 @@ def _shares(names: Collection[str], structure: ModelStructure) -> list[str]:
     return [condense(whole)] * bool(whole) + [f"some tensors of {condense(split)}"] * bool(split)
 
 
-def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
+def selectors_for(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
     """Return selectors for exactly these tensors, at least one; tied names stay together.
 
     Whole parts are written as numbers or names (``odd``, ``8-15``, ``norm``), other tensors as globs over layers and
@@ -253,50 +248,47 @@ def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
     if len(wanted) == len(structure.part_of):
         return ("all",)
     whole, split = structure.divide(wanted)
-    layers = with_layers(whole, structure.parts) & {layer_of(part) for part in structure.layers}
-    taken = {number for part, number in structure.layers.items() if layer_of(part) in layers}
-    texts = _spell_layers(taken, sorted({*structure.layers.values()}))
-    texts += _spell_experts([part for part in whole if layer_of(part) not in layers], structure)
+    layers = {part for part in with_layers(whole, structure.parts) if part.layer is not None and not part.is_share}
+    every = sorted({part.layer for part in structure.parts if part.layer is not None})
+    taken = [number for number in every if layer_part(number) in layers]
+    words = (("layers", every), ("even", [n for n in every if n % 2 == 0]), ("odd", [n for n in every if n % 2]))
+    fitting = [word for word, numbers in words if taken == numbers and (len(taken) > 1 or taken == every)]
+    texts = fitting[:1] if taken and fitting else _runs(taken, every)
+    texts += _expert_selectors([part for part in whole if part.whole not in layers], structure)
     pieces = [name for part in split for name in structure.names(part) if name in wanted]
     for part in whole:
-        if layer_of(part) == part and part not in layers:
+        if not part.is_share and part not in layers:
             own = structure.names(part)
             if select([part], structure) == (frozenset(own), ()):
                 texts.append(part)
             else:
                 pieces += own
-    for spelled in (_globs(pieces, wanted, structure), [_exactly(name) for name in pieces]):
-        if select(texts + spelled, structure) == (wanted, ()):
-            return (*texts, *spelled)
+    for rest in (_globs(pieces, wanted, structure), [_exactly(name) for name in pieces]):
+        if select(texts + rest, structure) == (wanted, ()):
+            return (*texts, *rest)
     parts = condense(dict.fromkeys(structure.part_of[name] for name in names))
     what = f"selectors can't distinguish these tensors from others: {sorted(wanted)[0]!r}, ..."
     raise RecipeError(Problem(parts, what, "take these parts from the base"))
 
 
-def _spell_layers(taken: set[int], every: Sequence[int]) -> list[str]:
-    if taken == {*every}:
-        return ["layers"] if taken else []
-    for word, remainder in (("even", 0), ("odd", 1)):
-        if len(taken) > 1 and taken == {number for number in every if number % 2 == remainder}:
-            return [word]
-    return _runs(taken, every)
-
-
-def _spell_experts(parts: Collection[str], structure: ModelStructure) -> list[str]:
+def _expert_selectors(parts: Collection[Part], structure: ModelStructure) -> list[str]:
     """Return selectors for experts, and the rest, of layers that are not taken whole."""
     experts: dict[int, list[int]] = {}
     every: dict[int, list[int]] = {}
     for of, among in ((experts, parts), (every, structure.parts)):
-        for layer, number in filter(None, map(expert_number, among)):
-            of.setdefault(layer, []).append(number)
+        for part in among:
+            if part.layer is not None and part.expert is not None:
+                of.setdefault(part.layer, []).append(part.expert)
     texts = []
     for layer, numbers in experts.items():
         listed = "" if len(numbers) == len(every[layer]) else f" {', '.join(_runs(numbers, every[layer]))}"
         texts.append(f"layer {layer} expert{'s' * (len(numbers) > 1)}{listed}")
-    rests = {part: at for part, at in structure.layers.items() if layer_of(part) != part and not expert_number(part)}
-    taken = [rests[part] for part in parts if part in rests]
+    taken, rests = (
+        [part.layer for part in among if part.is_share and part.layer is not None and part.expert is None]
+        for among in (parts, structure.parts)
+    )
     if taken:
-        texts.append(f"layer{'s' * (len(taken) > 1)} {', '.join(_runs(taken, sorted(rests.values())))} non-expert")
+        texts.append(f"layer{'s' * (len(taken) > 1)} {', '.join(_runs(taken, sorted(rests)))} non-expert")
     return texts
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from llmtailor.checkpoint.sources import MOMENTS, NEWEST
@@ -110,14 +110,18 @@ def _read_recipe(top: Value, text: str) -> Recipe:
     method = PASSTHROUGH if named is None else _read_method(named)
     if method == PASSTHROUGH:
         _check_parameters(top)
-    moments = top.read("moments", _read_moments) or NEWEST
+    moments = top.read("moments", _one_of(MOMENTS)) or NEWEST
     base = top.read("base_model", _read_model)
 
     rules: list[Rule] = []
     if method in (LINEAR, EMA):
         rules += _read_averaged(top, method, moments)
     elif method == PASSTHROUGH:  # what several models or sources mean depends on the method
-        rules += _read_layers(top)
+        if top.entries.keys() & {"models", "modules"}:
+            top.drop_nulls(("slices",))
+        _check_one_of(LAYERS_FROM, top)
+        for key, reader in (("slices", _read_slices), ("models", _read_models), ("modules", _read_modules)):
+            rules += top.read(key, reader) or []
     for key in ("pre_weights", "post_weights"):
         rules += top.read(key, _read_weights) or []
     rules += top.read("parts", lambda value: _read_parts(value, moments)) or []
@@ -195,15 +199,6 @@ def _read_dtype(value: Value) -> str | None:
     if dtype is None:
         value.refuse(f"unknown dtype {quote(text)}", nearest(text, DTYPES))
     return dtype
-
-
-def _read_layers(top: Value) -> list[Rule]:
-    """Return the rules of ``slices``, ``models`` or ``modules``, of which a recipe has at most one."""
-    if top.entries.keys() & {"models", "modules"}:
-        top.drop_nulls(("slices",))
-    _check_one_of(LAYERS_FROM, top)
-    readers = (("slices", _read_slices), ("models", _read_models), ("modules", _read_modules))
-    return [rule for key, reader in readers for rule in top.read(key, reader) or ()]
 
 
 def _check_one_of(keys: tuple[str, ...], table: Value) -> None:
@@ -344,16 +339,13 @@ def _read_parts(value: Value, moments: str) -> list[Rule]:
         averaged = "average" in item.entries
         keys = ("average", "select", "moments") if averaged else ("from", "select", "only")
         if item.mapping(keys, keys[:2]):
-            selectors = tuple(item.read("select", _read_selectors) or ())
+            chosen = item.entries.get("select")
+            listed = chosen.list_of("selectors") if chosen and chosen.kind in ("list", "mapping") else [chosen]
+            selectors = tuple(_read_selector(one) for one in listed if one)
             average = _read_average(item, moments) if averaged else None
-            only = item.read("only", _read_only)
+            only = item.read("only", _one_of((ONLY_MOMENTS,)))
             rules.append(Select(average or item.read("from", _read_model) or _UNREAD, selectors, item.where, only))
     return rules
-
-
-def _read_selectors(value: Value) -> list[str]:
-    listed = value.list_of("selectors") if value.kind in ("list", "mapping") else [value]
-    return [_read_selector(item) for item in listed]
 
 
 def _read_selector(value: Value) -> str:
@@ -387,21 +379,15 @@ def _read_method(value: Value) -> str | None:
     return None
 
 
-def _read_moments(value: Value) -> str | None:
-    word = value.word(" or ".join(MOMENTS))
-    if word is not None and word not in MOMENTS:
-        value.refuse(f"moments {quote(word)} is unknown", nearest(word, MOMENTS))
+def _one_of(choices: Sequence[str]) -> Callable[[Value], str | None]:
+    def read(value: Value) -> str | None:
+        word = value.word(" or ".join(choices))
+        if word is None or word in choices:
+            return word
+        value.refuse(f"{value.path.rpartition('.')[2]} {quote(word)} is unknown", nearest(word, choices))
         return None
-    return word
 
-
-def _read_only(value: Value) -> str | None:
-    """Return what of its tensors an entry of ``parts`` is for; None means everything."""
-    word = value.word(ONLY_MOMENTS)
-    if word is not None and word != ONLY_MOMENTS:
-        value.refuse(f"only: {quote(word)} is unknown", f"write only: {ONLY_MOMENTS}, or leave it out")
-        return None
-    return word
+    return read
 
 
 def _read_averaged(top: Value, method: str, moments: str) -> list[Whole]:
@@ -411,20 +397,18 @@ def _read_averaged(top: Value, method: str, moments: str) -> list[Whole]:
         what = f"{method} averages whole models here; {other.path} would average parts of them"
         fix = "use models:, or for each slice an entry {average: [{from: ..., weight: ...}], select: 0-3} in parts:"
         other.refuse(what, fix)
-    if others and "models" not in top.entries:
+    models, settings = top.entries.get("models"), top.entries.get("parameters")
+    if others and models is None:
         return []
-    settings = top.entries.get("parameters")
-    has_settings = settings is not None and settings.mapping(_PARAMETERS[method])
-    given = settings.entries if settings and has_settings else {}
+    given = settings.entries if settings is not None and settings.mapping(_PARAMETERS[method]) else {}
     fallback = _weight(given["weight"]) if "weight" in given else None
     decay = _decay(given["decay"]) if "decay" in given else None
     if method == EMA and "decay" not in given:
         top.refuse("ema needs parameters: {decay: ...}", "add e.g. parameters: {decay: 0.9}")
-    if "models" not in top.entries:
+    if models is None:
         top.refuse(f"{method} averages models, and models is missing", "add models: with {model: PATH} for each")
         return []
     members: list[tuple[Path, float | None]] = []
-    models = top.entries["models"]
     for item in models.list_of("entries {model: PATH}"):
         if not item.mapping(MODEL_KEYS, ["model"]):
             continue
@@ -439,7 +423,10 @@ def _read_averaged(top: Value, method: str, moments: str) -> list[Whole]:
             own.refuse("ema computes the weights from decay and the steps", "leave parameters of the models out")
         members.append((item.read("model", _read_model) or _UNREAD, weight))
     if "normalize" in given and not _is_true(given["normalize"]):
-        _check_convex(members, given["normalize"])
+        total = math.fsum(weight or 0.0 for _, weight in members)
+        if abs(total - 1) > _CLOSE and all(weight is not None for _, weight in members):
+            what = f"without normalize, the weights sum to {total:g}, which would scale the model"
+            given["normalize"].refuse(what, "write weights that sum to 1, or leave normalize out")
     average = _average(members, models, moments, decay)
     return [Whole(average, None, models.where)] if average else []
 
@@ -450,9 +437,8 @@ def _read_average(entry: Value, moments: str) -> Average | None:
     members: list[tuple[Path, float | None]] = []
     for item in value.list_of("entries {from: ..., weight: ...}"):
         if item.mapping(("from", "weight"), ("from", "weight")):
-            weight = _weight(item.entries["weight"]) if "weight" in item.entries else None
-            members.append((item.read("from", _read_model) or _UNREAD, weight))
-    own = _read_moments(entry.entries["moments"]) if "moments" in entry.entries else None
+            members.append((item.read("from", _read_model) or _UNREAD, item.read("weight", _weight)))
+    own = entry.read("moments", _one_of(MOMENTS))
     return _average(members, value, own or moments, None)
 
 
@@ -472,30 +458,23 @@ def _average(
     return Average(used, moments, value.where, decay)
 
 
-def _check_convex(members: Sequence[tuple[Path, float | None]], value: Value) -> None:
-    total = math.fsum(weight or 0.0 for _, weight in members)
-    if abs(total - 1) > _CLOSE and all(weight is not None for _, weight in members):
-        what = f"without normalize, the weights sum to {total:g}, which would scale the model"
-        value.refuse(what, "write weights that sum to 1, or leave normalize out")
-
-
 def _weight(value: Value) -> float | None:
     number = _number(value, "a number that is not negative")
-    if number is not None and number < 0:
+    if number is None or number == 0 or _SMALLEST <= number <= _LARGEST:
+        return number
+    if number < 0:
         value.refuse(f"the weight {value.text} is negative, so the result would be no average", "write 0 or more")
-        return None
-    if number is not None and number and not _SMALLEST <= number <= _LARGEST:
+    else:
         value.refuse(f"the weight {value.text} is out of range", f"write 0, or {_SMALLEST:g} to {_LARGEST:g}")
-        return None
-    return number
+    return None
 
 
 def _decay(value: Value) -> float | None:
     number = _number(value, "a number between 0 and 1")
-    if number is not None and not 0 < number < 1:
-        value.refuse(f"the decay {value.text} is not between 0 and 1", "write e.g. 0.9")
-        return None
-    return number
+    if number is None or 0 < number < 1:
+        return number
+    value.refuse(f"the decay {value.text} is not between 0 and 1", "write e.g. 0.9")
+    return None
 
 
 def _number(value: Value, expected: str) -> float | None:
@@ -505,12 +484,10 @@ def _number(value: Value, expected: str) -> float | None:
         value.refuse(what, "write one number; average: in parts: takes other weights for other layers")
         return None
     text = value.word(expected)
-    if text is None:
-        return None
-    if not _NUMBER.fullmatch(text) or not math.isfinite(float(text)):
-        value.refuse(f"{quote(text)} is not {expected}", "write a decimal number, e.g. 0.5")
-        return None
-    return float(text)
+    if text is None or (_NUMBER.fullmatch(text) and math.isfinite(float(text))):
+        return None if text is None else float(text)
+    value.refuse(f"{quote(text)} is not {expected}", "write a decimal number, e.g. 0.5")
+    return None
 
 
 def _is_true(value: Value) -> bool:

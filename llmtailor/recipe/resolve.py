@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure, condense, layer_of
+from llmtailor.model.parts import ModelStructure, Part, condense
 from llmtailor.recipe import ONLY_MOMENTS, Average, NamedWeight, Origin, Parts, PlaceRule, Recipe, Select, Whole
 from llmtailor.recipe.selectors import SelectorError, named_by, select
 
@@ -21,7 +21,7 @@ class Choice:
     source_of: Mapping[str, Origin]
     """Has every name in the structure. Tied names share a source, as do a weight on disk and its params."""
     structure: ModelStructure
-    """The parts, as far as they have to be told apart: experts only in layers that come from several checkpoints or are
+    """The parts. Experts are parts of their own only in layers that come from several checkpoints or are
     of several steps"""
     filled: tuple[str, ...]
     """Parts that come from the base because no rule names them; with `` (partly)`` if rules name some tensors"""
@@ -74,7 +74,7 @@ def resolve(
     params: Collection[str],
     *,
     allow_split: bool = False,
-    apart: Mapping[Path, Collection[str]] = MappingProxyType({}),
+    apart: Mapping[Path, Collection[Part]] = MappingProxyType({}),
 ) -> Choice:
     """Return the source of every tensor; tensors that no rule names come from `base`.
 
@@ -99,10 +99,10 @@ def resolve(
             problems += found
         elif isinstance(rule, Parts):
             named = {*rule.parts}
-            if lost := [part for part in named - {*structure.parts} if layer_of(part) != part]:
-                what = f"its base does not tell these parts apart: {condense(sorted(lost))}"
+            if lost := [part for part in named - {*structure.parts} if part.is_share]:
+                what = f"its base has no such parts: {condense(sorted(lost))}"
                 problems.append(Problem(recipe.name, what, "use a partial checkpoint as the base"))
-            names = [name for name, part in structure.part_of.items() if named & {part, layer_of(part)}]
+            names = [name for name, part in structure.part_of.items() if named & {part, part.whole}]
         if isinstance(rule, Select | Parts) and rule.only == ONLY_MOMENTS:
             assert isinstance(rule.source, Path), "the parser has refused an average"
             moments |= dict.fromkeys(names, rule.source)
@@ -149,19 +149,19 @@ def _whole_layers(
     source_of: Mapping[str, Origin],
     weights_of: Mapping[str, Path],
     moments_of: Mapping[str, Path | None],
-    apart: Mapping[Path, Collection[str]],
-) -> set[str]:
-    """Return the layers all of which comes from the same source, or moments from one and the rest from another, and
-    which are of one step there.
+    apart: Mapping[Path, Collection[Part]],
+) -> set[Part]:
+    """Return the layers that come from one source, or whose moments come from one and the rest from another, and that
+    are of one step there.
 
     ``moments_of`` has the names that are trained.
     """
-    sources: dict[str, set[tuple[Origin, Path | None]]] = defaultdict(set)
-    moments: dict[str, set[Path | None]] = defaultdict(set)
+    sources: dict[Part, set[tuple[Origin, Path | None]]] = defaultdict(set)
+    moments: dict[Part, set[Path | None]] = defaultdict(set)
     for name, part in structure.part_of.items():
-        sources[layer_of(part)].add((source_of[name], weights_of.get(name)))
+        sources[part.whole].add((source_of[name], weights_of.get(name)))
         if name in moments_of:
-            moments[layer_of(part)].add(moments_of[name])
+            moments[part.whole].add(moments_of[name])
     split = {(root, layer) for root, layers in apart.items() for layer in layers}
     return {
         part
@@ -179,10 +179,10 @@ def _trained(structure: ModelStructure, params: Collection[str]) -> set[str]:
 
 
 def _filled(
-    structure: ModelStructure, whole: Collection[str], chosen: Collection[str], trained: Collection[str]
+    structure: ModelStructure, whole: Collection[Part], chosen: Collection[str], trained: Collection[str]
 ) -> tuple[str, ...]:
     """Return the parts with params that no rule names, with these layers as one part each."""
-    shown = {part: layer_of(part) if layer_of(part) in whole else part for part in structure.parts}
+    shown = {part: part.whole if part.whole in whole else part for part in structure.parts}
     own: dict[str, list[str]] = {part: [] for part in shown.values()}
     for name, part in structure.part_of.items():
         if name in trained:
@@ -241,15 +241,12 @@ def _complete(
 ) -> dict[str, Origin]:
     """Fill gaps from the base; weights with other names on disk follow the params of their part."""
     trained = _trained(structure, params)
-    by_part: dict[str, list[str]] = {part: [] for part in structure.parts}
-    for name, part in structure.part_of.items():
-        by_part[part].append(name)
-
     source_of: dict[str, Origin] = {name: chosen.get(name, base) for name in structure.part_of if name in trained}
     everywhere = dict.fromkeys(source_of.values())
     split: list[str] = []
     unknown: list[str] = []
-    for part, names in by_part.items():
+    for part in structure.parts:
+        names = structure.names(part)
         own = [name for name in names if name in trained]
         followers = [name for name in names if name not in trained]
         # A part without params has weights of params in other parts; names alone don't show which.

@@ -28,12 +28,9 @@ from llmtailor.model.parts import (
     HEAD,
     NORM,
     ModelStructure,
-    expert_number,
-    layer_number,
-    layer_of,
+    Part,
     layer_part,
     nearest,
-    non_expert_part,
 )
 from llmtailor.model.roles import is_aside, place_of
 from llmtailor.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
@@ -96,7 +93,7 @@ def read_selector(text: str) -> Selector:
             if highest >= structure.num_layers:
                 raise SelectorError(f"{quote(text)} is out of range", count_layers(structure.num_layers))
             wanted = numbers(structure.num_layers)
-            return {name for name, part in structure.part_of.items() if layer_number(layer_of(part)) in wanted}
+            return {name for name, part in structure.part_of.items() if part.layer in wanted}
 
         return Selector(text, negated, find)
 
@@ -208,16 +205,17 @@ def _shares(
 
     None means all numbers. Raises SelectorError.
     """
-    there = {part: found for part in structure.parts if (found := expert_number(part))}
-    if not there:
+    experts = [part for part in structure.parts if part.expert is not None]
+    if not experts:
         raise SelectorError(f"{quote(text)} selects nothing", "no experts are parts here; select layers")
-    having, most = {layer for layer, _ in there.values()}, max(number for _, number in there.values())
+    having = {part.layer for part in experts if part.layer is not None}
+    most = max(part.expert for part in experts if part.expert is not None)
     layers, numbers = having if layers is None else layers, range(most + 1) if numbers is None else numbers
     if having.isdisjoint(layers) or max(layers) > max(having) or max(numbers) > most:
         fix = f"layers with experts are {ranges(sorted(having))}, and experts are numbered 0-{most}"
         raise SelectorError(f"{quote(text)} is out of range", fix)
-    parts = {part for part, (layer, number) in there.items() if layer in layers and number in numbers}
-    parts = set(map(non_expert_part, layers)) if is_rest else parts
+    wanted = {None} if is_rest else numbers
+    parts = {part for part in structure.parts if part.is_share and part.layer in layers and part.expert in wanted}
     return {name for name, part in structure.part_of.items() if part in parts}
 
 
@@ -238,10 +236,8 @@ def _named(word: str, structure: ModelStructure) -> set[str]:
     # The tied name may be missing: neither the optimizer nor the safetensors file must have it.
     if structure.tied and word.removesuffix(".weight") == HEAD:
         word = EMBED
-    if word in structure.parts:
-        return set(structure.names(word))
-    if shares := {part for part in structure.parts if layer_of(part) == word}:
-        return {name for name, part in structure.part_of.items() if part in shares}
+    if found := {name for name, part in structure.part_of.items() if word in (part, part.whole)}:
+        return found
     is_tensor = word.count(".") > 1 or word.endswith((".weight", ".bias"))
     valid = structure.part_of if is_tensor else [*structure.parts, *WORDS]
     raise SelectorError(f"the model has no part or tensor {quote(word)}", nearest(word, valid))
@@ -254,14 +250,14 @@ def count_layers(num_layers: int, owner: str = "the model") -> str:
     return f"{owner} has {num_layers} layers, 0-{num_layers - 1}"
 
 
-def numbering(structure: ModelStructure) -> dict[int, str]:
+def numbering(structure: ModelStructure) -> dict[int, Part]:
     """Return LLMTailor's number of each part; parts that it does not support have none.
 
     0 is the final norm, 1..L are layers 0..L-1. Untied, L+1 is ``lm_head`` and L+2 ``embed_tokens``; tied, L+1 is
     ``embed_tokens``.
     """
     names = [NORM, *map(layer_part, range(structure.num_layers)), *([] if structure.tied else [HEAD]), EMBED]
-    there = set(map(layer_of, structure.parts))
+    there = {part.whole for part in structure.parts}
     return {number: part for number, part in enumerate(names) if part in there}
 
 
@@ -272,10 +268,10 @@ def named_by(rule: PlaceRule, structure: ModelStructure) -> set[str]:
     if isinstance(rule, GroupId):
         return set(structure.names(_auxiliary(rule.number, structure)))
     if isinstance(rule, Whole):
-        parts = structure.parts if rule.module is None else parts_of(rule.module, structure)
+        parts = {*structure.parts} if rule.module is None else parts_of(rule.module, structure)
         return {name for name, part in structure.part_of.items() if part in parts}
     if rule.module is None or is_text(rule.module, structure):
-        numbers = {name: layer_number(layer_of(part)) for name, part in structure.part_of.items()}
+        numbers = {name: part.layer for name, part in structure.part_of.items()}
         return _in_range(rule, numbers, structure.num_layers, "the model")
     numbers = layers_of(rule.module, structure)
     return _in_range(rule, numbers, 1 + max(n for n in numbers.values() if n is not None), rule.module)
@@ -289,7 +285,7 @@ def _in_range(rule: LayerRange, numbers: dict[str, int | None], num_layers: int,
     return {name for name, number in numbers.items() if number in range(rule.start, stop)}
 
 
-def _auxiliary(number: int, structure: ModelStructure) -> str:
+def _auxiliary(number: int, structure: ModelStructure) -> Part:
     """Return the part that an empty range ``[n, n]`` means. Raises SelectorError."""
     top = structure.num_layers
     others = {n: part for n, part in numbering(structure).items() if not 1 <= n <= top}
@@ -306,11 +302,11 @@ def _auxiliary(number: int, structure: ModelStructure) -> str:
 def is_text(module: str, structure: ModelStructure) -> bool:
     """Return whether this is the submodel whose layers are the model's layers."""
     if module in structure.modules:
-        return any(layer_number(layer_of(part)) is not None for part in structure.modules[module])
+        return any(part.layer is not None for part in structure.modules[module])
     return module in _TEXT_MODEL
 
 
-def parts_of(module: str, structure: ModelStructure) -> set[str]:
+def parts_of(module: str, structure: ModelStructure) -> set[Part]:
     """Return the parts of a submodel. Raises SelectorError."""
     if module in structure.modules:
         found = set(structure.modules[module])
@@ -318,7 +314,7 @@ def parts_of(module: str, structure: ModelStructure) -> set[str]:
         found = {part for part in structure.parts if _is_of_text(part)}
     else:
         inside = f".{module}."
-        found = {part for part in structure.parts if part not in structure.layers and inside in f".{part}."}
+        found = {part for part in structure.parts if part.layer is None and inside in f".{part}."}
     if not found:
         roots = [part.split(".")[0] for part in structure.parts if not _is_of_text(part)]
         fix = nearest(module, list(dict.fromkeys([*(structure.modules or ["text_decoder"]), *roots])))
@@ -344,6 +340,5 @@ def layers_of(module: str, structure: ModelStructure) -> dict[str, int | None]:
     return next(iter(stacks.values()))
 
 
-def _is_of_text(part: str) -> bool:
-    is_layer = layer_number(layer_of(part)) is not None
-    return is_layer or part in (EMBED, NORM, HEAD) or not is_aside(tuple(part.split(".")))
+def _is_of_text(part: Part) -> bool:
+    return part.layer is not None or part in (EMBED, NORM, HEAD) or not is_aside(tuple(part.split(".")))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newer_masters, newest_resumable
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import EMBED, HEAD, ModelStructure, condense, layer_number, layer_of, nearest
+from llmtailor.model.parts import EMBED, HEAD, ModelStructure, Part, condense, nearest
 from llmtailor.recipe import Assignment
 from llmtailor.recipe.selectors import count_layers, numbering, quote
 
@@ -49,7 +49,7 @@ class _Wish:
     why: str
 
 
-_Wishes = dict[str, _Wish]
+_Wishes = dict[Part, _Wish]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ class _Task:
     def for_layers(self, wish: Callable[[int], _Wish]) -> _Wishes:
         """Return a wish for each layer, and the newest step for every other part."""
         newest = _Wish(self.steps[-1], "newest")
-        numbers = self.structure.layers
-        return {part: wish(numbers[part]) if part in numbers else newest for part in self.structure.parts}
+        return {part: newest if part.layer is None else wish(part.layer) for part in self.structure.parts}
 
 
 def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, options: StrategyOptions) -> Assignment:
@@ -85,9 +84,9 @@ def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, opti
         what = "none of them is complete enough to resume from, so none can be the base"
         fix = "a full checkpoint must supply the learning rate schedule and trainer state; use a later step (--at)"
         task.refuse("checkpoints", f"{_steps(task.steps)}: {what}", fix)
-    source_of: dict[str, RunCheckpoint] = {}
-    moments_of: dict[str, RunCheckpoint] = {}
-    reason: dict[str, str] = {}
+    source_of: dict[Part, RunCheckpoint] = {}
+    moments_of: dict[Part, RunCheckpoint] = {}
+    reason: dict[Part, str] = {}
     missing: list[str] = []
     for part, wish in STRATEGIES[options.strategy](task).items():
         until = [checkpoint for checkpoint in checkpoints if checkpoint.step <= wish.step]
@@ -130,8 +129,7 @@ def _parity(task: _Task) -> _Wishes:
 
 def _filter(task: _Task) -> _Wishes:
     options, structure = task.options, task.structure
-    layers = structure.layers
-    others = [part for part in structure.parts if part not in layers]
+    others = [part for part in structure.parts if part.layer is None]
     # The tied head is another name for the embeddings, as everywhere in a recipe.
     named = [EMBED if structure.tied and part == HEAD else part for part in options.aux]
     for part in dict.fromkeys(named):
@@ -256,14 +254,14 @@ def assign_flags(
 
     source_of = _of_steps(flagged, lines, checkpoints, name, problems)
     reason = {part: f"flagged at {step}" for part, step in flagged.items()}
-    unflagged = [part for part in structure.parts if layer_of(part) not in flagged]
+    unflagged = [part for part in structure.parts if part.whole not in flagged]
     if base is None and unflagged:
         what = f"never flagged at or before step {failure_step}: {condense(unflagged)}"
         problems.append(Problem(name, what, "name a checkpoint that holds them with --base"))
     elif base is not None:
         source_of |= dict.fromkeys(unflagged, base)
         for part in unflagged:
-            is_numbered = layer_of(part) in number_of
+            is_numbered = part.whole in number_of
             reason[part] = f"not flagged after {base.step}" if is_numbered else "has no number in the log"
         if missing := [part for part in unflagged if not base.holds(part)]:
             what = f"{base.name} does not hold {condense(missing)}, which no line after step {base.step} flags"
@@ -276,7 +274,7 @@ def assign_flags(
         problems.append(Problem(name, what, "name a full checkpoint with --base"))
     if problems or newest_used is None:
         raise RecipeError(dict.fromkeys(problems))
-    given = {part: layer_of(part) if layer_of(part) in flagged else part for part in structure.parts}
+    given = {part: part.whole if part.whole in flagged else part for part in structure.parts}
     in_order = {part: source_of[given[part]] for part in structure.parts}
     why = {part: reason[given[part]] for part in structure.parts}
     return Assignment(newest_used, in_order, why, f"update log {name}, failure at step {failure_step}").joined()
@@ -285,7 +283,7 @@ def assign_flags(
 def _check_ids(lines: Iterable[FlagLine], structure: ModelStructure, name: str) -> list[Problem]:
     """Return the problems of numbers without a part, even after the failure: the log may be of another model."""
     valid = numbering(structure)
-    layers = [number for number, part in valid.items() if layer_number(part) is not None]
+    layers = [number for number, part in valid.items() if part.layer is not None]
     meanings = [f"{layers[0]}-{layers[-1]} are its layers"] if layers else []
     meanings += [f"{number} is {part}" for number, part in valid.items() if number not in layers]
     fix = f"{count_layers(structure.num_layers)}; {', '.join(meanings) or 'none of its parts has a number'}"
@@ -299,15 +297,15 @@ def _check_ids(lines: Iterable[FlagLine], structure: ModelStructure, name: str) 
 
 
 def _of_steps(
-    flagged: dict[str, int],
+    flagged: dict[Part, int],
     lines: Sequence[FlagLine],
     checkpoints: Sequence[RunCheckpoint],
     name: str,
     problems: list[Problem],
-) -> dict[str, RunCheckpoint]:
+) -> dict[Part, RunCheckpoint]:
     """Return the checkpoint at the step that each part must come from."""
     steps = sorted({checkpoint.step for checkpoint in checkpoints})
-    source_of: dict[str, RunCheckpoint] = {}
+    source_of: dict[Part, RunCheckpoint] = {}
     missing: dict[int, list[str]] = defaultdict(list)
     for part, step in flagged.items():
         found = best_holder([checkpoint for checkpoint in checkpoints if checkpoint.step == step], part)

@@ -19,6 +19,7 @@ from llmtailor.compose.report import Report
 from llmtailor.compose.write import settle_output
 from llmtailor.errors import Interrupted, Problem, SourceError, TailorError
 from llmtailor.formats.registry import display_name, survey_checkpoint
+from llmtailor.model.parts import Part
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import AttemptFilter, Kind, RunFolder, log_entries
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
@@ -63,7 +64,7 @@ class Checked:
 class PartChange:
     """How the newest state of a part differs from the one before."""
 
-    part: str
+    part: Part
     steps: tuple[int, int]
     """At which the two were saved"""
     states: tuple[Compared, ...]
@@ -212,7 +213,7 @@ def _series(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[tuple[int, 
 
 def _changes(scan: Scan, on_progress: Callable[[int], None]) -> list[PartChange]:
     """Compare the newest two states of each part; parts between the same two checkpoints are read together."""
-    pairs: dict[tuple[Path, Path], list[tuple[str, tuple[int, int]]]] = {}
+    pairs: dict[tuple[Path, Path], list[tuple[Part, tuple[int, int]]]] = {}
     for part in scan.structure.parts:
         # not those whose masters are newer than their moments: they are of no one step
         whole = [one for one in scan.usable if one.holds(part) and one.master_step_of(part) == one.step_of(part)]

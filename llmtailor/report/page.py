@@ -13,7 +13,7 @@ from llmtailor import __version__
 from llmtailor.codes import Code
 from llmtailor.compose.report import fold_experts
 from llmtailor.errors import UsageError, printable, size, some
-from llmtailor.model.parts import expert_number, layer_of
+from llmtailor.model.parts import Part
 from llmtailor.report.chart import Shade, bars, curve, grid, ranges_of, shade_of
 from llmtailor.report.gather import PartChange, RunFacts
 from llmtailor.runs.save_log import LoggedSave
@@ -46,7 +46,7 @@ def templates() -> Environment:
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: printable(value) if type(value) is str else value,  # not what is HTML already
+        finalize=lambda value: printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
     )
     made.filters["size"] = size
     return made
@@ -139,11 +139,12 @@ def _rows(saves: Sequence[LoggedSave]) -> Rows:
 
     If there are too many experts for rows of their own, the experts of a layer are one row.
     """
-    parts = list(dict.fromkeys(part for save in saves for part in (*save.steps_behind, *save.parts)))
-    are_many = sum(expert_number(part) is not None for part in parts) > _MOST_EXPERTS
+    parts = list(dict.fromkeys(Part(part) for save in saves for part in (*save.steps_behind, *save.parts)))
+    are_many = sum(part.expert is not None for part in parts) > _MOST_EXPERTS
     rows: dict[str, list[str]] = {}
     for part in parts:
-        rows.setdefault(f"{layer_of(part)} experts" if are_many and expert_number(part) else part, []).append(part)
+        name = f"{part.whole} experts" if are_many and part.expert is not None else part
+        rows.setdefault(name, []).append(part)
     return dict([*rows.items()][:_MOST_ROWS])
 
 

@@ -30,6 +30,7 @@ from llmtailor.engine.staging import left_over
 from llmtailor.errors import Problem, SourceError, VerificationError, some
 from llmtailor.formats.registry import display_name
 from llmtailor.loaders.loader import survey_contents
+from llmtailor.model.parts import Part
 from llmtailor.recipe import ONLY_MOMENTS
 from llmtailor.runs.folder import Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
 from llmtailor.runs.scan import Scan, check_newest, scan_run
@@ -91,7 +92,7 @@ class Reachable:
     """Partial checkpoints that must stay"""
 
 
-def find_reachable(checkpoints: Sequence[RunCheckpoint], parts: Sequence[str], keep: int | None) -> Reachable:
+def find_reachable(checkpoints: Sequence[RunCheckpoint], parts: Sequence[Part], keep: int | None) -> Reachable:
     """Decide which partial checkpoints stay: those that the newest ``keep`` composable steps need (None: all steps),
     and those that the newest ``keep`` steps composable from partial checkpoints alone need.
 
@@ -118,7 +119,7 @@ def find_reachable(checkpoints: Sequence[RunCheckpoint], parts: Sequence[str], k
 
 
 def _check_same(
-    before: Sequence[RunCheckpoint], after: Sequence[RunCheckpoint], promised: Iterable[int], parts: Sequence[str]
+    before: Sequence[RunCheckpoint], after: Sequence[RunCheckpoint], promised: Iterable[int], parts: Sequence[Part]
 ) -> None:
     """Check, independently of the code that decided, that every promised step has the same sources as before."""
 
@@ -138,7 +139,7 @@ class Age:
 
     steps_back: int
     """How many global steps earlier they were saved; 0 if all are of that step"""
-    parts: tuple[str, ...]
+    parts: tuple[Part, ...]
     """The oldest parts; empty if all are of that step"""
     only: str | None = None
     """``moments``: they alone are that old, and the masters of these parts are newer"""
@@ -155,14 +156,14 @@ class StepAge:
 
 
 def compare_ages(
-    before: Sequence[RunCheckpoint], after: Sequence[RunCheckpoint], steps: Iterable[int], parts: Sequence[str]
+    before: Sequence[RunCheckpoint], after: Sequence[RunCheckpoint], steps: Iterable[int], parts: Sequence[Part]
 ) -> tuple[StepAge, ...]:
     """Return how old the parts of each step's composite are now and afterwards."""
     found = ((step, _age(before, step, parts), _age(after, step, parts)) for step in steps)
     return tuple(StepAge(step, now, afterwards) for step, now, afterwards in found if afterwards is not None)
 
 
-def _age(checkpoints: Sequence[RunCheckpoint], step: int, parts: Sequence[str]) -> Age | None:
+def _age(checkpoints: Sequence[RunCheckpoint], step: int, parts: Sequence[Part]) -> Age | None:
     sources = sources_at(checkpoints, step, parts)
     if sources is None:
         return None

@@ -68,7 +68,7 @@ from llmtailor.loaders.files import (
     is_rng_file,
 )
 from llmtailor.loaders.loader import is_partial, loader_of, survey_contents
-from llmtailor.model.parts import ModelStructure, condense, layer_of, with_layers
+from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.policies import PartChoice, Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
@@ -98,19 +98,19 @@ class Conversion:
     source: CheckpointIndex
     structure: ModelStructure
     target: Path
-    parts: Mapping[str, str]
+    parts: Mapping[Part, str]
     """The parts it holds -> reason"""
     ledger: Ledger
     """The ledger after this save"""
     policy: Mapping[str, Any]
     older: Mapping[str, tuple[Path, int]]
     """The files of frozen params in partial checkpoints: name -> folder and size of the newest"""
-    masters: tuple[str, ...] = ()
+    masters: tuple[Part, ...] = ()
     """Further parts, of which only the masters are kept"""
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @cached_property
-    def params_of(self) -> dict[str, list[str]]:
+    def params_of(self) -> dict[Part, list[str]]:
         """The trained params by part, also of those in ``masters``"""
         trained = {name for group in self.source.group_params for name in group}
         parts = (*self.parts, *self.masters)
@@ -214,7 +214,7 @@ class Selected:
     def choose(self, situation: Situation) -> dict[str, str]:
         return {part: "selected" for part in situation.parts if part in self.parts}
 
-    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[Part]) -> int:
         return UNBOUNDED
 
     def settings(self) -> dict[str, Any]:
@@ -229,11 +229,11 @@ class Chooser:
     bound: int
     """The most saves that a part may be behind"""
     structure: ModelStructure
-    trained: tuple[str, ...]
+    trained: tuple[Part, ...]
     """The parts with trained params"""
 
     @classmethod
-    def of(cls, options: ThinOptions, structure: ModelStructure, trained: Sequence[str]) -> Chooser:
+    def of(cls, options: ThinOptions, structure: ModelStructure, trained: Sequence[Part]) -> Chooser:
         """Build it from the options. Raises UsageError for an invalid strategy or selectors."""
         policy: Policy
         if options.strategy is None:
@@ -292,9 +292,9 @@ class PruneAction:
     """`STAYS`, `PARTIAL` or `WEIGHTS`"""
     why: str = ""
     """Why an old one stays"""
-    parts: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[Part, str] = field(default_factory=dict)
     """For one that becomes partial: the parts it keeps, each with the reason"""
-    masters: tuple[str, ...] = ()
+    masters: tuple[Part, ...] = ()
     """Further parts, of which it keeps the masters without the moments"""
     successor: RunCheckpoint | None = None
     """The partial checkpoint that replaces it"""
@@ -320,7 +320,7 @@ class Pruner:
 
     checkpoints: Sequence[RunCheckpoint]
     """All usable checkpoints of the run, of every attempt"""
-    parts: Sequence[str]
+    parts: Sequence[Part]
     keep_full: int
     facts: Callable[[RunCheckpoint], FullFacts]
     chooser: Chooser | None
@@ -376,7 +376,7 @@ class Pruner:
         choice = self.chooser.choose(before, step, facts.num_bytes)
         ledger = before.after(step, choice.parts, self.chooser.trained)
         left_out = set(self.chooser.trained) - choice.parts.keys()  # every partial checkpoint has the frozen params
-        held_parts = with_layers([part for part in self.parts if layer_of(part) not in left_out], self.parts)
+        held_parts = with_layers([part for part in self.parts if part.whole not in left_out], self.parts)
         successor = RunCheckpoint(
             path=self.path_of(step),
             step=step,

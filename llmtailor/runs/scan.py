@@ -36,7 +36,7 @@ from llmtailor.formats.registry import (
 )
 from llmtailor.loaders.files import FOLDER, TRAINER_STATE
 from llmtailor.loaders.loader import is_partial, loader_of
-from llmtailor.model.parts import ModelStructure, condense, with_layers
+from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
 from llmtailor.model.roles import MASTER
 from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe
@@ -108,7 +108,7 @@ def scan_run(
     """
     whole: ModelStructure | None = None
     structure: ModelStructure | None = None
-    shared: set[str] = set()
+    shared: set[Part] = set()
     usable: list[RunCheckpoint] = []
 
     def is_enough(found: list[CheckpointIndex], step: int) -> bool:

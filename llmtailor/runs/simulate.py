@@ -19,7 +19,7 @@ from llmtailor.errors import SourceError, UsageError
 from llmtailor.formats.common.param_names import describe_config
 from llmtailor.loaders.files import CONFIG
 from llmtailor.model.find_parts import find_parts, split_experts
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
 from llmtailor.runs.gc import deletable
 
@@ -48,8 +48,8 @@ class ModelSize:
     """Part -> trained params, for the parts that have any, in the order of the model"""
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        return tuple(self.numels)
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.structure.parts if part in self.numels)
 
     @property
     def total(self) -> int:

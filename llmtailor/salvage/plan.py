@@ -32,7 +32,7 @@ from llmtailor.formats.provenance import read_manifest
 from llmtailor.formats.registry import display_name, find_structure, shared_layers, with_experts
 from llmtailor.loaders.files import LATEST, MANIFEST, SCALER, TRAINER_STATE, is_rng_file, is_shard_name, is_weight_file
 from llmtailor.loaders.loader import LOADERS
-from llmtailor.model.parts import ModelStructure, condense, group_shares, layer_of
+from llmtailor.model.parts import ModelStructure, Part, condense, group_shares
 from llmtailor.model.roles import FROZEN, MASTER, MODULE, WEIGHT, State, is_moment
 from llmtailor.recipe import ONLY_MOMENTS, Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe
@@ -183,7 +183,7 @@ def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    part: str
+    part: Part
     shares: Mapping[int, int]
     """UsableSource -> number of param elements taken from it; empty if there is no complete source"""
     why: str
@@ -261,7 +261,7 @@ def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments
 
 
 def _newest(
-    part: str, runs: Mapping[str, Runs], holders: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]]
+    part: Part, runs: Mapping[str, Runs], holders: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]]
 ) -> PartSource:
     """Take these elements of params from the newest holder that has lost none of them."""
     own = [
@@ -287,12 +287,12 @@ def _newer_masters(
 
 
 def _divide(
-    layer: str, states: Mapping[str, Sequence[State]], fine: ModelStructure, reference: CheckpointIndex
-) -> Iterator[tuple[str, dict[str, Runs]]]:
+    layer: Part, states: Mapping[str, Sequence[State]], fine: ModelStructure, reference: CheckpointIndex
+) -> Iterator[tuple[Part, dict[str, Runs]]]:
     """Yield the shares of a layer, each with its elements of params."""
     for part in fine.parts:
         runs: dict[str, Runs] = {}
-        for name in fine.names(part) if layer_of(part) == layer else ():
+        for name in fine.names(part) if part.whole == layer else ():
             piece = fine.pieces.get(name)
             if piece is not None:
                 runs[piece.param] = ((piece.begin, piece.end),)
@@ -551,7 +551,7 @@ def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
             if row.holder is not None and row.masters is not None
         },
     ).joined()
-    shared = {layer_of(row.part) for row in choice.parts} - {row.part for row in choice.parts}
+    shared = {row.part.whole for row in choice.parts} - {row.part for row in choice.parts}
     structure = with_experts(salvage.structure, base.index, shared)
     recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, structure))
     files, about_files = _replace_files(salvage.run, base)
@@ -618,7 +618,7 @@ def _notices(salvage: Salvage) -> list[Problem]:
 class Row:
     """A part, or the share of a part that comes from one checkpoint."""
 
-    part: str
+    part: Part
     source: str
     step: int
     steps_back: int
@@ -657,25 +657,25 @@ def rows(salvage: Salvage) -> list[Row]:
 
 def fold(listed: Sequence[Row]) -> list[Row]:
     """Join identical rows of consecutive layers into one, ``layer 0-7``; likewise experts."""
-    folded: list[tuple[str, list[Row]]] = []
+    folded: list[list[Row]] = []
+    first = last = None
     facts = [row.part if row.share < 1 else _without_part(row) for row in listed]
     groups = [[listed[at] for at in group] for group in group_shares([row.part for row in listed], facts)]
-    listed = [replace(group[0], part=condense(row.part for row in group)) for group in groups]
+    listed = [replace(group[0], part=Part(condense(row.part for row in group))) for group in groups]
     for part, group in groupby(listed, lambda row: row.part):
-        own = list(group)
-        above, rows_above = folded[-1] if folded else ("", [])
-        first, _, last = above.removeprefix("layer ").partition("-")
-        number = part.removeprefix("layer ")
-        follows = (last or first).isdigit() and number == str(int(last or first) + 1)
-        if follows and [_without_part(row) for row in rows_above] == [_without_part(row) for row in own]:
-            folded[-1] = (f"layer {first}-{number}", own)
+        own, number = list(group), None if part.is_share else part.layer
+        follows = number is not None and number - 1 == last
+        if follows and [*map(_without_part, folded[-1])] == [*map(_without_part, own)]:
+            folded[-1] = [replace(row, part=Part(f"layer {first}-{number}")) for row in own]
         else:
-            folded.append((part, own))
-    return [replace(row, part=part) for part, own in folded for row in own]
+            folded.append(own)
+            first = number
+        last = number
+    return [row for rows in folded for row in rows]
 
 
 def _without_part(row: Row) -> Row:
-    return replace(row, part="", share=round(row.share, 2))
+    return replace(row, part=Part(""), share=round(row.share, 2))
 
 
 def gain(salvage: Salvage) -> float:
@@ -685,7 +685,7 @@ def gain(salvage: Salvage) -> float:
     taken: dict[str, list[Counter[int]]] = {}
     for at, choice in enumerate((salvage.choice, salvage.deeper)):
         for row in choice.parts:
-            taken.setdefault(layer_of(row.part), [Counter(), Counter()])[at].update(row.shares)
+            taken.setdefault(row.part.whole, [Counter(), Counter()])[at].update(row.shares)
     newer = sum((other - own)[number] for own, other in taken.values() for number in other if number < max(own))
     total = sum(own.total() for own, _ in taken.values())
     return newer / total if total else 0.0

@@ -21,7 +21,7 @@ import torch
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.mergekit_data import naming_of, on_disk
-from llmtailor.model.parts import ModelStructure, Param, Piece, SavedAs
+from llmtailor.model.parts import ModelStructure, Param, Part, Piece, SavedAs
 from llmtailor.model.roles import EXP_AVG_SQ, MASTER
 from llmtailor.policies import Policy, check_policy
 from llmtailor.saving.training import Fragment, Ranks, Training, describe, tied_names
@@ -158,7 +158,7 @@ class TrainedModel:
     """The parts of a model under training, their sizes and names on disk."""
 
     structure: ModelStructure
-    params_of: Mapping[str, tuple[str, ...]]
+    params_of: Mapping[Part, tuple[str, ...]]
     """Part -> its trained params, or pieces of params (`ModelStructure.pieces`); parts without any are left out."""
     num_bytes: Mapping[str, int]
     """Part -> bytes of its states, over all ranks"""
@@ -166,14 +166,14 @@ class TrainedModel:
     """Param -> the tensors that ``save_pretrained`` would make from it; None if unknown"""
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def parts(self) -> tuple[Part, ...]:
         return tuple(self.params_of)
 
     @property
-    def part_of(self) -> dict[str, str]:
+    def part_of(self) -> dict[str, Part]:
         return {name: part for part, names in self.params_of.items() for name in names}
 
-    def names_in(self, parts: Iterable[str]) -> list[str]:
+    def names_in(self, parts: Iterable[Part]) -> list[str]:
         """Return the trained params, or pieces of params, of some parts."""
         return [name for part in parts for name in self.params_of[part]]
 
@@ -196,7 +196,8 @@ def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel
     part_of = model.part_of
 
     def weigh_mine() -> dict[str, int]:
-        mine, has_state = dict.fromkeys(model.params_of, 0), training.has_state()
+        mine: dict[str, int] = dict.fromkeys(model.params_of, 0)
+        has_state = training.has_state()
         for one in training.fragments(list(part_of)) if has_state else training.masters():
             mine[part_of[one.param]] += one.tensor.numel() * one.tensor.element_size() * (1 if has_state else 3)
         return mine
@@ -212,13 +213,15 @@ def check_before_training(model: Any, policy: Policy, max_staleness: int | None,
     structure, params_of = _find_parts(model, facts, tied, experts)
     numels = {name: math.prod(fact.shape) for name, fact in facts.items()}
     numels |= {name: piece.numel for name, piece in structure.pieces.items()}
-    num_bytes = {part: sum(_BYTES_PER_PARAM * numels[name] for name in names) for part, names in params_of.items()}
+    num_bytes: dict[str, int] = {
+        part: sum(_BYTES_PER_PARAM * numels[name] for name in names) for part, names in params_of.items()
+    }
     check_policy(policy, structure, tuple(params_of), num_bytes, max_staleness)
 
 
 def _find_parts(
     model: Any, facts: Mapping[str, ParamFact], tied: Mapping[str, str], experts: str | None
-) -> tuple[ModelStructure, dict[str, tuple[str, ...]]]:
+) -> tuple[ModelStructure, dict[Part, tuple[str, ...]]]:
     numels = {name: math.prod(fact.shape) for name, fact in facts.items()}
     config: Any = getattr(model, "config", None)
     known = config.to_dict() if hasattr(config, "to_dict") else None
@@ -227,7 +230,7 @@ def _find_parts(
         shapes = {name: fact.shape if fact.role != "buffer" else () for name, fact in facts.items()}
         structure = split_experts(structure, {**dict.fromkeys(tied, ()), **shapes})
     trained = {name for name, fact in facts.items() if fact.role == "trainable"}
-    names_of: dict[str, list[str]] = {part: [] for part in structure.parts}
+    names_of: dict[Part, list[str]] = {part: [] for part in structure.parts}
     for name, part in structure.part_of.items():
         if structure.stored_in(name) in trained:
             names_of[part].append(name)
@@ -289,7 +292,7 @@ class Drift:
         self.part_of = part_of
         self._kept: Samples = {}
 
-    def samples(self, masters: Iterable[Fragment], parts: Iterable[str]) -> Samples:
+    def samples(self, masters: Iterable[Fragment], parts: Iterable[Part]) -> Samples:
         """Return samples of the masters of these parts."""
         wanted = set(parts)
         return {

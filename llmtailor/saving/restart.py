@@ -17,6 +17,7 @@ from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.loaders.files import MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark
+from llmtailor.model.parts import Part
 from llmtailor.ranks.board import as_error, await_messages, from_json, to_json
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import compose_newest, continues
@@ -97,7 +98,7 @@ def trainer_state_of(resumed_from: str | Path | Mapping[str, object] | None) -> 
 def resume(
     folder: RunFolder,
     training: Training,
-    parts: Collection[str],
+    parts: Collection[Part],
     step: int,
     lineage: str,
     trainer_state: Mapping[str, Any] | None,

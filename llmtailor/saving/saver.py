@@ -27,6 +27,7 @@ from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
+from llmtailor.model.parts import Part
 from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,
@@ -386,7 +387,7 @@ class PartialSaver:
             self._frozen = share.samples
             report = replace(
                 empty,
-                parts=choice.parts,
+                parts={str(part): why for part, why in choice.parts.items()},
                 drift=changes.drift,
                 expected_loss=changes.expected_loss,
                 steps_behind=ledger.steps_behind(),
@@ -447,7 +448,7 @@ class PartialSaver:
     ) -> Callable[[Sequence[BundleFact]], None]:
         """Return what completes the save on rank 0; ``write_state`` writes ``trainer_state.json`` into a folder."""
         resumed = max(self.ledger.history.values(), default=0)  # what a resumed training has changed is newer
-        changed_in = {part: step - max(held, resumed) for part, held in self.ledger.steps.items()}
+        changed_in = {str(part): step - max(held, resumed) for part, held in self.ledger.steps.items()}
         # of stale moments alone there is no estimate
         setback = setbacks(changes.expected_loss, changed_in) if not choice.masters else {}
         model, training, pieces = self.model, self.training, self.model.structure.pieces
@@ -467,7 +468,7 @@ class PartialSaver:
             bundles=(),
             shards=training.shards(),
             ledger=ledger.to_json(),
-            setback={part: steps for part, steps in setback.items() if part not in choice.parts},
+            setback={Part(part): steps for part, steps in setback.items() if part not in choice.parts},
             pieces_of={
                 part: {one.param: (one.begin, one.end) for name in names if (one := pieces.get(name))}
                 for part, names in names_of.items()

@@ -32,7 +32,7 @@ from llmtailor.engine.streams import cannot_read
 from llmtailor.errors import MismatchError, PathIn, Problem, UsageError
 from llmtailor.formats.registry import find_structure, index_checkpoint, with_experts
 from llmtailor.loaders.files import CONFIG, TRAINER_STATE, Holds, holds, is_rng_file, is_tokenizer_file
-from llmtailor.model.parts import ModelStructure, condense, layer_of, nearest
+from llmtailor.model.parts import ModelStructure, Part, condense, nearest
 from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State, place_of
 from llmtailor.storage.casts import FLOATING, cast, widen
 from llmtailor.storage.local import Files, open_source, read_source
@@ -352,7 +352,7 @@ def _dot(one: npt.NDArray[np.float64], two: npt.NDArray[np.float64]) -> float:
 @dataclass(frozen=True, slots=True)
 class Compared:
     state: State
-    part: str
+    part: Part
     layer: int | None
     """Its layer, if its part is one"""
     module: str
@@ -438,7 +438,7 @@ def diff_indexes(
             Problem("--kind", f"not in both checkpoints: {kind!r}", nearest(kind, held)) for kind in unknown
         )
     states = [state for state in common if not kinds or state.kind in kinds]
-    part_steps = {part: (a.step_of(part), b.step_of(part)) for part in structure.parts}
+    part_steps: dict[str, tuple[int, int]] = {part: (a.step_of(part), b.step_of(part)) for part in structure.parts}
     return Diff(
         a.name,
         b.name,
@@ -452,11 +452,11 @@ def diff_indexes(
 
 
 def diff_parts(
-    a: CheckpointIndex, b: CheckpointIndex, parts: Collection[str], on_progress: Callable[[int], None]
+    a: CheckpointIndex, b: CheckpointIndex, parts: Collection[Part], on_progress: Callable[[int], None]
 ) -> tuple[Compared, ...]:
     """Compare the states of these parts as far as both hold them; the result may be empty. Raises as `diff`."""
     structure = _structure_of_both(a, b)
-    shared = {layer_of(part) for part in parts if layer_of(part) != part}
+    shared = {part.whole for part in parts if part.is_share}
     structure = with_experts(structure, a, shared)
     pieces_of, units = structure.pieces_of, []
     for state in _common(a, b):
@@ -513,10 +513,9 @@ def _common(a: CheckpointIndex, b: CheckpointIndex) -> Iterator[State]:
 
 def _compared(state: State, structure: ModelStructure, change: Change) -> Compared:
     part = structure.part_of[state.param]
-    layer = structure.layers.get(part)
     place = place_of(state.param)
-    module = part if layer is None else ".".join(place.path[len(place.module) + 1 :])
-    return Compared(state, part, layer, _NUMBERS.sub("*", module) or part, change)
+    module = part if part.layer is None else ".".join(place.path[len(place.module) + 1 :])
+    return Compared(state, part, part.layer, _NUMBERS.sub("*", module) or part, change)
 
 
 def _compare_all(

@@ -38,7 +38,7 @@ from llmtailor.loaders.files import (
     is_weight_file,
 )
 from llmtailor.loaders.loader import loader_of, looks_partial
-from llmtailor.model.parts import condense, with_layers
+from llmtailor.model.parts import Part, condense, with_layers
 from llmtailor.model.roles import MASTER, State
 from llmtailor.storage.local import read_source
 from llmtailor.timing import Stopwatch
@@ -73,7 +73,7 @@ class Damage:
 class Holding:
     held: tuple[str, ...]
     absent: tuple[str, ...]
-    masters: tuple[str, ...] = ()
+    masters: tuple[Part, ...] = ()
     """Those of the absent parts of which it holds the masters, without the moments"""
 
 

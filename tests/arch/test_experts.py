@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llmtailor.model.find_parts import find_parts_by_name, split_experts
-from llmtailor.model.parts import Piece, condense, group_shares, layer_of, step_of, with_layers
-from llmtailor.recipe.emit import spell
+from llmtailor.model.parts import Part, Piece, condense, group_shares, layer_part, step_of, with_layers
+from llmtailor.recipe.emit import selectors_for
 from llmtailor.recipe.selectors import select
 
 E, LAYERS = 4, 4
@@ -43,7 +43,7 @@ def test_fused_experts_are_pieces_of_params(disk):
     assert found.pieces[pieces[0]] == Piece("model.layers.2.mlp.experts.gate_up_proj", 180, 240)
     assert found.pieces[pieces[1]].numel == 30
     assert len(found.names("layer 2 non-expert")) == 4
-    assert found.layers["layer 2 expert 3"] == 2 and found.num_layers == LAYERS
+    assert found.part_of[pieces[0]].layer == 2 and found.num_layers == LAYERS
     for param, of_param in found.pieces_of.items():
         ends = [found.pieces[name].end for name in of_param]
         assert [found.pieces[name].begin for name in of_param] == [0, *ends[:-1]]
@@ -120,7 +120,7 @@ def test_selectors_of_experts(selectors, parts):
     structure, shapes = fused(dense=1)
     found = split_experts(structure, shapes)
     names, _ = select(selectors, found)
-    assert select(spell(names, found), found) == (names, ())
+    assert select(selectors_for(names, found), found) == (names, ())
 
 
 def test_a_fused_param_is_still_named_whole():
@@ -166,8 +166,8 @@ def test_what_messages_call_parts_is_a_selector(text):
     found = split_experts(structure, shapes)
     names, problems = select([text], found)
     parts = found.divide(names)[0]
-    assert not problems and condense(parts if "expert" in text else map(layer_of, parts)) == text
-    assert spell(names, found) == ((text,) if "expert" in text else ("even",))
+    assert not problems and condense(parts if "expert" in text else [part.whole for part in parts]) == text
+    assert selectors_for(names, found) == ((text,) if "expert" in text else ("even",))
 
 
 def test_rows_of_experts_are_folded_by_layer_and_then_over_layers():
@@ -178,10 +178,10 @@ def test_rows_of_experts_are_folded_by_layer_and_then_over_layers():
 
 
 def test_a_layer_is_held_if_every_share_is():
-    every = ["layer 0 non-expert", "layer 0 expert 0", "layer 0 expert 1", "layer 1"]
+    every = [*map(Part, ("layer 0 non-expert", "layer 0 expert 0", "layer 0 expert 1", "layer 1"))]
     assert with_layers(every, every) == {*every, "layer 0"}
     assert with_layers(every[:2], every) == {*every[:2]}
-    assert [layer_of(part) for part in every] == ["layer 0"] * 3 + ["layer 1"]
-    assert step_of({"layer 0 expert 0": 3, "layer 0 expert 1": 5}, "layer 0", 9) == 3
-    assert step_of({"layer 0": 4}, "layer 0 expert 1", 9) == 4
-    assert step_of({"layer 1": 4}, "layer 0", 9) == 9
+    assert [part.whole for part in every] == ["layer 0"] * 3 + ["layer 1"]
+    assert step_of(dict(zip(every[1:3], (3, 5), strict=True)), layer_part(0), 9) == 3
+    assert step_of({layer_part(0): 4}, every[2], 9) == 4
+    assert step_of({layer_part(1): 4}, layer_part(0), 9) == 9

@@ -16,11 +16,12 @@ from helpers.checkpoints import make, optim_states
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.errors import TargetError
+from llmtailor.model.parts import Part
 from salvage.damage import truncate
 from thin.scene import save_partial
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd, norm]}\n"
-PARTS = ("embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head")
+PARTS = tuple(map(Part, ("embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head")))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.find_parts import split_experts
-from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, Part, layer_part
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.parse import parse_recipe
 
@@ -23,7 +23,7 @@ def llama(num_layers: int = 4, *, tied: bool = False, extra: dict[str, str] | No
         part_of |= {f"model.layers.{number}.{tail}": layer_part(number) for tail in INSIDE}
     part_of["model.norm.weight"] = NORM
     part_of[HEAD_NAME] = EMBED if tied else HEAD
-    part_of |= extra or {}
+    part_of |= {name: Part(part) for name, part in (extra or {}).items()}
     return ModelStructure(part_of, tuple(dict.fromkeys(part_of.values())), num_layers, tied)
 
 

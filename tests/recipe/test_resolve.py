@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.recipe import LayerRange, Recipe, Rule, Select
 from llmtailor.recipe.resolve import Choice, resolve
 from recipe.structures import EMBED_NAME, HEAD_NAME, check, llama, params_of, problems_of, qwen_vl, read
@@ -195,8 +195,8 @@ HEADLESS = ModelStructure(
     {name: part for name, part in llama(2).part_of.items() if part != "lm_head"}, llama(2).parts[:-1], 2, tied=False
 )
 TWO_STACKS = ModelStructure(
-    UNKNOWN_VL.part_of | {"model.visual.deepstack.0.norm.weight": "visual.deepstack.0"},
-    (*UNKNOWN_VL.parts, "visual.deepstack.0"), 4, tied=False,
+    UNKNOWN_VL.part_of | {"model.visual.deepstack.0.norm.weight": Part("visual.deepstack.0")},
+    (*UNKNOWN_VL.parts, Part("visual.deepstack.0")), 4, tied=False,
 )  # fmt: skip
 RANGE, MODULE = ":3 slices[0].sources[0].layer_range", ":2 modules.{}.slices[0].sources[0].layer_range"
 

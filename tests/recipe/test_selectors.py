@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, layer_part
 from llmtailor.recipe.selectors import select
 from recipe.structures import EMBED_NAME, HEAD_NAME, llama
 
@@ -155,7 +155,8 @@ def test_small_models_are_described_rightly(num_layers: int, told: str):
 
 def test_a_span_is_no_matter_of_size():
     """A hostile file can claim a huge layer number; nothing is counted out one by one."""
-    huge = ModelStructure({"model.layers.999999.mlp.w": "layer 999999"}, ("layer 999999",), 1_000_000, tied=False)
+    last = layer_part(999999)
+    huge = ModelStructure({"model.layers.999999.mlp.w": last}, (last,), 1_000_000, tied=False)
     assert select(["odd"], huge)[0] == {"model.layers.999999.mlp.w"}
 
 

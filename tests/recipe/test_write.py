@@ -15,7 +15,7 @@ from helpers.cases import examples
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe import Assignment, Recipe
-from llmtailor.recipe.emit import spell, write_normal_form, write_recipe
+from llmtailor.recipe.emit import selectors_for, write_normal_form, write_recipe
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.resolve import resolve
 from llmtailor.recipe.selectors import select
@@ -87,10 +87,10 @@ FUSED = llama(48, extra=EXPERTS)
 def test_spelling(structure, names_or_parts, expected):
     names = {name for name, part in structure.part_of.items() if not {name, part}.isdisjoint(names_or_parts)}
     if expected is None:
-        refused = problems_of(lambda: spell(names, structure))
+        refused = problems_of(lambda: selectors_for(names, structure))
         check(refused, ("!a", "selectors can't distinguish these tensors from others: '!a'", "from the base"))
     else:
-        assert list(spell(names, structure)) == expected
+        assert list(selectors_for(names, structure)) == expected
         assert select(expected, structure) == (names, ())
 
 
@@ -112,7 +112,7 @@ def test_a_spelling_selects_exactly_what_it_was_made_from(structure, data):
     names = data.draw(st.sets(st.sampled_from(list(structure.part_of)), min_size=1))
     if structure.tied and names & {EMBED_NAME, HEAD_NAME}:
         names |= {EMBED_NAME, HEAD_NAME}
-    assert select(spell(names, structure), structure) == (names, ())
+    assert select(selectors_for(names, structure), structure) == (names, ())
 
 
 def test_a_recipe_reads_like_this():

@@ -8,6 +8,7 @@ import pytest
 
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import SourceError
+from llmtailor.model.parts import EMBED, expert_part, layer_part, non_expert_part
 
 PARTS = ("embed_tokens", "layer 0", "norm")
 
@@ -112,16 +113,17 @@ def test_a_ledger_that_cannot_be_is_not_made():
 
 
 def test_a_run_may_change_between_whole_layers_and_experts():
-    shares = ["layer 0 non-expert", "layer 0 expert 0", "layer 0 expert 1"]
-    layers = Ledger("a").after(2, ["embed_tokens", "layer 0"], ["embed_tokens", "layer 0"])
-    fine = layers.divided(["embed_tokens", *shares], lost=())
-    assert fine.held_by == dict.fromkeys(["embed_tokens", *shares], (0, 2))
-    assert layers.divided(["embed_tokens", *shares], lost=["layer 0"]).held_by == {"embed_tokens": (0, 2)}
-    assert layers.divided(["embed_tokens", "layer 0"], lost=()) == layers
-    back = fine.divided(["embed_tokens", "layer 0"], lost=())
+    shares = [non_expert_part(0), expert_part(0, 0), expert_part(0, 1)]
+    whole = [EMBED, layer_part(0)]
+    layers = Ledger("a").after(2, whole, whole)
+    fine = layers.divided([EMBED, *shares], lost=())
+    assert fine.held_by == dict.fromkeys([EMBED, *shares], (0, 2))
+    assert layers.divided([EMBED, *shares], lost=[layer_part(0)]).held_by == {"embed_tokens": (0, 2)}
+    assert layers.divided(whole, lost=()) == layers
+    back = fine.divided(whole, lost=())
     assert back.held_by == layers.held_by
-    newer = fine.after(4, [shares[1]], ["embed_tokens", *shares])
+    newer = fine.after(4, [shares[1]], [EMBED, *shares])
     # no save holds the newest of all of the layer
-    assert newer.divided(["embed_tokens", "layer 0"], lost=()).held_by == {"embed_tokens": (0, 2)}
-    assert fine.divided(["embed_tokens", "layer 0"], lost=[shares[2]]).held_by == {"embed_tokens": (0, 2)}
-    assert fine.divided(["embed_tokens", *shares], lost=[shares[2]]).held_by.keys() == {"embed_tokens", *shares[:2]}
+    assert newer.divided(whole, lost=()).held_by == {"embed_tokens": (0, 2)}
+    assert fine.divided(whole, lost=[shares[2]]).held_by == {"embed_tokens": (0, 2)}
+    assert fine.divided([EMBED, *shares], lost=[shares[2]]).held_by.keys() == {"embed_tokens", *shares[:2]}

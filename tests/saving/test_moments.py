@@ -20,6 +20,7 @@ from llmtailor.compose.plan import explain_recipe, plan_merge  # noqa: E402
 from llmtailor.errors import SourceError  # noqa: E402
 from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
 from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
+from llmtailor.model.parts import Part  # noqa: E402
 from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
 from llmtailor.runs.gc import find_reachable, needed  # noqa: E402
 from llmtailor.runs.scan import choose_for_run, describe_checkpoint  # noqa: E402
@@ -119,33 +120,38 @@ def test_it_goes_on_after_a_resume_and_after_another_policy(tmp_path):
     check(loop, 10, tmp_path / "out")
 
 
+ABC = tuple(map(Part, "abc"))
+
+
 def saved(*saves: tuple[int, str, str]) -> tuple[list[RunCheckpoint], Ledger]:
     """Return saves of a run with the parts a, b and c: their steps, what they hold whole, and the masters alone."""
     ledger, found = Ledger("L"), []
     for step, whole, masters in saves:
-        ledger = ledger.after(step, [*whole], "abc")
-        found.append(RunCheckpoint.saved(Path(str(step)), ledger, [*masters]))
+        ledger = ledger.after(step, [*map(Part, whole)], ABC)
+        found.append(RunCheckpoint.saved(Path(str(step)), ledger, [*map(Part, masters)]))
     return found, ledger
 
 
 def test_saves_with_the_newest_masters_are_kept():
     saves, ledger = saved((1, "abc", ""), (2, "a", "bc"), (3, "b", "ac"), (4, "a", ""))
-    sources = sources_at(saves, 4, "abc")
+    sources = sources_at(saves, 4, ABC)
     assert {part: one.step for part, one in sources.items()} == {"a": 4, "b": 3, "c": 1}
     masters = newer_masters(usable_at(saves, 4), sources)
     assert {part: one.step for part, one in masters.items()} == {"c": 3}
     assert needed(saves, ledger, 1) == {1, 3, 4}
     saves, ledger = saved((1, "abc", ""), (2, "a", "bc"), (3, "a", ""))
     assert needed(saves, ledger, 1) == {1, 2, 3}
-    assert {one.step for one in find_reachable(saves, "abc", 1).needed} == {1, 2, 3}
+    assert {one.step for one in find_reachable(saves, ABC, 1).needed} == {1, 2, 3}
 
 
 def test_masters_are_as_old_as_a_thinned_composite_says():
-    ledger = Ledger("L").after(1, [*"abc"], "abc").after(8, ["b"], "abc")
-    old = RunCheckpoint.saved(Path("8"), ledger, ["a", "c"])
-    thinned = replace(old, part_steps={"a": 4, "b": 8, "c": 4}, master_steps={"a": 4, "b": 8, "c": 7})
+    ledger = Ledger("L").after(1, ABC, ABC).after(8, ABC[1:2], ABC)
+    old = RunCheckpoint.saved(Path("8"), ledger, ABC[::2])
+    thinned = replace(
+        old, part_steps=dict(zip(ABC, (4, 8, 4), strict=True)), master_steps=dict(zip(ABC, (4, 8, 7), strict=True))
+    )
     full = RunCheckpoint(Path("6"), 6, None)
-    found = newer_masters([thinned, full], dict.fromkeys("ac", full))
+    found = newer_masters([thinned, full], dict.fromkeys(ABC[::2], full))
     assert found == {"c": thinned}
 
 
@@ -214,7 +220,7 @@ def test_recipes_can_take_moments_alone(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "wrong"),
     [
-        ("{from: a, select: 1, only: weights}", "only: 'weights' is unknown"),
+        ("{from: a, select: 1, only: weights}", "only 'weights' is unknown"),
         ("{from: a, select: 1, only: [moments]}", "expected"),
         ("{average: [{from: a, weight: 1}, {from: b, weight: 1}], select: 1, only: moments}", "unknown key 'only'"),
     ],

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, is_complete, lost_parts, partial_sources, present_of
+from llmtailor.model.parts import Part
 from llmtailor.runs.gc import deletable, needed
 
-A, B, C = "layer 0", "layer 1", "norm"
+A, B, C = map(Part, ("layer 0", "layer 1", "norm"))
 
 
 @dataclass

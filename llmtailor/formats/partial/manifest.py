@@ -36,7 +36,7 @@ from llmtailor.containers.json import MAX_BYTES, is_count, is_name, is_path_belo
 from llmtailor.containers.safetensors import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.loaders.files import PARTIAL_MANIFEST
-from llmtailor.model.parts import SavedAs
+from llmtailor.model.parts import Part, SavedAs
 from llmtailor.model.roles import ITEMSIZE, is_moment
 from llmtailor.storage.local import read_source
 
@@ -140,9 +140,9 @@ class Manifest:
     world_size: int
     precision: str
     tag: str
-    parts: Mapping[str, str]
+    parts: Mapping[Part, str]
     """The chosen parts, and the reason for each"""
-    params_of: Mapping[str, Sequence[str]]
+    params_of: Mapping[Part, Sequence[str]]
     """The trained params of each chosen part: the rank shards hold every state of these, and of no others"""
     params: Mapping[str, ParamFact]
     """By FQN"""
@@ -155,13 +155,13 @@ class Manifest:
     """DeepSpeed's ``is_bf16``, and the stock names of the ``optim`` and ``model`` files"""
     ledger: Mapping[str, Any]
     """The saver's memory after this save; see `checkpoint.lineage`"""
-    setback: Mapping[str, float] = field(default_factory=dict)
+    setback: Mapping[Part, float] = field(default_factory=dict)
     """Part that this save left out -> by how many steps training falls back with its last save, an estimate; empty if
     it was not measured"""
-    pieces_of: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
+    pieces_of: Mapping[Part, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
     """Chosen part -> fused param -> the first and the last + 1 of the expert's elements. The rank shards also
     hold the states of these."""
-    masters: tuple[str, ...] = ()
+    masters: tuple[Part, ...] = ()
     """Further parts: the rank shards hold their masters without the moments. They are also in ``params_of``
     and ``pieces_of``."""
 
@@ -235,7 +235,7 @@ def manifest_json(
     return json.dumps(content, indent=1).encode() + b"\n"
 
 
-def _params_of(part: str, manifest: Manifest) -> dict[str, Any]:
+def _params_of(part: Part, manifest: Manifest) -> dict[str, Any]:
     pieces = manifest.pieces_of.get(part)
     return {"params": list(manifest.params_of[part])} | ({"pieces": dict(pieces)} if pieces else {})
 
@@ -259,8 +259,9 @@ def _parse(data: Any) -> Manifest:
         _name(name): ParamFact(_shape(one["shape"]), _role(one["role"]), _dtype(one["dtype"]))
         for name, one in data["params"].items()
     }
-    chosen = {_name(one["part"]): one for one in data["parts"]}
-    masters = {_name(one["part"]): one for one in (data["masters"] if data["schema"] == SCHEMA_MASTERS else ())}
+    chosen = {Part(_name(one["part"])): one for one in data["parts"]}
+    with_masters = data["masters"] if data["schema"] == SCHEMA_MASTERS else ()
+    masters = {Part(_name(one["part"])): one for one in with_masters}
     held = chosen | masters
     params_of = {part: tuple(map(_name, _list(one["params"]))) for part, one in held.items()}
     if len(held) != len(data["parts"]) + len(data.get("masters", ())):
@@ -287,7 +288,7 @@ def _parse(data: Any) -> Manifest:
         bundles=_bundles(data["bundles"], plain["world_size"]),
         shards=_shards(data["shards"], plain["stage"], plain["world_size"]),
         ledger=_mapping(data["ledger"]),
-        setback={_name(part): float(_steps(steps)) for part, steps in data.get("setback", {}).items()},
+        setback={Part(_name(part)): float(_steps(steps)) for part, steps in data.get("setback", {}).items()},
         pieces_of=pieces_of,
         masters=tuple(masters),
     )

@@ -55,7 +55,7 @@ from llmtailor.loaders.loader import loader_of
 from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
-from llmtailor.model.parts import Param, SavedAs
+from llmtailor.model.parts import Param, Part, SavedAs
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, WEIGHT, State, is_moment
 
 
@@ -178,11 +178,11 @@ def lay_out_partial(
 def describe_partial(
     index: CheckpointIndex,
     save_id: str,
-    parts: Mapping[str, str],
-    params_of: Mapping[str, Sequence[str]],
+    parts: Mapping[Part, str],
+    params_of: Mapping[Part, Sequence[str]],
     bundles: tuple[BundleFact, ...],
     ledger: Mapping[str, Any],
-    masters: tuple[str, ...] = (),
+    masters: tuple[Part, ...] = (),
 ) -> Manifest:
     """Return the manifest of a partial checkpoint made from a full one.
 
