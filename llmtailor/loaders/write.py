@@ -239,7 +239,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         )
         if not is_count(size) or not size:
             size = 1
-            fix += "; with auto_find_batch_size, also set train_batch_size, which is 1 here"
+            fix += "; with auto_find_batch_size, set train_batch_size, too, which is 1 here"
         notices.append(Problem(base.name, what, fix))
         data = json.dumps(_trainer_state(base.global_step, size), indent=2, sort_keys=True).encode() + b"\n"
         made.append(FileLayout(TRAINER_STATE, (Bytes(data, "made for the step"),)))
