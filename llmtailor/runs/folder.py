@@ -57,6 +57,7 @@ from llmtailor.storage.local import (
     UNFINISHED,
     Lock,
     LockHeld,
+    as_path,
     disk_errors,
     fsync_file,
     fsync_folder,
@@ -108,8 +109,8 @@ class RunFolder:
     ``also`` are staging folders of the same run, whose partial checkpoints count if the run's folder lacks them.
     """
 
-    def __init__(self, run: Path, also: Sequence[Path] = ()) -> None:
-        self.run = run
+    def __init__(self, run: str | Path, also: Sequence[Path] = ()) -> None:
+        self.run = as_path(run)
         self.partial = self.run / FOLDER
         self.also = tuple(RunFolder(one) for one in also)
 

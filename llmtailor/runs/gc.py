@@ -34,6 +34,7 @@ from llmtailor.model.parts import Part
 from llmtailor.recipe import ONLY_MOMENTS
 from llmtailor.runs.folder import Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
 from llmtailor.runs.scan import Scan, check_newest, scan_run
+from llmtailor.storage.local import as_path
 
 logger = logging.getLogger(__name__)
 BUG = "this is a bug in llmtailor: please report it; nothing was removed"
@@ -204,13 +205,13 @@ class GcPlan:
     """Bytes"""
 
 
-def plan_gc(run: Path, keep: int | None, *, trust_unrecorded: bool = False) -> GcPlan:
+def plan_gc(run: str | Path, keep: int | None, *, trust_unrecorded: bool = False) -> GcPlan:
     """Decide what to remove; with ``keep``, only that many of the newest composable steps stay composable.
 
     ``trust_unrecorded`` also counts full checkpoints that do not state their attempt.
     Raises SourceError if the newest checkpoint can't be used or no step can be composed.
     """
-    run = run.absolute()
+    run = as_path(run).absolute()
     scan = scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
     check_newest(scan)
     parts = scan.structure.parts

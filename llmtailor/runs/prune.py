@@ -75,6 +75,7 @@ from llmtailor.recipe.selectors import select
 from llmtailor.runs.folder import RunFolder, files_in, freed_bytes, log_entries
 from llmtailor.runs.gc import BUG, StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, scan_run
+from llmtailor.storage.local import as_path
 
 _SCRIPT = re.compile(r"zero_to_\w+\.py")
 _OF_A_RESUME = (LATEST, LATEST_UNIVERSAL, OPTIMIZER, SCHEDULER, SCALER)
@@ -498,7 +499,7 @@ class ThinPlan:
     """For each step that stays composable"""
 
 
-def plan_thinning(run: Path, options: ThinOptions, *, trust_unrecorded: bool = False) -> ThinPlan:
+def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bool = False) -> ThinPlan:
     """Decide how to thin out a run's checkpoints, and compute the bytes freed; no tensor is read.
 
     ``trust_unrecorded`` also thins out full checkpoints that do not state their attempt.
@@ -506,7 +507,7 @@ def plan_thinning(run: Path, options: ThinOptions, *, trust_unrecorded: bool = F
     Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
     invalid strategy or selectors.
     """
-    run = run.absolute()
+    run = as_path(run).absolute()
     folder, scan = RunFolder(run), scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
     newest = scan.indexes[check_newest(scan)]
     structure, indexes = find_structure(newest), scan.indexes  # what is made here holds whole layers

@@ -451,7 +451,7 @@ class Latest:
 
 
 def find_latest(
-    run: Path,
+    run: str | Path,
     at: int | None = None,
     deep: bool = False,
     on_progress: Callable[[int], None] = lambda num_bytes: None,

@@ -37,7 +37,7 @@ from pathlib import Path
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, StorageError, damaged
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.remote import EndsEarly, RemotePath
+from llmtailor.storage.remote import EndsEarly, RemotePath, as_remote, open_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,13 @@ class Ahead:
 
 def _stored(path: Path) -> RemotePath | None:
     """Return a path whose bytes are in a store, else None: an output in the making is on this machine only."""
-    return path if isinstance(path, RemotePath) and path.remote.holds(path.key) else None
+    remote = as_remote(path)
+    return remote if remote is not None and remote.remote.holds(remote.key) else None
+
+
+def as_path(given: str | Path) -> Path:
+    """Return what callers of the public API give: a path, or the text of one or of a URL."""
+    return given if isinstance(given, Path) else open_location(given)
 
 
 def absolute(path: Path) -> Path:

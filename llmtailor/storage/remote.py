@@ -290,6 +290,16 @@ def open_location(text: str) -> Path:
     return found
 
 
+def as_remote(path: Path) -> RemotePath | None:
+    """Return a path in the cache of an opened URL as a `RemotePath`, also if ``Path(path)`` has lost the type: as a
+    local file it would read as zeros. None for any other path."""
+    if isinstance(path, RemotePath):
+        return path
+    if _made is None or not path.is_relative_to(_made):
+        return None
+    return next((type(root)(path) for root in _opened.values() if path.is_relative_to(root)), None)
+
+
 _opened: dict[str, RemotePath] = {}
 """By URL: a folder that is opened again, or is in an opened one, has the same cache"""
 

@@ -35,7 +35,7 @@ from llmtailor.loaders.files import CONFIG, TRAINER_STATE, Holds, holds, is_rng_
 from llmtailor.model.parts import ModelStructure, Part, condense, nearest
 from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State, place_of
 from llmtailor.storage.casts import FLOATING, cast, widen
-from llmtailor.storage.local import Files, open_source, read_source
+from llmtailor.storage.local import Files, as_path, open_source, read_source
 from llmtailor.verify.values import BLOCK_ELEMENTS, CHUNK_ELEMENTS, bits_of
 
 _ABSENT = "absent"
@@ -409,7 +409,10 @@ def sums_by(label: Callable[[Compared], str], states: Iterable[Compared]) -> dic
 
 
 def diff(
-    a: Path, b: Path, kinds: Collection[str] = (), on_progress: Callable[[int], None] = lambda num_bytes: None
+    a: str | Path,
+    b: str | Path,
+    kinds: Collection[str] = (),
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> Diff:
     """Compare two checkpoints of any format; partial ones are compared as far as both hold a state.
 
@@ -421,7 +424,7 @@ def diff(
     Raises SourceError for a damaged checkpoint, MismatchError if no state is in both, UsageError for a kind that is not
     in both, Interrupted on Ctrl-C.
     """
-    return diff_indexes(index_checkpoint(a), index_checkpoint(b), kinds, on_progress)
+    return diff_indexes(index_checkpoint(as_path(a)), index_checkpoint(as_path(b)), kinds, on_progress)
 
 
 def diff_indexes(

@@ -12,6 +12,7 @@ from llmtailor.containers.unpickle import as_number
 from llmtailor.documents import encode
 from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint, split_parts
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT
+from llmtailor.storage.local import as_path
 
 _FEW = 8
 _HYPER: tuple[Literal["lr", "weight_decay", "betas", "eps"], ...] = ("lr", "weight_decay", "betas", "eps")
@@ -79,12 +80,12 @@ class Inspection(TypedDict):
     findings: list[dict[str, str | None]]
 
 
-def inspect_checkpoint(root: Path, client: str | None = None) -> Inspection:
+def inspect_checkpoint(root: str | Path, client: str | None = None) -> Inspection:
     """Describe a checkpoint without loading a tensor. ``client`` will resume from it; None: detected from the files.
 
     Raises SourceError with everything damaged or missing, or UnsupportedCheckpoint.
     """
-    return describe(index_checkpoint(root, client=client))
+    return describe(index_checkpoint(as_path(root), client=client))
 
 
 def describe(index: CheckpointIndex) -> Inspection:

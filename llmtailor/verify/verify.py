@@ -40,7 +40,7 @@ from llmtailor.loaders.files import (
 from llmtailor.loaders.loader import loader_of, looks_partial
 from llmtailor.model.parts import Part, condense, with_layers
 from llmtailor.model.roles import MASTER, State
-from llmtailor.storage.local import read_source
+from llmtailor.storage.local import as_path, read_source
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.structure import check_index, check_manifest, check_step, join, lost_elements
 
@@ -223,7 +223,7 @@ def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def verify_checkpoint(
-    path: Path,
+    path: str | Path,
     deep: bool = False,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     name: str | None = None,
@@ -246,6 +246,7 @@ def verify_checkpoint(
         SourceError: the folder is not a checkpoint.
         Interrupted: Ctrl-C or SIGTERM.
     """
+    path = as_path(path)
     name = name or display_name(path)
     return verify_surveyed(survey_checkpoint(path, name, client), path, deep, on_progress, name)
 

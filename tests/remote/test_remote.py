@@ -390,3 +390,27 @@ def test_a_source_that_changes_meanwhile_takes_the_upload_away(run, tmp_path):
         said = call("convert", config.parent, "faulty://bucket/out/checkpoint-100", code=4)
     assert "changed while it was read" in said
     assert done and not FaultyFileSystem.store
+
+
+def test_a_path_in_the_cache_reads_the_store_whatever_its_type(run, url):
+    """``Path(path)`` makes a plain path of it, whose file in the cache has no content."""
+    from llmtailor.storage.local import Files, read_source
+
+    folder = remote.open_location(f"{url}/checkpoint-100")
+    plain, name = Path(folder), "config.json"
+    assert type(plain) is not type(folder)
+    wanted = (run / "checkpoint-100" / name).read_bytes()
+    assert read_source(plain / name, name, 1 << 20) == wanted
+    room = bytearray(len(wanted))
+    with Files(plain) as files:
+        files.read_into(name, 0, memoryview(room))
+    assert room == wanted
+
+
+def test_functions_of_the_public_api_take_text(run, url):
+    for root in (str(run), url):
+        assert llmtailor.verify_checkpoint(f"{root}/checkpoint-100").is_resumable
+        assert llmtailor.inspect_checkpoint(f"{root}/checkpoint-100")["global_step"] == 100
+        assert llmtailor.diff(f"{root}/checkpoint-90", f"{root}/checkpoint-100").steps == (90, 100)
+        found = llmtailor.find_latest(root).path
+        assert found is not None and found.name == "checkpoint-100"
