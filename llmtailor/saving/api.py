@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.loaders.loader import Loader
 from llmtailor.policies import DEFAULT_POLICY, Policy
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
 from llmtailor.saving.options import Arguments, SavingArguments, SavingOptions, from_environment
@@ -76,7 +77,7 @@ def saver_for(
     if accelerator is not None:
         if engine is not None or model is not None or optimizer is not None:
             raise UsageError.at("saver_for", "the accelerator has the model already", "give the accelerator only")
-        found = _prepared(accelerator)
+        found = prepared(accelerator)
         engine, model, optimizer = found.engine, found.model, found.optimizer
         scheduler, scaler = scheduler or found.scheduler, scaler or found.scaler
     if (engine is None) == (model is None or optimizer is None):
@@ -107,21 +108,30 @@ def make_saver(
     is_tested: bool = False,
 ) -> PartialSaver:
     """Return a saver for a DeepSpeed engine, or for a model and its optimizer; see `PartialSaver`."""
-    training: Training
-    if engine is not None:
-        from llmtailor.saving.deepspeed import ZeroTraining
-
-        training = ZeroTraining(engine, beside.client)
-    else:
-        assert model is not None and optimizer is not None, "without an engine"
-        kind = PlainTraining
-        if any(hasattr(param, "to_local") for param in model.parameters()):  # a DTensor
-            from llmtailor.saving.torch_training import ShardedTraining as kind
-        training = kind(unwrap(model), optimizer, scaler)
+    training = training_of(engine, model, optimizer, scaler, beside.client)
     carried = owners_of(training.model, tokenizer)
     return PartialSaver(
         output_dir, training, policy, beside=beside, carried=carried, options=options, is_tested=is_tested
     )
+
+
+def training_of(
+    engine: DeepSpeedEngine | None,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    scaler: HasState | None,
+    client: Loader,
+) -> Training:
+    """Return the live training of an engine, or of a model and its optimizer. Raises UnsupportedCheckpoint."""
+    if engine is not None:
+        from llmtailor.saving.deepspeed import ZeroTraining
+
+        return ZeroTraining(engine, client)
+    assert model is not None and optimizer is not None, "without an engine"
+    kind = PlainTraining
+    if any(hasattr(param, "to_local") for param in model.parameters()):  # a DTensor
+        from llmtailor.saving.torch_training import ShardedTraining as kind
+    return kind(unwrap(model), optimizer, scaler)
 
 
 class SaverCallback:
@@ -158,7 +168,7 @@ class SaverCallback:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class Prepared:
     """What an accelerator has prepared: an engine, or a model with its optimizer."""
 
     engine: DeepSpeedEngine | None = None
@@ -168,12 +178,12 @@ class _Prepared:
     scaler: HasState | None = None
 
 
-def _prepared(accelerator: Accelerator) -> _Prepared:
+def prepared(accelerator: Accelerator) -> Prepared:
     """Return what an accelerator has prepared, as accelerate 1.15 lists it."""
     if wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None):
         # one of the DeepSpeed config, or of DeepSpeed's kinds, is the engine's
         own = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
-        return _Prepared(engine=wrapped.engine, scheduler=own[0] if own else None)
+        return Prepared(engine=wrapped.engine, scheduler=own[0] if own else None)
     if accelerator.distributed_type == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
         raise UnsupportedCheckpoint.at("accelerator", FSDP1, FSDP1_FIX)
     models, optimizers, schedulers = accelerator._models, accelerator._optimizers, accelerator._schedulers
@@ -189,4 +199,4 @@ def _prepared(accelerator: Accelerator) -> _Prepared:
         problems.append(Problem("accelerator", f"it has prepared {len(schedulers)} schedulers", "prepare one"))
     if problems:
         raise UsageError(problems)
-    return _Prepared(None, models[0], optimizers[0], schedulers[0] if schedulers else None, accelerator.scaler)
+    return Prepared(None, models[0], optimizers[0], schedulers[0] if schedulers else None, accelerator.scaler)

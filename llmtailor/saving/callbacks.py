@@ -37,6 +37,7 @@ from llmtailor.policies import Policy
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, make_saver
+from llmtailor.saving.attesting import TrainerResume
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
 from llmtailor.saving.options import WHERE, SavingArguments
@@ -291,6 +292,7 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         """Of the training that began last"""
         self._pending_rng: dict[str, Any] | None = None
         self._is_last = False
+        self._resume: TrainerResume | None = None
 
     def _bind(self, trainer: Trainer) -> None:
         """Take a Trainer as the one to save. With ``on_restart="compose"``, its ``train`` then resumes."""
@@ -345,6 +347,13 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             is_tested=True,
         )
         self._agree()
+        resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch, self.saver.record.log)
+        try:
+            resume.begin(self.saver.training)
+        except TailorError:
+            self.saver.close()
+            raise
+        self._resume = resume
         self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks}, is_retry=is_retry)
         self._mark(state)
         self._saved_step = state.global_step
@@ -373,6 +382,8 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._mark(state)
+        if self._resume is not None:
+            self._resume.step_ended()
         if self.saver is not None:
             self.saver.has_state(state.global_step)  # refuses an optimizer now, not at the first save
         every = self.save_steps or state.save_steps
@@ -404,6 +415,8 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if logs is None:
             return
+        if self._resume is not None:
+            self._resume.logged(state.global_step, logs)
         if "train_loss" in logs:  # the final entry, after which the best model may be loaded
             self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
             self._settle(is_last=True)
