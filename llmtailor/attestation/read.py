@@ -28,7 +28,7 @@ from llmtailor.containers.unpickle import Call, as_tensor
 from llmtailor.errors import TailorError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.loaders.files import rng_file
-from llmtailor.loaders.rng import as_trainers
+from llmtailor.loaders.rng import to_trainer
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, State, is_moment
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.local import Files
@@ -341,7 +341,7 @@ def compare_random(
         return [], f"random states: those of {index.world_size} ranks do not fit {world_size}"
     if not isinstance(tree, dict):
         return [], "random states: the checkpoint has none of this rank"
-    saved = tree if "python" in tree else as_trainers(tree)
+    saved = tree if "python" in tree else to_trainer(tree)
     with Files(index.root, index.files) as files:
         pairs = {
             "Python": (_python_state(live.get("python")), _python_state(saved.get("python"))),

@@ -40,7 +40,7 @@ from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, make_saver
 from llmtailor.saving.attesting import TrainerResume
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
-from llmtailor.saving.options import WHERE, SavingArguments
+from llmtailor.saving.options import WHERE, SavingArguments, SavingOptions
 from llmtailor.saving.restart import resume_automatically
 from llmtailor.saving.save import SaveReport
 from llmtailor.saving.torch_training import unwrap
@@ -514,6 +514,48 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
                     trainer.state.stateful_callbacks[name] = callback.state()
         trainer.state.save_to_json(str(folder / TRAINER_STATE))
         torch.save(trainer.args, folder / TRAINING_ARGS)
+
+
+class AttestResume(TrainerCallback):  # type: ignore[misc]
+    """A callback that attests what a Trainer has resumed, for a Trainer without llmtailor's saver::
+
+        Trainer(..., callbacks=[AttestResume()])
+
+    Args:
+        attest: ``sample`` compares some elements of every state with the checkpoint, ``full`` every byte.
+        on_mismatch: ``warn``, or ``stop`` to end the training on all ranks.
+
+    Raises UsageError for other values, and, when training begins, NotTheSame.
+    """
+
+    def __init__(
+        self, attest: Literal["sample", "full"] = "sample", on_mismatch: Literal["warn", "stop"] = "warn"
+    ) -> None:
+        self.options = SavingOptions(attest=attest, on_mismatch=on_mismatch)
+        self._resume: TrainerResume | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._resume = TrainerResume(find_trainer(self), self.options.attest, self.options.on_mismatch)
+        self._resume.begin()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self._resume is not None:
+            self._resume.step_ended()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        if self._resume is not None and logs is not None:
+            self._resume.logged(state.global_step, logs)
 
 
 def _savers_of(trainer: Trainer) -> list[PartialSaving]:
