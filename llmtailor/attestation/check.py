@@ -29,7 +29,7 @@ from llmtailor.attestation.compare import (
 from llmtailor.attestation.read import Live, compare_states
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
-from llmtailor.errors import Problem, VerificationError
+from llmtailor.errors import Problem, SourceError, VerificationError
 from llmtailor.formats.registry import survey_checkpoint
 from llmtailor.loaders.files import SCALER, SCHEDULER
 from llmtailor.loaders.loader import LOADERS
@@ -54,6 +54,12 @@ def open_index(checkpoint: Path, client: str | None = None) -> CheckpointIndex:
     """Return the index of a checkpoint, even a damaged one, if its states are known. Raises SourceError."""
     survey = survey_checkpoint(checkpoint, client=client)
     return survey.index if survey.index is not None else survey.sound_index()
+
+
+def missing_files(error: SourceError) -> list[str]:
+    """Return the files without which a checkpoint can't be read; empty if it is for any other reason."""
+    paths = [one.path or one.where for one in error.problems if one.code is Code.FILE_MISSING]
+    return paths if len(paths) == len(error.problems) else []
 
 
 def attest_live(index: CheckpointIndex, live: Live, ranks: Team, how: str) -> Attestation:

@@ -41,6 +41,8 @@ class Kind(Enum):
     """The weights of the forward pass are not the optimizer's"""
     UNSAVED = "not in the checkpoint"
     CHANGED = "other values"
+    LACKING = "lacking in the checkpoint"
+    """A file that the checkpoint must have, so that its loader has left something out"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Mismatch:
     """Params or groups that have it"""
 
     def __str__(self) -> str:
+        if self.kind is Kind.LACKING:
+            return f"{self.what} is missing in the checkpoint"
         if self.kind is Kind.MISSING:
             return f"{self.what}: missing, {_value(self.saved)} in the checkpoint"
         return f"{self.what} is {_value(self.live)}, {_value(self.saved)} in the checkpoint"
@@ -522,6 +526,14 @@ def summarize(
     return Attestation(
         index.name, index.global_step, how, made.num_states, rows, mismatches, notes, find_cause(facts), seconds
     )
+
+
+def lacking(name: str, files: Sequence[str], how: str) -> Attestation:
+    """Return the attestation of a checkpoint that lacks files, so that what it holds is not known."""
+    what = f"the checkpoint lacks {some(files)}, which a resume needs"
+    cause = Cause(what, "what was in there starts anew, and whatever the loader skips without it")
+    mismatches = tuple(Mismatch(file, None, None, True, Kind.LACKING) for file in files)
+    return Attestation(name, 0, how, 0, (), mismatches, (), cause)
 
 
 def headline(found: Attestation) -> str:

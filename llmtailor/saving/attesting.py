@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from llmtailor.attestation.check import announce, attest_live, guarded, open_index
+from llmtailor.attestation.check import announce, attest_live, guarded, missing_files, open_index
 from llmtailor.attestation.compare import (
     OFF,
     SAMPLE,
@@ -21,6 +21,7 @@ from llmtailor.attestation.compare import (
     Cause,
     LiveGroup,
     Losses,
+    lacking,
 )
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
 from llmtailor.checkpoint.index import DEEPSPEED, TRAINER, CheckpointIndex
@@ -28,6 +29,7 @@ from llmtailor.checkpoint.placement import Runs
 from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, SourceError, TailorError, UsageError
 from llmtailor.formats.common.param_names import ModelFacts, known_model
+from llmtailor.formats.registry import display_name
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.runs.folder import RunFolder
@@ -298,8 +300,16 @@ class TrainerResume:
             training = training_of(
                 parts["engine"], parts["model"], parts["optimizer"], parts["scaler"], LOADERS[TRAINER]
             )
-        self._index = index_on_first(training, checkpoint, self._ranks)
         step = trainer.state.global_step
+        try:
+            self._index = index_on_first(training, checkpoint, self._ranks)
+        except SourceError as error:
+            if not (files := missing_files(error)):
+                raise
+            found = lacking(display_name(checkpoint), files, self._how)
+            self._record({"step": step, "attested": found.to_json()})
+            announce(found, self._ranks, self._on_mismatch)
+            return found
         live = live_of(training, parts["scheduler"], parts["scaler"], {"global_step": step})
         with known_model(_facts_of(training)):
             found = attest_live(self._index, live, self._ranks, self._how)

@@ -27,7 +27,10 @@ EVERYWHERE = {
     "one_weight_changed": ("other values", {"master"}, ""),
     "steps_reset": ("Adam's step is 0, 4", "", "Adam's step count"),
 }
-SCHEDULED = {"schedule_restarted": ("schedule", "", "schedule was restarted"), "rate_changed": ("learning rate", "", "learning rate")}
+SCHEDULED = {
+    "schedule_restarted": ("schedule", "", "schedule was restarted"),
+    "rate_changed": ("learning rate", "", "learning rate"),
+}
 ZERO = {
     "flats_swapped": ("of another rank", {"master", *ADAM}, "of another rank"),
     "flat_twice": ("of another rank", {"master", *ADAM}, "of another rank"),

@@ -1,7 +1,7 @@
 """Resumed trainings whose states are then made wrong, one fault after another, and attested.
 
-Each is loaded by its own loader from a checkpoint of the catalogue. A fault changes what this rank holds, and is undone,
-so that one load serves all faults. What the older checkpoint holds is known by loading it.
+Each is loaded by its own loader from a checkpoint of the catalogue. A fault changes what this rank holds, and is
+undone, so that one load serves all faults. What the older checkpoint holds is known by loading it.
 """
 
 from __future__ import annotations
@@ -190,7 +190,11 @@ class Faults:
         return self._flats(0)
 
     def _flats(self, source: int) -> Undo:
-        flats = [flat for kinds in self.one.training._flats(self.one.engine.optimizer.state_dict()) for flat in kinds.values()]  # type: ignore[attr-defined]
+        flats = [
+            flat
+            for kinds in self.one.training._flats(self.one.engine.optimizer.state_dict())
+            for flat in kinds.values()
+        ]  # type: ignore[attr-defined]
         return overwrite([Fragment("", "", 0, flat) for flat in flats], lambda one: exchanged(one.tensor, source))
 
     def masters_rounded(self) -> Undo:
@@ -274,9 +278,8 @@ def run_case(case: dict[str, Any], root: Path) -> dict[str, Any]:
         undo = getattr(faults, name)()
         found[name] = resumed.attest(case.get("how", "sample")).to_json()
         undo()
-        if name != "clean":
-            again = resumed.attest("full")
-            assert again.is_same, (name, again)
+    again = resumed.attest("full")
+    assert again.is_same and again.num_same == again.num_states, again  # so every fault was undone
     return found
 
 
