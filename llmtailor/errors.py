@@ -67,6 +67,9 @@ class PathIn(str):
         place.checkpoint, place.path = checkpoint, path
         return place
 
+    def __getnewargs__(self) -> tuple[str, str]:  # of a copy on another rank
+        return self.checkpoint, self.path
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

@@ -27,11 +27,11 @@ from llmtailor.attestation.compare import (
     summarize,
 )
 from llmtailor.attestation.read import Live, compare_states
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import TRAINER, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.errors import Problem, SourceError, VerificationError
 from llmtailor.formats.registry import survey_checkpoint
-from llmtailor.loaders.files import SCALER, SCHEDULER
+from llmtailor.loaders.files import LATEST, SCALER, SCHEDULER
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, State
 from llmtailor.ranks.group import Team
@@ -50,10 +50,22 @@ class NotTheSame(VerificationError):
     meaning = "a resumed training does not hold the states of its checkpoint"
 
 
-def open_index(checkpoint: Path, client: str | None = None) -> CheckpointIndex:
-    """Return the index of a checkpoint, even a damaged one, if its states are known. Raises SourceError."""
-    survey = survey_checkpoint(checkpoint, client=client)
-    return survey.index if survey.index is not None else survey.sound_index()
+def open_index(checkpoint: Path) -> CheckpointIndex:
+    """Return the index of a checkpoint, which may lack its scheduler: a resume does not, and is attested all the same.
+
+    Where ``latest`` names a tag inside another checkpoint's folder, as ``salvage`` leaves it, that checkpoint is meant.
+    Raises SourceError.
+    """
+    latest = checkpoint / LATEST
+    if latest.is_file():
+        inside = Path(latest.read_text(errors="replace").strip()).parent
+        if inside.name and (checkpoint / inside).is_dir():
+            checkpoint = checkpoint / inside
+    survey = survey_checkpoint(checkpoint)
+    problems = [one for error in survey.problems.errors for one in error.problems]
+    if survey.index is not None and all(one.path == SCHEDULER and one.code is Code.FILE_MISSING for one in problems):
+        return survey.index
+    return survey.sound_index()
 
 
 def missing_files(error: SourceError) -> list[str]:
@@ -62,16 +74,24 @@ def missing_files(error: SourceError) -> list[str]:
     return paths if len(paths) == len(error.problems) else []
 
 
-def attest_live(index: CheckpointIndex, live: Live, ranks: Team, how: str) -> Attestation:
+def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Team, how: str) -> Attestation:
     """Compare what all ranks hold with a checkpoint. Every rank calls it; all get the same result.
 
-    Each rank reads only its own elements. Raises, on every rank, what reading the checkpoint raises.
+    ``find_live`` returns what this rank holds. Each rank reads only its own elements. An error on one rank, such as a
+    file that can't be read, is raised on all.
     """
     began = time.monotonic()
-    found = ranks.together(lambda: _compare_all(index, live, how))
-    has_schedule = index.train.trees.get(SCHEDULER) is not None
-    lacks = index.client == "trainer" and not index.form.stage and live.schedule is not None and not has_schedule
-    return summarize(index, found, how, _totals(index, live), lacks_scheduler=lacks, seconds=time.monotonic() - began)
+
+    def compare() -> tuple[Findings, dict[str, int], bool]:
+        live = find_live()
+        lacks = index.client == TRAINER and not index.form.stage and live.schedule is not None
+        return _compare_all(index, live, how), _totals(index, live), lacks and SCHEDULER not in index.train.trees
+
+    results = ranks.together(compare)
+    _, totals, lacks_scheduler = results[0]
+    found = [one for one, _, _ in results]
+    seconds = time.monotonic() - began
+    return summarize(index, found, how, totals, lacks_scheduler=lacks_scheduler, seconds=seconds)
 
 
 def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:

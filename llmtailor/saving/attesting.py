@@ -130,7 +130,7 @@ def attest_training(
     ranks = Ranks.here()
     index = index_on_first(training, checkpoint, ranks)
     with known_model(_facts_of(training)):
-        return attest_live(index, live_of(training, scheduler, scaler, counters), ranks, how)
+        return attest_live(index, lambda: live_of(training, scheduler, scaler, counters), ranks, how)
 
 
 def index_on_first(training: Training, checkpoint: Path, ranks: Ranks) -> CheckpointIndex:
@@ -310,8 +310,9 @@ class TrainerResume:
             self._record({"step": step, "attested": found.to_json()})
             announce(found, self._ranks, self._on_mismatch)
             return found
-        live = live_of(training, parts["scheduler"], parts["scaler"], {"global_step": step})
+        scheduler, scaler, counters = parts["scheduler"], parts["scaler"], {"global_step": step}
         with known_model(_facts_of(training)):
+            live = partial(live_of, training, scheduler, scaler, counters)
             found = attest_live(self._index, live, self._ranks, self._how)
         self.found = found
         if self._ranks.is_first:
