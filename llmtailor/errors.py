@@ -67,8 +67,8 @@ class PathIn(str):
         place.checkpoint, place.path = checkpoint, path
         return place
 
-    def __getnewargs__(self) -> tuple[str, str]:  # of a copy on another rank
-        return self.checkpoint, self.path
+    def __reduce__(self) -> tuple[type[PathIn], tuple[str, str]]:  # for a copy on another rank
+        return PathIn, (self.checkpoint, self.path)
 
 
 @dataclass(frozen=True, slots=True)

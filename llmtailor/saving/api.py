@@ -7,24 +7,29 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from llmtailor.attestation.check import announce
+from llmtailor.attestation.compare import Attestation
+from llmtailor.checkpoint.index import DEEPSPEED, TRAINER
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
-from llmtailor.loaders.loader import Loader
+from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.policies import DEFAULT_POLICY, Policy
+from llmtailor.saving.attesting import attest_training, parts_of
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
-from llmtailor.saving.options import Arguments, SavingArguments, SavingOptions, from_environment
+from llmtailor.saving.options import ATTEST, ON_MISMATCH, Arguments, SavingArguments, SavingOptions, from_environment
 from llmtailor.saving.save import PendingSave, SaveFailed
 from llmtailor.saving.saver import PartialSaver
 from llmtailor.saving.torch_training import PlainTraining, unwrap
-from llmtailor.saving.training import HasState, Pretrained, Training
+from llmtailor.saving.training import HasState, Pretrained, Ranks, Training
 from llmtailor.saving.writing import owners_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from deepspeed import DeepSpeedEngine
+    from transformers import Trainer
     from typing_extensions import Unpack
 
 logger = logging.getLogger("llmtailor.saving")
@@ -132,6 +137,76 @@ def training_of(
     if any(hasattr(param, "to_local") for param in model.parameters()):  # a DTensor
         from llmtailor.saving.torch_training import ShardedTraining as kind
     return kind(unwrap(model), optimizer, scaler)
+
+
+def attest(
+    checkpoint: str | Path,
+    *,
+    trainer: Trainer | None = None,
+    accelerator: Accelerator | None = None,
+    engine: DeepSpeedEngine | None = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: HasState | None = None,
+    scaler: HasState | None = None,
+    step: int | None = None,
+    how: Literal["sample", "full"] = "sample",
+    on_mismatch: Literal["warn", "stop"] = "warn",
+) -> Attestation:
+    """Compare a training that was resumed with the checkpoint that it was resumed from, and say what differs.
+
+    Call it on every rank, after loading and before the first optimizer step::
+
+        engine.load_checkpoint("runs/x")
+        llmtailor.attest("runs/x", engine=engine)
+
+    Compared are weights or masters, moments, Adam's steps, the options of param groups, the scheduler, the scaler and
+    counters, whatever format, number of ranks or stage the checkpoint was saved with.
+
+    Args:
+        checkpoint: the folder that was resumed from.
+        trainer, accelerator, engine: what holds the training; one of them, or ``model`` with ``optimizer``.
+        model: bare, compiled, inside DistributedDataParallel, or sharded by ``fully_shard``.
+        scheduler: the learning rate scheduler, unless one of the first three has it.
+        scaler: the GradScaler, likewise.
+        step: the optimizer steps that the loop counts, to be compared as well.
+        how: ``sample`` compares some elements of every state, ``full`` every byte.
+        on_mismatch: ``warn`` logs and returns what differs, ``stop`` raises NotTheSame on every rank.
+
+    Returns what was found, the same on every rank.
+
+    Raises:
+        UsageError: not exactly one training is given, or an argument makes no sense.
+        UnsupportedCheckpoint: the training's states can't be read.
+        SourceError: the checkpoint can't be read.
+    """
+    given = [one for one in (trainer, accelerator, engine, model) if one is not None]
+    problems = []
+    if len(given) != 1 or (model is None) != (optimizer is None):
+        fix = "give a trainer, an accelerator, an engine, or a model and its optimizer"
+        problems.append(Problem("attest", f"{len(given)} trainings are given, or one without its optimizer", fix))
+    if how not in ATTEST[1:]:
+        problems.append(Problem("attest", f"how is {how!r}", 'give "sample" or "full"'))
+    if on_mismatch not in ON_MISMATCH:
+        problems.append(Problem("attest", f"on_mismatch is {on_mismatch!r}", 'give "warn" or "stop"'))
+    if problems:
+        raise UsageError(problems)
+    counters: dict[str, Any] = {} if step is None else {"global_step": step}
+    if trainer is not None:
+        found = parts_of(trainer)
+        engine, model, optimizer = found["engine"], found["model"], found["optimizer"]
+        scheduler, scaler = found["scheduler"], found["scaler"]
+        counters = {"global_step": trainer.state.global_step}
+    elif accelerator is not None:
+        one = prepared(accelerator)
+        engine, model, optimizer = one.engine, one.model, one.optimizer
+        scheduler, scaler = scheduler or one.scheduler, scaler or one.scaler
+    is_loops = trainer is None and accelerator is None
+    loader = LOADERS[DEEPSPEED if engine is not None and is_loops else TRAINER]
+    training = training_of(engine, model, optimizer, scaler, loader)
+    attested = attest_training(training, Path(checkpoint), how, scheduler, scaler, counters)
+    announce(attested, Ranks.here(), on_mismatch)
+    return attested
 
 
 class SaverCallback:

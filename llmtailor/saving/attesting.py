@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,98 +24,25 @@ from llmtailor.attestation.compare import (
     lacking,
 )
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
-from llmtailor.checkpoint.index import DEEPSPEED, TRAINER, CheckpointIndex
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.containers.json import read_json
-from llmtailor.errors import Problem, SourceError, TailorError, UsageError
+from llmtailor.errors import SourceError, TailorError
 from llmtailor.formats.common.param_names import ModelFacts, known_model
 from llmtailor.formats.registry import display_name
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
-from llmtailor.loaders.loader import LOADERS
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.api import prepared, training_of
 from llmtailor.saving.model import is_adapted
-from llmtailor.saving.options import ATTEST, ON_MISMATCH
+from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import DTYPES, bytes_of
 from llmtailor.saving.training import Fragment, HasState, Ranks, Training, rng_tree
 from llmtailor.training import decaying_names
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from deepspeed import DeepSpeedEngine
     from transformers import Trainer
 
 logger = logging.getLogger("llmtailor.attest")
 Write = Callable[[Mapping[str, object]], None]
-
-
-def attest(
-    checkpoint: str | Path,
-    *,
-    trainer: Trainer | None = None,
-    accelerator: Accelerator | None = None,
-    engine: DeepSpeedEngine | None = None,
-    model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: HasState | None = None,
-    scaler: HasState | None = None,
-    step: int | None = None,
-    how: Literal["sample", "full"] = "sample",
-    on_mismatch: Literal["warn", "stop"] = "warn",
-) -> Attestation:
-    """Compare a training that was resumed with the checkpoint that it was resumed from, and say what differs.
-
-    Call it on every rank, after loading and before the first optimizer step::
-
-        engine.load_checkpoint("runs/x")
-        llmtailor.attest("runs/x", engine=engine)
-
-    Compared are weights or masters, moments, Adam's steps, the options of param groups, the scheduler, the scaler and
-    counters, whatever format, number of ranks or stage the checkpoint was saved with.
-
-    Args:
-        checkpoint: the folder that was resumed from.
-        trainer, accelerator, engine: what holds the training; one of them, or ``model`` with ``optimizer``.
-        model: bare, compiled, inside DistributedDataParallel, or sharded by ``fully_shard``.
-        scheduler: the learning rate scheduler, unless one of the first three has it.
-        scaler: the GradScaler, likewise.
-        step: the optimizer steps that the loop counts, to be compared as well.
-        how: ``sample`` compares some elements of every state, ``full`` every byte.
-        on_mismatch: ``warn`` logs and returns what differs, ``stop`` raises NotTheSame on every rank.
-
-    Returns what was found, the same on every rank.
-
-    Raises:
-        UsageError: not exactly one training is given, or an argument makes no sense.
-        UnsupportedCheckpoint: the training's states can't be read.
-        SourceError: the checkpoint can't be read.
-    """
-    given = [one for one in (trainer, accelerator, engine, model) if one is not None]
-    problems = []
-    if len(given) != 1 or (model is None) != (optimizer is None):
-        fix = "give a trainer, an accelerator, an engine, or a model and its optimizer"
-        problems.append(Problem("attest", f"{len(given)} trainings are given, or one without its optimizer", fix))
-    if how not in ATTEST[1:]:
-        problems.append(Problem("attest", f"how is {how!r}", 'give "sample" or "full"'))
-    if on_mismatch not in ON_MISMATCH:
-        problems.append(Problem("attest", f"on_mismatch is {on_mismatch!r}", 'give "warn" or "stop"'))
-    if problems:
-        raise UsageError(problems)
-    counters: dict[str, Any] = {} if step is None else {"global_step": step}
-    if trainer is not None:
-        found = _of_trainer(trainer)
-        engine, model, optimizer = found["engine"], found["model"], found["optimizer"]
-        scheduler, scaler = found["scheduler"], found["scaler"]
-        counters = {"global_step": trainer.state.global_step}
-    elif accelerator is not None:
-        one = prepared(accelerator)
-        engine, model, optimizer = one.engine, one.model, one.optimizer
-        scheduler, scaler = scheduler or one.scheduler, scaler or one.scaler
-    client = LOADERS[DEEPSPEED if engine is not None and trainer is None and accelerator is None else TRAINER]
-    training = training_of(engine, model, optimizer, scaler, client)
-    attested = attest_training(training, Path(checkpoint), how, scheduler, scaler, counters)
-    announce(attested, Ranks.here(), on_mismatch)
-    return attested
 
 
 def attest_training(
@@ -131,6 +58,24 @@ def attest_training(
     index = index_on_first(training, checkpoint, ranks)
     with known_model(_facts_of(training)):
         return attest_live(index, lambda: live_of(training, scheduler, scaler, counters), ranks, how)
+
+
+def attest_loop(
+    training: Training, checkpoint: Path, options: SavingOptions, scheduler: HasState | None, write: Write
+) -> None:
+    """Attest what a loop with a saver has resumed, for the record and the log.
+
+    Raises NotTheSame if it is another training and ``on_mismatch`` is ``stop``.
+    """
+    ranks = Ranks.here()
+
+    def run() -> Attestation:
+        found = attest_training(training, checkpoint, options.attest, scheduler)
+        write(found.to_json())
+        announce(found, ranks, options.on_mismatch)
+        return found
+
+    guarded(run, checkpoint, ranks.is_first, options.on_mismatch)
 
 
 def index_on_first(training: Training, checkpoint: Path, ranks: Ranks) -> CheckpointIndex:
@@ -233,7 +178,7 @@ def rates_of(scheduler: Any) -> list[float]:
         return []
 
 
-def _of_trainer(trainer: Trainer) -> dict[str, Any]:
+def parts_of(trainer: Trainer) -> dict[str, Any]:
     """Return what of a Trainer is attested, by its names in `attest`."""
     engine: Any = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     scheduler = trainer.lr_scheduler
@@ -281,25 +226,22 @@ class TrainerResume:
         self._waits_for_rng = False
         self.found: Attestation | None = None
 
-    def begin(self, training: Training | None = None) -> None:
-        """Attest the states; call it in ``on_train_begin``, on every rank. ``training`` is the live one, if known.
+    def begin(self, find_training: Callable[[], Training]) -> None:
+        """Attest the states; call it in ``on_train_begin``, on every rank. ``find_training`` returns the
+        live training.
 
         Raises NotTheSame if they are not the checkpoint's and that is to stop the training.
         """
         checkpoint, trainer = resumed_from(self._trainer), self._trainer
         if checkpoint is None or self._how == OFF:
             return
-        guarded(lambda: self._begin(training, checkpoint), checkpoint, self._ranks.is_first, self._on_mismatch)
+        guarded(lambda: self._begin(find_training(), checkpoint), checkpoint, self._ranks.is_first, self._on_mismatch)
         if self._index is not None:
             self._watch_rng(trainer)
 
-    def _begin(self, training: Training | None, checkpoint: Path) -> Attestation:
+    def _begin(self, training: Training, checkpoint: Path) -> Attestation:
         trainer = self._trainer
-        parts = _of_trainer(trainer)
-        if training is None:
-            training = training_of(
-                parts["engine"], parts["model"], parts["optimizer"], parts["scaler"], LOADERS[TRAINER]
-            )
+        parts = parts_of(trainer)
         step = trainer.state.global_step
         try:
             self._index = index_on_first(training, checkpoint, self._ranks)

@@ -28,16 +28,18 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
+from llmtailor.checkpoint.index import TRAINER
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problem, Problems, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import unsupported, unsupported_name
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, make_saver
-from llmtailor.saving.attesting import TrainerResume
+from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, make_saver, training_of
+from llmtailor.saving.attesting import TrainerResume, parts_of
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
 from llmtailor.saving.options import WHERE, SavingArguments, SavingOptions
@@ -347,9 +349,10 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             is_tested=True,
         )
         self._agree()
+        training = self.saver.training
         resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch, self.saver.record.log)
         try:
-            resume.begin(self.saver.training)
+            resume.begin(lambda: training)
         except TailorError:
             self.saver.close()
             raise
@@ -537,8 +540,11 @@ class AttestResume(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._resume = TrainerResume(find_trainer(self), self.options.attest, self.options.on_mismatch)
-        self._resume.begin()
+        trainer = find_trainer(self)
+        self._resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch)
+        held = parts_of(trainer)
+        live = (held["engine"], held["model"], held["optimizer"], held["scaler"])
+        self._resume.begin(lambda: training_of(*live, LOADERS[TRAINER]))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
