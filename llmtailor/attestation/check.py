@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.attestation.compare import (
-    SCALE,
     STOP,
     Attestation,
     Findings,
     Mismatch,
+    Subject,
     compare_counters,
     compare_groups,
     compare_schedule,
@@ -27,7 +27,7 @@ from llmtailor.attestation.compare import (
     summarize,
 )
 from llmtailor.attestation.read import Live, compare_states
-from llmtailor.checkpoint.index import TRAINER, CheckpointIndex
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.errors import Problem, SourceError, VerificationError
 from llmtailor.formats.registry import survey_checkpoint
@@ -84,8 +84,8 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Te
 
     def compare() -> tuple[Findings, dict[str, int], bool]:
         live = find_live()
-        lacks = index.client == TRAINER and not index.form.stage and live.schedule is not None
-        return _compare_all(index, live, how), _totals(index, live), lacks and SCHEDULER not in index.train.trees
+        needs = LOADERS[index.client].needs_scheduler and live.schedule is not None
+        return _compare_all(index, live, how), _totals(index, live), needs and saved_schedule(index) is None
 
     results = ranks.together(compare)
     _, totals, lacks_scheduler = results[0]
@@ -99,12 +99,13 @@ def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
     in_groups, notes = compare_groups(index, live.groups)
     schedule, more = compare_schedule(live.schedule, saved_schedule(index) if live.schedule is not None else None)
-    mismatches += [*in_groups, *schedule, *compare_counters(live.counters, saved_counters(index))]
+    mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
     saved_scale = index.train.trees.get(SCALER)
     if live.scale and isinstance(saved_scale, Mapping):
         mismatches += compare_counters(
-            {f"{SCALE}: {key}": live.scale[key] for key in ("scale", "_growth_tracker") if key in live.scale},
-            {f"{SCALE}: {key}": value for key, value in saved_scale.items()},
+            Subject.SCALE,
+            {f"loss scale: {key}": live.scale[key] for key in ("scale", "_growth_tracker") if key in live.scale},
+            {f"loss scale: {key}": value for key, value in saved_scale.items()},
         )
     return replace(states, mismatches=tuple(mismatches), notes=(*states.notes, *notes, *more))
 

@@ -55,10 +55,24 @@ class Difference:
     """Which step, param, part or rank its values are of, if that was found"""
 
 
+class Subject(Enum):
+    """What is compared beside states."""
+
+    STEP = "Adam's step"
+    SCHEDULE = "schedule"
+    RATE = "learning rate"
+    OPTION = "option"
+    SCALE = "loss scale"
+    COUNTER = "counter"
+    RANDOM = "random state"
+    FILE = "file"
+
+
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """A difference of anything but states: a counter, the schedule, an option of a param group, random states."""
 
+    subject: Subject
     what: str
     live: Any
     saved: Any
@@ -73,16 +87,6 @@ class Mismatch:
         if self.kind is Kind.MISSING:
             return f"{self.what}: missing, {_value(self.saved)} in the checkpoint"
         return f"{self.what} is {_value(self.live)}, {_value(self.saved)} in the checkpoint"
-
-
-STEP, SCHEDULE, RATE, SCALE, RNG, COUNTER = (
-    "Adam's step",
-    "schedule",
-    "learning rate",
-    "loss scale",
-    "random",
-    "counter",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +209,11 @@ def _compare_group(number: int, group: LiveGroup, saved: Mapping[str, Any]) -> I
         of_schedule = group.rate
         if not _alike(live, before):
             is_explained = of_schedule is None or _alike(live, of_schedule)
-            yield Mismatch(f"{RATE} of param group {number}", live, before, not is_explained)
+            yield Mismatch(Subject.RATE, f"learning rate of param group {number}", live, before, not is_explained)
     for key in group.hyper.keys() & saved.keys() - _NOT_COMPARED:
         mine, other = plain(group.hyper[key]), plain(saved[key])
         if _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
-            yield Mismatch(f"{key} of param group {number}", mine, other, False)
+            yield Mismatch(Subject.OPTION, f"{key} of param group {number}", mine, other, False)
 
 
 def compare_steps(
@@ -223,7 +227,10 @@ def compare_steps(
         if live is not None and names and float(live) != float(saved[names[0]]):
             key = (float(live), float(saved[names[0]]))
             found[key] = found.get(key, 0) + 1
-    return [Mismatch(STEP, live, before, True, count=count) for (live, before), count in found.items()]
+    return [
+        Mismatch(Subject.STEP, "Adam's step", live, before, True, count=count)
+        for (live, before), count in found.items()
+    ]
 
 
 _POSITION = ("last_epoch", "last_batch_iteration", "num_updates")
@@ -235,13 +242,13 @@ def compare_schedule(
     """Compare the states of schedulers: where a schedule stands is an alarm, what it consists of a note."""
     if live is None or saved is None:
         if saved is not None:
-            return [Mismatch(SCHEDULE, None, "a state", False, Kind.MISSING)], []
+            return [Mismatch(Subject.SCHEDULE, "schedule", None, "a state", False, Kind.MISSING)], []
         return [], ["schedule: the checkpoint has none to compare with"] if live is not None else []
     found, notes = [], []
     for key in _POSITION:
         mine, other = as_number(live.get(key)), as_number(saved.get(key))
         if mine is not None and other is not None and mine != other:
-            found.append(Mismatch(f"{SCHEDULE}: {key}", _whole(mine), _whole(other), True))
+            found.append(Mismatch(Subject.SCHEDULE, f"schedule: {key}", _whole(mine), _whole(other), True))
     for key in live.keys() & saved.keys() - {*_POSITION, "_step_count", "_last_lr", "_get_lr_called_within_step"}:
         mine, other = plain(live[key]), plain(saved[key])
         if not found and _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
@@ -249,10 +256,10 @@ def compare_schedule(
     return found, notes
 
 
-def compare_counters(live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Mismatch]:
+def compare_counters(subject: Subject, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Mismatch]:
     """Compare counters, the loss scale and its like by name; those that only one side has are left out."""
     return [
-        Mismatch(key, plain(live[key]), plain(saved[key]), True)
+        Mismatch(subject, key, plain(live[key]), plain(saved[key]), True)
         for key in live
         if key in saved and saved[key] is not None and not _alike(plain(live[key]), plain(saved[key]))
     ]
@@ -317,15 +324,16 @@ def find_cause(facts: Facts) -> Cause | None:
         return Cause("states have other values than the checkpoint's", "the training goes on from another state")
     if others:
         return Cause("frozen params or buffers are not the checkpoint's", "the forward pass is another one")
-    if facts.whats:
-        return Cause(_CAUSES.get(facts.whats[0], f"{facts.whats[0]} differs"), "the training goes on otherwise")
+    alarms = [one for one in facts.mismatches if one.is_alarm]
+    if alarms:
+        first = alarms[0]
+        return Cause(_CAUSES.get(first.subject, f"{first.what} differs"), "the training goes on otherwise")
     return None
 
 
 _CAUSES = {
-    STEP: "Adam's step count is not the checkpoint's, so its bias correction is another one",
-    RATE: "the learning rate is neither the checkpoint's nor the schedule's",
-    RNG: "the random states were not restored: dropout and the order of the data differ",
+    Subject.STEP: "Adam's step count is not the checkpoint's, so its bias correction is another one",
+    Subject.RATE: "the learning rate is neither the checkpoint's nor the schedule's",
 }
 
 
@@ -360,17 +368,7 @@ class Facts:
 
     @property
     def schedule_restarted(self) -> bool:
-        return any(one.what.startswith(SCHEDULE) and one.is_alarm for one in self.mismatches)
-
-    @property
-    def whats(self) -> list[str]:
-        """The first words of the mismatches that are alarms"""
-        known = (STEP, RATE, RNG)
-        return [
-            next((word for word in known if one.what.startswith(word)), one.what)
-            for one in self.mismatches
-            if one.is_alarm
-        ]
+        return any(one.subject is Subject.SCHEDULE and one.is_alarm for one in self.mismatches)
 
 
 def as_number(value: Any) -> float | None:
@@ -532,7 +530,7 @@ def lacking(name: str, files: Sequence[str], how: str) -> Attestation:
     """Return the attestation of a checkpoint that lacks files, so that what it holds is not known."""
     what = f"the checkpoint lacks {some(files)}, which a resume needs"
     cause = Cause(what, "what was in there starts anew, and whatever the loader skips without it")
-    mismatches = tuple(Mismatch(file, None, None, True, Kind.LACKING) for file in files)
+    mismatches = tuple(Mismatch(Subject.FILE, file, None, None, True, Kind.LACKING) for file in files)
     return Attestation(name, 0, how, 0, (), mismatches, (), cause)
 
 

@@ -16,6 +16,7 @@ from llmtailor.attestation.compare import (
     Kind,
     LiveGroup,
     Mismatch,
+    Subject,
     all_runs,
     entry_of,
     judge,
@@ -86,7 +87,6 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
     has_kinds: dict[str, set[str]] = {}
     for state in index.held:
         has_kinds.setdefault(state.param, set()).add(state.kind)
-    at_least = index.world_size if index.form.stage or index.world_size > 1 else 1
     with Files(index.root, index.files) as files:
         search = Search(index, live, files)
         held_here: dict[tuple[str, int], set[str]] = {}
@@ -103,7 +103,7 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
                 notes |= {note: None} if note else {}
                 continue
             num_compared += 1
-            difference = _compare(one, entry, files, search, how, at_least)
+            difference = _compare(one, entry, files, search, how, index.world_size)
             if difference is not None:
                 found.append(difference)
             if one.forward is not None and difference is None:
@@ -154,7 +154,7 @@ def _compare(
     one: LiveFragment, entry: TensorEntry, files: Files, search: Search, how: str, at_least: int
 ) -> Difference | None:
     state, offset = State(one.param, one.kind), one.begin
-    if one.kind == BUFFER and search.index.form.has_buffers_by_rank and entry.numel > one.numel:
+    if one.kind == BUFFER and entry.numel > one.numel:  # those of each rank
         offset += (search.live.rank % max(1, entry.numel // one.numel)) * one.numel
     worst: Kind | None = None
     for runs in all_runs(one.numel) if how == FULL else [sample_runs(one.numel, at_least)]:
@@ -349,7 +349,7 @@ def compare_random(
             "torch": (_live_bytes(live.get("cpu")), _saved_bytes(saved.get("cpu"), files, index.name)),
         }
     found = [
-        Mismatch(f"random state of {name}", "another", "its own", True)
+        Mismatch(Subject.RANDOM, f"random state of {name}", "another", "its own", True)
         for name, (mine, other) in pairs.items()
         if mine is not None and other is not None and mine != other
     ]

@@ -95,11 +95,7 @@ def index_on_first(training: Training, checkpoint: Path, ranks: Ranks) -> Checkp
 def _facts_of(training: Training) -> ModelFacts:
     params = {name: fact.shape for name, fact in training.params.items() if fact.role != "buffer"}
     tied = {name: stored for name, stored in training.tied.items() if stored in params}
-    buffers = (
-        training.model.state_dict().keys() - params.keys() - tied.keys()
-        if training.stage < 3
-        else [name for name, fact in training.params.items() if fact.role == "buffer"]
-    )
+    buffers = [name for name, fact in training.params.items() if fact.role == "buffer"]
     return ModelFacts(params, frozenset(decaying_names(training.model)), tied, frozenset(buffers))
 
 
