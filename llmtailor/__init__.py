@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from llmtailor.findings import Finding as Finding
     from llmtailor.runs.scan import Latest as Latest
     from llmtailor.runs.scan import find_latest as find_latest
+    from llmtailor.saving.api import attest as attest
     from llmtailor.training import layer_param_groups as layer_param_groups
     from llmtailor.verify.diff import Diff as Diff
     from llmtailor.verify.diff import diff as diff
@@ -47,6 +48,7 @@ _PUBLIC = {
     "Report": "llmtailor.compose.report",
     "TailorError": "llmtailor.errors",
     "Verdict": "llmtailor.verify.verify",
+    "attest": "llmtailor.saving.api",
     "diff": "llmtailor.verify.diff",
     "find_latest": "llmtailor.runs.scan",
     "inspect_checkpoint": "llmtailor.verify.inspect",

@@ -67,6 +67,9 @@ class PathIn(str):
         place.checkpoint, place.path = checkpoint, path
         return place
 
+    def __reduce__(self) -> tuple[type[PathIn], tuple[str, str]]:  # for a copy on another rank
+        return PathIn, (self.checkpoint, self.path)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

@@ -52,10 +52,27 @@ class FailedSave:
 
 
 @dataclass(frozen=True, slots=True)
+class AttestedResume:
+    """What a resumed training was found to hold, compared with its checkpoint."""
+
+    step: int
+    checkpoint: str
+    is_same: bool
+    num_states: int
+    num_same: int
+    how: str
+    """``sample`` or ``full``"""
+    cause: str = ""
+    """What is wrong; empty if nothing is"""
+
+
+@dataclass(frozen=True, slots=True)
 class SaveLog:
     saves: tuple[LoggedSave, ...] = ()
     """By ascending step"""
     failed: tuple[FailedSave, ...] = ()
+    attested: tuple[AttestedResume, ...] = ()
+    """In the order of the attempts"""
     unreadable: int = 0
     """Lines that are not valid; a kill may leave one"""
 
@@ -64,6 +81,7 @@ def read_log(path: Path) -> SaveLog:
     """Read a log; one that does not exist is empty. Raises OSError if the disk does not answer."""
     saves: list[LoggedSave] = []
     failed: list[FailedSave] = []
+    attested: list[AttestedResume] = []
     unreadable = 0
     for line in _lines(path):
         try:
@@ -71,11 +89,13 @@ def read_log(path: Path) -> SaveLog:
             step = _count(content["step"])
             if "failed" in content:
                 failed.append(FailedSave(step, str(content["failed"])))
+            elif "attested" in content:
+                attested.append(_attested(step, content["attested"]))
             elif "num_bytes" in content:
                 saves.append(_save(step, content))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             unreadable += 1
-    return SaveLog(tuple(sorted(saves, key=lambda one: one.step)), tuple(failed), unreadable)
+    return SaveLog(tuple(sorted(saves, key=lambda one: one.step)), tuple(failed), tuple(attested), unreadable)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -102,6 +122,18 @@ def _save(step: int, content: Mapping[str, Any]) -> LoggedSave:
         {str(part): _change(value) for part, value in content.get("expected_loss", {}).items()},
         {str(part): _count(value) for part, value in content.get("steps_behind", {}).items()},
         tuple(map(str, content.get("masters", ()))),
+    )
+
+
+def _attested(step: int, content: Mapping[str, Any]) -> AttestedResume:
+    return AttestedResume(
+        step,
+        str(content["checkpoint"]),
+        bool(content["is_same"]),
+        _count(content["num_states"]),
+        _count(content["num_same"]),
+        str(content["how"]),
+        str(content.get("cause") or ""),
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llmtailor.policies import Situation as Situation
     from llmtailor.policies import make_policy as make_policy
     from llmtailor.saving.api import saver_for as saver_for
+    from llmtailor.saving.callbacks import AttestResume as AttestResume
     from llmtailor.saving.callbacks import PartialSaving as PartialSaving
     from llmtailor.saving.callbacks import attach as attach
     from llmtailor.saving.options import SavingOptions as SavingOptions
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Adaptive": "llmtailor.policies",
+    "AttestResume": "llmtailor.saving.callbacks",
     "Filter": "llmtailor.policies",
     "Full": "llmtailor.policies",
     "MomentsInTurn": "llmtailor.policies",

@@ -7,23 +7,29 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from llmtailor.attestation.check import announce
+from llmtailor.attestation.compare import Attestation
+from llmtailor.checkpoint.index import DEEPSPEED, TRAINER
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.policies import DEFAULT_POLICY, Policy
+from llmtailor.saving.attesting import attest_training, parts_of
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
-from llmtailor.saving.options import Arguments, SavingArguments, SavingOptions, from_environment
+from llmtailor.saving.options import ATTEST, ON_MISMATCH, Arguments, SavingArguments, SavingOptions, from_environment
 from llmtailor.saving.save import PendingSave, SaveFailed
 from llmtailor.saving.saver import PartialSaver
 from llmtailor.saving.torch_training import PlainTraining, unwrap
-from llmtailor.saving.training import HasState, Pretrained, Training
+from llmtailor.saving.training import HasState, Pretrained, Ranks, Training
 from llmtailor.saving.writing import owners_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from deepspeed import DeepSpeedEngine
+    from transformers import Trainer
     from typing_extensions import Unpack
 
 logger = logging.getLogger("llmtailor.saving")
@@ -76,7 +82,7 @@ def saver_for(
     if accelerator is not None:
         if engine is not None or model is not None or optimizer is not None:
             raise UsageError.at("saver_for", "the accelerator has the model already", "give the accelerator only")
-        found = _prepared(accelerator)
+        found = prepared(accelerator)
         engine, model, optimizer = found.engine, found.model, found.optimizer
         scheduler, scaler = scheduler or found.scheduler, scaler or found.scaler
     if (engine is None) == (model is None or optimizer is None):
@@ -107,21 +113,100 @@ def make_saver(
     is_tested: bool = False,
 ) -> PartialSaver:
     """Return a saver for a DeepSpeed engine, or for a model and its optimizer; see `PartialSaver`."""
-    training: Training
-    if engine is not None:
-        from llmtailor.saving.deepspeed import ZeroTraining
-
-        training = ZeroTraining(engine, beside.loader)
-    else:
-        assert model is not None and optimizer is not None, "without an engine"
-        kind = PlainTraining
-        if any(hasattr(param, "to_local") for param in model.parameters()):  # a DTensor
-            from llmtailor.saving.torch_training import ShardedTraining as kind
-        training = kind(unwrap(model), optimizer, scaler)
+    training = training_of(engine, model, optimizer, scaler, beside.loader)
     carried = owners_of(training.model, tokenizer)
     return PartialSaver(
         output_dir, training, policy, beside=beside, carried=carried, options=options, is_tested=is_tested
     )
+
+
+def training_of(
+    engine: DeepSpeedEngine | None,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    scaler: HasState | None,
+    client: Loader,
+) -> Training:
+    """Return the live training of an engine, or of a model and its optimizer. Raises UnsupportedCheckpoint."""
+    if engine is not None:
+        from llmtailor.saving.deepspeed import ZeroTraining
+
+        return ZeroTraining(engine, client)
+    assert model is not None and optimizer is not None, "without an engine"
+    kind = PlainTraining
+    if any(hasattr(param, "to_local") for param in model.parameters()):  # a DTensor
+        from llmtailor.saving.torch_training import ShardedTraining as kind
+    return kind(unwrap(model), optimizer, scaler)
+
+
+def attest(
+    checkpoint: str | Path,
+    *,
+    trainer: Trainer | None = None,
+    accelerator: Accelerator | None = None,
+    engine: DeepSpeedEngine | None = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: HasState | None = None,
+    scaler: HasState | None = None,
+    step: int | None = None,
+    how: Literal["sample", "full"] = "sample",
+    on_mismatch: Literal["warn", "stop"] = "warn",
+) -> Attestation:
+    """Compare a training that was resumed with the checkpoint that it was resumed from, and say what differs.
+
+    Call it on every rank, after loading and before the first optimizer step::
+
+        engine.load_checkpoint("runs/x")
+        llmtailor.attest("runs/x", engine=engine)
+
+    Compared are weights or masters, moments, Adam's steps, the options of param groups, the scheduler, the scaler and
+    counters, whatever format, number of ranks or stage the checkpoint was saved with.
+
+    Args:
+        checkpoint: the folder that was resumed from.
+        trainer, accelerator, engine: what holds the training; one of them, or ``model`` with ``optimizer``.
+        model: bare, compiled, inside DistributedDataParallel, or sharded by ``fully_shard``.
+        scheduler: the learning rate scheduler, unless one of the first three has it.
+        scaler: the GradScaler, likewise.
+        step: the optimizer steps that the loop counts, to be compared as well.
+        how: ``sample`` compares some elements of every state, ``full`` every byte.
+        on_mismatch: ``warn`` logs and returns what differs, ``stop`` raises NotTheSame on every rank.
+
+    Returns what was found, the same on every rank.
+
+    Raises:
+        UsageError: not exactly one training is given, or an argument makes no sense.
+        UnsupportedCheckpoint: the training's states can't be read.
+        SourceError: the checkpoint can't be read.
+    """
+    given = [one for one in (trainer, accelerator, engine, model) if one is not None]
+    problems = []
+    if len(given) != 1 or (model is None) != (optimizer is None):
+        fix = "give a trainer, an accelerator, an engine, or a model and its optimizer"
+        problems.append(Problem("attest", f"{len(given)} trainings are given, or one without its optimizer", fix))
+    if how not in ATTEST[1:]:
+        problems.append(Problem("attest", f"how is {how!r}", 'give "sample" or "full"'))
+    if on_mismatch not in ON_MISMATCH:
+        problems.append(Problem("attest", f"on_mismatch is {on_mismatch!r}", 'give "warn" or "stop"'))
+    if problems:
+        raise UsageError(problems)
+    counters: dict[str, Any] = {} if step is None else {"global_step": step}
+    if trainer is not None:
+        found = parts_of(trainer)
+        engine, model, optimizer = found["engine"], found["model"], found["optimizer"]
+        scheduler, scaler = found["scheduler"], found["scaler"]
+        counters = {"global_step": trainer.state.global_step}
+    elif accelerator is not None:
+        one = prepared(accelerator)
+        engine, model, optimizer = one.engine, one.model, one.optimizer
+        scheduler, scaler = scheduler or one.scheduler, scaler or one.scaler
+    is_loops = trainer is None and accelerator is None
+    loader = LOADERS[DEEPSPEED if engine is not None and is_loops else TRAINER]
+    training = training_of(engine, model, optimizer, scaler, loader)
+    attested = attest_training(training, Path(checkpoint), how, scheduler, scaler, counters)
+    announce(attested, Ranks.here(), on_mismatch)
+    return attested
 
 
 class SaverCallback:
@@ -158,7 +243,7 @@ class SaverCallback:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class Prepared:
     """What an accelerator has prepared: an engine, or a model with its optimizer."""
 
     engine: DeepSpeedEngine | None = None
@@ -168,12 +253,12 @@ class _Prepared:
     scaler: HasState | None = None
 
 
-def _prepared(accelerator: Accelerator) -> _Prepared:
+def prepared(accelerator: Accelerator) -> Prepared:
     """Return what an accelerator has prepared, as accelerate 1.15 lists it."""
     if wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None):
         # one of the DeepSpeed config, or of DeepSpeed's kinds, is the engine's
         own = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
-        return _Prepared(engine=wrapped.engine, scheduler=own[0] if own else None)
+        return Prepared(engine=wrapped.engine, scheduler=own[0] if own else None)
     if accelerator.distributed_type == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
         raise UnsupportedCheckpoint.at("accelerator", FSDP1, FSDP1_FIX)
     models, optimizers, schedulers = accelerator._models, accelerator._optimizers, accelerator._schedulers
@@ -189,4 +274,4 @@ def _prepared(accelerator: Accelerator) -> _Prepared:
         problems.append(Problem("accelerator", f"it has prepared {len(schedulers)} schedulers", "prepare one"))
     if problems:
         raise UsageError(problems)
-    return _Prepared(None, models[0], optimizers[0], schedulers[0] if schedulers else None, accelerator.scaler)
+    return Prepared(None, models[0], optimizers[0], schedulers[0] if schedulers else None, accelerator.scaler)

@@ -28,18 +28,21 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
+from llmtailor.checkpoint.index import TRAINER
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problem, Problems, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import unsupported, unsupported_name
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, make_saver
+from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, make_saver, training_of
+from llmtailor.saving.attesting import TrainerResume, parts_of
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
-from llmtailor.saving.options import WHERE, SavingArguments
+from llmtailor.saving.options import WHERE, SavingArguments, SavingOptions
 from llmtailor.saving.restart import resume_automatically
 from llmtailor.saving.torch_training import unwrap
 from llmtailor.saving.training import rng_tree
@@ -272,6 +275,7 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         """Of the training that began last"""
         self._pending_rng: dict[str, Any] | None = None
         self._is_last = False
+        self._resume: TrainerResume | None = None
 
     def _bind(self, trainer: Trainer) -> None:
         """Take a Trainer as the one to save. With ``on_restart="compose"``, its ``train`` then resumes."""
@@ -326,6 +330,14 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             is_tested=True,
         )
         self._agree()
+        training = self.saver.training
+        resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch, self.saver.record.log)
+        try:
+            resume.begin(lambda: training)
+        except TailorError:
+            self.saver.close()
+            raise
+        self._resume = resume
         self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks}, is_retry=is_retry)
         self._mark(state)
         self._saved_step = state.global_step
@@ -354,6 +366,8 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._mark(state)
+        if self._resume is not None:
+            self._resume.step_ended()
         if self.saver is not None:
             self.saver.has_state(state.global_step)  # refuses an optimizer now, not at the first save
         every = self.save_steps or state.save_steps
@@ -385,6 +399,8 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if logs is None:
             return
+        if self._resume is not None:
+            self._resume.logged(state.global_step, logs)
         if "train_loss" in logs:  # the final entry, after which the best model may be loaded
             self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
             self._settle(is_last=True)
@@ -475,6 +491,51 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
                     states[name] = callback.state()
         trainer.state.save_to_json(str(folder / TRAINER_STATE))
         torch.save(trainer.args, folder / TRAINING_ARGS)
+
+
+class AttestResume(TrainerCallback):  # type: ignore[misc]
+    """A callback that attests what a Trainer has resumed, for a Trainer without llmtailor's saver::
+
+        Trainer(..., callbacks=[AttestResume()])
+
+    Args:
+        attest: ``sample`` compares some elements of every state with the checkpoint, ``full`` every byte.
+        on_mismatch: ``warn``, or ``stop`` to end the training on all ranks.
+
+    Raises UsageError for other values, and, when training begins, NotTheSame.
+    """
+
+    def __init__(
+        self, attest: Literal["sample", "full"] = "sample", on_mismatch: Literal["warn", "stop"] = "warn"
+    ) -> None:
+        self.options = SavingOptions(attest=attest, on_mismatch=on_mismatch)
+        self._resume: TrainerResume | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        trainer = find_trainer(self)
+        self._resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch)
+        held = parts_of(trainer)
+        live = (held["engine"], held["model"], held["optimizer"], held["scaler"])
+        self._resume.begin(lambda: training_of(*live, LOADERS[TRAINER]))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self._resume is not None:
+            self._resume.step_ended()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        if self._resume is not None and logs is not None:
+            self._resume.logged(state.global_step, logs)
 
 
 def _savers_of(trainer: Trainer) -> list[PartialSaving]:

@@ -20,7 +20,7 @@ from llmtailor.formats.other_optimizers import unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.loaders.files import WHOLE_MODEL
 from llmtailor.loaders.loader import LOADERS, Loader
-from llmtailor.model.roles import BUFFER, MASTER
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.training import (
     Constant,
@@ -117,6 +117,62 @@ class ZeroTraining:
     def masters(self) -> Iterator[Fragment]:
         flats = [{MASTER: kinds[MASTER]} for kinds in self._flats(self.zero.state_dict())]
         yield from self._fragments(flats, self.params.keys())
+
+    def present(self) -> Iterator[Fragment]:
+        yield from self.fragments(self.params)
+        params = dict(self.model.named_parameters())
+        for name, fact in self.params.items():
+            if fact.role == "buffer":
+                yield Fragment(name, BUFFER, 0, self.model.get_buffer(name).detach().reshape(-1))
+            elif fact.role == "frozen":
+                begin, numel = self._share(params[name])
+                if numel:
+                    yield Fragment(name, FROZEN, begin, self._elements(params[name])[:numel])
+
+    def weight_of(self, master: Fragment) -> torch.Tensor | None:
+        param = self._named.get(master.param)
+        if param is None:
+            return None
+        begin = master.begin - self._share(param)[0]
+        return self._elements(param)[begin : begin + master.tensor.numel()]
+
+    @cached_property
+    def _named(self) -> dict[str, Any]:
+        return dict(self.model.named_parameters())
+
+    def _share(self, param: Any) -> tuple[int, int]:
+        """Return the first element that this rank has of a param outside the optimizer, and how many."""
+        if self.stage < 3:
+            return 0, param.numel()
+        part = part_size(param.ds_numel, self.ranks.world_size)
+        begin = min(self.ranks.rank * part, param.ds_numel)
+        return begin, min(part, param.ds_numel - begin)
+
+    def _elements(self, param: Any) -> torch.Tensor:
+        tensor: torch.Tensor = param.ds_tensor if self.stage == 3 else param
+        return tensor.detach().reshape(-1)
+
+    def steps(self) -> Mapping[str, float | None]:
+        inner = self.zero.state_dict()[self._keys[1]]
+        groups, found = self._group_of_flat, dict[str, float | None]()
+        for flat_id, shapes in enumerate(self._shapes):
+            group = inner.get("param_groups", ({},))[groups[flat_id]] if inner.get("param_groups") else {}
+            step = inner["state"].get(flat_id, {}).get("step", group.get("step"))
+            found |= dict.fromkeys(shapes, None if step is None else float(step))
+        return found
+
+    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
+        live = self.zero.optimizer.param_groups
+        names: list[list[str]] = [[] for _ in live]
+        for flat_id, shapes in enumerate(self._shapes):
+            names[self._group_of_flat[flat_id]] += shapes
+        return list(zip(names, live, strict=True))
+
+    @property
+    def _group_of_flat(self) -> Sequence[int] | Mapping[int, int]:
+        """Flat tensor -> its param group: sub-groups of ZeRO-3 belong to one"""
+        found: Mapping[int, int] | None = getattr(self.zero, "sub_group_to_group_id", None)
+        return found if self.stage == 3 and found else range(len(self._shapes))
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         # ZeRO-1/2 saves only rank 0's

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_type_hints
 
+from llmtailor.attestation.compare import FULL, OFF, SAMPLE, STOP, WARN
 from llmtailor.errors import Problem, Problems, UsageError
 from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy
 
@@ -16,6 +17,7 @@ MIN_HOST_BUFFER = 1 << 20
 PREFIX = "LLMTAILOR_"
 """Begins the names of the environment variables"""
 WHERE = "attach"
+ATTEST, ON_MISMATCH = (OFF, SAMPLE, FULL), (WARN, STOP)
 
 
 class SavingArguments(TypedDict, total=False):
@@ -31,6 +33,8 @@ class SavingArguments(TypedDict, total=False):
     mirror: str | None
     moments: Literal["bf16"] | None
     experts: Literal["parts"] | None
+    attest: Literal["off", "sample", "full"]
+    on_mismatch: Literal["warn", "stop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,11 @@ class SavingOptions:
     experts: Literal["parts"] | None = field(default=None, metadata={"value": "parts"})
     """``parts``: each expert of a mixture-of-experts layer is a part, and the rest of the layer another. None keeps
     layers whole."""
+    attest: Literal["off", "sample", "full"] = field(default="sample", metadata={"value": "off, sample or full"})
+    """What of a resumed training is compared with its checkpoint before the first step: ``sample``, some elements of
+    every state; ``full``, every byte, which reads the states once more"""
+    on_mismatch: Literal["warn", "stop"] = field(default="warn", metadata={"value": "warn or stop"})
+    """What happens if a resumed training does not hold its checkpoint: a warning, or an error on all ranks"""
 
     def __post_init__(self) -> None:
         problems = []
@@ -88,6 +97,10 @@ class SavingOptions:
         if self.experts not in (None, "parts"):
             fix = 'give "parts", or omit it to keep layers whole'
             problems.append(Problem("experts", f"it is {self.experts!r}", fix))
+        if self.attest not in ATTEST:
+            problems.append(Problem("attest", f"it is {self.attest!r}", 'give "off", "sample" or "full"'))
+        if self.on_mismatch not in ON_MISMATCH:
+            problems.append(Problem("on_mismatch", f"it is {self.on_mismatch!r}", 'give "warn" or "stop"'))
         if problems:
             raise UsageError(problems)
 

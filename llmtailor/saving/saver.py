@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from llmtailor.attestation.compare import OFF
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
@@ -42,6 +43,7 @@ from llmtailor.policies import (
 )
 from llmtailor.ranks.board import as_error
 from llmtailor.runs.folder import RunFolder
+from llmtailor.saving.attesting import attest_loop
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.model import (
     Drift,
@@ -178,9 +180,12 @@ class PartialSaver:
                 saver was closed.
 
         Raises, the same on every rank:
+            NotTheSame: the training does not hold ``resumed_from``, a path, and ``on_mismatch`` is ``stop``.
             TargetError: training starts from scratch in a folder where another run has saved.
             SourceError, StorageError: the record of attempts cannot be read or written.
         """
+        if isinstance(resumed_from, (str, Path)) and self.options.attest != OFF:
+            self._attest(step, Path(resumed_from))
         lineage, self._begun_at = self._new_id(), step
         if self.record.copier is not None:
             self.record.copier.catch_up(self.folder)
@@ -202,6 +207,15 @@ class PartialSaver:
         # each part now has the state of its newest save
         self.drift.remember(self.drift.samples(self.training.masters(), self.ledger.held_by))
         return True
+
+    def _attest(self, step: int, checkpoint: Path) -> None:
+        """Compare the training with the checkpoint that its loop names, before the first step."""
+
+        def write(found: Mapping[str, object]) -> None:
+            self.record.log({"step": step, "attested": found})
+
+        scheduler = getattr(self._client, "scheduler", None)
+        attest_loop(self._training, checkpoint, self.options, scheduler, write)
 
     def has_state(self, step: int | None = None) -> bool:
         """Return whether the optimizer has made a step on all ranks, so that there are moments to save.

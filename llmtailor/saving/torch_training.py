@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from llmtailor.formats.weights import NAMING
 from llmtailor.loaders.files import OPTIMIZER, SCALER
 from llmtailor.model.mergekit_data import on_disk
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import FROZEN, MASTER
+from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER
 from llmtailor.saving.model import Names, is_adapted, saved_names
 from llmtailor.saving.snapshot import not_compiled
 from llmtailor.saving.training import (
@@ -120,6 +120,33 @@ class PlainTraining:
     def masters(self) -> Iterator[Fragment]:
         trained = [name for name, fact in self.params.items() if fact.role == "trainable"]
         yield from (Fragment(name, MASTER, at, self._elements(self._live[name])) for name, at in self._mine(trained))
+
+    def present(self) -> Iterator[Fragment]:
+        self.refresh_params()
+        for name, begin in self._held(self.params):
+            kind = KIND_OF_ROLE[self.params[name].role]
+            if kind == BUFFER:
+                yield Fragment(name, kind, 0, self._elements(self.model.get_buffer(name)))
+                continue
+            yield Fragment(name, kind, begin, self._elements(self._live[name]))
+            for state, value in self._saved(name).items() if kind == MASTER else ():
+                if isinstance(value, torch.Tensor) and value.shape == self._live[name].shape and state != "step":
+                    yield Fragment(name, state, begin, self._elements(value))
+
+    def weight_of(self, master: Fragment) -> torch.Tensor | None:
+        return None  # the optimizer updates the weights themselves
+
+    def steps(self) -> Mapping[str, float | None]:
+        names = [name for name, fact in self.params.items() if fact.role == "trainable"]
+        found = {name: self._saved(name).get("step") for name in names}
+        return {name: None if step is None else float(step) for name, step in found.items()}
+
+    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
+        return list(zip(self._groups, self.optimizer.param_groups, strict=True))
+
+    def _held(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
+        """Yield the params of which this rank has elements, and the first of these."""
+        yield from ((name, 0) for name in params)
 
     def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
         """Yield the params of which this rank saves elements, and the first of these."""
@@ -281,6 +308,14 @@ class ShardedTraining(PlainTraining):
         tensors = {f"{FROZEN}/{name}": self._elements(self._live[name]) for name in begin}
         return FrozenFile(frozen_name(self.ranks.rank, self.ranks.world_size), tensors, begin)
 
+    def _held(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
+        for name in params:
+            param: Any = self._live.get(name)
+            if not isinstance(param, DTensor):
+                yield name, 0
+            elif (begin := self._first_element(param)) is not None:
+                yield name, begin
+
     def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
         live = {name: self._live[name] for name in params}
         whole = {name: live[name].numel() for name in sorted(live) if not isinstance(live[name], DTensor)}
@@ -290,12 +325,17 @@ class ShardedTraining(PlainTraining):
                 if name in shared:
                     yield name, 0
                 continue
-            mesh = param.device_mesh
-            shape, offset = compute_local_shape_and_global_offset(param.shape, mesh, param.placements)
-            place = zip(param.placements, mesh.get_coordinate() or (), strict=True)
+            place = zip(param.placements, param.device_mesh.get_coordinate() or (), strict=True)
             is_first_replica = all(at == 0 for how, at in place if how == Replicate())
-            if is_first_replica and torch.Size(shape).numel():
-                yield name, offset[0] * torch.Size(param.shape[1:]).numel() if shape else 0
+            if is_first_replica and (begin := self._first_element(param)) is not None:
+                yield name, begin
+
+    def _first_element(self, param: DTensor) -> int | None:
+        """Return the first element that this rank has of a param; None if it has none."""
+        shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+        if not torch.Size(shape).numel():
+            return None
+        return offset[0] * torch.Size(param.shape[1:]).numel() if shape else 0
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
         return super()._elements(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

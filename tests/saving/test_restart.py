@@ -109,8 +109,11 @@ def test_such_a_trainer_goes_on_from_what_it_resumed(tmp_path):
     run = Alone(tmp_path / "run", FULL)
     run.trainer.add_callback(Stop(2))
     run.train()
-    again = Alone(run.folder, COMPOSE, kind=RunsOut, auto_find_batch_size=True, rows=60).train()
+    options = {**COMPOSE, "on_mismatch": "warn"}
+    again = Alone(run.folder, options, kind=RunsOut, auto_find_batch_size=True, rows=60).train()
     assert begun(run.folder) == [0, 2, 2, 2] and again.saves == [2, 4, 6]
+    # the Trainer loads the optimizer again when it begins again, but not the weights
+    assert "states are of another checkpoint: step 4" in (run.folder / "partial" / "saves.jsonl").read_text()
     assert [path.name for path in run.folder.glob("partial/step-*.abandoned*")] == ["step-00000004.abandoned"]
 
 
@@ -174,6 +177,7 @@ def test_options_come_from_the_environment_unless_they_are_given(monkeypatch):
         "HOST_BUFFER": "2097152",
         "WRITE_TIMEOUT": "7.5",
         "MOMENTS": "",
+        "ON_MISMATCH": "",
     }.items():
         monkeypatch.setenv(f"LLMTAILOR_{name}", text)
     found = PartialSaving()

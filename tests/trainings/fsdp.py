@@ -38,7 +38,9 @@ from torch.utils._pytree import tree_map
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import TrainerControl, TrainerState
 
+import llmtailor
 from dcp.spec import Spec, from_json
+from llmtailor.saving import AttestResume
 from trainings import fsdp1
 from trainings.alone import Tokens
 from trainings.models import build
@@ -150,6 +152,7 @@ def run_trainer(spec: Spec, folder: Path) -> Watch:
         data_collator=default_data_collator,
         callbacks=[watch],
     )
+    trainer.add_callback(AttestResume(on_mismatch="stop"))
     trainer.train(resume_from_checkpoint=str(folder / spec.resume_from) if spec.resume_from else None)
     return watch
 
@@ -346,6 +349,9 @@ def run_loop(spec: Spec, folder: Path) -> Watch:
     loop, watch = Loop(spec), Watch(spec.save_steps, spec.resume_from is not None)
     if spec.resume_from:
         load(loop, folder / spec.resume_from)
+        if spec.kind != "fsdp1":
+            held = {"model": loop.model, "optimizer": loop.optimizer, "scheduler": loop.scheduler}
+            llmtailor.attest(folder / spec.resume_from, **held, step=loop.step, on_mismatch="stop")
     loop.train(spec.steps, watch, lambda loop: save(loop, folder / spec.name))
     return watch
 

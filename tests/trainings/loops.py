@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from transformers import set_seed
 
+import llmtailor
 from clients.spec import Spec
 from helpers.ranks import train_each
 from llmtailor.saving import saver_for
@@ -175,6 +176,9 @@ def run(spec: Spec, folder: Path) -> dict[int, float]:
     set_seed(0)
     loop = EngineLoop(spec) if spec.client == "deepspeed" else AccelerateLoop(spec)
     done = loop.load(folder / spec.resume_from) if spec.resume_from else 0
+    if spec.resume_from:
+        held = {"engine": loop.engine} if isinstance(loop, EngineLoop) else {"accelerator": loop.accelerator}
+        llmtailor.attest(folder / spec.resume_from, **held, on_mismatch="stop")
     losses = {}
     for number in range(done + 1, spec.steps + 1):
         loss = loop.step(number).float()

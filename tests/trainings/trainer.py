@@ -22,6 +22,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
+from llmtailor.saving import AttestResume
 from trainings.echo import Echo
 from trainings.forkserver import die_with_parent
 from trainings.models import VOCAB, add_extras, build, layer_groups, tokenizer
@@ -151,6 +152,7 @@ def train(spec: Spec, folder: Path) -> None:
     )
     if spec.echo:
         trainer.add_callback(Echo(trainer, folder / spec.name))
+    trainer.add_callback(AttestResume(on_mismatch="stop"))
     trainer.train(resume_from_checkpoint=str(folder / spec.resume_from) if spec.resume_from else None)
     if args.process_index == 0:
         (folder / spec.name / "result.json").write_text(json.dumps(losses.logs, indent=1))

@@ -22,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,12 +101,27 @@ class ModelFacts:
     """Names of persistent buffers"""
 
 
+_live: ContextVar[ModelFacts | None] = ContextVar("_live", default=None)
+
+
+@contextmanager
+def known_model(facts: ModelFacts) -> Iterator[None]:
+    """Within it, checkpoints are of a model that is at hand, so transformers need not build it."""
+    token = _live.set(facts)
+    try:
+        yield
+    finally:
+        _live.reset(token)
+
+
 def describe_model(root: Path, where: str) -> ModelFacts:
     """Return the facts of a checkpoint's model; takes seconds the first time, no time for the same config again.
 
     Raises UnsupportedCheckpoint if transformers can't build it, and Unanswered if it timed out or was killed.
     Neither says anything about the checkpoint.
     """
+    if (facts := _live.get()) is not None:
+        return facts
     if not (root / CONFIG).exists():
         what = "the file is missing; nothing else states the params' order"
         fix = "copy it back, or put it there with model.config.save_pretrained()"

@@ -1,0 +1,188 @@
+"""Attests a training on all ranks: who reads what, and what happens if it is not the training that was saved."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmtailor.attestation.compare import (
+    STOP,
+    Attestation,
+    Findings,
+    Mismatch,
+    Subject,
+    compare_counters,
+    compare_groups,
+    compare_schedule,
+    compare_steps,
+    entry_of,
+    expected_states,
+    headline,
+    lines_of,
+    summarize,
+)
+from llmtailor.attestation.read import Live, compare_states
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.codes import Code
+from llmtailor.errors import Problem, SourceError, VerificationError
+from llmtailor.formats.registry import survey_checkpoint
+from llmtailor.loaders.files import LATEST, SCALER, SCHEDULER
+from llmtailor.loaders.loader import LOADERS
+from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, State
+from llmtailor.ranks.group import Team
+
+logger = logging.getLogger("llmtailor.attest")
+_FIX = (
+    "read the cause; then load the checkpoint completely, or use another one (llmtailor verify lists its problems). To "
+    'train on all the same, leave out on_mismatch="stop"'
+)
+
+
+class NotTheSame(VerificationError):
+    """The training does not hold the checkpoint that it was resumed from."""
+
+    code = Code.RESUME_DIFFERS
+    meaning = "a resumed training does not hold the states of its checkpoint"
+
+
+def open_index(checkpoint: Path) -> CheckpointIndex:
+    """Return the index of a checkpoint, which may lack its scheduler: a resume does not, and is attested all the same.
+
+    Where ``latest`` names a tag inside another checkpoint's folder, as ``salvage`` leaves it, that checkpoint is meant.
+    Raises SourceError.
+    """
+    latest = checkpoint / LATEST
+    if latest.is_file():
+        inside = Path(latest.read_text(errors="replace").strip()).parent
+        if inside.name and (checkpoint / inside).is_dir():
+            checkpoint = checkpoint / inside
+    survey = survey_checkpoint(checkpoint)
+    problems = [one for error in survey.problems.errors for one in error.problems]
+    if survey.index is not None and all(one.path == SCHEDULER and one.code is Code.FILE_MISSING for one in problems):
+        return survey.index
+    return survey.sound_index()
+
+
+def missing_files(error: SourceError) -> list[str]:
+    """Return the files without which a checkpoint can't be read; empty if it is for any other reason."""
+    paths = [one.path or one.where for one in error.problems if one.code is Code.FILE_MISSING]
+    return paths if len(paths) == len(error.problems) else []
+
+
+def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Team, how: str) -> Attestation:
+    """Compare what all ranks hold with a checkpoint. Every rank calls it; all get the same result.
+
+    ``find_live`` returns what this rank holds. Each rank reads only its own elements. An error on one rank, such as a
+    file that can't be read, is raised on all.
+    """
+    began = time.monotonic()
+
+    def compare() -> tuple[Findings, dict[str, int], bool]:
+        live = find_live()
+        needs = LOADERS[index.client].needs_scheduler and live.schedule is not None
+        return _compare_all(index, live, how), _totals(index, live), needs and saved_schedule(index) is None
+
+    results = ranks.together(compare)
+    _, totals, lacks_scheduler = results[0]
+    found = [one for one, _, _ in results]
+    seconds = time.monotonic() - began
+    return summarize(index, found, how, totals, lacks_scheduler=lacks_scheduler, seconds=seconds)
+
+
+def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
+    states = compare_states(index, live, how)
+    mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
+    in_groups, notes = compare_groups(index, live.groups)
+    schedule, more = compare_schedule(live.schedule, saved_schedule(index) if live.schedule is not None else None)
+    mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
+    saved_scale = index.train.trees.get(SCALER)
+    if live.scale and isinstance(saved_scale, Mapping):
+        mismatches += compare_counters(
+            Subject.SCALE,
+            {f"loss scale: {key}": live.scale[key] for key in ("scale", "_growth_tracker") if key in live.scale},
+            {f"loss scale: {key}": value for key, value in saved_scale.items()},
+        )
+    return replace(states, mismatches=tuple(mismatches), notes=(*states.notes, *notes, *more))
+
+
+def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
+    """Return the states in the checkpoint that a resume of this training loads, by kind."""
+    totals: dict[str, int] = {}
+    expected = expected_states(index)
+    for param, role in live.roles.items():
+        own = KIND_OF_ROLE[role]
+        if entry_of(index, State(param, own), live.aliases) is not None:
+            totals[own] = totals.get(own, 0) + 1
+        if role != "trainable":
+            continue
+        names = [name for name in (param, *live.aliases.get(param, ())) if name in expected]
+        for kind in expected[names[0]] if names else ():
+            if kind not in (MASTER, FROZEN, BUFFER):
+                totals[kind] = totals.get(kind, 0) + 1
+    return totals
+
+
+def saved_schedule(index: CheckpointIndex) -> Mapping[str, Any] | None:
+    """Return the scheduler's state: that of the loader's file, or that of DeepSpeed's model states."""
+    tree = index.train.trees.get(LOADERS[index.client].scheduler) or index.train.trees.get(SCHEDULER)
+    for one in (tree, *(model.get("lr_scheduler") for model in index.train.model[:1] if model)):
+        if isinstance(one, Mapping):
+            return one
+    return None
+
+
+def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
+    counters: dict[str, Any] = {"global_step": index.global_step}
+    for model in index.train.model[:1]:
+        if model:
+            counters |= {f"DeepSpeed's {key}": model.get(key) for key in ("global_steps", "skipped_steps")}
+    return counters
+
+
+def announce(found: Attestation, ranks: Team, on_mismatch: str) -> None:
+    """Say on rank 0 what was found; raise NotTheSame on every rank if it differs and ``on_mismatch`` is ``stop``."""
+    lines = lines_of(found)
+    if ranks.is_first:
+        if found.is_same:
+            for line in lines:
+                logger.warning("%s", line)
+        else:
+            shout(lines)
+    if not found.is_same and on_mismatch == STOP:
+        raise not_the_same(found)
+
+
+def not_the_same(found: Attestation) -> NotTheSame:
+    what = headline(found)
+    if found.cause is not None:
+        what += f"; {found.cause.what}"
+    return NotTheSame(Problem(found.checkpoint, what, _FIX, Code.RESUME_DIFFERS))
+
+
+def shout(lines: list[str]) -> None:
+    """Write a warning that can't be overlooked: to the log, and framed to stderr."""
+    logger.error("%s", "\n".join(lines))
+    bar = "!" * 100
+    print("\n".join(["", bar, *lines, bar, ""]), file=sys.stderr, flush=True)
+
+
+def guarded(
+    call: Callable[[], Attestation | None], checkpoint: object, is_first: bool, on_mismatch: str
+) -> Attestation | None:
+    """Return what an attestation returns; if it fails, only warn, unless a mismatch is to stop the training."""
+    try:
+        return call()
+    except NotTheSame:
+        raise
+    except Exception as error:
+        if is_first:
+            logger.warning("%s: whether the training is the one that was saved is not known: %s", checkpoint, error)
+            logger.debug("", exc_info=True)
+        if on_mismatch == STOP:
+            raise
+        return None

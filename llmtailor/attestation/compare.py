@@ -1,0 +1,592 @@
+"""What a training that was resumed holds, against its checkpoint: kinds of differences, and what they mean. Pure.
+
+An *alarm* is a difference that makes the training another one than the one that was saved. A *note* is one that has a
+known reason, such as moments rounded on purpose, or something that can't be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.optimizer import NAME_KEYS
+from llmtailor.checkpoint.placement import Runs
+from llmtailor.errors import counted, some
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
+from llmtailor.storage.casts import FLOATING, cast
+
+RUNS, RUN_ELEMENTS, MAX_RUNS = 8, 512, 64
+CHUNK_ELEMENTS = 1 << 20
+"""Elements that a full comparison holds at once"""
+OFF, SAMPLE, FULL = "off", "sample", "full"
+WARN, STOP = "warn", "stop"
+
+
+class Kind(Enum):
+    """How a state, or another value, differs from the checkpoint's."""
+
+    MISSING = "missing"
+    """The checkpoint has it, the training does not"""
+    ZERO = "zero"
+    ANOTHER_STEP = "of another step"
+    PERMUTED = "of another param"
+    OTHER_PART = "of another part"
+    OTHER_RANK = "of another rank"
+    ROUNDED = "rounded"
+    FORWARD = "not the rounded master"
+    """The weights of the forward pass are not the optimizer's"""
+    UNSAVED = "not in the checkpoint"
+    CHANGED = "other values"
+    LACKING = "lacking in the checkpoint"
+    """A file that the checkpoint must have, so that its loader has left something out"""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference of a state."""
+
+    state: State
+    kind: Kind
+    detail: str = ""
+    """Which step, param, part or rank its values are of, if that was found"""
+
+
+class Subject(Enum):
+    """What is compared beside states."""
+
+    STEP = "Adam's step"
+    SCHEDULE = "schedule"
+    RATE = "learning rate"
+    OPTION = "option"
+    SCALE = "loss scale"
+    COUNTER = "counter"
+    RANDOM = "random state"
+    FILE = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A difference of anything but states: a counter, the schedule, an option of a param group, random states."""
+
+    subject: Subject
+    what: str
+    live: Any
+    saved: Any
+    is_alarm: bool
+    kind: Kind = Kind.CHANGED
+    count: int = 1
+    """Params or groups that have it"""
+
+    def __str__(self) -> str:
+        if self.kind is Kind.LACKING:
+            return f"{self.what} is missing in the checkpoint"
+        if self.kind is Kind.MISSING:
+            return f"{self.what}: missing, {_value(self.saved)} in the checkpoint"
+        return f"{self.what} is {_value(self.live)}, {_value(self.saved)} in the checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What one rank has found."""
+
+    differences: tuple[Difference, ...] = ()
+    mismatches: tuple[Mismatch, ...] = ()
+    notes: tuple[str, ...] = ()
+    num_compared: int = 0
+    """States of which this rank has compared elements"""
+
+
+def sample_runs(numel: int, at_least: int = RUNS) -> Runs:
+    """Return the elements to compare of so many: few long runs, because reads cost more than bytes; the first and the
+    last run included. ``at_least`` is their number, so that the share of any of so many ranks is hit."""
+    count = min(max(RUNS, at_least), MAX_RUNS)
+    if numel <= count * RUN_ELEMENTS:
+        return ((0, numel),) if numel else ()
+    last = numel - RUN_ELEMENTS
+    begins = [last * number // (count - 1) for number in range(count)]
+    return tuple((begin, begin + RUN_ELEMENTS) for begin in begins)
+
+
+def all_runs(numel: int) -> list[Runs]:
+    """Return all elements in chunks, each as one run."""
+    return [((begin, min(begin + CHUNK_ELEMENTS, numel)),) for begin in range(0, numel, CHUNK_ELEMENTS)]
+
+
+def judge(live: bytes, live_dtype: str, saved: bytes, saved_dtype: str, precision: str) -> Kind | None:
+    """Return how elements differ from those of the checkpoint; None if they are the same.
+
+    They are compared in the training's dtype, bit for bit. Values that were rounded to ``precision``, that of the
+    weights in training, are masters rebuilt from weights.
+    """
+    castable = live_dtype in FLOATING and saved_dtype in FLOATING
+    if live_dtype == saved_dtype:
+        if live == saved:
+            return None
+    elif castable and live == cast(saved, saved_dtype, live_dtype):
+        return None if cast(live, live_dtype, saved_dtype) == saved else Kind.ROUNDED
+    if castable and any(saved) and not any(live):
+        return Kind.ZERO
+    if castable and precision in FLOATING and live == cast(cast(saved, saved_dtype, precision), precision, live_dtype):
+        return Kind.ROUNDED
+    return Kind.CHANGED
+
+
+def entry_of(index: CheckpointIndex, state: State, aliases: Mapping[str, Sequence[str]]) -> TensorEntry | None:
+    """Return what the checkpoint holds of a state of the training.
+
+    A param that was frozen when it was saved is found as such, and a tied one by any of its names, which ``aliases``
+    lists. None if the checkpoint does not hold it.
+    """
+    kinds = {
+        MASTER: (MASTER, FROZEN, WEIGHT),
+        FROZEN: (FROZEN, MASTER, WEIGHT),
+        BUFFER: (BUFFER, WEIGHT),
+    }.get(state.kind, (state.kind,))
+    names = dict.fromkeys([state.param, *aliases.get(state.param, ())])
+    names |= dict.fromkeys([index.tied[name] for name in names if name in index.tied])
+    for kind in kinds:
+        for name in names:
+            held = index.held.get(State(name, kind))
+            if held is not None and held.is_here:
+                return held
+    return None
+
+
+def expected_states(index: CheckpointIndex) -> dict[str, list[str]]:
+    """Return the kinds of states that a resume loads of each param in the checkpoint."""
+    expected: dict[str, list[str]] = {}
+    for state, held in index.held.items():
+        if state.kind != WEIGHT and held.is_here and held.numel and state.param in index.params:
+            expected.setdefault(state.param, []).append(state.kind)
+    return expected
+
+
+_NOT_COMPARED = {*NAME_KEYS, "params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+"""Keys of param groups that are compared elsewhere, or do not change what the optimizer computes"""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveGroup:
+    """A param group of the live optimizer."""
+
+    params: tuple[str, ...]
+    hyper: Mapping[str, Any]
+    rate: float | None = None
+    """The learning rate that the live scheduler computes for its own step; None if unknown"""
+
+
+def compare_groups(index: CheckpointIndex, groups: Sequence[LiveGroup]) -> tuple[list[Mismatch], list[str]]:
+    """Compare the hyperparameters that each param has, whatever group it is in; return differences and notes.
+
+    Stock loaders restore them from the checkpoint. A learning rate that differs is an alarm unless the scheduler
+    computes it, or there is none: then somebody has set it.
+    """
+    saved = {param: group.hyper for group in index.groups for param in group.params}
+    if not saved:
+        return [], ["param groups: the checkpoint does not state them"] if groups else []
+    notes = []
+    known = {frozenset(group.params) for group in index.groups}
+    mine = [frozenset(group.params) for group in groups]
+    if any(one & saved.keys() and one not in known for one in mine):
+        notes.append(f"params are in {len(groups)} groups, in {len(index.groups)} groups in the checkpoint")
+    found: dict[tuple[str, str, str], list[Mismatch]] = {}
+    for number, group in enumerate(groups):
+        for param in group.params:
+            if param not in saved:
+                continue
+            for one in _compare_group(number, group, saved[param]):
+                found.setdefault((one.what, repr(one.live), repr(one.saved)), []).append(one)
+    return [ones[0] for ones in found.values()], notes
+
+
+def _compare_group(number: int, group: LiveGroup, saved: Mapping[str, Any]) -> Iterable[Mismatch]:
+    live, before = as_number(group.hyper.get("lr")), as_number(saved.get("lr"))
+    if live is not None and before is not None:
+        of_schedule = group.rate
+        if not _alike(live, before):
+            is_explained = of_schedule is None or _alike(live, of_schedule)
+            yield Mismatch(Subject.RATE, f"learning rate of param group {number}", live, before, not is_explained)
+    for key in group.hyper.keys() & saved.keys() - _NOT_COMPARED:
+        mine, other = plain(group.hyper[key]), plain(saved[key])
+        if _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
+            yield Mismatch(Subject.OPTION, f"{key} of param group {number}", mine, other, False)
+
+
+def compare_steps(
+    index: CheckpointIndex, steps: Mapping[str, float | None], aliases: Mapping[str, Sequence[str]]
+) -> list[Mismatch]:
+    """Compare the optimizer's step of each param; ``steps`` are those of this rank, None for a param without state."""
+    saved = index.steps()
+    found: dict[tuple[float, float], int] = {}
+    for param, live in steps.items():
+        names = [name for name in (param, *aliases.get(param, ())) if name in saved]
+        if live is not None and names and float(live) != float(saved[names[0]]):
+            key = (float(live), float(saved[names[0]]))
+            found[key] = found.get(key, 0) + 1
+    return [
+        Mismatch(Subject.STEP, "Adam's step", live, before, True, count=count)
+        for (live, before), count in found.items()
+    ]
+
+
+_POSITION = ("last_epoch", "last_batch_iteration", "num_updates")
+
+
+def compare_schedule(
+    live: Mapping[str, Any] | None, saved: Mapping[str, Any] | None
+) -> tuple[list[Mismatch], list[str]]:
+    """Compare the states of schedulers: where a schedule stands is an alarm, what it consists of a note."""
+    if live is None or saved is None:
+        if saved is not None:
+            return [Mismatch(Subject.SCHEDULE, "schedule", None, "a state", False, Kind.MISSING)], []
+        return [], ["schedule: the checkpoint has none to compare with"] if live is not None else []
+    found, notes = [], []
+    for key in _POSITION:
+        mine, other = as_number(live.get(key)), as_number(saved.get(key))
+        if mine is not None and other is not None and mine != other:
+            found.append(Mismatch(Subject.SCHEDULE, f"schedule: {key}", _whole(mine), _whole(other), True))
+    for key in live.keys() & saved.keys() - {*_POSITION, "_step_count", "_last_lr", "_get_lr_called_within_step"}:
+        mine, other = plain(live[key]), plain(saved[key])
+        if not found and _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
+            notes.append(f"schedule: {key} is {_value(mine)}, {_value(other)} in the checkpoint")
+    return found, notes
+
+
+def compare_counters(subject: Subject, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Mismatch]:
+    """Compare counters, the loss scale and its like by name; those that only one side has are left out."""
+    return [
+        Mismatch(subject, key, plain(live[key]), plain(saved[key]), True)
+        for key in live
+        if key in saved and saved[key] is not None and not _alike(plain(live[key]), plain(saved[key]))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The likeliest cause of the differences, and what it means for the training."""
+
+    what: str
+    meaning: str
+
+
+def find_cause(facts: Facts) -> Cause | None:
+    """Return the likeliest cause of the alarms; None if there are none."""
+    kinds = facts.kinds
+    moments = {kind for state_kind, found in kinds.items() if is_moment(state_kind) for kind in found}
+    masters = kinds.get(MASTER, {}).keys()
+    others = {kind for found in kinds.values() for kind in found}
+    if facts.moments_gone and facts.masters_gone:
+        return Cause(
+            "the checkpoint was not loaded: neither its weights nor its optimizer states are in the training",
+            "it starts from other weights",
+        )
+    if facts.moments_gone:
+        what = "only the weights were loaded, not the optimizer's states"
+        if facts.lacks_scheduler:
+            what = "the checkpoint has no scheduler.pt, and without it the Trainer loads no optimizer states either"
+        elif facts.schedule_restarted:
+            what = "optimizer.pt and scheduler.pt were not loaded, only the weights"
+        return Cause(what, "the optimizer starts anew: the next steps are much larger or smaller than they should be")
+    if Kind.OTHER_RANK in others:
+        return Cause(
+            "states of another rank were loaded: shards were swapped, or one was loaded twice",
+            "weights and moments belong to other params or other elements of them",
+        )
+    if steps := facts.other_steps:
+        return Cause(f"states are of another checkpoint: {some(steps)}", "part of the training goes back to that step")
+    if {Kind.PERMUTED, Kind.OTHER_PART} & others:
+        return Cause(
+            "states were given to other params: the order of the params differs from that of the checkpoint",
+            "the optimizer scales each update by another param's gradients",
+        )
+    if Kind.CHANGED in masters and not moments:
+        return Cause(
+            "the weights are not the checkpoint's, but the optimizer's states are: keys renamed, or loaded with "
+            "strict=False",
+            "params keep other values, and the optimizer continues as if they were right",
+        )
+    if Kind.MISSING in moments:
+        return Cause("the optimizer has states of some params only", "the others start anew in the optimizer")
+    if Kind.ZERO in moments:
+        return Cause("moments were reset to zero", "the optimizer starts anew for them")
+    if facts.schedule_restarted:
+        return Cause("the schedule was restarted", "the learning rates of the next steps are those of its beginning")
+    if Kind.FORWARD in others:
+        return Cause(
+            "the weights of the forward pass and the optimizer's masters are of different saves",
+            "the first step computes gradients at other weights than those that it updates",
+        )
+    if moments or masters:
+        return Cause("states have other values than the checkpoint's", "the training goes on from another state")
+    if others:
+        return Cause("frozen params or buffers are not the checkpoint's", "the forward pass is another one")
+    alarms = [one for one in facts.mismatches if one.is_alarm]
+    if alarms:
+        first = alarms[0]
+        return Cause(_CAUSES.get(first.subject, f"{first.what} differs"), "the training goes on otherwise")
+    return None
+
+
+_CAUSES = {
+    Subject.STEP: "Adam's step count is not the checkpoint's, so its bias correction is another one",
+    Subject.RATE: "the learning rate is neither the checkpoint's nor the schedule's",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What `find_cause` decides by."""
+
+    kinds: Mapping[str, Mapping[Kind, int]]
+    """Kind of state -> kind of alarm -> states"""
+    totals: Mapping[str, int]
+    """Kind of state -> states in the checkpoint that were compared"""
+    mismatches: Sequence[Mismatch] = ()
+    other_steps: Sequence[str] = ()
+    lacks_scheduler: bool = False
+
+    @property
+    def moments_gone(self) -> bool:
+        """Whether no moment is in the training"""
+        kinds = [kind for kind in self.totals if is_moment(kind)]
+        gone = (Kind.MISSING, Kind.ZERO)
+        return (
+            bool(kinds)
+            and all(sum(self.kinds.get(kind, {}).get(how, 0) for how in gone) == self.totals[kind] for kind in kinds)
+            and any(self.kinds.get(kind, {}).get(Kind.MISSING, 0) for kind in kinds)
+        )
+
+    @property
+    def masters_gone(self) -> bool:
+        """Whether most masters have values of their own"""
+        other = self.kinds.get(MASTER, {}).get(Kind.CHANGED, 0)
+        return other > 0 and other * 2 >= self.totals.get(MASTER, 0)
+
+    @property
+    def schedule_restarted(self) -> bool:
+        return any(one.subject is Subject.SCHEDULE and one.is_alarm for one in self.mismatches)
+
+
+def as_number(value: Any) -> float | None:
+    value = plain(value)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def plain(value: Any) -> Any:
+    """Return tensors and numpy scalars as numbers, tuples as lists."""
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if hasattr(value, "item") and getattr(value, "numel", lambda: getattr(value, "size", 0))() == 1:
+        return value.item()
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
+
+
+def _whole(value: float) -> float | int:
+    return int(value) if value == int(value) else value
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """States that differ alike."""
+
+    state_kind: str
+    kind: Kind
+    detail: str
+    params: tuple[str, ...]
+    ranks: tuple[int, ...]
+    is_alarm: bool
+
+    def __str__(self) -> str:
+        how = f"{self.kind.value} ({self.detail})" if self.detail else self.kind.value
+        return f"{self.state_kind} of {counted(len(self.params), 'param')}: {how}: {some(self.params)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Attestation:
+    """What a resumed training holds, compared with its checkpoint on all ranks."""
+
+    checkpoint: str
+    step: int
+    how: str
+    """``sample`` or ``full``"""
+    num_states: int
+    """States of the checkpoint that were compared"""
+    rows: tuple[Row, ...] = ()
+    mismatches: tuple[Mismatch, ...] = ()
+    notes: tuple[str, ...] = ()
+    cause: Cause | None = None
+    seconds: float = 0.0
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing that was compared is an alarm"""
+        return not any(row.is_alarm for row in self.rows) and not any(one.is_alarm for one in self.mismatches)
+
+    @property
+    def num_same(self) -> int:
+        """States that are the checkpoint's; those that differ for a known reason are not"""
+        differing = {
+            (param, row.state_kind) for row in self.rows if row.kind is not Kind.UNSAVED for param in row.params
+        }
+        return max(0, self.num_states - len(differing))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "checkpoint": self.checkpoint,
+            "step": self.step,
+            "how": self.how,
+            "is_same": self.is_same,
+            "num_states": self.num_states,
+            "num_same": self.num_same,
+            "cause": None if self.cause is None else self.cause.what,
+            "meaning": None if self.cause is None else self.cause.meaning,
+            "states": [
+                {
+                    "state": row.state_kind,
+                    "kind": row.kind.value,
+                    "detail": row.detail,
+                    "num_params": len(row.params),
+                    "params": list(row.params[:_SHOWN]),
+                    "ranks": list(row.ranks),
+                    "is_alarm": row.is_alarm,
+                }
+                for row in self.rows
+            ],
+            "others": [{"what": str(one), "kind": one.kind.value, "is_alarm": one.is_alarm} for one in self.mismatches],
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+_SHOWN = 8
+
+
+def summarize(
+    index: CheckpointIndex,
+    ranks: Sequence[Findings],
+    how: str,
+    totals: Mapping[str, int],
+    *,
+    lacks_scheduler: bool = False,
+    seconds: float = 0.0,
+) -> Attestation:
+    """Join what the ranks have found. ``totals`` are the states in the checkpoint that were to be compared, by kind.
+
+    A state counts once, whatever number of ranks has elements of it.
+    """
+    params: dict[tuple[str, Kind, str], dict[str, None]] = {}
+    by_rank: dict[tuple[str, Kind, str], set[int]] = {}
+    for rank, found in enumerate(ranks):
+        for one in found.differences:
+            key = (one.state.kind, one.kind, one.detail)
+            params.setdefault(key, {})[one.state.param] = None
+            by_rank.setdefault(key, set()).add(rank)
+    rows = tuple(
+        Row(kind, how_, detail, tuple(names), tuple(sorted(by_rank[kind, how_, detail])), how_ is not Kind.ROUNDED)
+        for (kind, how_, detail), names in params.items()
+    )
+    mismatches = tuple({str(one): one for found in ranks for one in found.mismatches}.values())
+    notes = tuple(dict.fromkeys(note for found in ranks for note in found.notes))
+    kinds: dict[str, dict[Kind, int]] = {}
+    for row in rows:
+        if row.is_alarm:
+            of_kind = kinds.setdefault(row.state_kind, {})
+            of_kind[row.kind] = of_kind.get(row.kind, 0) + len(row.params)
+    steps = dict.fromkeys(row.detail for row in rows if row.kind is Kind.ANOTHER_STEP)
+    facts = Facts(kinds, totals, mismatches, list(steps), lacks_scheduler)
+    made = Attestation(index.name, index.global_step, how, sum(totals.values()), rows, mismatches, notes, None, seconds)
+    if made.is_same:
+        return made
+    return Attestation(
+        index.name, index.global_step, how, made.num_states, rows, mismatches, notes, find_cause(facts), seconds
+    )
+
+
+def lacking(name: str, files: Sequence[str], how: str) -> Attestation:
+    """Return the attestation of a checkpoint that lacks files, so that what it holds is not known."""
+    what = f"the checkpoint lacks {some(files)}, which a resume needs"
+    cause = Cause(what, "what was in there starts anew, and whatever the loader skips without it")
+    mismatches = tuple(Mismatch(Subject.FILE, file, None, None, True, Kind.LACKING) for file in files)
+    return Attestation(name, 0, how, 0, (), mismatches, (), cause)
+
+
+def headline(found: Attestation) -> str:
+    """Return the one line that says whether the training is the one that was saved."""
+    how = "sampled" if found.how == SAMPLE else "every byte"
+    counts = f"{found.num_same:,} of {found.num_states:,} states are the checkpoint's ({how})"
+    if found.is_same:
+        return f"resumed from {found.checkpoint}: {counts}"
+    return (
+        f"NOT THE TRAINING THAT WAS SAVED: resumed from {found.checkpoint}, but only {counts}"
+        if (found.num_same < found.num_states)
+        else f"NOT THE TRAINING THAT WAS SAVED: resumed from {found.checkpoint}: {counts}, but not the rest"
+    )
+
+
+def lines_of(found: Attestation) -> list[str]:
+    """Return the report: the headline, the cause, what differs, and the notes."""
+    lines = [headline(found)]
+    if found.cause is not None:
+        lines += [f"  cause: {found.cause.what}", f"  effect: {found.cause.meaning}"]
+    lines += [f"  {row}" for row in found.rows if row.is_alarm]
+    lines += [f"  {one}{_times(one)}" for one in found.mismatches if one.is_alarm]
+    lines += [f"  note: {row}" for row in found.rows if not row.is_alarm]
+    lines += [f"  note: {one}{_times(one)}" for one in found.mismatches if not one.is_alarm]
+    return [*lines, *(f"  note: {note}" for note in found.notes)]
+
+
+def _times(one: Mismatch) -> str:
+    return f" ({one.count:,} params)" if one.count > 1 else ""
+
+
+@dataclass(slots=True)
+class Losses:
+    """The log of an attempt that was abandoned, against that of the attempt that repeats its steps."""
+
+    before: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Step -> its log entry"""
+    same: list[int] = field(default_factory=list)
+
+    def see(self, step: int, logs: Mapping[str, Any]) -> str | None:
+        """Take a log entry of the new attempt; return what is to be said about it, if anything.
+
+        The first loss after a resume is computed by weights and data alone, the second also by the optimizer's first
+        step. So two equal losses show that the resume is right; other kernels or ranks may change them, so different
+        ones show nothing.
+        """
+        old = self.before.get(step, {})
+        if "loss" not in old or "loss" not in logs or len(self.same) >= 2:
+            return None
+        if logs["loss"] == old["loss"]:
+            self.same.append(step)
+            if len(self.same) == 2:
+                first, second = self.same
+                what = f"the losses of steps {first} and {second} equal those of the abandoned attempt"
+                return f"{what}: the resume is proven"
+            return None
+        self.before = {}
+        return f"the loss of step {step} is {logs['loss']:g}, {old['loss']:g} in the abandoned attempt"

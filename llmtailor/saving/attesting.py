@@ -1,0 +1,346 @@
+"""Attests live trainings: what an engine, or a model with its optimizer, holds, against the checkpoint it came from."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, wraps
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmtailor.attestation.check import announce, attest_live, guarded, missing_files, open_index
+from llmtailor.attestation.compare import (
+    OFF,
+    SAMPLE,
+    Attestation,
+    Cause,
+    LiveGroup,
+    Losses,
+    lacking,
+)
+from llmtailor.attestation.read import Live, LiveFragment, compare_random
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.placement import Runs
+from llmtailor.containers.json import read_json
+from llmtailor.errors import SourceError, TailorError
+from llmtailor.formats.common.param_names import ModelFacts, known_model
+from llmtailor.formats.registry import display_name
+from llmtailor.loaders.files import CKPT, TRAINER_STATE
+from llmtailor.runs.folder import RunFolder
+from llmtailor.saving.model import is_adapted
+from llmtailor.saving.options import SavingOptions
+from llmtailor.saving.snapshot import DTYPES, bytes_of
+from llmtailor.saving.training import Fragment, HasState, Ranks, Training, rng_tree
+from llmtailor.training import decaying_names
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+logger = logging.getLogger("llmtailor.attest")
+Write = Callable[[Mapping[str, object]], None]
+
+
+def attest_training(
+    training: Training,
+    checkpoint: Path,
+    how: str = SAMPLE,
+    scheduler: HasState | None = None,
+    scaler: HasState | None = None,
+    counters: Mapping[str, Any] = {},
+) -> Attestation:
+    """Compare a live training with a checkpoint, on all ranks. Raises SourceError, UnsupportedCheckpoint."""
+    ranks = Ranks.here()
+    index = index_on_first(training, checkpoint, ranks)
+    with known_model(_facts_of(training)):
+        return attest_live(index, lambda: live_of(training, scheduler, scaler, counters), ranks, how)
+
+
+def attest_loop(
+    training: Training, checkpoint: Path, options: SavingOptions, scheduler: HasState | None, write: Write
+) -> None:
+    """Attest what a loop with a saver has resumed, for the record and the log.
+
+    Raises NotTheSame if it is another training and ``on_mismatch`` is ``stop``.
+    """
+    ranks = Ranks.here()
+
+    def run() -> Attestation:
+        found = attest_training(training, checkpoint, options.attest, scheduler)
+        write(found.to_json())
+        announce(found, ranks, options.on_mismatch)
+        return found
+
+    guarded(run, checkpoint, ranks.is_first, options.on_mismatch)
+
+
+def index_on_first(training: Training, checkpoint: Path, ranks: Ranks) -> CheckpointIndex:
+    """Return the index of a checkpoint, read by rank 0, which also knows the model already."""
+    folder = checkpoint.parent if checkpoint.name == CKPT else checkpoint
+
+    def read() -> CheckpointIndex:
+        try:
+            with known_model(_facts_of(training)):
+                return open_index(folder)
+        except SourceError:  # the live model may be another one
+            return open_index(folder)
+
+    return ranks.on_first(read)
+
+
+def _facts_of(training: Training) -> ModelFacts:
+    params = {name: fact.shape for name, fact in training.params.items() if fact.role != "buffer"}
+    tied = {name: stored for name, stored in training.tied.items() if stored in params}
+    buffers = [name for name, fact in training.params.items() if fact.role == "buffer"]
+    return ModelFacts(params, frozenset(decaying_names(training.model)), tied, frozenset(buffers))
+
+
+def live_of(
+    training: Training, scheduler: HasState | None, scaler: HasState | None, counters: Mapping[str, Any]
+) -> Live:
+    """Return what this process holds of a training, for `attestation`."""
+    ranks, aliases = Ranks.here(), dict[str, list[str]]()
+    for name, stored in training.tied.items():
+        aliases.setdefault(stored, []).append(name)
+    engine = getattr(training, "engine", None)
+    scheduler = scheduler if scheduler is not None else getattr(engine, "lr_scheduler", None)
+    more = (
+        {}
+        if engine is None
+        else {
+            "DeepSpeed's global_steps": engine.global_steps,
+            "DeepSpeed's skipped_steps": engine.skipped_steps,
+        }
+    )
+    rates = rates_of(scheduler)
+    groups = [
+        LiveGroup(tuple(names), hyper, rates[number] if number < len(rates) else None)
+        for number, (names, hyper) in enumerate(training.groups())
+    ]
+    return Live(
+        fragments=lambda: _fragments(training),
+        roles={name: fact.role for name, fact in training.params.items()},
+        aliases=aliases,
+        steps=training.steps(),
+        groups=groups,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        precision=DTYPES.get(training.precision, ""),
+        is_adapter=is_adapted(training.model),
+        schedule=scheduler.state_dict() if scheduler is not None else None,
+        counters={**counters, **more},
+        scale=scaler.state_dict() if scaler is not None else None,
+    )
+
+
+def _fragments(training: Training) -> Iterator[LiveFragment]:
+    for one in training.present():
+        if one.tensor.dtype not in DTYPES:
+            continue
+        weight = training.weight_of(one) if one.kind == "master" else None
+        forward = None if weight is None else _fragment(replace(one, tensor=weight))
+        yield replace(_fragment(one), forward=forward)
+
+
+def _fragment(one: Fragment) -> LiveFragment:
+    dtype = DTYPES[one.tensor.dtype]
+    return LiveFragment(one.param, one.kind, one.begin, one.tensor.numel(), dtype, partial(_read, one.tensor))
+
+
+def _read(tensor: torch.Tensor, runs: Runs) -> bytes:
+    """Return elements as bytes; those on a GPU are collected there, so that one copy is made."""
+    parts = [tensor[begin:end] for begin, end in runs]
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return bytes(bytes_of(joined.detach().to("cpu").contiguous()))
+
+
+def rates_of(scheduler: Any) -> list[float]:
+    """Return the learning rates that a scheduler of torch computes for where it stands, by group; empty if unknown."""
+    inner = getattr(scheduler, "scheduler", scheduler)  # accelerate's wraps it
+    try:
+        if isinstance(inner, torch.optim.lr_scheduler.LambdaLR):
+            return [
+                float(base) * rule(inner.last_epoch)
+                for base, rule in zip(inner.base_lrs, inner.lr_lambdas, strict=True)
+            ]
+        if hasattr(inner, "_get_closed_form_lr"):
+            return [float(rate) for rate in inner._get_closed_form_lr()]
+        return [float(rate) for rate in inner.get_last_lr()]
+    except Exception:  # a scheduler of the user's may raise anything
+        return []
+
+
+def parts_of(trainer: Trainer) -> dict[str, Any]:
+    """Return what of a Trainer is attested, by its names in `attest`."""
+    engine: Any = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
+    scheduler = trainer.lr_scheduler
+    if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper":
+        scheduler = engine.lr_scheduler
+    return {
+        "engine": engine,
+        "model": None if engine is not None else trainer.model,
+        "optimizer": None if engine is not None else trainer.optimizer,
+        "scheduler": scheduler,
+        "scaler": getattr(trainer.accelerator, "scaler", None),
+    }
+
+
+def resumed_from(trainer: Trainer) -> Path | None:
+    """Return the checkpoint that a Trainer's running ``train`` resumes from; None if it begins.
+
+    Nothing keeps it but a local variable of the Trainer's loop, which calls the callbacks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals
+        if found.get("self") is trainer and "resume_from_checkpoint" in found:
+            given = found["resume_from_checkpoint"]
+            if not isinstance(given, bool):
+                return Path(given) if given is not None else None
+        frame = frame.f_back
+    return None
+
+
+class TrainerResume:
+    """Attests what a Trainer has resumed: the states when training begins, the random states once it has restored
+    them, and the first losses.
+
+    Args:
+        how, on_mismatch: the fields ``attest`` and ``on_mismatch`` of `SavingOptions`.
+        write: adds a line to the record of the run; called on every rank.
+    """
+
+    def __init__(self, trainer: Trainer, how: str, on_mismatch: str, write: Write | None = None) -> None:
+        self._trainer, self._how, self._on_mismatch, self._write = trainer, how, on_mismatch, write
+        self._ranks = Ranks.here()
+        self._index: CheckpointIndex | None = None
+        self._losses = Losses()
+        self._waits_for_rng = False
+        self.found: Attestation | None = None
+
+    def begin(self, find_training: Callable[[], Training]) -> None:
+        """Attest the states; call it in ``on_train_begin``, on every rank. ``find_training`` returns the
+        live training.
+
+        Raises NotTheSame if they are not the checkpoint's and that is to stop the training.
+        """
+        checkpoint, trainer = resumed_from(self._trainer), self._trainer
+        if checkpoint is None or self._how == OFF:
+            return
+        guarded(lambda: self._begin(find_training(), checkpoint), checkpoint, self._ranks.is_first, self._on_mismatch)
+        if self._index is not None:
+            self._watch_rng(trainer)
+
+    def _begin(self, training: Training, checkpoint: Path) -> Attestation:
+        trainer = self._trainer
+        parts = parts_of(trainer)
+        step = trainer.state.global_step
+        try:
+            self._index = index_on_first(training, checkpoint, self._ranks)
+        except SourceError as error:
+            if not (files := missing_files(error)):
+                raise
+            found = lacking(display_name(checkpoint), files, self._how)
+            self._record({"step": step, "attested": found.to_json()})
+            announce(found, self._ranks, self._on_mismatch)
+            return found
+        scheduler, scaler, counters = parts["scheduler"], parts["scaler"], {"global_step": step}
+        with known_model(_facts_of(training)):
+            live = partial(live_of, training, scheduler, scaler, counters)
+            found = attest_live(self._index, live, self._ranks, self._how)
+        self.found = found
+        if self._ranks.is_first:
+            self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), step, trainer.state.log_history))
+        self._record({"step": step, "attested": found.to_json()})
+        announce(found, self._ranks, self._on_mismatch)
+        return found
+
+    def _record(self, line: Mapping[str, object]) -> None:
+        if self._write is not None:
+            self._write(line)
+
+    def _watch_rng(self, trainer: Trainer) -> None:
+        """Compare the random states right after the Trainer has restored them: at the start of an epoch it then draws
+        from them. The method is replaced on this one Trainer, once."""
+        load: Callable[..., Any] = trainer._load_rng_state
+        self._waits_for_rng = True
+
+        @wraps(load)
+        def loading(*args: Any, **kwargs: Any) -> Any:
+            result = load(*args, **kwargs)
+            if self._waits_for_rng:
+                self._waits_for_rng = False
+                trainer._load_rng_state = load
+                self._attest_rng()
+            return result
+
+        trainer._load_rng_state = loading
+
+    def _attest_rng(self) -> None:
+        index, ranks = self._index, self._ranks
+        assert index is not None
+        mine = ranks.together(lambda: compare_random(index, rng_tree(), ranks.rank, ranks.world_size))
+        mismatches = [(rank, one) for rank, (found, _) in enumerate(mine) for one in found]
+        if not mismatches:
+            if ranks.is_first and (note := next((note for _, note in mine if note), "")):
+                logger.warning("resumed from %s: not compared: %s", index.name, note)
+            return
+        assert self.found is not None
+        where = sorted({rank for rank, _ in mismatches})
+        what = "the random states were not restored"
+        found = replace(
+            self.found,
+            rows=(),
+            notes=(),
+            mismatches=tuple(dict.fromkeys(one for _, one in mismatches)),
+            cause=Cause(
+                f"{what} on {len(where)} of {ranks.world_size} ranks", "dropout and the order of the data differ"
+            ),
+        )
+        self._record({"step": self._trainer.state.global_step, "attested": found.to_json()})
+        announce(found, ranks, self._on_mismatch)
+
+    def step_ended(self) -> None:
+        """Call it after each step."""
+        if self._waits_for_rng:
+            self._waits_for_rng = False
+            if self._ranks.is_first:
+                why = " (ignore_data_skip)" if self._trainer.args.ignore_data_skip else ""
+                name = self._index.name if self._index is not None else ""
+                logger.warning("resumed from %s: the random states were not restored%s", name, why)
+
+    def logged(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Call it with each entry of the log."""
+        if self._ranks.is_first and (said := self._losses.see(step, logs)):
+            logger.warning("%s", said)
+            self._record_on_first({"step": step, "losses": said})
+
+    def _record_on_first(self, line: Mapping[str, object]) -> None:
+        self._record(line)
+
+
+def abandoned_log(run: Path, step: int, history: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """Return the log entries after a step that a later checkpoint in the run's folder has, by step.
+
+    ``history`` is the log of the training that was resumed; a checkpoint that has another one up to that step is of
+    another attempt. Whatever is damaged is left out.
+    """
+    before = [dict(one) for one in history if one.get("step", 0) <= step and "loss" in one]
+    try:
+        folder = RunFolder(run)
+        paths = {at: path for at, path in [*folder.complete().items(), *folder.full().items()] if at > step}
+    except (TailorError, OSError):
+        return {}
+    for at in sorted(paths, reverse=True):
+        try:
+            content = read_json(paths[at] / TRAINER_STATE, str(paths[at]))
+            log = [one for one in content["log_history"] if "loss" in one]
+        except (TailorError, OSError, KeyError, TypeError):
+            continue
+        if [one for one in log if one.get("step", 0) <= step] == before:
+            return {int(one["step"]): one for one in log if one.get("step", 0) > step}
+    return {}

@@ -1,0 +1,88 @@
+"""What is wrong with a resumed training is found, on two ranks, and named: faults of each kind over all clients."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from clients.conftest import loops  # noqa: E402, F401
+from dcp.conftest import trained  # noqa: E402, F401
+from trainings.harness import start_ranks  # noqa: E402
+
+pytestmark = pytest.mark.real
+ADAM = {"exp_avg", "exp_avg_sq"}
+EVERYWHERE = {
+    "clean": (),
+    "moments_dropped": ("missing", ADAM, "only the weights were loaded"),
+    "zeroed": ("zero", {"exp_avg"}, "reset to zero"),
+    "zeroed_on_one_rank": ("zero", {"exp_avg_sq"}, "reset to zero"),
+    "moments_of_another_step": ("of another step", ADAM, "of another checkpoint: step 2"),
+    "weights_of_another_step": ("of another step", {"master"}, "of another checkpoint: step 2"),
+    "one_state_of_another_step": ("of another step", {"exp_avg"}, "of another checkpoint: step 2"),
+    "permuted": ("of another part", ADAM, "given to other params"),
+    "one_weight_changed": ("other values", {"master"}, ""),
+    "steps_reset": ("Adam's step is 0, 4", "", "Adam's step count"),
+}
+SCHEDULED = {
+    "schedule_restarted": ("schedule", "", "schedule was restarted"),
+    "rate_changed": ("learning rate", "", "learning rate"),
+}
+ZERO = {
+    "flats_swapped": ("of another rank", {"master", *ADAM}, "of another rank"),
+    "flat_twice": ("of another rank", {"master", *ADAM}, "of another rank"),
+    "forward_of_another_save": ("not the rounded master", {"master"}, "forward pass"),
+    "counter_reset": ("DeepSpeed's global_steps is 0, 4", "", "global_steps"),
+    "masters_rounded": (),
+}
+SHARDED = {
+    "half_dropped": ("missing", ADAM, "some params only"),
+    "ranks_swapped": ("of another rank", {"master", *ADAM}, "of another rank"),
+    "one_shard_twice": ("of another rank", {"master", *ADAM}, "of another rank"),
+    "older_loaded": ("of another step", {"master", *ADAM}, "of another checkpoint: step 2"),
+}
+PLAIN = {"half_dropped": SHARDED["half_dropped"], "decay_changed": (), "older_loaded": SHARDED["older_loaded"]}
+CASES = {
+    "engine-1": {**EVERYWHERE, **ZERO},
+    "engine-2": {**EVERYWHERE, **ZERO, "schedule_restarted": SCHEDULED["schedule_restarted"]},
+    "engine-3": {**EVERYWHERE, **ZERO, **SCHEDULED},
+    "accelerate-2": {**EVERYWHERE, **ZERO, **SCHEDULED},
+    "accelerate-ddp": {**EVERYWHERE, **SCHEDULED, **PLAIN},
+    "accelerate-fsdp": {**EVERYWHERE, **SCHEDULED, **SHARDED},
+    "hf": {**EVERYWHERE, **SCHEDULED, **SHARDED},
+    "loop-frozen": {**EVERYWHERE, "frozen_changed": ("other values", {"frozen"}, "frozen params")},
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, loops, trained):  # noqa: F811
+    folder, plan = tmp_path_factory.mktemp("attested"), []
+    for name, faults in CASES.items():
+        run = trained[name] if name in ("hf", "loop-frozen") else loops[name]
+        plan.append(
+            {"name": name, "root": str(run.folder.parent), "spec": run.spec.to_json(), "step": 4, "faults": [*faults]}
+        )
+    (folder / "plan.json").write_text(json.dumps(plan))
+    start_ranks("trainings.attested", [folder / "plan.json", folder], 2, folder)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in CASES}
+
+
+@pytest.mark.parametrize(("case", "fault"), [(case, fault) for case, faults in CASES.items() for fault in faults])
+def test_it_is_found_and_named(found, case, fault):
+    told, expected = found[case][fault], CASES[case][fault]
+    assert told["is_same"] == (not expected), told
+    if not expected:
+        assert told["num_states"] > 0
+        return
+    how, kinds, cause = expected
+    assert cause in told["cause"]
+    if kinds:
+        alarms = {(row["state"], row["kind"]) for row in told["states"] if row["is_alarm"]}
+        assert {(kind, how) for kind in kinds} <= alarms
+        assert {kind for kind, _ in alarms} == kinds
+    else:
+        assert not told["states"]
+        assert [one for one in told["others"] if one["what"].startswith(how)]

@@ -1,0 +1,166 @@
+"""What a Trainer has resumed, with faults in its own loading: what the log, the record and the exit say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.real
+
+from transformers import Trainer, TrainerCallback  # noqa: E402
+
+import llmtailor  # noqa: E402
+from llmtailor.errors import VerificationError  # noqa: E402
+from llmtailor.saving import AttestResume, attach  # noqa: E402
+from trainings.alone import train  # noqa: E402
+
+STEP = 2
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("straight"), steps=6).folder
+
+
+@pytest.fixture
+def run(straight, tmp_path):
+    return shutil.copytree(straight, tmp_path / "run")
+
+
+class Attached(Trainer):
+    options = (("on_mismatch", "warn"),)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        attach(self, policy="full", save_steps=4, **dict(self.options))
+
+
+def resume(run, kind=Attached, **options):
+    train(run, kind=kind, resume_from=run / f"checkpoint-{STEP}", steps=6, **options)
+    lines = [json.loads(line) for line in (run / "partial" / "saves.jsonl").read_text().splitlines()]
+    return [line["attested"] for line in lines if "attested" in line], lines
+
+
+def test_a_clean_resume_says_so_and_its_losses_prove_it(run, caplog):
+    (attested,), lines = resume(run)
+    assert attested["is_same"] and attested["num_same"] == attested["num_states"] > 60
+    assert attested["step"] == lines[0]["step"] == STEP
+    assert f"checkpoint-{STEP}: {attested['num_states']} of {attested['num_states']} states are" in caplog.text
+    assert "the losses of steps 3 and 4 equal those of the abandoned attempt" in caplog.text
+    assert [line["step"] for line in lines if "losses" in line] == [4]
+
+
+class NoWeights(Attached):
+    def _load_from_checkpoint(self, *args, **kwargs):
+        """As after renaming keys: the Trainer only warns of keys that are missing."""
+
+
+class NoOptimizer(Attached):
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        pass
+
+
+class NoRandom(Attached):
+    def _load_rng_state(self, checkpoint):
+        torch.rand(3)
+
+
+class OtherOrder(Attached):
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        states, params = self.optimizer.state, [*self.optimizer.state]
+        by_shape: dict = {}
+        for param in params:
+            by_shape.setdefault(param.shape, []).append(param)
+        before = dict(states)
+        for alike in by_shape.values():
+            for param, other in zip(alike, reversed(alike), strict=True):
+                states[param] = before[other]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "kinds"),
+    [
+        (NoWeights, "the weights are not the checkpoint's", {"master"}),
+        (NoOptimizer, "optimizer.pt and scheduler.pt were not loaded", {"exp_avg", "exp_avg_sq"}),
+        (NoRandom, "the random states were not restored on 1 of 1 ranks", set()),
+        (OtherOrder, "states were given to other params", {"exp_avg", "exp_avg_sq"}),
+    ],
+)
+def test_a_loader_that_leaves_something_out(run, capfd, kind, cause, kinds):
+    found, _ = resume(run, kind)
+    (wrong,) = [one for one in found if not one["is_same"]]
+    assert wrong["cause"].startswith(cause)
+    assert {row["state"] for row in wrong["states"]} == kinds
+    assert f"cause: {cause}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "cause"),
+    [
+        ("scheduler.pt", "the checkpoint has no scheduler.pt, and without it the Trainer loads no optimizer"),
+        ("optimizer.pt", "the checkpoint lacks optimizer.pt"),
+    ],
+)
+def test_a_file_that_the_trainer_does_without(run, file, cause):
+    (run / f"checkpoint-{STEP}" / file).unlink()
+    (wrong,), _ = resume(run)
+    assert not wrong["is_same"] and wrong["cause"].startswith(cause)
+
+
+def test_stop_ends_the_training_before_its_first_step(run):
+    class Stopping(NoOptimizer):
+        options = (("on_mismatch", "stop"),)
+
+    with pytest.raises(VerificationError, match="NOT THE TRAINING THAT WAS SAVED") as caught:
+        resume(run, Stopping)
+    assert caught.value.exit_code == 7
+    assert not [*(run / "partial").glob("step-*")]
+    assert resume(run)[0][-1]["is_same"], "nothing was moved aside, and the folder is not locked"
+
+
+def test_off_compares_nothing(run):
+    class Off(NoOptimizer):
+        options = (("attest", "off"),)
+
+    assert resume(run, Off)[0] == []
+
+
+def test_without_the_saver(run, caplog):
+    class Plain(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(AttestResume("full"))
+
+    train(run, kind=Plain, resume_from=run / f"checkpoint-{STEP}", steps=4)
+    assert "states are the checkpoint's (every byte)" in caplog.text
+    assert not (run / "partial").exists()
+
+
+def test_weights_without_the_rest_are_seen_once_the_checkpoint_is_named(run):
+    """``train()`` on loaded weights: the Trainer knows of no checkpoint."""
+    found = []
+
+    class Naming(TrainerCallback):
+        trainer: Trainer
+
+        def on_train_begin(self, *args, **kwargs):
+            found.append(llmtailor.attest(run / f"checkpoint-{STEP}", trainer=self.trainer))
+
+    class Weights(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._load_from_checkpoint(str(run / f"checkpoint-{STEP}"))
+            naming = Naming()
+            naming.trainer = self
+            self.add_callback(naming)
+
+    train(run.with_name("other"), kind=Weights, steps=1)
+    (wrong,) = found
+    assert not wrong.is_same
+    assert "global_step is 0, 2 in the checkpoint" in map(str, wrong.mismatches)
+    assert {row.state_kind for row in wrong.rows} == {"exp_avg", "exp_avg_sq"}

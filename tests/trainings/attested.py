@@ -1,0 +1,293 @@
+"""Resumed trainings whose states are then made wrong, one fault after another, and attested.
+
+Each is loaded by its own loader from a checkpoint of the catalogue. A fault changes what this rank holds, and is
+undone, so that one load serves all faults. What the older checkpoint holds is known by loading it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import set_seed
+
+import llmtailor
+from clients.spec import Spec as LoopSpec
+from dcp.spec import Spec as FsdpSpec
+from llmtailor.saving.api import prepared, training_of
+from llmtailor.saving.training import Fragment
+from trainings.fsdp import KINDS, Loop
+from trainings.loops import AccelerateLoop, EngineLoop
+
+Undo = Callable[[], None]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Resumed:
+    """A training that has loaded a checkpoint, and may load another."""
+
+    def __init__(self, spec: dict[str, Any], root: Path, step: int) -> None:
+        set_seed(0)
+        self.run, self.step = root / spec["name"], step
+        self.is_fsdp = "kind" in spec
+        if self.is_fsdp:
+            made = FsdpSpec(**{**spec, "frozen": tuple(spec["frozen"])})
+            self.loop: Any = Loop(made)
+            self.load = lambda path: KINDS[made.kind][1](self.loop, path)
+        else:
+            plain = LoopSpec(**spec)
+            self.loop = EngineLoop(plain) if plain.client == "deepspeed" else AccelerateLoop(plain)
+            self.load = self.loop.load
+        self.checkpoint = self.run / f"checkpoint-{step}"
+        engine, model, optimizer, self.scheduler = None, None, None, None
+        if self.is_fsdp:
+            model, optimizer, self.scheduler = self.loop.model, self.loop.optimizer, self.loop.scheduler
+            self.given: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": self.scheduler}
+        elif isinstance(self.loop, EngineLoop):
+            engine = self.loop.engine
+            self.given, self.scheduler = {"engine": engine}, engine.lr_scheduler
+        else:
+            one = prepared(self.loop.accelerator)
+            engine, model, optimizer = one.engine, one.model, one.optimizer
+            self.given, self.scheduler = {"accelerator": self.loop.accelerator}, one.scheduler
+        self.engine, self.optimizer, self.model = engine, optimizer, model
+        from llmtailor.loaders.loader import LOADERS
+
+        self.training = training_of(engine, model, optimizer, None, LOADERS["trainer"])
+        if not self.is_fsdp and self.scheduler is not None:
+            self.scheduler = getattr(self.scheduler, "scheduler", self.scheduler)
+
+    def attest(self, how: str = "sample") -> llmtailor.saving.attesting.Attestation:  # type: ignore[name-defined]
+        return llmtailor.attest(self.checkpoint, how=how, **self.given)
+
+    @property
+    def torchs(self) -> Any:
+        """torch's optimizer, which has the states and groups"""
+        return self.engine.optimizer.optimizer if self.engine is not None else self.training.optimizers()[0]  # type: ignore[index]
+
+    def fragments(self, *kinds: str) -> list[Fragment]:
+        return [one for one in self.training.present() if one.kind in kinds]
+
+    def values(self) -> dict[tuple[str, str, int], torch.Tensor]:
+        return {(one.param, one.kind, one.begin): one.tensor.clone() for one in self.training.present()}
+
+
+def overwrite(fragments: list[Fragment], value: Callable[[Fragment], Any]) -> Undo:
+    """Give fragments other values; None leaves one as it is."""
+    before = [(one.tensor, one.tensor.clone()) for one in fragments]
+    made = [value(one) for one in fragments]
+    with torch.no_grad():
+        for one, new in zip(fragments, made, strict=True):
+            if new is not None:
+                one.tensor.copy_(new)
+
+    def undo() -> None:
+        with torch.no_grad():
+            for tensor, old in before:
+                tensor.copy_(old)
+
+    return undo
+
+
+def of_rank(numbers: set[int], fragments: list[Fragment]) -> list[Fragment]:
+    return fragments if dist.get_rank() in numbers else []
+
+
+def exchanged(tensor: torch.Tensor, source: int) -> torch.Tensor | None:
+    """Return what a rank has in place of this; None if it has another number of elements."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, tensor)
+    found = everybody[source]
+    return found if found.shape == tensor.shape else None
+
+
+class Faults:
+    """What may go wrong; each method changes the training and returns how to undo that."""
+
+    def __init__(self, resumed: Resumed, older: dict[tuple[str, str, int], torch.Tensor], draw: random.Random) -> None:
+        self.one, self.older, self.draw = resumed, older, draw
+
+    def clean(self) -> Undo:
+        return lambda: None
+
+    def moments_dropped(self) -> Undo:
+        state = self.one.torchs.state
+        before = dict(state)
+        state.clear()
+
+        def undo() -> None:
+            state.update(before)
+
+        return undo
+
+    def half_dropped(self) -> Undo:
+        """Of a training whose optimizer has one state per param"""
+        state = self.one.torchs.state
+        before = dict(state)
+        for param in list(state)[::2]:
+            del state[param]
+
+        def undo() -> None:
+            state.clear()
+            state.update(before)
+
+        return undo
+
+    def zeroed(self) -> Undo:
+        return overwrite(self.one.fragments(self.draw.choice(MOMENTS)), lambda one: torch.zeros_like(one.tensor))
+
+    def zeroed_on_one_rank(self) -> Undo:
+        return overwrite(of_rank({1}, self.one.fragments("exp_avg_sq")), lambda one: torch.zeros_like(one.tensor))
+
+    def moments_of_another_step(self) -> Undo:
+        return overwrite(self.one.fragments(*MOMENTS), self._older)
+
+    def weights_of_another_step(self) -> Undo:
+        return overwrite(self.one.fragments("master"), self._older)
+
+    def one_state_of_another_step(self) -> Undo:
+        found = self.one.fragments(self.draw.choice(MOMENTS))
+        return overwrite([found[self.draw.randrange(len(found))]], self._older)
+
+    def _older(self, one: Fragment) -> torch.Tensor:
+        return self.older[one.param, one.kind, one.begin]
+
+    def permuted(self) -> Undo:
+        """The moments of params of equal shape are given in reverse."""
+        found = self.one.fragments(*MOMENTS)
+        by_shape: dict[tuple[Any, ...], list[Fragment]] = {}
+        for one in found:
+            shape = self.one.training.params[one.param].shape
+            by_shape.setdefault((one.kind, shape, one.begin, one.tensor.numel()), []).append(one)
+        other = {
+            id(one): mate.tensor.clone()
+            for ones in by_shape.values()
+            for one, mate in zip(ones, reversed(ones), strict=True)
+        }
+        return overwrite(found, lambda one: other[id(one)])
+
+    def ranks_swapped(self) -> Undo:
+        return overwrite(self.one.fragments("master", *MOMENTS), lambda one: exchanged(one.tensor, 1 - dist.get_rank()))
+
+    def one_shard_twice(self) -> Undo:
+        return overwrite(self.one.fragments("master", *MOMENTS), lambda one: exchanged(one.tensor, 0))
+
+    def flats_swapped(self) -> Undo:
+        """DeepSpeed's flat tensors of two ranks, as if their files were exchanged"""
+        return self._flats(1 - dist.get_rank())
+
+    def flat_twice(self) -> Undo:
+        return self._flats(0)
+
+    def _flats(self, source: int) -> Undo:
+        flats = [
+            flat
+            for kinds in self.one.training._flats(self.one.engine.optimizer.state_dict())
+            for flat in kinds.values()
+        ]  # type: ignore[attr-defined]
+        return overwrite([Fragment("", "", 0, flat) for flat in flats], lambda one: exchanged(one.tensor, source))
+
+    def masters_rounded(self) -> Undo:
+        return overwrite(self.one.fragments("master"), lambda one: one.tensor.bfloat16().to(one.tensor.dtype))
+
+    def one_weight_changed(self) -> Undo:
+        found = self.one.fragments("master")
+        return overwrite([found[self.draw.randrange(len(found))]], lambda one: one.tensor + 0.01)
+
+    def frozen_changed(self) -> Undo:
+        return overwrite(self.one.fragments("frozen"), lambda one: one.tensor + 0.01)
+
+    def forward_of_another_save(self) -> Undo:
+        masters = self.one.fragments("master")
+        weights = [Fragment(one.param, "", one.begin, self.one.training.weight_of(one)) for one in masters]  # type: ignore[arg-type]
+        return overwrite(weights, lambda one: one.tensor * 1.25 + 0.01)
+
+    def steps_reset(self) -> Undo:
+        state = self.one.torchs.state
+        before = {param: kinds["step"] for param, kinds in state.items()}
+        for kinds in state.values():
+            kinds["step"] = torch.zeros_like(kinds["step"]) if isinstance(kinds["step"], torch.Tensor) else 0
+
+        def undo() -> None:
+            for param, step in before.items():
+                state[param]["step"] = step
+
+        return undo
+
+    def rate_changed(self) -> Undo:
+        group = self.draw.choice(self.one.torchs.param_groups)
+        before, group["lr"] = group["lr"], group["lr"] * 3
+
+        def undo() -> None:
+            group["lr"] = before
+
+        return undo
+
+    def decay_changed(self) -> Undo:
+        group = self.one.torchs.param_groups[0]
+        before, group["weight_decay"] = group["weight_decay"], 0.7
+
+        def undo() -> None:
+            group["weight_decay"] = before
+
+        return undo
+
+    def schedule_restarted(self) -> Undo:
+        scheduler = self.one.scheduler
+        key = next(key for key in ("last_epoch", "last_batch_iteration") if hasattr(scheduler, key))
+        before = getattr(scheduler, key)
+        setattr(scheduler, key, 0)
+
+        def undo() -> None:
+            setattr(scheduler, key, before)
+
+        return undo
+
+    def counter_reset(self) -> Undo:
+        engine = self.one.engine
+        before, engine.global_steps = engine.global_steps, 0
+
+        def undo() -> None:
+            engine.global_steps = before
+
+        return undo
+
+    def older_loaded(self) -> Undo:
+        self.one.load(self.one.run / f"checkpoint-{self.one.step - 2}")
+        return lambda: self.one.load(self.one.checkpoint)
+
+
+def run_case(case: dict[str, Any], root: Path) -> dict[str, Any]:
+    resumed = Resumed(case["spec"], root, case["step"])
+    resumed.load(resumed.run / f"checkpoint-{case['step'] - 2}")
+    older = resumed.values()
+    resumed.load(resumed.checkpoint)
+    found: dict[str, Any] = {}
+    for number, name in enumerate(case["faults"]):
+        faults = Faults(resumed, older, random.Random(case.get("seed", 0) * 1000 + number))
+        undo = getattr(faults, name)()
+        found[name] = resumed.attest(case.get("how", "sample")).to_json()
+        undo()
+    again = resumed.attest("full")
+    assert again.is_same and again.num_same == again.num_states, again  # so every fault was undone
+    return found
+
+
+def main(plan: Path, folder: Path) -> None:
+    deepspeed.init_distributed("gloo")
+    for case in json.loads(plan.read_text()):
+        found = run_case(case, Path(case["root"]))
+        if dist.get_rank() == 0:
+            (folder / f"{case['name']}.json").write_text(json.dumps(found))
+        gc.collect()
+    dist.barrier()
