@@ -32,6 +32,16 @@ def run_here(*words: object, cwd: Path | None = None, env: Mapping[str, str] | N
     return CompletedProcess(command, code, *told)
 
 
+def call(
+    *words: object, code: int = 0, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> CompletedProcess[str]:
+    """Do what `run_here` does, and demand the exit code, and no traceback."""
+    done = run_here(*words, cwd=cwd, env=env)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
 @contextmanager
 def _as_it_was(cwd: Path | None, env: Mapping[str, str] | None) -> Iterator[None]:
     """Put back what a command changes in its process: the folder, the environment, a signal's handler, the log."""
