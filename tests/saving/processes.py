@@ -30,10 +30,10 @@ from llmtailor.errors import PathIn, TailorError, UnsafePickle, UsageError
 from llmtailor.saving import PartialSaving, newest_checkpoint, tiers
 from llmtailor.saving import save as shutdown
 from llmtailor.saving.training import Ranks
-from partial.alone import Alone
-from real.spec import Spec
-from real.train import deepspeed_config
 from saving.loop import Loop, check_states, fold, manifests
+from trainings.alone import Alone
+from trainings.spec import Spec
+from trainings.trainer import deepspeed_config
 
 write_all = streams.write_all
 

@@ -18,9 +18,9 @@ from transformers import TrainingArguments, default_data_collator
 
 from helpers.composing import compose
 from llmtailor.saving import attach, saver_for
-from partial.composing import compose
-from plain.training import Tokens
 from saving.loop import build
+from trainings.alone import Tokens
+from trainings.fsdp import FORMS, CpuTrainer, Watch
 
 STEPS, VOCAB = 6, 62
 RANKS = {"fsdp": 4, "hsdp": 4, "partly": 2, "trainer": 2, "experts": 2}

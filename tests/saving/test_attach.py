@@ -10,8 +10,8 @@ pytest.importorskip("accelerate")
 from llmtailor.errors import UsageError
 from llmtailor.policies.check import NUM_SAVES
 from llmtailor.saving import attach
-from partial.alone import Alone
 from saving.policy_runs import Custom
+from trainings.alone import Alone
 
 pytestmark = pytest.mark.real
 

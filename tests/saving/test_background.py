@@ -33,8 +33,8 @@ from llmtailor.saving import save as shutdown  # noqa: E402
 from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier, storage_of  # noqa: E402
 from llmtailor.saving.torch_training import PlainTraining  # noqa: E402
 from llmtailor.saving.writing import Share, write_share  # noqa: E402
-from real.harness import start_ranks  # noqa: E402
 from saving.loop import Disk, Loop, log_of  # noqa: E402
+from trainings.harness import start_ranks  # noqa: E402
 
 SMALLEST = 1 << 20
 

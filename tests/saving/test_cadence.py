@@ -47,8 +47,8 @@ def test_what_saves_slow_down_counts():
 def test_in_a_training(tmp_path, caplog):
     pytest.importorskip("torch")
     pytest.importorskip("accelerate")
-    from partial.alone import Alone
     from saving.loop import log_of
+    from trainings.alone import Alone
 
     caplog.set_level(logging.INFO, "llmtailor.saving")
     options = {"policy": "full", "save_steps": "auto", "overhead": 1.0}

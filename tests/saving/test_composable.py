@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_model  # noqa: E402
 
 import llmtailor  # noqa: E402
-from helpers.composing import compose  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402

@@ -16,8 +16,8 @@ from helpers.commands import call  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.saving import tiers  # noqa: E402
 from llmtailor.storage import remote  # noqa: E402
-from real.harness import start_ranks  # noqa: E402
 from saving.loop import Loop, log_of  # noqa: E402
+from trainings.harness import start_ranks  # noqa: E402
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from real.harness import TIMEOUT_S, environment
+from trainings.harness import TIMEOUT_S, environment
 
 ROOT = Path(__file__).parents[2]
 EVERY, STEPS = 2, 12

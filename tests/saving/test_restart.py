@@ -20,10 +20,9 @@ from llmtailor.errors import SourceError, TargetError, UsageError  # noqa: E402
 from llmtailor.runs.scan import Newest, compose_newest  # noqa: E402
 from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint  # noqa: E402
 from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment  # noqa: E402
-from partial.alone import Alone  # noqa: E402
-from partial.composing import compose  # noqa: E402
-from real.harness import start_ranks  # noqa: E402
 from saving.processes import JOB_STEPS, KILLED_AT, LIVES  # noqa: E402
+from trainings.alone import Alone  # noqa: E402
+from trainings.harness import start_ranks  # noqa: E402
 
 FULL = {"policy": "full", "save_steps": 2}
 COMPOSE = {**FULL, "on_restart": "compose"}

@@ -19,9 +19,9 @@ from llmtailor.checkpoint.lineage import Ledger  # noqa: E402
 from llmtailor.containers.safetensors import read_header  # noqa: E402
 from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
 from llmtailor.runs.save_log import LOG, read_log  # noqa: E402
-from real.harness import start_ranks  # noqa: E402
 from saving.loop import check_states, fold, manifests  # noqa: E402
 from saving.sharded import RANKS, model_of, optimizer_for  # noqa: E402
+from trainings.harness import start_ranks  # noqa: E402
 
 
 @pytest.fixture(scope="module")
