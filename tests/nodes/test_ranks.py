@@ -163,15 +163,11 @@ def test_one_hangs(scene, ranks, rank):
     assert scene.state() == "complete"
 
 
-def test_one_never_comes(scene, ranks):
-    assert ranks.run(scene.root, MERGE, 2, others={1: ["--version"]}, limit_s=0.3) == [9, 0]
-    assert "rank 1: no sign of it in" in said(scene)
-    assert nothing_is_left(scene)
-
-
-def test_rank_0_never_comes(scene, ranks):
-    assert ranks.run(scene.root, MERGE, 2, others={0: ["--version"]}, limit_s=0.3) == [0, 9]
-    assert "rank 0: no sign of it in" in said(scene, 1)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_never_comes(scene, ranks, rank):
+    codes = ranks.run(scene.root, MERGE, 2, others={rank: ["--version"]}, limit_s=0.3)
+    assert (codes[rank], codes[1 - rank]) == (0, 9)
+    assert f"rank {rank}: no sign of it in" in said(scene, 1 - rank)
     assert nothing_is_left(scene)
 
 

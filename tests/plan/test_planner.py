@@ -104,21 +104,10 @@ def test_a_weight_that_is_not_saved_is_rounded_from_the_master(tmp_path):
 def test_each_segment_becomes_pieces_of_its_own(tmp_path):
     weight = TensorEntry("BF16", (4,), Contiguous(Extent("w", 100, 108), 2))
     index = make_index(tmp_path, held={State("w", WEIGHT): weight})
-    segments = (
-        Copy(Extent("base", 5, 9)),
-        Slot(State("w", WEIGHT), "BF16", 1, 3),
-        Zeros(2, "padding"),
-        Crc(4, 10),
-    )
-    (file,) = plan_composite(
-        [FileLayout("f", segments)], [make_index(tmp_path), index], Sources({"w": 1}), base=0
-    ).files
-    assert file.pieces == (
-        Copy(Extent("base", 5, 9), 0),
-        Copy(Extent("w", 102, 106), 1, State("w", WEIGHT), 1),
-        Zeros(2, "padding"),
-        Crc(4, 10),
-    )
+    base, rest = Extent("base", 5, 9), (Zeros(2, "padding"), Crc(4, 10))
+    layout = FileLayout("f", (Copy(base), Slot(State("w", WEIGHT), "BF16", 1, 3), *rest))
+    (file,) = plan_composite([layout], [make_index(tmp_path), index], Sources({"w": 1}), base=0).files
+    assert file.pieces == (Copy(base, 0), Copy(Extent("w", 102, 106), 1, State("w", WEIGHT), 1), *rest)
 
 
 def test_a_checksum_of_what_comes_later_cannot_be_planned():
