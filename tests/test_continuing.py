@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -324,15 +323,6 @@ def test_checksums(run, before):
 
 def copies(plan):
     return [piece for file in plan.files for piece in file.pieces if isinstance(piece, (Copy, Cast))]
-
-
-def test_without_checksums_there_is_the_crc(run):
-    write(plan_merge(run / "recipe.yaml", run / "out"))
-    manifest = json.loads((run / "out" / "llmtailor.json").read_text())
-    assert all(set(row) == {"path", "num_bytes", "crc32"} for row in manifest["files"])
-    for row in manifest["files"]:
-        assert int(row["crc32"], 16) == zlib.crc32((run / "out" / row["path"]).read_bytes())
-    assert all(set(row) == {"path", "num_bytes"} for source in manifest["sources"] for row in source["files"])
 
 
 def test_the_space_that_an_earlier_run_takes_counts_as_free(run, monkeypatch):

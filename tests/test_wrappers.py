@@ -85,13 +85,6 @@ def test_a_runs_folder(run, tmp_path):
     assert steps(out) == [20, 20, 10, 20, 10, 20, 20]
 
 
-def test_a_runs_partial_checkpoints(partial_run, tmp_path):
-    start("start_merge.sh", "--quiet", CHECKPOINT_PATH=partial_run, FAILURE_STEP=5)
-    assert steps(partial_run / "checkpoint-4") == [2, 2, 4, 2, 4, 2, 4]
-    start("start_merge.sh", "--quiet", CHECKPOINT_PATH=partial_run, OUTPUT_PATH=tmp_path / "out")
-    assert steps(tmp_path / "out") == [6, 6, 4, 6, 4, 6, 4]
-
-
 @pytest.mark.parametrize(
     ("variables", "code", "told"),
     [

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from llmtailor.balance import deal
 from llmtailor.codes import Code
-from llmtailor.engine.journal import Identity, Mark, Unfinished
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import (
     Interrupted,
@@ -190,15 +189,6 @@ def test_problems_of_some_ranks_name_them():
     ]
     assert str(merged(dict.fromkeys(range(2), full), 2)) == "disk: full"
     assert type(merged({0: full, 1: bug}, 2)) is TailorError
-
-
-def test_marks_of_other_ranks_continue_the_own_ones():
-    identity = Identity("1", "plan", {}, "request", "recipe", "now", 100)
-    own = Unfinished(identity, {"a": (Mark(10, 1), Mark(20, 2)), "b": (Mark(5, 9),)})
-    other = Unfinished(identity, {"a": (Mark(20, 7), Mark(30, 3)), "c": (Mark(1, 1),)})
-    foreign = Unfinished(Identity("1", "another", {}, "request", "recipe", "now", 100), {"b": (Mark(50, 1),)})
-    marks = own.with_marks_of([other, None, foreign]).marks
-    assert marks == {"a": (Mark(10, 1), Mark(20, 7), Mark(30, 3)), "b": (Mark(5, 9),), "c": (Mark(1, 1),)}
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from llmtailor.errors import UsageError
 from llmtailor.model.parts import EMBED
 from llmtailor.policies import (
     Adaptive,
@@ -218,14 +217,3 @@ def test_a_run_may_resume_with_another_policy():
     assert policy.asked == 0
     told = refusal(lambda: restore_state(policy, {"policy": "custom", "state": {"seen": 5}}))
     assert "it raised KeyError('asked')" in told[0].what
-
-
-def test_a_loop_without_a_scheduler_is_refused_before_it_trains(tmp_path):
-    """Nothing could be composed of what it saves."""
-    torch = pytest.importorskip("torch")
-    from llmtailor.saving import saver_for
-
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(UsageError, match="it needs a scheduler"):
-        saver_for(tmp_path / "run", model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    assert not (tmp_path / "run").exists()
