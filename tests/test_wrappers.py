@@ -38,9 +38,7 @@ def partial_run(tmp_path_factory):
     from saving.loop import Loop
 
     root = tmp_path_factory.mktemp("partial-run")
-    loop = Loop(root, hidden=8, layers=4, policy="parity").start()
-    loop.make_saves(3, 2)
-    loop.saver.close()
+    Loop(root, hidden=8, layers=4, policy="parity").trained(3, 2)
     return root
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
 
 import llmtailor
 from helpers.checkpoints import SMALL, make
-from helpers.commands import call
+from helpers.commands import call, on_terminal
 from llmtailor.cli.main import cli
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
@@ -148,21 +144,5 @@ def test_a_composite_in_inspect_shows_the_age_of_its_parts(run):
 
 def test_a_bar_on_a_terminal_and_none_elsewhere(run):
     assert call("merge", "recipe.yaml", "plain").stderr.count("\r") == 0
-    main, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmtailor", "merge", "recipe.yaml", "out"],
-        cwd=run, stdout=subprocess.DEVNULL, stderr=terminal,
-    )  # fmt: skip
-    os.close(terminal)
-    seen = b""
-    while True:
-        try:
-            data = os.read(main, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not data:
-            break
-        seen += data
-    assert process.wait() == 0
-    assert b"writing" in seen
-    assert b"/s" in seen
+    shown = on_terminal("merge", "recipe.yaml", "out")
+    assert "writing" in shown and "/s" in shown

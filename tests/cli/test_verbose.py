@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -15,7 +13,7 @@ import pytest
 
 import llmtailor
 from helpers.checkpoints import SMALL, make
-from helpers.commands import call
+from helpers.commands import call, on_terminal
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
 LINE = re.compile(r"\d\d:\d\d:\d\d (.*)")
@@ -111,21 +109,8 @@ def test_thin_and_gc_say_what_goes_and_why(run):
 
 def test_the_log_stands_above_the_bar(run):
     """On a terminal each line is whole, whatever the bar does."""
-    main, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmtailor", "-v", "merge", "recipe.yaml", "out"],
-        stdout=subprocess.DEVNULL, stderr=terminal, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    os.close(terminal)
-    seen = b""
-    while True:
-        try:
-            data = os.read(main, 65536)
-        except OSError:  # the other end is closed
-            break
-        seen += data
-    assert process.wait() == 0
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).replace("\r", "\n")
+    shown = on_terminal("-v", "merge", "recipe.yaml", "out")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
     assert "/s" in shown
     lines = told(shown)
     assert begins(lines, STAGES), shown

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from llmtailor.balance import deal
 from llmtailor.codes import Code
+from llmtailor.engine.journal import Identity, Mark, Unfinished
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import (
     Interrupted,
@@ -25,10 +26,12 @@ from llmtailor.errors import (
     UsageError,
 )
 from llmtailor.findings import WARNING, Finding
+from llmtailor.ranks import board as ranks_board
 from llmtailor.ranks import group as ranks_group
 from llmtailor.ranks.board import (
     FileBoard,
     OwnStore,
+    Pulse,
     StoreBoard,
     as_error,
     await_messages,
@@ -129,6 +132,16 @@ def test_a_message_in_a_file_is_complete_or_not_there(tmp_path):
         FileBoard(tmp_path / "gone").read("0")
 
 
+def test_a_sign_of_life_is_seen_once(monkeypatch):
+    monkeypatch.setattr(ranks_board, "PULSE_S", -1.0)
+    store = StoreBoard(OwnStore())
+    mine, others = Pulse(store, "alive"), Pulse(store, "alive")
+    assert not mine.is_new()
+    others.beat()
+    assert mine.is_new()
+    assert not mine.is_new()
+
+
 def kinds(kind: type[TailorError] = TailorError) -> list[type[TailorError]]:
     return [kind, *(one for below in kind.__subclasses__() for one in kinds(below))]
 
@@ -189,6 +202,15 @@ def test_problems_of_some_ranks_name_them():
     ]
     assert str(merged(dict.fromkeys(range(2), full), 2)) == "disk: full"
     assert type(merged({0: full, 1: bug}, 2)) is TailorError
+
+
+def test_marks_of_other_ranks_continue_the_own_ones():
+    identity = Identity("1", "plan", {}, "request", "recipe", "now", 100)
+    own = Unfinished(identity, {"a": (Mark(10, 1), Mark(20, 2)), "b": (Mark(5, 9),)})
+    other = Unfinished(identity, {"a": (Mark(20, 7), Mark(30, 3)), "c": (Mark(1, 1),)})
+    foreign = Unfinished(Identity("1", "another", {}, "request", "recipe", "now", 100), {"b": (Mark(50, 1),)})
+    marks = own.with_marks_of([other, None, foreign]).marks
+    assert marks == {"a": (Mark(10, 1), Mark(20, 7), Mark(30, 3)), "b": (Mark(5, 9),), "c": (Mark(1, 1),)}
 
 
 @pytest.fixture

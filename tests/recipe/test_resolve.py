@@ -259,6 +259,29 @@ def test_rules_of_one_kind_must_not_contradict_each_other(text, structure, parts
     assert "same source" in problem.fix and "--allow-split" not in problem.fix
 
 
+def test_everything_is_told_at_once():
+    text = """\
+slices:
+  - sources: [{model: a, layer_range: [0, 9]}]
+pre_weights:
+  - {name: nrom, model: a}
+  - {name: lm_head, model: a}
+post_weights:
+  - {name: lm_head, model: b}
+parts:
+  - {from: a, select: ["7", "*.x.*", odd]}
+"""
+    check(
+        problems_of(lambda: choose(text, FOUR)),
+        (":2 slices[0].sources[0].layer_range", "out of range", ""),
+        (":4 pre_weights[0]", "nrom", ""),
+        (":7 post_weights[0]", "/w/b here", ""),
+        (":9 parts[0]", "'7'", ""),
+        (":9 parts[0]", "'*.x.*'", ""),
+        ("", "embed_tokens, layers 0, 2, norm", ""),
+    )
+
+
 # Weights that go by other names on disk: training knows gate_up_proj, the file holds one tensor per expert.
 
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"

@@ -65,6 +65,15 @@ def test_the_step_of_each_part(run, structure, strategy, options, expected):
     assert found.title == f"strategy {strategy} at step {run[-1].step}"
 
 
+def test_of_two_checkpoints_of_one_step_the_full_one_is_read():
+    run = [full(100), full(200), partial(200, "layer 1"), partial(300, "layer 1"), full(300)]
+    assert set(assign(run, llama(2), StrategyOptions("latest")).source_of.values()) == {full(300)}
+    assert assign(run[:3], llama(2), StrategyOptions("parity")).source_of["layer 1"] == full(100)
+    weak, able = replace(full(300), resumable=False), partial(300, "layer 1", resumable=True)
+    found = assign([able, weak], llama(2), StrategyOptions("latest"))
+    assert (set(found.source_of.values()), found.base) == ({weak}, able)
+
+
 @pytest.mark.parametrize(
     ("run", "strategy", "options", "expected"),
     [

@@ -135,6 +135,15 @@ parts:
     )
 
 
+def test_sources_come_newest_first():
+    structure = llama(6)
+    steps = {"layer 0": 200, "layer 1": 300, "layer 2": 100}
+    source_of = {part: full(steps.get(part, 400)) for part in structure.parts}
+    found = Assignment(full(400), source_of, dict.fromkeys(source_of, "why"), "x")
+    entries = yaml.safe_load(write_recipe(found, structure, Path("/w/run")))["parts"]
+    assert [entry["from"] for entry in entries] == ["checkpoint-300", "checkpoint-200", "checkpoint-100"]
+
+
 def test_a_base_that_supplies_everything_or_nothing():
     structure = llama(2)
     text = write_recipe(assign(RUN, structure, StrategyOptions("latest")), structure, None)

@@ -85,6 +85,12 @@ class Loop:
         self.saver.start(step)
         return self
 
+    def trained(self, saves: int, steps: int = 1) -> Loop:
+        """Return it after so many saves, with its saver closed."""
+        self.start().make_saves(saves, steps)
+        self.saver.close()
+        return self
+
     def start_again(self, policy: str, **options: Any) -> None:
         """Let another saver continue with the same training."""
         self.saver.close()

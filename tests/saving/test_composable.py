@@ -113,9 +113,7 @@ class BadConfig:
 @pytest.mark.parametrize("background", [True, False])
 def test_a_save_that_can_not_be_composed_is_reported_at_once(tmp_path, caplog, background):
     """Once; training and saves continue."""
-    loop = Loop(tmp_path, tokenizer=BadConfig(), background=background).start()
-    loop.make_saves(3)
-    loop.saver.close()
+    loop = Loop(tmp_path, tokenizer=BadConfig(), background=background).trained(3)
     assert loop.saves == [1, 2, 3]
     (record,) = caplog.records
     assert "can't be composed into a checkpoint" in record.message and "config.json" in record.message

@@ -225,9 +225,7 @@ def test_experts_with_tensors_of_their_own(tmp_path):
 
     model = torch.nn.Module()
     model.layers = torch.nn.Sequential(Block(), Block())
-    loop = Loop(tmp_path / "run", model=model, loss=loss, policy="round_robin:3", experts="parts").start()
-    loop.make_saves(4)
-    loop.saver.close()
+    loop = Loop(tmp_path / "run", model=model, loss=loss, policy="round_robin:3", experts="parts").trained(4)
     assert loop.parts(2) == [f"layer 0 {share}" for share in SHARES[:4]]
     loop.check(3, tmp_path / "out")
 

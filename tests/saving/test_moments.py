@@ -30,10 +30,7 @@ from saving.loop import Loop, check_states, fold, manifests  # noqa: E402
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Saves at steps 2 to 8. Never write into its folder."""
-    loop = Loop(tmp_path_factory.mktemp("moments") / "run", policy="moments_in_turn:3").start()
-    loop.make_saves(4, 2)
-    loop.saver.close()
-    return loop
+    return Loop(tmp_path_factory.mktemp("moments") / "run", policy="moments_in_turn:3").trained(4, 2)
 
 
 @pytest.fixture
@@ -158,9 +155,7 @@ def test_what_a_save_holds_is_told(trained):
 
 def test_recipes_can_take_moments_alone(tmp_path):
     """From any checkpoint, also of whole ones; what follows in the recipe wins."""
-    loop = Loop(tmp_path / "run", policy="full").start()
-    loop.make_saves(3, 2)
-    loop.saver.close()
+    loop = Loop(tmp_path / "run", policy="full").trained(3, 2)
     for step in (2, 4, 6):
         loop.compose(step, tmp_path / str(step))
     (tmp_path / "r.yaml").write_text(
@@ -229,9 +224,7 @@ def test_salvage_takes_the_newest_intact_masters(trained, run):
 @pytest.mark.parametrize("policy", mostly_long(["parity", "moments_in_turn:2"], "moments_in_turn:2"))
 def test_composites_can_share_blocks_with_saves(policy, tmp_path):
     """Tensors lie in a save as the optimizer has them, at the same place in a block: all but weight files' heads."""
-    loop = Loop(tmp_path, hidden=512, layers=2, policy=policy, background=False).start()
-    loop.make_saves(2, 2)
-    loop.saver.close()
+    loop = Loop(tmp_path, hidden=512, layers=2, policy=policy, background=False).trained(2, 2)
     plan = plan_merge(choose_for_run(tmp_path, 4, StrategyOptions("latest"))[0], tmp_path / "out").plan
     large = sum(4 * one.numel() for one in loop.model.parameters() if 4 * one.numel() > 1 << 18)
     assert plan.shareable_bytes > 0.95 * 2 * large  # of moments; the weights are in one file, one after another

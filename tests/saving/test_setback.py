@@ -33,10 +33,7 @@ def test_setbacks(loss, steps, expected):
 
 @pytest.fixture
 def run(tmp_path):
-    loop = Loop(tmp_path / "run", layers=6, policy="adaptive:0.4", background=False).start()
-    loop.make_saves(5, 2)
-    loop.saver.close()
-    return loop
+    return Loop(tmp_path / "run", layers=6, policy="adaptive:0.4", background=False).trained(5, 2)
 
 
 def planned(run, *words):
