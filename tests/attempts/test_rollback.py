@@ -204,15 +204,6 @@ def test_a_damaged_record_of_attempts_is_refused(world):
         assert result.returncode == 4 and "the attempt record is damaged" in result.stderr
 
 
-def test_what_is_composed_of_a_loops_saves_is_no_damaged_state_of_the_trainers(world):
-    """The saver's own trainer_state.json has a step, and the attempt, and nothing of the Trainer's."""
-    world.train(1)
-    world.present.saver.save(world.present.step)
-    out = world.compose()
-    result = run_here("verify", out)
-    assert result.returncode == 0 and "trainer_state" not in result.stdout
-
-
 def test_the_saver_deletes_nothing_that_it_did_not_make(tmp_path):
     """Neither what a user put into a partial checkpoint that is no longer needed, nor into an unfinished one."""
     world = World(tmp_path / "run", 0)

@@ -178,12 +178,6 @@ def test_without_jinja2_it_says_what_to_install_before_it_reads(world, tmp_path)
     assert not out.exists()
 
 
-def test_a_relative_path_lists_each_checkpoint_once(world, monkeypatch):
-    monkeypatch.chdir(world.run.parent)
-    names = report(Path(world.run.name)).table("checkpoint", "verdict").column("checkpoint")
-    assert len(names) == len(set(names)) >= 3
-
-
 def test_an_empty_folder(tmp_path):
     (tmp_path / "run").mkdir()
     page = report(tmp_path / "run", "--values")
