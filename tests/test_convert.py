@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import llmtailor
 import oracle.any
 from helpers.cases import every, examples
 from helpers.checkpoints import SMALL, make
-from helpers.commands import run_here
+from helpers.commands import call
 from helpers.strategies import shapes
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.model.roles import MASTER
@@ -27,6 +26,7 @@ from oracle import zero3
 from synthetic import pickled_as_deepspeed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
 
 
 def convert(source: Path, out: Path, **options) -> Path:
@@ -120,17 +120,6 @@ def test_plain_checkpoints_refuse_to_be_rounded(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_digests_do_not_depend_on_the_layout(tmp_path):
-    source = make(tmp_path, 100)
-    found = []
-    for stage, world_size in ((3, 2), (3, 5), (1, 1), (2, 3)):
-        out = convert(source, tmp_path / f"{stage}-{world_size}", stage=stage, world_size=world_size)
-        parts = json.loads((out / "llmtailor.json").read_text())["parts"]
-        found.append([(row["part"], row["digest"]) for row in parts])
-    assert all(digests == found[0] for digests in found)
-    assert len({digest for _, digest in found[0]}) == len(found[0])
-
-
 def test_zero12_model_states_are_the_rounded_masters(tmp_path):
     source = make(tmp_path, 100)
     out = convert(source, tmp_path / "out", stage=2, world_size=3)
@@ -160,12 +149,11 @@ def test_zero12_model_states_are_the_rounded_masters(tmp_path):
 
 
 @pytest.fixture
-def two(tmp_path):
+def two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for step in (100, 200):
         make(tmp_path, step, shape=SMALL)
-    (tmp_path / "recipe.yaml").write_text(
-        "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
-    )
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 
 
@@ -190,33 +178,19 @@ def test_rebase_keeps_the_bias_corrected_moments(two):
     assert changed > 10
 
 
-def call(cwd: Path, *arguments: str) -> CompletedProcess[str]:
-    return run_here(*arguments, cwd=cwd)
-
-
 def test_the_source_policy_refuses_what_it_cannot_do(two):
-    result = call(two, "merge", "recipe.yaml", "out", "--step", "source")
-    assert result.returncode == 5
-    assert "100, 200" in result.stderr
+    assert "100, 200" in call("merge", "recipe.yaml", "out", "--step", "source", code=5).stderr
     assert not (two / "out").exists()
 
 
-def test_the_source_policy_with_layer_groups(tmp_path):
+@pytest.mark.parametrize("groups", ["default", "layer"])
+def test_layer_groups_keep_a_step_per_layer(tmp_path, groups):
+    """Also if sources have the Trainer's two groups, and layer groups are made on the way."""
     for step in (100, 200):
-        make(tmp_path, step, groups="layer")
-    (tmp_path / "recipe.yaml").write_text(
-        "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
-    )
-    llmtailor.merge(tmp_path / "recipe.yaml", tmp_path / "out", llmtailor.Options(step="source"))
-    steps = load(tmp_path / "out").steps
-    assert steps["model.layers.1.mlp.up_proj.weight"] == 100
-    assert steps["model.layers.2.mlp.up_proj.weight"] == 200
-
-
-def test_layer_groups_made_on_the_way_keep_a_step_per_layer(two):
-    """Sources with the Trainer's two groups; the composite has one step per layer all the same."""
-    llmtailor.merge(two / "recipe.yaml", two / "out", llmtailor.Options(groups="layer", step="source"))
-    found, old, new = (load(two / name) for name in ("out", "checkpoint-100", "checkpoint-200"))
+        make(tmp_path, step, groups=groups)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    llmtailor.merge(tmp_path / "recipe.yaml", tmp_path / "out", llmtailor.Options(groups="layer", step="source"))
+    found, old, new = (load(tmp_path / name) for name in ("out", "checkpoint-100", "checkpoint-200"))
     assert len(found.flat_ids) == 2 * SMALL.num_layers + 3
     for name, step in found.steps.items():
         odd = any(f"layers.{layer}." in name for layer in (1, 3))
@@ -230,19 +204,15 @@ def test_layer_groups_made_on_the_way_keep_a_step_per_layer(two):
 def test_sources_with_other_groups_need_a_word(two):
     shutil.rmtree(two / "checkpoint-100")
     make(two, 100, shape=SMALL, groups="layer")
-    assert call(two, "merge", "recipe.yaml", "out").returncode == 5
-    result = call(two, "merge", "recipe.yaml", "out", "--groups", "layer")
-    assert result.returncode == 0, result.stderr
+    call("merge", "recipe.yaml", "out", code=5)
+    call("merge", "recipe.yaml", "out", "--groups", "layer")
 
 
 def test_convert_on_the_command_line(two):
-    result = call(two, "convert", "checkpoint-200", "--num-gpu", "3", "--stage", "2")
-    assert result.returncode == 0, result.stderr
-    assert "no rule names" not in result.stderr
-    described = json.loads(call(two, "inspect", "checkpoint-200-converted", "--json").stdout)
+    assert "no rule names" not in call("convert", "checkpoint-200", "--num-gpu", "3", "--stage", "2").stderr
+    described = json.loads(call("inspect", "checkpoint-200-converted", "--json").stdout)
     assert (described["zero_stage"], described["world_size"], described["global_step"]) == (2, 3, 200)
-    back = call(two, "convert", "checkpoint-200-converted", "back", "--num-gpu", "2", "--stage", "3")
-    assert back.returncode == 0, back.stderr
+    call("convert", "checkpoint-200-converted", "back", "--num-gpu", "2", "--stage", "3")
     zero3.assert_same(load(two / "back"), load(two / "checkpoint-200"))
-    assert call(two, "convert", "nowhere").returncode == 4
-    assert call(two, "convert", "checkpoint-200", "--stage", "4").returncode == 2
+    call("convert", "nowhere", code=4)
+    call("convert", "checkpoint-200", "--stage", "4", code=2)

@@ -11,15 +11,12 @@ import sys
 from pathlib import Path
 
 import click
+import pytest
 from click.testing import CliRunner
 
 import llmtailor
+from docs.make import rooms, save_and_compose, timeline
 from docs.make.pages import PAGES, error_tree
-from docs.make.rooms import PICTURE as ROOMS
-from docs.make.rooms import draw as draw_rooms
-from docs.make.save_and_compose import PICTURE, draw
-from docs.make.timeline import PICTURE as TIMELINE
-from docs.make.timeline import draw as draw_timeline
 from llmtailor import errors
 from llmtailor.cli.main import EXIT_CODES, cli
 
@@ -109,16 +106,9 @@ def test_the_index_has_every_page():
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
 
 
-def test_the_picture_is_what_the_policy_does():
-    assert PICTURE.read_text(encoding="utf-8") == draw(), "run docs/make/save_and_compose.py"
-
-
-def test_the_picture_of_the_rooms_is_current():
-    assert ROOMS.read_text(encoding="utf-8") == draw_rooms(), "run docs/make/rooms.py"
-
-
-def test_the_timeline_is_current():
-    assert TIMELINE.read_text(encoding="utf-8") == draw_timeline(), "run docs/make/timeline.py"
+@pytest.mark.parametrize("make", [rooms, save_and_compose, timeline], ids=lambda make: make.__name__)
+def test_the_pictures_are_current(make):
+    assert make.PICTURE.read_text(encoding="utf-8") == make.draw(), f"run {make.__name__.replace('.', '/')}.py"
 
 
 def test_every_file_that_a_page_names_exists():

@@ -37,6 +37,7 @@ class Situation:
     only the ratios are reliable. None and missing as for `drift`."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(map(Part, self.parts)))  # a caller may give text
         if self.save < 1:
             raise ValueError("save 0 is the complete base; no policy is asked about it")
         if lacking := [part for part in self.parts if part not in self.num_bytes]:

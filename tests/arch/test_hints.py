@@ -17,7 +17,7 @@ def layers(stack: str, count: int = 2) -> list[str]:
     return [f"{stack}.{number}.{tail}" for number in range(count) for tail in INSIDE]
 
 
-def parts(names: list[str], hints: ArchHints | None = None, tied: dict[str, str] | None = None) -> ModelStructure:
+def structure(names: list[str], hints: ArchHints | None = None, tied: dict[str, str] | None = None) -> ModelStructure:
     return find_parts_by_name(names, tied or {}, dict.fromkeys(names, 1), hints)
 
 
@@ -39,57 +39,50 @@ LLAMA = ["model.embed_tokens.weight", *layers("model.layers"), "model.norm.weigh
     ],
 )
 def test_when_names_alone_do_not_decide(names: list[str], tied: dict[str, str], expected: bool) -> None:
-    assert undecided(parts(names, None, tied)) is expected
+    assert undecided(structure(names, None, tied)) is expected
 
 
-def test_hints_choose_the_stack_and_the_roles() -> None:
-    names = ["a.tok.weight", *layers("a.big", 5), *layers("b.small", 2), "b.end.weight", "out.proj.weight"]
-    hints = ArchHints("b.small", embed=("a.tok.weight",), norm=("b.end.weight",), head=("out.proj.weight",))
-    found = parts(names, hints)
-    assert found.parts[:5] == ("embed_tokens", "layer 0", "layer 1", "norm", "lm_head")
-    assert found.parts[5:] == tuple(f"a.big.{number}" for number in range(5))
+WRAPPED = ["model.language_model.tok.weight", "model.language_model.tok.bias"]
+SEQUENCE = [f"layers.{at}.{tail}" for at in (1, 2, 3) for tail in INSIDE]
 
 
-def test_hints_are_compared_without_wrappers_and_for_every_tensor_of_the_module() -> None:
-    names = ["model.language_model.tok.weight", "model.language_model.tok.bias", *layers("model.language_model.layers")]
-    found = parts(names, ArchHints("model.layers", embed=("model.tok.weight",)))
-    assert found.names("embed_tokens") == names[:2]
+@pytest.mark.parametrize(
+    ("names", "hints", "tied", "parts", "expected"),
+    [
+        # the stack and the roles
+        (["a.tok.weight", *layers("a.big", 5), *layers("b.small", 2), "b.end.weight", "out.proj.weight"],
+         ArchHints("b.small", embed=("a.tok.weight",), norm=("b.end.weight",), head=("out.proj.weight",)), {},
+         ["embed_tokens", "layer 0", "layer 1", "norm", "lm_head", *(f"a.big.{number}" for number in range(5))], {}),
+        # compared without wrappers, and for every tensor of the module
+        ([*WRAPPED, *layers("model.language_model.layers")], ArchHints("model.layers", embed=("model.tok.weight",)), {},
+         ["embed_tokens", "layer 0", "layer 1"], {"embed_tokens": WRAPPED}),
+        # tied; and stored elsewhere: one part with what holds them
+        (["a.tok.weight", *layers("a.blocks"), "a.out.bias"],
+         ArchHints("a.blocks", embed=("a.tok.weight",), head=("a.out.weight",)), {"a.out.weight": "a.tok.weight"},
+         ["embed_tokens", "layer 0", "layer 1"], {"embed_tokens": ["a.tok.weight", "a.out.bias", "a.out.weight"]}),
+        (["shared.weight", *layers("decoder.block")],
+         ArchHints("decoder.block", embed=("decoder.tok.weight",)), {"decoder.tok.weight": "shared.weight"},
+         ["embed_tokens", "layer 0", "layer 1"], {"embed_tokens": ["shared.weight", "decoder.tok.weight"]}),
+        # Phi-1 is one sequence: embeddings are layers.0, the blocks layers.1 to layers.24, norm and head layers.25
+        (["layers.0.wte.weight", *SEQUENCE, "layers.4.ln.weight", "layers.4.linear.weight"],
+         ArchHints("layers", ("layers.0.wte.weight",), ("layers.${num_layers}.ln.weight",),
+                   ("layers.${num_layers}.linear.weight",)), {},
+         ["embed_tokens", "layer 0", "layer 1", "layer 2", "norm", "lm_head"],
+         {"layer 0": [f"layers.1.{tail}" for tail in INSIDE], "norm": ["layers.4.ln.weight"]}),
+    ],
+)  # fmt: skip
+def test_what_hints_change(
+    names: list[str], hints: ArchHints, tied: dict[str, str], parts: list[str], expected: dict[str, list[str]]
+) -> None:
+    found = structure(names, hints, tied)
+    assert list(found.parts) == parts
+    assert found.tied == ("a.out.weight" in tied)
+    assert {part: found.names(part) for part in expected} == expected
 
 
 def test_what_hints_name_but_the_model_lacks_is_found_by_words() -> None:
     hints = ArchHints("decoder.blocks", embed=("tok.weight",), norm=("end.weight",), head=("out.weight",))
-    assert parts(LLAMA, hints).part_of == parts(LLAMA).part_of
-
-
-def test_tied_embeddings_under_hinted_names() -> None:
-    names = ["a.tok.weight", *layers("a.blocks"), "a.out.bias"]
-    hints = ArchHints("a.blocks", embed=("a.tok.weight",), head=("a.out.weight",))
-    found = parts(names, hints, {"a.out.weight": "a.tok.weight"})
-    assert found.tied
-    assert found.names("embed_tokens") == ["a.tok.weight", "a.out.bias", "a.out.weight"]
-
-
-def test_embeddings_that_are_stored_elsewhere_are_one_part_with_their_holder() -> None:
-    hints = ArchHints("decoder.block", embed=("decoder.embed_tokens.weight",))
-    found = parts(["shared.weight", *layers("decoder.block")], hints, {"decoder.embed_tokens.weight": "shared.weight"})
-    assert found.names("embed_tokens") == ["shared.weight", "decoder.embed_tokens.weight"]
-
-
-def test_a_model_that_is_one_sequence_counts_its_layers_from_0() -> None:
-    """Phi-1: embeddings are layers.0, the blocks layers.1 to layers.24, norm and head layers.25."""
-    blocks = [f"layers.{number}.{tail}" for number in (1, 2, 3) for tail in ("ln.weight", "mlp.fc1.weight")]
-    names = ["layers.0.wte.weight", *blocks, "layers.4.ln.weight", "layers.4.linear.weight"]
-    hints = ArchHints(
-        "layers",
-        embed=("layers.0.wte.weight",),
-        norm=("layers.${num_layers}.ln.weight",),
-        head=("layers.${num_layers}.linear.weight",),
-    )
-    found = parts(names, hints)
-    assert found.parts == ("embed_tokens", "layer 0", "layer 1", "layer 2", "norm", "lm_head")
-    assert found.num_layers == 3
-    assert found.names("layer 0") == ["layers.1.ln.weight", "layers.1.mlp.fc1.weight"]
-    assert found.names("norm") == ["layers.4.ln.weight"]
+    assert structure(LLAMA, hints).part_of == structure(LLAMA).part_of
 
 
 def test_submodels_are_told_by_part() -> None:
@@ -108,7 +101,7 @@ def test_submodels_are_told_by_part() -> None:
             "audio_tower": ("audio.layers.${layer_index}.x.weight",),
         },
     )
-    found = parts([*LLAMA, *tower, *merger, "model.visual.odd.weight"], hints)
+    found = structure([*LLAMA, *tower, *merger, "model.visual.odd.weight"], hints)
     assert found.modules == {
         "text_decoder": ("embed_tokens", "layer 0", "layer 1", "norm"),
         "projector": ("visual.merger.mlp.0", "visual.merger.mlp.2", "visual.merger.extra"),

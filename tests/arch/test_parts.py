@@ -60,42 +60,6 @@ def test_parts_stand_in_model_order_however_the_names_come() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "alias"),
-    [("model.embed_tokens.weight", "lm_head.weight"), ("lm_head.weight", "model.embed_tokens.weight")],
-)
-@pytest.mark.parametrize("alias_is_listed", [True, False])
-def test_tied_embeddings_are_one_part_whichever_name_is_stored(stored: str, alias: str, alias_is_listed: bool) -> None:
-    names = [stored, *layers("model.layers"), "model.norm.weight", *([alias] if alias_is_listed else [])]
-    found = structure(names, {alias: stored})
-    assert found.tied
-    assert found.parts == ("embed_tokens", "layer 0", "layer 1", "norm")
-    assert found.part_of[stored] == found.part_of[alias] == "embed_tokens"
-
-
-def test_a_bias_of_the_tied_head_goes_with_the_embeddings() -> None:
-    names = ["model.embed_tokens.weight", *layers("model.layers"), "lm_head.bias"]
-    found = structure(names, {"lm_head.weight": "model.embed_tokens.weight"})
-    assert found.part_of["lm_head.bias"] == "embed_tokens"
-    assert "lm_head" not in found.parts
-
-
-def test_ties_of_other_tensors_do_not_tie_the_embeddings() -> None:
-    names = ["model.embed_tokens.weight", *layers("model.layers"), "lm_head.weight", "mtp.embed_tokens.weight"]
-    found = structure(names, {"mtp.embed_tokens.weight": "model.embed_tokens.weight"})
-    assert not found.tied
-    assert found.part_of["mtp.embed_tokens.weight"] == "embed_tokens"
-    assert found.part_of["lm_head.weight"] == "lm_head"
-
-
-def test_a_chain_of_ties_ends_at_the_stored_name_and_a_circle_ends_at_all() -> None:
-    names = ["embed_tokens.weight", *layers("layers")]
-    chain = {"lm_head.weight": "other.weight", "other.weight": "embed_tokens.weight"}
-    assert structure(names, chain).part_of["lm_head.weight"] == "embed_tokens"
-    circle = {"lm_head.weight": "other.weight", "other.weight": "lm_head.weight"}
-    assert "lm_head.weight" in structure(names, circle).part_of
-
-
-@pytest.mark.parametrize(
     ("main", "other"),
     [
         ("model.language_model.layers", "model.visual.blocks"),
@@ -122,77 +86,74 @@ def test_of_equal_kinds_the_stack_with_most_elements_is_the_main_one() -> None:
     assert structure(names, big="small").num_layers == 4
 
 
-def test_an_encoder_is_the_main_stack_when_there_is_no_other() -> None:
-    names = ["bert.embeddings.word_embeddings.weight", *layers("bert.encoder.layer", 3), "classifier.0.weight"]
-    found = structure(names)
-    assert found.num_layers == 3
-    assert found.part_of["bert.embeddings.word_embeddings.weight"] == "embed_tokens"
-    assert found.part_of["classifier.0.weight"] == "classifier.0"
+EMBED, HEAD, OF_MTP = "model.embed_tokens.weight", "lm_head.weight", "mtp.embed_tokens.weight"
+SIDES = {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.3.up_proj.weight", "block_sparse_moe.experts.0.w1.weight")
+PEFT = "base_model.model."
 
 
 @pytest.mark.parametrize(
-    ("name", "part"),
+    ("stack", "tied", "expected", "is_tied"),
     [
-        ("transformer.wpe.weight", "wpe"),
-        ("transformer.visual.patch_embed.proj.weight", "visual.patch_embed.proj"),
-        ("model.visual.merger.mlp.0.weight", "visual.merger.mlp.0"),
-        ("model.image_newline", "image_newline"),
-        ("score.weight", "score"),
-        ("transformer.word_embeddings_layernorm.weight", "word_embeddings_layernorm"),
-        ("scale", "scale"),
+        # by their short module path, as long as it is unambiguous, and never like a selector
+        *(("transformer.h", {}, {name: part}, False) for name, part in (
+            ("transformer.wpe.weight", "wpe"), ("model.visual.merger.mlp.0.weight", "visual.merger.mlp.0"),
+            ("transformer.visual.patch_embed.proj.weight", "visual.patch_embed.proj"), ("score.weight", "score"),
+            ("model.image_newline", "image_newline"), ("scale", "scale"),
+            ("transformer.word_embeddings_layernorm.weight", "word_embeddings_layernorm"))),
+        ("a.b.layers", {}, {"a.b.proj.weight": "a.b.proj", "a.proj.weight": "a.proj"}, False),
+        *(("model.blocks", {}, {f"model.{name}.weight": f"model.{name}.weight"}, False)
+          for name in ("layers", "even", "odd", "all", "first")),
+        ("a.b.layers", {}, {"a.b.even.weight": "a.b.even"}, False),
+        # embeddings are one part whichever name is stored or listed, with the bias of the tied head
+        ("model.layers", {HEAD: EMBED}, {EMBED: "embed_tokens", "lm_head.bias": "embed_tokens"}, True),
+        ("model.layers", {EMBED: HEAD}, {HEAD: "embed_tokens", EMBED: "embed_tokens"}, True),
+        ("model.layers", {OF_MTP: EMBED}, {EMBED: "embed_tokens", HEAD: "lm_head", OF_MTP: "embed_tokens"}, False),
+        ("layers", {HEAD: "x.weight", "x.weight": "embed_tokens.weight"},
+         {"embed_tokens.weight": "embed_tokens", HEAD: "embed_tokens"}, True),
+        # T5: encoder and decoder have embeddings of their own by name, but the values are the shared ones
+        ("decoder.block", SIDES, {"shared.weight": "embed_tokens", **dict.fromkeys(SIDES, "embed_tokens")}, False),
+        ("decoder.block", SIDES | {HEAD: "shared.weight"}, {"shared.weight": "embed_tokens"}, True),
+        # those beside the stack; the same of the norm
+        ("model.layers", {}, {"other.embed_tokens.weight": "other.embed_tokens", EMBED: "embed_tokens"}, False),
+        ("transformer.h", {}, {"transformer.ln_f.weight": "norm", "transformer.visual.norm.weight": "visual.norm",
+                               "norm.weight": "norm.weight"}, False),
+        # an encoder is the main stack when there is no other
+        ("bert.encoder.layer", {}, {"bert.embeddings.word_embeddings.weight": "embed_tokens",
+                                    "classifier.0.weight": "classifier.0"}, False),
+        # experts belong to their layer, whatever they are called on disk; what PEFT adds to the module that it adapts
+        ("model.layers", {}, {f"model.layers.0.{name}": "layer 0" for name in EXPERTS}, False),
+        (f"{PEFT}model.layers", {}, {
+            f"{PEFT}model.layers.0.self_attn.q_proj.lora_A.default.weight": "layer 0",
+            f"{PEFT}model.embed_tokens.lora_embedding_A.default": "embed_tokens",
+            f"{PEFT}model.embed_tokens.base_layer.weight": "embed_tokens",
+            f"{PEFT}lm_head.original_module.weight": "lm_head",
+            f"{PEFT}lm_head.modules_to_save.default.weight": "lm_head"}, False),
+    ],
+)  # fmt: skip
+def test_what_belongs_where(stack: str, tied: dict[str, str], expected: dict[str, str], is_tied: bool) -> None:
+    found = structure([*layers(stack), *(name for name in expected if name not in tied)], tied)
+    assert {name: found.part_of[name] for name in expected} == expected
+    assert (found.num_layers, found.tied) == (2, is_tied)
+
+
+@pytest.mark.parametrize(
+    ("names", "tied", "num_layers", "parts"),
+    [
+        (["model.layers.0.mlp.up.weight", "model.layers.4.mlp.up.weight"], {}, 5, ("layer 0", "layer 4")),  # a gap
+        (layers("layers", 1), {f"layers.1.{tail}": f"layers.0.{tail}" for tail in INSIDE}, 2, ("layer 0",)),
+        (["embed_tokens.weight", "proj.weight", "lm_head.weight"], {}, 0, ("embed_tokens", "lm_head", "proj")),
+        ([f"model.layers.{'9' * 5000}.mlp.up.weight"], {}, 0, None),  # longer than any model: a name
+        ([], {}, 0, ()),
+        # a circle of ties ends at all
+        (layers("layers"), {HEAD: "x.weight", "x.weight": HEAD}, 2, None),
     ],
 )
-def test_other_parts_go_by_their_short_module_path(name: str, part: str) -> None:
-    found = structure([*layers("transformer.h"), name])
-    assert found.part_of[name] == part
-    assert found.parts[-1] == part
-
-
-def test_short_paths_stay_unambiguous() -> None:
-    found = structure([*layers("a.b.layers"), "a.b.proj.weight", "a.proj.weight"])
-    assert found.part_of["a.b.proj.weight"] == "a.b.proj"
-    assert found.part_of["a.proj.weight"] == "a.proj"
-
-
-@pytest.mark.parametrize("name", ["layers", "even", "odd", "all", "first"])
-def test_no_part_is_called_like_a_selector(name: str) -> None:
-    found = structure([*layers("model.blocks"), f"model.{name}.weight"])
-    assert name not in found.parts
-    assert found.part_of[f"model.{name}.weight"] == f"model.{name}.weight"
-
-
-def test_a_module_called_like_a_selector_keeps_more_of_its_path_if_it_has_one() -> None:
-    assert structure([*layers("a.b.layers"), "a.b.even.weight"]).part_of["a.b.even.weight"] == "a.b.even"
-
-
-def test_the_embeddings_beside_the_stack_are_the_ones() -> None:
-    found = structure(["other.embed_tokens.weight", "model.embed_tokens.weight", *layers("model.layers")])
-    assert found.names("embed_tokens") == ["model.embed_tokens.weight"]
-    assert found.part_of["other.embed_tokens.weight"] == "other.embed_tokens"
-
-
-def test_the_embeddings_are_the_module_that_holds_the_values() -> None:
-    """T5: encoder and decoder have embeddings of their own by name, but the values are the shared ones."""
-    tied = {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
-    found = structure(["shared.weight", *layers("encoder.block"), *layers("decoder.block")], tied)
-    assert found.names("embed_tokens") == ["shared.weight", *tied]
-    assert not found.tied
-    assert structure(["shared.weight", *layers("decoder.block")], tied | {"lm_head.weight": "shared.weight"}).tied
-
-
-def test_a_norm_elsewhere_is_not_the_final_norm() -> None:
-    names = [*layers("transformer.h"), "transformer.ln_f.weight", "transformer.visual.norm.weight", "norm.weight"]
-    found = structure(names)
-    assert found.names("norm") == ["transformer.ln_f.weight"]
-    assert found.part_of["transformer.visual.norm.weight"] == "visual.norm"
-
-
-def test_expert_weights_belong_to_their_layer_whatever_they_are_called_on_disk() -> None:
-    fused = "model.layers.0.mlp.experts.gate_up_proj"
-    on_disk = ["model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.0.block_sparse_moe.experts.0.w1.weight"]
-    found = structure([*layers("model.layers"), fused, *on_disk])
-    assert {found.part_of[name] for name in [fused, *on_disk]} == {"layer 0"}
-    assert found.num_layers == 2
+def test_how_many_layers(
+    names: list[str], tied: dict[str, str], num_layers: int, parts: tuple[str, ...] | None
+) -> None:
+    found = structure(names, tied)
+    assert found.num_layers == num_layers and parts in (None, found.parts)
 
 
 def test_two_spellings_of_a_model_are_the_same_parts() -> None:
@@ -206,44 +167,6 @@ def test_two_spellings_of_a_model_are_the_same_parts() -> None:
             assert found.part_of[memory + name] == found.part_of[disk + name] == part
         assert {found.part_of[name] for name in heads} == {"lm_head"}
         assert {found.part_of[name] for name in towers} == {"visual.blocks.0"}
-
-
-def test_peft_tensors_belong_to_the_module_they_adapt() -> None:
-    root = "base_model.model."
-    names = {
-        f"{root}model.layers.0.self_attn.q_proj.base_layer.weight": "layer 0",
-        f"{root}model.layers.0.self_attn.q_proj.lora_A.default.weight": "layer 0",
-        f"{root}model.embed_tokens.lora_embedding_A.default": "embed_tokens",
-        f"{root}model.embed_tokens.base_layer.weight": "embed_tokens",
-        f"{root}lm_head.original_module.weight": "lm_head",
-        f"{root}lm_head.modules_to_save.default.weight": "lm_head",
-    }
-    assert structure(list(names)).part_of == names
-
-
-def test_a_gap_in_the_numbers_counts_up_to_the_last_layer() -> None:
-    found = structure(["model.layers.0.mlp.up.weight", "model.layers.4.mlp.up.weight"])
-    assert found.num_layers == 5
-    assert found.parts == ("layer 0", "layer 4")
-
-
-def test_layers_that_are_tied_as_a_whole_still_count() -> None:
-    tied = {f"layers.1.{tail}": f"layers.0.{tail}" for tail in INSIDE}
-    found = structure(layers("layers", 1), tied)
-    assert found.num_layers == 2
-    assert found.parts == ("layer 0",)
-    assert found.part_of[f"layers.1.{INSIDE[0]}"] == "layer 0"
-
-
-def test_a_model_without_numbers_has_no_layers() -> None:
-    found = structure(["embed_tokens.weight", "proj.weight", "lm_head.weight"])
-    assert found.num_layers == 0
-    assert found.parts == ("embed_tokens", "lm_head", "proj")
-    assert structure([]).parts == ()
-
-
-def test_a_number_longer_than_any_model_is_a_name() -> None:
-    assert structure([f"model.layers.{'9' * 5000}.mlp.up.weight"]).num_layers == 0
 
 
 word = st.sampled_from(

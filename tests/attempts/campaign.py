@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from attempts.world import DAMAGE, Holding, World, call, read_full, step_of
+from attempts.world import DAMAGE, Holding, World, read_full, step_of
+from helpers.commands import run_here
 
 
 def composites(world: World, steps: list[int]) -> dict[int, Holding]:
@@ -16,8 +17,8 @@ def composites(world: World, steps: list[int]) -> dict[int, Holding]:
     for step in steps:
         out = world.run.parent / "out"
         shutil.rmtree(out, ignore_errors=True)
-        result = call("merge", "--run", world.run, "--at", step, out)
-        assert result.exit_code == 0, world.story(f"step {step} was promised", result)
+        result = run_here("merge", "--run", world.run, "--at", step, out)
+        assert result.returncode == 0, world.story(f"step {step} was promised", result)
         made[step] = read_full(out)
         assert any(all(one.owns(made) for made in made[step].values()) for one in world.attempts), world.story(made)
         shutil.rmtree(out)
@@ -26,8 +27,8 @@ def composites(world: World, steps: list[int]) -> dict[int, Holding]:
 
 def promised(world: World) -> list[int]:
     """The steps that can be composed, as gc says."""
-    result = call("gc", world.run, "--json")
-    return json.loads(result.stdout)["composable_after"] if result.exit_code == 0 else []
+    result = run_here("gc", world.run, "--json")
+    return json.loads(result.stdout)["composable_after"] if result.returncode == 0 else []
 
 
 def same(before: Mapping[int, Holding], after: Mapping[int, Holding]) -> bool:
@@ -39,9 +40,9 @@ def thin(world: World) -> None:
     before = promised(world)
     if not before:
         return
-    result = call("thin", world.run, "--strategy", strategy, "--yes", "--json")
-    world.note("thin", f"{strategy}: exit {result.exit_code}")
-    assert result.exit_code in (0, 4, 7), world.story(result)
+    result = run_here("thin", world.run, "--strategy", strategy, "--yes", "--json")
+    world.note("thin", f"{strategy}: exit {result.returncode}")
+    assert result.returncode in (0, 4, 7), world.story(result)
     sample = world.random.sample(before, min(2, len(before)))
     composites(world, sample)
 
@@ -55,9 +56,9 @@ def gc(world: World) -> None:
     sample = world.random.sample(kept, min(2, len(kept)))
     was = composites(world, sample)
     words = ["--keep", keep] if keep else []
-    result = call("gc", world.run, *words, "--yes", "--json")
-    world.note("gc", f"keep {keep}: exit {result.exit_code}")
-    assert result.exit_code == 0, world.story(result)
+    result = run_here("gc", world.run, *words, "--yes", "--json")
+    world.note("gc", f"keep {keep}: exit {result.returncode}")
+    assert result.returncode == 0, world.story(result)
     assert same(was, composites(world, sample)), world.story("gc changed a composite", was)
 
 
@@ -103,10 +104,10 @@ def damage(world: World) -> None:
     path, _ = there[-1]
     file = path / ("model.safetensors" if path.parent == world.run else "rank-00000-of-00001.safetensors")
     file.write_bytes(file.read_bytes()[:-40])
-    result = call("salvage", world.run, "--replace")
-    world.note("damage", f"{path.name}: salvage exit {result.exit_code}")
-    assert result.exit_code in (0, 4), world.story(result)
-    if result.exit_code == 0:
+    result = run_here("salvage", world.run, "--replace")
+    world.note("damage", f"{path.name}: salvage exit {result.returncode}")
+    assert result.returncode in (0, 4), world.story(result)
+    if result.returncode == 0:
         full = sorted((one for one in world.run.glob("checkpoint-*") if one.name[11:].isdigit()), key=step_of)
         made = {read(one): one for one in full[-1:]}
         for holding in made:
@@ -129,9 +130,9 @@ def replace(world: World) -> None:
         copy = world.run.parent / "copy"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(out, copy)
-        result = call("merge", "--run", world.run, copy, "--force")
-        world.note("replace", f"exit {result.exit_code}")
-        assert result.exit_code == 0, world.story(result)
+        result = run_here("merge", "--run", world.run, copy, "--force")
+        world.note("replace", f"exit {result.returncode}")
+        assert result.returncode == 0, world.story(result)
         assert read_full(copy) == read_full(out), world.story(result)
 
 

@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from attempts.world import PARTS, World, call, read_full, step_of
+from attempts.world import PARTS, World, read_full, step_of
 from helpers.cases import diagonal
+from helpers.commands import call, run_here
 from llmtailor.runs import scan as newest
 from llmtailor.saving import SaveFailed
 
@@ -72,8 +73,8 @@ def test_put_back_it_is_known_by_what_it_states(world):
     assert step_of(world.compose()) == 7
     (world.run / "partial" / "attempts.json").unlink()
     assert step_of(world.compose()) == 7
-    result = call("latest", world.run)
-    assert result.exit_code == 0
+    result = run_here("latest", world.run)
+    assert result.returncode == 0
     assert result.stdout.strip().endswith("checkpoint-7") and "abandoned attempt" in result.stderr
 
 
@@ -87,11 +88,13 @@ def test_a_full_checkpoint_of_the_trainers_does_not_win_by_its_number(world):
     world.save()
     assert (world.run / "checkpoint-11").is_dir()
     assert step_of(world.compose()) == 7
-    assert call("salvage", world.run, "--dry-run").exit_code == 0
-    recipe = call("recipe", world.run).stdout
+    call("salvage", world.run, "--dry-run")
+    recipe = run_here("recipe", world.run).stdout
     assert "skipped" in recipe and "checkpoint-11" in recipe
     for command in ("thin", "gc"):
-        told = json.loads(call(command, world.run, *(["--strategy", "parity"] * (command == "thin")), "--json").stdout)
+        told = json.loads(
+            run_here(command, world.run, *(["--strategy", "parity"] * (command == "thin")), "--json").stdout
+        )
         assert 11 not in told["composable_before"] and 9 not in told["composable_before"]
 
 
@@ -99,7 +102,7 @@ def test_an_attempt_that_dies_before_its_first_save_has_given_up_what_came_later
     roll_back(world, 6)
     world.train(2)
     assert step_of(world.compose()) == 6
-    assert call("latest", world.run).stdout.strip().endswith("checkpoint-6")
+    assert run_here("latest", world.run).stdout.strip().endswith("checkpoint-6")
 
 
 def test_where_the_given_up_one_is_in_the_way_the_composite_is_beside_it(world):
@@ -110,10 +113,10 @@ def test_where_the_given_up_one_is_in_the_way_the_composite_is_beside_it(world):
     world.save()
     out = world.compose()
     assert out.name == "checkpoint-9-merged"
-    again = call("merge", "--run", world.run, "--json")
+    again = run_here("merge", "--run", world.run, "--json")
     assert json.loads(again.stdout)["is_there_already"] and json.loads(again.stdout)["out"].endswith(out.name)
     (out / "llmtailor.json").unlink()  # it might be anything now
-    again = call("merge", "--run", world.run, "--json")
+    again = run_here("merge", "--run", world.run, "--json")
     assert json.loads(again.stdout)["out"].endswith("checkpoint-9-merged-2")
     assert read_full(world.run / "checkpoint-9-merged-2") == read_full(out)
 
@@ -128,8 +131,8 @@ def test_a_recipe_may_mix_attempts_and_says_so(world, tmp_path):
         f"merge_method: passthrough\nbase_model: {world.run}/partial/step-00000009\n"
         f"parts:\n  - from: {world.run}/abandoned-checkpoint-9\n    select: [even, odd, embed_tokens, lm_head]\n"
     )
-    told = call("merge", recipe, out)
-    assert told.exit_code == 0 and "different attempts" in told.stderr
+    told = run_here("merge", recipe, out)
+    assert told.returncode == 0 and "different attempts" in told.stderr
     number = world.present.number
     world.start(None, 9, out)
     assert world.present.saver.ledger.held_by == {}
@@ -152,17 +155,17 @@ def test_and_not_used_if_the_run_itself_went_on(world):
     world.resume_from(world.run.parent / "elsewhere", 3, with_saver=False)
     world.train(8)
     world.save_full()
-    result = call("merge", "--run", world.run, "--json")
+    result = run_here("merge", "--run", world.run, "--json")
     told = json.loads(result.stdout)
     assert told["out"].endswith("checkpoint-9")
     assert any("--trust-unrecorded" in notice["fix"] for notice in told["notices"])
-    asked = json.loads(call("merge", "--run", world.run, "--trust-unrecorded", "--dry-run", "--json").stdout)
+    asked = json.loads(run_here("merge", "--run", world.run, "--trust-unrecorded", "--dry-run", "--json").stdout)
     assert asked["global_step"] == 11
     assert saver_attempt.saver is not None
     for words in (["gc", world.run], ["thin", world.run, "--strategy", "parity"]):
-        refused = call(*words)
-        assert refused.exit_code == 4 and "use --trust-unrecorded" in refused.stderr
-        told = json.loads(call(*words, "--trust-unrecorded", "--json").stdout)
+        refused = run_here(*words)
+        assert refused.returncode == 4 and "use --trust-unrecorded" in refused.stderr
+        told = json.loads(run_here(*words, "--trust-unrecorded", "--json").stdout)
         assert told["composable_before"] == told["composable_after"] == [3, 6, 9, 11]
 
 
@@ -197,17 +200,8 @@ def test_whatever_goes_wrong_in_a_save_is_save_failed(world, monkeypatch):
 def test_a_damaged_record_of_attempts_is_refused(world):
     (world.run / "partial" / "attempts.json").write_text('{"schema": "llmtailor.attempts/1", "attempts": [1]}')
     for command in (["merge", "--run", world.run], ["latest", world.run], ["salvage", world.run], ["gc", world.run]):
-        result = call(*command)
-        assert result.exit_code == 4 and "the attempt record is damaged" in result.stderr
-
-
-def test_what_is_composed_of_a_loops_saves_is_no_damaged_state_of_the_trainers(world):
-    """The saver's own trainer_state.json has a step, and the attempt, and nothing of the Trainer's."""
-    world.train(1)
-    world.present.saver.save(world.present.step)
-    out = world.compose()
-    result = call("verify", out)
-    assert result.exit_code == 0 and "trainer_state" not in result.stdout
+        result = run_here(*command)
+        assert result.returncode == 4 and "the attempt record is damaged" in result.stderr
 
 
 def test_the_saver_deletes_nothing_that_it_did_not_make(tmp_path):
@@ -239,7 +233,7 @@ def test_the_saver_deletes_nothing_that_it_did_not_make(tmp_path):
 def test_a_composite_with_older_parts_does_not_win_over_the_saves_of_its_step(world):
     """One that was composed by another strategy, under the name that the newest state would have."""
     shutil.rmtree(world.run / "checkpoint-9")
-    assert call("merge", "--run", world.run, "--strategy", "parity", world.run / "checkpoint-9").exit_code == 0
+    call("merge", "--run", world.run, "--strategy", "parity", world.run / "checkpoint-9")
     assert read_full(world.run / "checkpoint-9")["layer 1"] == (1, 6)
     world.train(3)
     world.save()
@@ -248,7 +242,7 @@ def test_a_composite_with_older_parts_does_not_win_over_the_saves_of_its_step(wo
     world.train(3)
     world.save()
     stale = world.run / "checkpoint-15"
-    assert call("merge", "--run", world.run, "--strategy", "parity", "--flip", stale).exit_code == 0
+    call("merge", "--run", world.run, "--strategy", "parity", "--flip", stale)
     held = read_full(stale)
     newer = [part for part, made in read_full(world.compose()).items() if made[1] > held[part][1]]
     assert newer

@@ -13,18 +13,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from click.testing import CliRunner
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerState
 
+from helpers.commands import run_here
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.cli.main import cli
-from llmtailor.errors import TailorError
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.saving import saver_for
 
@@ -154,8 +151,8 @@ class World:
     def is_promised(self, at: int | None) -> bool:
         """Whether a step can be composed, or any step, as `gc` says: it has given up others, and what `thin` makes of
         full checkpoints completes nothing that the saver wrote."""
-        result = call("gc", self.run, "--json")
-        steps = json.loads(result.stdout)["composable_after"] if result.exit_code == 0 else []
+        result = run_here("gc", self.run, "--json")
+        steps = json.loads(result.stdout)["composable_after"] if result.returncode == 0 else []
         return bool(steps) if at is None else at in steps
 
     # --- what people do -----------------------------------------------------------------------------------------------
@@ -237,12 +234,12 @@ class World:
     def compose(self, at: int | None = None) -> Path | None:
         """``merge --run``; check what comes out against the bytes that are in place."""
         words = ["--run", self.run, *(() if at is None else ("--at", at))]
-        result = call("merge", *words, "--json")
+        result = run_here("merge", *words, "--json")
         expected = self.expected(at)
-        if not expected or (result.exit_code in (3, 4) and not self.is_promised(at)):
-            assert result.exit_code in (3, 4), self.story(result)
+        if not expected or (result.returncode in (3, 4) and not self.is_promised(at)):
+            assert result.returncode in (3, 4), self.story(result)
             return None
-        assert result.exit_code == 0, self.story(result)
+        assert result.returncode == 0, self.story(result)
         out = Path(json.loads(result.stdout)["out"])
         out = out if out.is_absolute() else Path.cwd() / out
         made = read_full(out)
@@ -277,13 +274,6 @@ class World:
             str(path.relative_to(self.run)) for path in sorted(self.run.glob("*")) + sorted(self.run.glob("p*/*"))
         ]
         return "\n".join([f"seed {self.seed}", *self.notes, "--", *listing, "--", *map(str, told)])
-
-
-def call(*words: object) -> Any:
-    try:
-        return CliRunner().invoke(cli, list(map(str, words)), catch_exceptions=False)
-    except TailorError as error:
-        return SimpleNamespace(exit_code=error.exit_code, stdout="", stderr=str(error))
 
 
 def is_thinned(path: Path) -> bool:

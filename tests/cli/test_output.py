@@ -3,65 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
 
 import llmtailor
 from helpers.checkpoints import SMALL, make
-from helpers.commands import run_here
+from helpers.commands import call, on_terminal
 from llmtailor.cli.main import cli
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
-PLAN_KEYS = {
-    *("schema", "recipe", "out", "base", "global_step", "world_size", "parts", "sources", "optimizer_steps"),
-    *("files", "num_bytes", "needed_bytes", "free_bytes", "notices", "is_there_already", "moved"),
-}
-PART_KEYS = {
-    "part",
-    "source",
-    "step",
-    "staleness",
-    "num_bytes",
-    "num_tensors",
-    "is_whole",
-    "only",
-    "masters_step",
-    "setback",
-}
-MANIFEST_KEYS = {
-    *("schema", "llmtailor_version", "created", "base", "global_step", "world_size", "recipe", "sources", "parts"),
-    *("optimizer_steps", "files", "card", "merge", "notices"),
-}
-INSPECT_KEYS = {
-    *("schema", "name", "format", "zero_stage", "world_size", "global_step", "skipped_steps", "client", "tag"),
-    *("precision",),
-    *("weights_dtype", "optimizer", "num_layers", "tied", "num_params", "num_trainable_params", "num_tensors"),
-    *("param_groups", "optimizer_steps", "parts", "num_bytes", "files", "findings"),
-}
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     for step in (100, 200):
         make(tmp_path, step, shape=SMALL)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def call(run, *arguments):
-    result = run_here(*arguments, cwd=run)
-    assert result.returncode == 0, result.stderr
-    return result
 
 
 def test_a_dry_run_shows_everything_and_writes_nothing(run):
     before = sorted(run.rglob("*"))
-    result = call(run, "merge", "recipe.yaml", "--dry-run")
+    result = call("merge", "recipe.yaml", "--dry-run")
     assert sorted(run.rglob("*")) == before
     lines = result.stdout.splitlines()
     rows = {line.split("  ")[0]: line.split() for line in lines}
@@ -83,44 +48,35 @@ slices:
     note = "mergekit takes the embeddings from the first slice, norm and head from the last"
     for parts, noted in (("", is_noted), ("parts: [{from: checkpoint-100, select: '!layers'}]", False)):
         (run / "recipe.yaml").write_text(slices + parts)
-        assert (note in " ".join(call(run, "merge", "recipe.yaml", "--dry-run").stderr.split())) is noted
+        assert (note in " ".join(call("merge", "recipe.yaml", "--dry-run").stderr.split())) is noted
 
 
 def test_the_default_output_is_beside_the_base(run):
-    call(run, "merge", "recipe.yaml")
+    call("merge", "recipe.yaml")
     assert (run / "checkpoint-200-merged" / "latest").exists()
     (run / "recipe.yaml").write_text(RECIPE + "output: elsewhere/out\n")
-    call(run, "merge", "recipe.yaml")
+    call("merge", "recipe.yaml")
     assert (run / "elsewhere" / "out" / "latest").exists()
-    call(run, "merge", "recipe.yaml", "told")
+    call("merge", "recipe.yaml", "told")
     assert (run / "told" / "latest").exists()
 
 
-def test_the_json_of_a_plan_is_stable(run):
-    plan = json.loads(call(run, "merge", "recipe.yaml", "--dry-run", "--json").stdout)
-    assert plan["schema"] == "llmtailor.plan/1"
-    assert set(plan) == PLAN_KEYS
-    assert all(set(row) == PART_KEYS for row in plan["parts"])
+def test_the_json_of_a_plan(run):
+    plan = json.loads(call("merge", "recipe.yaml", "--dry-run", "--json").stdout)
     assert [row["part"] for row in plan["parts"]] == [
         "embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head",
     ]  # fmt: skip
     assert plan["num_bytes"] == sum(file["num_bytes"] for file in plan["files"])
-    assert set(plan["sources"][0]) == {"name", "global_step", "is_base", "num_bytes"}
-    assert set(plan["optimizer_steps"][0]) == {"flat_id", "step", "other_steps"}
-    assert set(plan["notices"][0]) == {"where", "what", "fix", "code", "path"}
-    merged = call(run, "merge", "recipe.yaml", "out", "--json")
+    merged = call("merge", "recipe.yaml", "out", "--json")
     assert json.loads(merged.stdout)["out"] == "out"
     assert "wrote out" in merged.stderr
 
 
 def test_the_manifest_and_the_card_say_what_it_is_made_of(run):
-    call(run, "merge", "recipe.yaml", "out", "--quiet")
+    assert call("merge", "recipe.yaml", "out", "--quiet").stdout == "wrote out\n"
     manifest = json.loads((run / "out" / "llmtailor.json").read_text())
-    assert manifest["schema"] == "llmtailor.manifest/1"
-    assert set(manifest) == MANIFEST_KEYS
     assert manifest["recipe"]["text"] == RECIPE
     assert manifest["llmtailor_version"] == llmtailor.__version__
-    assert all(set(row) == {*PART_KEYS, "digest"} for row in manifest["parts"])
     assert len({row["digest"] for row in manifest["parts"]}) == 7
     card = (run / "out" / "README.md").read_text()
     assert "| layer 1 | `checkpoint-100` | 100 | 100 |" in card
@@ -129,36 +85,29 @@ def test_the_manifest_and_the_card_say_what_it_is_made_of(run):
 
 @pytest.mark.parametrize(("stage", "told"), [("1", "and DeepSpeed:"), ("none", "without DeepSpeed:")])
 def test_the_card_says_what_resumes_it(run, stage, told):
-    call(run, "convert", "checkpoint-100", "out", "--stage", stage, "--quiet", "--num-gpu", "1")
+    call("convert", "checkpoint-100", "out", "--stage", stage, "--quiet", "--num-gpu", "1")
     card = (run / "out" / "README.md").read_text()
     assert told in card
     assert ("master weights" in card) == (stage != "none")
     assert "from 1 checkpoint of" in card and "on 1 rank with" in card
 
 
-def test_what_adams_step_does_is_said_in_one_line_below_the_table(run, monkeypatch):
-    monkeypatch.chdir(run)
+def test_what_adams_step_does_is_said_in_one_line_below_the_table(run):
     done = CliRunner().invoke(cli, ["merge", "recipe.yaml", "out"])
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     [at] = [number for number, line in enumerate(lines) if "optimizer step" in line]
     assert lines[at].endswith("unless you use --step rebase")
     assert max(number for number, line in enumerate(lines) if line.startswith("lm_head")) < at
-    assert "optimizer step" not in call(run, "merge", "recipe.yaml", "rebased", "--step", "rebase").stderr
-
-
-def test_quiet_prints_the_last_line_only(run):
-    assert call(run, "merge", "recipe.yaml", "out", "--quiet").stdout == "wrote out\n"
+    assert "optimizer step" not in call("merge", "recipe.yaml", "rebased", "--step", "rebase").stderr
 
 
 def test_inspect(run):
-    text = call(run, "inspect", "checkpoint-100").stdout
+    text = call("inspect", "checkpoint-100").stdout
     assert text.splitlines()[0] == "checkpoint-100: deepspeed-zero3 (ZeRO stage 3), step 100, saved by 2 ranks"
     assert "torch AdamW at step 100" in text
     assert "nothing is missing or unusual" in text
-    content = json.loads(call(run, "inspect", "checkpoint-100", "--json").stdout)
-    assert content["schema"] == "llmtailor.inspect/1"
-    assert set(content) == INSPECT_KEYS
+    content = json.loads(call("inspect", "checkpoint-100", "--json").stdout)
     params = SMALL.params()
     numel = sum(a * (b[0] if b else 1) for a, *b in params.values())
     assert content["num_params"] == numel
@@ -173,7 +122,7 @@ def test_inspect_says_what_is_odd(run):
         path.unlink()
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     (checkpoint / "trainer_state.json").write_text(json.dumps({**state, "global_step": 90}))
-    text = call(run, "inspect", "checkpoint-100").stdout
+    text = call("inspect", "checkpoint-100").stdout
     assert "weights not saved" in text
     odd = [line for line in text.splitlines() if line.startswith("note: ")]
     assert len(odd) == 5
@@ -183,35 +132,17 @@ def test_inspect_says_what_is_odd(run):
 
 
 def test_a_checkpoint_that_cannot_be_read_has_its_own_exit_code(run):
-    result = run_here("inspect", "nowhere", cwd=run)
-    assert result.returncode == 4
-    assert "nowhere: there is no such checkpoint folder" in result.stderr
-    assert "checkpoint-100" in result.stderr
+    told = call("inspect", "nowhere", code=4).stderr
+    assert "nowhere: there is no such checkpoint folder" in told and "checkpoint-100" in told
 
 
 def test_a_composite_in_inspect_shows_the_age_of_its_parts(run):
-    call(run, "merge", "recipe.yaml", "out")
-    parts = json.loads(call(run, "inspect", "out", "--json").stdout)["parts"]
+    call("merge", "recipe.yaml", "out")
+    parts = json.loads(call("inspect", "out", "--json").stdout)["parts"]
     assert [part["step"] for part in parts] == [200, 200, 100, 200, 100, 200, 200]
 
 
 def test_a_bar_on_a_terminal_and_none_elsewhere(run):
-    assert call(run, "merge", "recipe.yaml", "plain").stderr.count("\r") == 0
-    main, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmtailor", "merge", "recipe.yaml", "out"],
-        cwd=run, stdout=subprocess.DEVNULL, stderr=terminal,
-    )  # fmt: skip
-    os.close(terminal)
-    seen = b""
-    while True:
-        try:
-            data = os.read(main, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not data:
-            break
-        seen += data
-    assert process.wait() == 0
-    assert b"writing" in seen
-    assert b"/s" in seen
+    assert call("merge", "recipe.yaml", "plain").stderr.count("\r") == 0
+    shown = on_terminal("merge", "recipe.yaml", "out")
+    assert "writing" in shown and "/s" in shown

@@ -12,7 +12,7 @@ import pytest
 
 import llmtailor
 from helpers.checkpoints import SMALL, make, optim_states
-from helpers.commands import run_here
+from helpers.commands import call
 
 STEPS = (100, 110, 120, 130, 140)
 PARTS = ["embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head"]
@@ -29,29 +29,20 @@ def pristine(tmp_path_factory):
 
 
 @pytest.fixture
-def run(pristine, tmp_path):
-    shutil.copytree(pristine, tmp_path / "run")
-    return tmp_path / "run"
+def run(pristine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(pristine, tmp_path / "run")
 
 
-def call(cwd: Path, *arguments: str, code: int = 0) -> CompletedProcess[str]:
-    result = run_here(*arguments, cwd=cwd)
-    assert result.returncode == code, result.stderr
-    assert "Traceback" not in result.stderr
-    return result
-
-
-def steps_of(cwd: Path, *arguments: str) -> list[int]:
+def steps_of(*arguments: str) -> list[int]:
     """Write a recipe, plan with it, and return the step of each part; `merge --run` must plan the same."""
-    call(cwd, "recipe", *arguments, "-o", "recipe.yaml", "--force")
-    plan = json.loads(call(cwd, "merge", "recipe.yaml", "--dry-run", "--json").stdout)
-    at_once = json.loads(call(cwd, "merge", "--run", *arguments, "--dry-run", "--json").stdout)
-    keys = ("part", "step", "staleness")
-    assert [[row[key] for key in keys] for row in plan["parts"]] == [
-        [row[key] for key in keys] for row in at_once["parts"]
-    ]
-    assert [row["part"] for row in plan["parts"]] == PARTS
-    return [row["step"] for row in plan["parts"]]
+    call("recipe", *arguments, "-o", "recipe.yaml", "--force")
+    plan, at_once = (
+        [(row["part"], row["step"], row["staleness"]) for row in json.loads(call("merge", *words).stdout)["parts"]]
+        for words in (("recipe.yaml", "--dry-run", "--json"), ("--run", *arguments, "--dry-run", "--json"))
+    )
+    assert plan == at_once and [part for part, _, _ in plan] == PARTS
+    return [step for _, step, _ in plan]
 
 
 @pytest.mark.parametrize(
@@ -65,13 +56,13 @@ def steps_of(cwd: Path, *arguments: str) -> list[int]:
     ],
 )
 def test_strategies(run, arguments, steps):
-    assert steps_of(run.parent, "run", *arguments) == steps
+    assert steps_of("run", *arguments) == steps
 
 
 def test_a_path_with_a_dollar(run):
     """In a recipe, $ begins a variable."""
     run.rename(run.with_name("$run"))
-    assert steps_of(run.parent, "$run", "--strategy", "parity", "--at", "130") == [130, 130, 120, 130, 120, 130, 130]
+    assert steps_of("$run", "--strategy", "parity", "--at", "130") == [130, 130, 120, 130, 120, 130, 130]
     assert "$$run" in (run.parent / "recipe.yaml").read_text()
 
 
@@ -82,14 +73,14 @@ def test_the_update_log(run):
     (run.parent / "flags.jsonl").write_text(text)
     arguments = ["run", "--from-flags", "flags.jsonl", "--base", "run/checkpoint-100"]
     at_130 = [110, 110, 130, 120, 120, 120, 130]
-    assert steps_of(run.parent, *arguments, "--failure-step", "130", "--total-layers", "4") == at_130
-    assert steps_of(run.parent, *arguments, "--failure-step", "115") == [110, 110, 110, 100, 100, 100, 100]
-    assert steps_of(run.parent, *arguments, "--failure-step", "200") == [140] * 7
+    assert steps_of(*arguments, "--failure-step", "130", "--total-layers", "4") == at_130
+    assert steps_of(*arguments, "--failure-step", "115") == [110, 110, 110, 100, 100, 100, 100]
+    assert steps_of(*arguments, "--failure-step", "200") == [140] * 7
     assert "lm_head" in (run.parent / "recipe.yaml").read_text()
     base_outside = run.parent / "elsewhere"
     (run / "checkpoint-100").rename(base_outside)
     outside = ["run", "--from-flags", "flags.jsonl", "--base", "elsewhere", "--at", "115"]
-    assert steps_of(run.parent, *outside) == [110, 110, 110, 100, 100, 100, 100]
+    assert steps_of(*outside) == [110, 110, 110, 100, 100, 100, 100]
 
 
 def test_unusable_checkpoints_are_skipped_and_named(run):
@@ -99,43 +90,43 @@ def test_unusable_checkpoints_are_skipped_and_named(run):
     (run / "checkpoint-110" / "latest").write_text("nowhere")
     (run / "checkpoint-90").mkdir()
     (run / "checkpoint-95").symlink_to(run / "checkpoint-100")
-    text = call(run.parent, "recipe", "run", "--strategy", "parity").stdout
+    text = call("recipe", "run", "--strategy", "parity").stdout
     skipped = [line for line in text.splitlines() if "skipped" in line]
     for told in ("checkpoint-140", "checkpoint-120", "checkpoint-110", "checkpoint-90", "checkpoint-95"):
         assert any(told in line for line in skipped), told
     assert "shard 0 of 2 is missing" in " ".join(text.replace("#", " ").split())  # the head is wrapped
     assert any("its name says step 95, but its content is of step 100" in line for line in skipped)
-    assert steps_of(run.parent, "run", "--strategy", "parity") == [130, 130, 100, 130, 100, 130, 130]
+    assert steps_of("run", "--strategy", "parity") == [130, 130, 100, 130, 100, 130, 130]
 
 
 def test_a_save_that_did_not_finish_is_named(run):
     for step in STEPS:
         shutil.rmtree(run / f"checkpoint-{step}")
     (run / "partial" / "step-00000100").mkdir(parents=True)
-    told = call(run.parent, "merge", "--run", "run", code=4).stderr
+    told = call("merge", "--run", "run", code=4).stderr
     assert "run/partial/step-00000100: there is no manifest.json: the save did not finish" in told
 
 
 def test_merge_run_writes_the_composite(run):
-    told = call(run.parent, "merge", "--run", "run", "--strategy", "parity", "--at", "130", "out").stderr
+    told = call("merge", "--run", "run", "--strategy", "parity", "--at", "130", "out").stderr
     assert "no rule names" not in told  # of a recipe that the user has not seen
     manifest = json.loads((run.parent / "out" / "llmtailor.json").read_text())
     assert [row["step"] for row in manifest["parts"]] == [130, 130, 120, 130, 120, 130, 130]
     assert "parity" in manifest["recipe"]["text"]
-    call(run.parent, "merge", "--run", "run", "--strategy", "parity")
+    call("merge", "--run", "run", "--strategy", "parity")
     assert (run / "checkpoint-140-merged" / "latest").exists()
 
 
 def test_merge_run_writes_nothing_where_the_newest_has_it_all(run):
     before = sorted(run.iterdir())
     for how in ([], ["--dry-run"], ["--json"]):
-        result = call(run.parent, "merge", "--run", "run", *how)
+        result = call("merge", "--run", "run", *how)
         told = "run/checkpoint-140 is complete and has the newest state of every part: nothing to merge"
         assert told in (result.stderr if how else result.stdout)
     plan = json.loads(result.stdout)
     assert (run.parent / plan["out"], plan["is_there_already"]) == (run / "checkpoint-140", True)
     assert sorted(run.iterdir()) == before
-    plan = json.loads(call(run.parent, "merge", "--run", "run", "--num-gpu", "3", "--json").stdout)
+    plan = json.loads(call("merge", "--run", "run", "--num-gpu", "3", "--json").stdout)
     assert (run.parent / plan["out"] / "latest").exists() and not plan["is_there_already"]
 
 
@@ -160,19 +151,17 @@ def test_merge_run_writes_nothing_where_the_newest_has_it_all(run):
 )
 def test_bad_arguments(run, arguments, code, told):
     (run.parent / "list.json").write_text("[1]")
-    result = call(run.parent, *arguments, code=code)
+    result = call(*arguments, code=code)
     assert told in result.stderr
     assert result.stdout == ""
 
 
 def test_a_bad_log_is_told_with_its_lines(run):
-    (run.parent / "flags.jsonl").write_text('{"step": 110, "flag": [99]}\nnonsense\n{"step": 115, "flag": [1]}\n')
-    result = call(run.parent, "recipe", "run", "--from-flags", "flags.jsonl", "--at", "130", code=3)
-    assert "flags.jsonl:2" in result.stderr
-    (run.parent / "flags.jsonl").write_text('{"step": 110, "flag": [99]}\n{"step": 115, "flag": [1]}\n')
-    result = call(run.parent, "recipe", "run", "--from-flags", "flags.jsonl", "--at", "130", code=3)
-    assert "99" in result.stderr
-    assert "115" in result.stderr
+    for lines, told in ((["[99]", "nonsense"], ["flags.jsonl:2"]), (["[99]", "[1]"], ["99", "flags.jsonl:2", "115"])):
+        text = "".join(f'{{"step": {110 + 5 * at}, "flag": {line}}}\n' for at, line in enumerate(lines))
+        (run.parent / "flags.jsonl").write_text(text)
+        stderr = call("recipe", "run", "--from-flags", "flags.jsonl", "--at", "130", code=3).stderr
+        assert all(words in stderr for words in told), stderr
 
 
 def test_explain_writes_the_normal_form_of_the_originals_yaml(run, monkeypatch):
@@ -183,7 +172,7 @@ def test_explain_writes_the_normal_form_of_the_originals_yaml(run, monkeypatch):
         config.read_text().replace("checkpoint-10\n", "checkpoint-100\n").replace("checkpoint-20\n", "checkpoint-120\n")
     )
     (run.parent / "original.yaml").write_text(text)
-    normal = call(run.parent, "recipe", "--explain", "original.yaml", "-o", "normal.yaml")
+    normal = call("recipe", "--explain", "original.yaml", "-o", "normal.yaml")
     assert "wrote normal.yaml" in normal.stderr
     explained = (run.parent / "normal.yaml").read_text()
     assert "parts:" in explained
@@ -191,15 +180,14 @@ def test_explain_writes_the_normal_form_of_the_originals_yaml(run, monkeypatch):
     plans = [llmtailor.plan_merge(run.parent / name, run.parent / "out") for name in ("original.yaml", "normal.yaml")]
     assert plans[0].report.parts == plans[1].report.parts
     assert plans[0].report.base == plans[1].report.base
-    assert call(run.parent, "recipe", "--explain", "original.yaml").stdout.count("merge_method: passthrough") == 1
+    assert call("recipe", "--explain", "original.yaml").stdout.count("merge_method: passthrough") == 1
 
 
 def test_explain_of_a_bad_recipe(run):
     (run.parent / "bad.yaml").write_text(
         "base_model: run/checkpoint-100\nparts: [{from: run/checkpoint-7, select: 77}]\n"
     )
-    result = call(run.parent, "recipe", "--explain", "bad.yaml", code=4)
-    assert "checkpoint-7" in result.stderr
+    assert "checkpoint-7" in call("recipe", "--explain", "bad.yaml", code=4).stderr
 
 
 SPLIT = """
@@ -213,10 +201,8 @@ post_weights:
 
 def test_weights_and_optimizer_from_different_checkpoints(run):
     (run.parent / "split.yaml").write_text(SPLIT)
-    result = call(run.parent, "merge", "split.yaml", "out", code=3)
-    assert "--allow-split" in result.stderr
-    result = call(run.parent, "merge", "split.yaml", "out", "--allow-split")
-    assert "norm" in result.stderr
+    assert "--allow-split" in call("merge", "split.yaml", "out", code=3).stderr
+    assert "norm" in call("merge", "split.yaml", "out", "--allow-split").stderr
     composition = llmtailor.plan_merge(run.parent / "split.yaml", run.parent / "x", llmtailor.Options(allow_split=True))
     rows = {(row.part, row.step): row for row in composition.report.parts if row.part == "norm"}
     assert set(rows) == {("norm", 100), ("norm", 120)}
@@ -229,22 +215,20 @@ def test_tokenizer_files(run):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (run / "checkpoint-140" / name).write_text(f"base's {name}")
     (run / "checkpoint-100" / "tokenizer.json").write_text("another")
-    (run.parent / "recipe.yaml").write_text("base_model: run/checkpoint-140\n")
 
-    def files(*options):
+    def merged(more: str, *options: str, code: int = 0) -> CompletedProcess[str]:
+        (run.parent / "recipe.yaml").write_text(f"base_model: run/checkpoint-140\n{more}")
         shutil.rmtree(run.parent / "out", ignore_errors=True)
-        call(run.parent, "merge", "recipe.yaml", "out", *options)
+        return call("merge", "recipe.yaml", "out", *options, code=code)
+
+    def files(*words: str):
+        merged(*words)
         names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
         return [path.read_text() if (path := run.parent / "out" / name).exists() else None for name in names]
 
-    assert files() == ["base's tokenizer.json", "base's tokenizer_config.json", "base's chat_template.jinja"]
-    assert files("--no-copy-tokenizer") == [None, None, None]
-    (run.parent / "recipe.yaml").write_text(
-        "base_model: run/checkpoint-140\ntokenizer_source: run/checkpoint-100\nchat_template: '{{ messages }}'\n"
-    )
-    assert files() == ["another", None, "{{ messages }}"]
-    (run.parent / "recipe.yaml").write_text("base_model: run/checkpoint-140\nchat_template: chatml\n")
-    assert "im_start" in files()[2]
-    (run.parent / "recipe.yaml").write_text("base_model: run/checkpoint-140\ntokenizer_source: run/checkpoint-110\n")
-    result = call(run.parent, "merge", "recipe.yaml", "out2", code=4)
-    assert "no tokenizer files" in result.stderr
+    assert files("") == ["base's tokenizer.json", "base's tokenizer_config.json", "base's chat_template.jinja"]
+    assert files("", "--no-copy-tokenizer") == [None, None, None]
+    other = "tokenizer_source: run/checkpoint-100\nchat_template: '{{ messages }}'\n"
+    assert files(other) == ["another", None, "{{ messages }}"]
+    assert "im_start" in files("chat_template: chatml\n")[2]
+    assert "no tokenizer files" in merged("tokenizer_source: run/checkpoint-110\n", code=4).stderr

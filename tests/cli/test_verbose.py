@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -15,7 +13,7 @@ import pytest
 
 import llmtailor
 from helpers.checkpoints import SMALL, make
-from helpers.commands import run_here
+from helpers.commands import call, on_terminal
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
 LINE = re.compile(r"\d\d:\d\d:\d\d (.*)")
@@ -27,17 +25,12 @@ STAGES = [
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     for step in (100, 200):
         make(tmp_path, step, shape=SMALL)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def call(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    result = run_here(*arguments, cwd=run)
-    assert result.returncode == 0, result.stderr
-    return result
 
 
 def told(stderr: str) -> list[str]:
@@ -53,14 +46,13 @@ def begins(lines: list[str], beginnings: list[str]) -> bool:
 @pytest.mark.parametrize("verbose", [["-v", "merge"], ["merge", "-v"], ["merge", "--verbose"], ["-v", "merge", "-v"]])
 def test_it_names_the_stages_wherever_it_stands(run, verbose):
     command, *after = verbose[verbose.index("merge") :]
-    lines = told(call(run, *verbose[: verbose.index("merge")], command, "recipe.yaml", "out", *after).stderr)
+    lines = told(call(*verbose[: verbose.index("merge")], command, "recipe.yaml", "out", *after).stderr)
     assert begins(lines, STAGES), lines
     assert any(line.startswith("model.safetensors: 6,476 bytes, CRC-32 ") for line in lines)
 
 
 def test_nothing_else_changes(run):
-    plain = call(run, "merge", "recipe.yaml", "out", "--force")
-    verbose = call(run, "merge", "recipe.yaml", "out", "--force", "-vv")
+    plain, verbose = (call("merge", "recipe.yaml", "out", "--force", *words) for words in ([], ["-vv"]))
     assert told(plain.stderr) == []
     assert verbose.stdout == plain.stdout
     assert [line for line in verbose.stderr.splitlines() if not LINE.fullmatch(line)] == plain.stderr.splitlines()
@@ -75,16 +67,16 @@ def test_nothing_else_changes(run):
     ],
 )  # fmt: skip
 def test_json_stays_json(run, arguments):
-    result = call(run, *arguments, "--json", "-vv")
+    result = call(*arguments, "--json", "-vv")
     assert json.loads(result.stdout)
     assert told(result.stderr)
 
 
 def test_why_a_part_comes_from_where(run):
     (run / "checkpoint-100" / "latest").write_text("nowhere")
-    lines = told(call(run, "recipe", ".", "-v").stderr)
+    lines = told(call("recipe", ".", "-v").stderr)
     assert "embed_tokens, layers 0-3, norm, lm_head from checkpoint-200: newest" in lines
-    lines = told(call(run, "recipe", ".", "-v", "--strategy", "filter", "--every", "1").stderr)
+    lines = told(call("recipe", ".", "-v", "--strategy", "filter", "--every", "1").stderr)
     assert any(line.startswith("skipped checkpoint-100/latest: it points to") for line in lines), lines
 
 
@@ -95,21 +87,21 @@ def test_what_a_journal_is_worth(run):
         "staging.Staging.publish = lambda self: os._exit(9)\n"
         "llmtailor.merge(Path('recipe.yaml'), Path('out'))"
     )
-    killed = subprocess.run([sys.executable, "-c", program], cwd=run)
+    killed = subprocess.run([sys.executable, "-c", program])
     assert killed.returncode == 9
     weights = run / ".out.llmtailor-staging" / "out" / "model.safetensors"
     weights.write_bytes(bytes(len(weights.read_bytes())))
-    lines = told(call(run, "merge", "recipe.yaml", "out", "-v").stderr)
+    lines = told(call("merge", "recipe.yaml", "out", "-v").stderr)
     assert "model.safetensors: the content up to byte 6476 does not match the journal" in lines
     assert "scheduler.pt: 1465 of 1465 bytes are there and match the journal" in lines
 
 
 def test_thin_and_gc_say_what_goes_and_why(run):
-    lines = told(call(run, "thin", ".", "--strategy", "parity", "--yes", "-v").stderr)
+    lines = told(call("thin", ".", "--strategy", "parity", "--yes", "-v").stderr)
     assert begins(lines, ["wrote partial/step-00000100", "read it back in", "removing checkpoint-100: step 100 can be"])
     assert "checkpoint-200 stays: it is one of the newest" in lines
     (run / "partial" / "step-00000050.abandoned").mkdir()
-    lines = told(call(run, "gc", ".", "--keep", "1", "--yes", "-v").stderr)
+    lines = told(call("gc", ".", "--keep", "1", "--yes", "-v").stderr)
     assert "step-00000100: needed" in lines
     gone = "step-00000050.abandoned: abandoned attempt"
     assert any(line.endswith(gone) and line.startswith("removed") for line in lines)
@@ -117,21 +109,8 @@ def test_thin_and_gc_say_what_goes_and_why(run):
 
 def test_the_log_stands_above_the_bar(run):
     """On a terminal each line is whole, whatever the bar does."""
-    main, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmtailor", "-v", "merge", "recipe.yaml", "out"],
-        cwd=run, stdout=subprocess.DEVNULL, stderr=terminal, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    os.close(terminal)
-    seen = b""
-    while True:
-        try:
-            data = os.read(main, 65536)
-        except OSError:  # the other end is closed
-            break
-        seen += data
-    assert process.wait() == 0
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).replace("\r", "\n")
+    shown = on_terminal("-v", "merge", "recipe.yaml", "out")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
     assert "/s" in shown
     lines = told(shown)
     assert begins(lines, STAGES), shown
@@ -143,7 +122,7 @@ def test_twice_says_more(run, verbose):
     shards = sorted((run / "checkpoint-100").glob("*/*optim_states.pt"))
     shards[1].write_bytes(shards[1].read_bytes()[:-100])
     for arguments, wanted in ((["verify", "-v"], False), (verbose, True)):
-        lines = told(run_here(*arguments, "checkpoint-100", cwd=run).stderr)
+        lines = told(call(*arguments, "checkpoint-100", code=7).stderr)
         assert any(line.startswith("damaged file: global_step100/") for line in lines)
         assert any(line.startswith("damaged state: ") for line in lines) is wanted
 
@@ -154,12 +133,11 @@ def test_names_in_hostile_files_can_not_play_with_the_terminal(run):
         "cli.main(['-v', 'inspect', 'checkpoint-100'], standalone_mode=False)\n"
         "logging.getLogger('llmtailor.any').info('skipped %s', '\\x1b[2J\\nerror: x')"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=run, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert told(done.stderr)[-1] == r"skipped \x1b[2J\nerror: x"
 
 
 def test_a_library_user_sees_it_by_own_logging_and_gets_no_handler(run, caplog, monkeypatch, capfd):
-    monkeypatch.chdir(run)
     monkeypatch.setattr(logging.getLogger("llmtailor"), "handlers", [])
     with caplog.at_level(logging.INFO, logger="llmtailor"):
         llmtailor.merge(Path("recipe.yaml"), Path("out"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import pty
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -29,6 +31,31 @@ def run_here(*words: object, cwd: Path | None = None, env: Mapping[str, str] | N
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     told = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
     return CompletedProcess(command, code, *told)
+
+
+def call(
+    *words: object, code: int = 0, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> CompletedProcess[str]:
+    """Do what `run_here` does, and demand the exit code, and no traceback."""
+    done = run_here(*words, cwd=cwd, env=env)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def on_terminal(*words: object) -> str:
+    """Run a command in a process of its own whose stderr is a terminal; return what that shows."""
+    main_end, terminal = pty.openpty()
+    command = [sys.executable, "-m", "llmtailor", *map(str, words)]
+    env = {**os.environ, "COLUMNS": "200"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal, env=env)
+    os.close(terminal)
+    shown = b""
+    with suppress(OSError):  # when the other end is closed
+        while data := os.read(main_end, 65536):
+            shown += data
+    assert process.wait() == 0
+    return shown.decode()
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from array import array
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,10 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtailor.balance import deal
-from llmtailor.checkpoint.layout import FileLayout, Zeros
 from llmtailor.codes import Code
-from llmtailor.compose import write as share
-from llmtailor.engine.copy import CopyStats, FileResult
 from llmtailor.engine.journal import Identity, Mark, Unfinished
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import (
@@ -27,10 +23,10 @@ from llmtailor.errors import (
     StorageError,
     TailorError,
     Unanswered,
-    UnsupportedCheckpoint,
     UsageError,
 )
 from llmtailor.findings import WARNING, Finding
+from llmtailor.ranks import board as ranks_board
 from llmtailor.ranks import group as ranks_group
 from llmtailor.ranks.board import (
     FileBoard,
@@ -47,13 +43,7 @@ from llmtailor.ranks.group import RankGroup, check_same
 from llmtailor.ranks.launch import RankInfo, find_rank
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
-SRUN = {
-    "SLURM_PROCID": "1",
-    "SLURM_NTASKS": "16",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_JOB_ID": "9",
-    "SLURM_STEP_ID": "0",
-}
+SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "9"}
 
 
 @pytest.mark.parametrize(
@@ -72,13 +62,9 @@ def test_members(environment, rank, world_size):
     assert (info.rank, info.world_size) == (rank, world_size)
 
 
-def test_launches_differ():
-    steps = [find_rank({**SRUN, "SLURM_STEP_ID": step}).launch for step in "01"]
-    assert steps[0] != steps[1]
-    assert find_rank({**SRUN, "SLURM_PROCID": "2"}).launch == steps[0]
-
-
-def test_no_launcher():
+def test_launches():
+    steps = [find_rank({**SRUN, "SLURM_STEP_ID": step, "SLURM_PROCID": rank}).launch for step in "01" for rank in "02"]
+    assert steps[0] == steps[1] != steps[2] == steps[3]
     with pytest.raises(UsageError, match="no launcher"):
         find_rank({"RANK": "1", "PATH": "/bin"})
 
@@ -147,9 +133,7 @@ def test_a_message_in_a_file_is_complete_or_not_there(tmp_path):
 
 
 def test_a_sign_of_life_is_seen_once(monkeypatch):
-    from llmtailor.ranks import board
-
-    monkeypatch.setattr(board, "PULSE_S", -1.0)
+    monkeypatch.setattr(ranks_board, "PULSE_S", -1.0)
     store = StoreBoard(OwnStore())
     mine, others = Pulse(store, "alive"), Pulse(store, "alive")
     assert not mine.is_new()
@@ -250,26 +234,6 @@ def both(groups, call) -> list:
         return [future.result() for future in [pool.submit(call, group) for group in groups]]
 
 
-def test_values_reach_all_ranks_or_the_first(two):
-    assert both(two, lambda group: group.gather({"of": group.rank})) == [[{"of": 0}, {"of": 1}]] * 2
-    assert both(two, lambda group: group.collect(group.rank)) == [[0, 1], []]
-    assert both(two, lambda group: group.from_first("x" * group.rank + "y")) == ["y", "y"]
-    assert both(two, lambda group: group.together(lambda: group.rank)) == [[0, 1]] * 2
-
-
-def test_an_error_in_a_common_step_keeps_its_facts(two):
-    def fail(group) -> object:
-        def refuse() -> None:
-            if group.rank:
-                raise UnsupportedCheckpoint.at(PathIn("c", "f"), "odd", "another", Code.STATE_DTYPE)
-
-        with pytest.raises(UnsupportedCheckpoint) as caught:
-            group.together(refuse)
-        return [(one.path, one.code, one.ranks) for one in caught.value.problems]
-
-    assert both(two, fail) == [[("f", Code.STATE_DTYPE, (1,))]] * 2
-
-
 def test_a_rank_that_was_stopped_meanwhile_leaves_the_next_merge_alone(two, tmp_path, monkeypatch):
     first, second = two
     first._silence()  # as if it had been killed
@@ -292,46 +256,6 @@ def test_what_an_earlier_group_has_left_means_nothing(two, tmp_path):
     assert both(again, lambda group: group.gather("new")) == [["new", "new"]] * 2
     for group in again:
         group._silence()
-
-
-def test_ranks_end_together(two, tmp_path):
-    first, second = two
-    thread = threading.Thread(target=first.__exit__, args=(None, None, None))
-    thread.start()
-    second.done()
-    second.__exit__(None, None, None)
-    thread.join()
-    assert not first.folder.exists()
-
-
-def test_the_error_of_one_is_that_of_all_and_is_reported_once(two):
-    first, second = two
-    caught = []
-
-    def fail() -> None:
-        try:
-            error = UnsupportedCheckpoint.at(PathIn("c", "f"), "odd", "another", Code.STATE_DTYPE)
-            second.__exit__(UnsupportedCheckpoint, error, None)
-        except UnsupportedCheckpoint as raised:
-            caught.append(raised)
-
-    thread = threading.Thread(target=fail)
-    thread.start()
-    with pytest.raises(UnsupportedCheckpoint) as reported:
-        first.collect(None)
-    first.__exit__(UnsupportedCheckpoint, reported.value, None)
-    thread.join()
-    for error, is_reported in ((reported.value, False), (caught[0], True)):
-        (problem,) = error.problems
-        assert (str(problem), problem.path) == ("rank 1: c/f: odd\n  fix: another", "f")
-        assert (problem.code, problem.ranks) == (Code.STATE_DTYPE, (1,))
-        assert error.is_reported is is_reported
-
-
-def test_results_of_other_ranks_are_as_they_were():
-    file = FileLayout("w", (Zeros(7, "content"),))
-    made = FileResult(file, 5, array("I", [5]), "digest", CopyStats(copied_bytes=7))
-    assert share._from_json(file, json.loads(json.dumps(share._to_json(made)))) == made
 
 
 def test_files_of_other_nodes_that_appear_late(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 
 from faults.driver import Server
 from faults.scene import RECIPE, Scene, contents
-from helpers.commands import run_here
+from helpers.commands import call, run_here
 from llmtailor.engine.staging import acquire, lock_of, release
 from llmtailor.storage.local import Lock
 from nodes.ranks import SILENT_S, Ranks
@@ -163,15 +163,11 @@ def test_one_hangs(scene, ranks, rank):
     assert scene.state() == "complete"
 
 
-def test_one_never_comes(scene, ranks):
-    assert ranks.run(scene.root, MERGE, 2, others={1: ["--version"]}, limit_s=0.3) == [9, 0]
-    assert "rank 1: no sign of it in" in said(scene)
-    assert nothing_is_left(scene)
-
-
-def test_rank_0_never_comes(scene, ranks):
-    assert ranks.run(scene.root, MERGE, 2, others={0: ["--version"]}, limit_s=0.3) == [0, 9]
-    assert "rank 0: no sign of it in" in said(scene, 1)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_never_comes(scene, ranks, rank):
+    codes = ranks.run(scene.root, MERGE, 2, others={rank: ["--version"]}, limit_s=0.3)
+    assert (codes[rank], codes[1 - rank]) == (0, 9)
+    assert f"rank {rank}: no sign of it in" in said(scene, 1 - rank)
     assert nothing_is_left(scene)
 
 
@@ -238,8 +234,7 @@ def test_a_rank_of_an_earlier_merge_still_writes(scene, ranks, monkeypatch):
     lock.release()
     assert refused.returncode == 6
     assert "rank 1 of an earlier merge is still writing this output" in refused.stderr
-    resumed = run_here(*MERGE[:-1], cwd=scene.root)
-    assert resumed.returncode == 0
+    resumed = call(*MERGE[:-1], cwd=scene.root)
     assert "resuming the merge" in resumed.stderr
     assert scene.state() == "complete"
 
@@ -256,13 +251,12 @@ def test_another_merge_into_the_same_output(scene, ranks):
 
 def test_without_the_option_a_command_is_alone(scene):
     """A training's rank 0 may start one, and its variables are inherited."""
-    result = run_here(*MERGE[:-1], cwd=scene.root, env={"RANK": "0", "WORLD_SIZE": "8", "SLURM_NTASKS": "8"})
-    assert result.returncode == 0
+    call(*MERGE[:-1], cwd=scene.root, env={"RANK": "0", "WORLD_SIZE": "8", "SLURM_NTASKS": "8"})
     assert scene.state() == "complete"
 
 
 def test_a_world_of_one(scene):
-    assert run_here(*MERGE, cwd=scene.root, env={"RANK": "0", "WORLD_SIZE": "1"}).returncode == 0
+    call(*MERGE, cwd=scene.root, env={"RANK": "0", "WORLD_SIZE": "1"})
     assert scene.state() == "complete"
 
 
@@ -275,8 +269,7 @@ def test_a_world_of_one(scene):
     ],
 )
 def test_what_can_not_be_shared(scene, words, env, message):
-    result = run_here(*words, cwd=scene.root, env=env)
-    assert result.returncode == 2
+    result = call(*words, cwd=scene.root, env=env, code=2)
     assert message in result.stderr
     assert nothing_is_left(scene)
 

@@ -161,23 +161,18 @@ def test_one_group_does_not_tell_what_decays(shapes, decay):
         assert f"({decay})" in notice.what and "naming rule" in notice.what
 
 
-def test_the_borders_of_the_groups_bear_the_rule_out():
-    """The Trainer's default weight decay is 0 for both groups; that needs no notice."""
+def test_what_decays_is_told_by_the_groups_before_names():
+    """By their weight decay, or by their borders: the Trainer's default is 0 for both groups, which needs no notice."""
     shapes = {**llama(), "model.layers.0.mlp.norm_1.weight": (6,)}  # an nn.LayerNorm without bias: no name says so
     index, structure = make(shapes, halves(shapes), decays=(0.0, 0.0))
     assert find_decaying(index) == {*halves(shapes)[0]}
     assert regroup(index, structure, LAYER, list(shapes)).notices == ()
     layered, _ = make(shapes, [*LLAMA_LAYERS, ["model.layers.0.mlp.norm_1.weight"]], decays=[0.0] * 8)
     assert find_decaying(layered) == {*halves(shapes)[0]}
-
-
-def test_weight_decay_goes_before_names():
-    shapes = llama()
-    odd = [["model.embed_tokens.weight", "lm_head.weight"], []]
-    odd[1] = [name for name in shapes if name not in odd[0]]
-    index, structure = make(shapes, odd, decays=(0.0, 0.1))
-    back = regroup(index, structure, DEFAULT, list(shapes))
-    assert [list(group.params) for group in back.groups] == [odd[1], odd[0]]
+    ends = ["model.embed_tokens.weight", "lm_head.weight"]
+    odd = [ends, [name for name in shapes if name not in ends]]
+    back = regroup(*make(shapes, odd, decays=(0.0, 0.1)), DEFAULT, list(shapes))
+    assert [list(group.params) for group in back.groups] == odd[::-1]
     assert back.from_group == (1, 0)
 
 
@@ -190,10 +185,8 @@ def test_learning_rates_of_layers_cannot_be_folded():
     index, structure = make(shapes, LLAMA_LAYERS, hypers=hypers)
     with pytest.raises(MismatchError) as error:
         regroup(index, structure, DEFAULT, list(shapes))
-    assert [problem.what.split("differ in ")[1].split()[0] for problem in error.value.problems] == [
-        "lr",
-        "beta_schedule",
-    ]
+    differ = [problem.what.split("differ in ")[1].split()[0] for problem in error.value.problems]
+    assert differ == ["lr", "beta_schedule"]
     assert "0.00025 and 0.0002" in str(error.value) and "--groups layer" in str(error.value)
 
 
@@ -211,15 +204,8 @@ def test_several_weight_decays_cannot_be_folded_either():
 def test_labels_are_dropped_where_they_differ_and_names_are_written_anew():
     shapes = llama()
     hypers = [
-        {
-            **HYPER,
-            "weight_decay": 0.1 * (number > 2),
-            "layer": number,
-            "name": f"group {number}",
-            "tags": [number, "x"],
-            "kind": "adam",
-            "lt_params": LLAMA_LAYERS[number],
-        }
+        {**HYPER, "weight_decay": 0.1 * (number > 2), "name": f"group {number}", "tags": [number, "x"], "kind": "adam"}
+        | {"lt_params": LLAMA_LAYERS[number]}
         for number in range(7)
     ]
     index, structure = make(shapes, LLAMA_LAYERS, hypers=hypers)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from helpers.indexes import make_index
 from helpers.render import render
 from llmtailor.checkpoint.index import TensorEntry
-from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Slot, Zeros
-from llmtailor.checkpoint.placement import Contiguous, Extent, Sliced
+from llmtailor.checkpoint.layout import Bytes, Cast, Crc, FileLayout, Slot, Zeros
+from llmtailor.checkpoint.placement import Extent, Sliced
 from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.model.roles import EXP_AVG, MASTER, MODULE, WEIGHT, State
@@ -98,26 +98,6 @@ def test_a_weight_that_is_not_saved_is_rounded_from_the_master(tmp_path):
         Bytes(b"h", "header"),
         Cast(Extent("r0", 0, 12), "F32", "BF16", 0, state, 0),
         Cast(Extent("r1", 8, 20), "F32", "BF16", 0, state, 3),
-    )
-
-
-def test_each_segment_becomes_pieces_of_its_own(tmp_path):
-    weight = TensorEntry("BF16", (4,), Contiguous(Extent("w", 100, 108), 2))
-    index = make_index(tmp_path, held={State("w", WEIGHT): weight})
-    segments = (
-        Copy(Extent("base", 5, 9)),
-        Slot(State("w", WEIGHT), "BF16", 1, 3),
-        Zeros(2, "padding"),
-        Crc(4, 10),
-    )
-    (file,) = plan_composite(
-        [FileLayout("f", segments)], [make_index(tmp_path), index], Sources({"w": 1}), base=0
-    ).files
-    assert file.pieces == (
-        Copy(Extent("base", 5, 9), 0),
-        Copy(Extent("w", 102, 106), 1, State("w", WEIGHT), 1),
-        Zeros(2, "padding"),
-        Crc(4, 10),
     )
 
 

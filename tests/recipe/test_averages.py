@@ -19,10 +19,6 @@ A, B, C = (Path(f"/w/{name}") for name in "abc")
 STEPS = {A: 100, B: 200, C: 300}
 
 
-def test_an_average_is_shown_with_its_shares():
-    assert str(Average(((A, 1), (B, 3)), "newest")) == "average of /w/a (0.25), /w/b (0.75)"
-
-
 def test_a_moving_average_weighs_by_step_whatever_the_order():
     recipe = read("merge_method: ema\nparameters: {decay: 0.9}\nmodels: [{model: c}, {model: a}, {model: b}]")
     (rule,) = weigh(recipe, STEPS).rules

@@ -16,10 +16,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def test_the_page_has_examples():
-    assert len(BLOCKS) >= 12
-
-
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"{at}-{next(iter(yaml.safe_load(b)))}" for at, b in enumerate(BLOCKS)])
 def test_every_example_is_a_recipe(block: str):
     structure = qwen_vl(8) if "modules:" in block else mixtral(8) if "expert" in block else llama(8)
@@ -59,7 +55,5 @@ def test_examples_do_what_the_text_says():
 
 def test_the_page_names_every_key():
     text = PAGE.read_text(encoding="utf-8")
-    for key in (*parse.TOP_KEYS, *parse.NO_EFFECT_IN_SLICE, *parse.TOKENIZER_KEYS[1:], *parse.CHAT_TEMPLATES):
-        assert f"`{key}`" in text, key
-    for dtype in DTYPES:
-        assert f"`{dtype}`" in text, dtype
+    keys = (*parse.TOP_KEYS, *parse.NO_EFFECT_IN_SLICE, *parse.TOKENIZER_KEYS[1:], *parse.CHAT_TEMPLATES, *DTYPES)
+    assert not [key for key in keys if f"`{key}`" not in text]

@@ -30,14 +30,6 @@ def by_part(found: Assignment) -> dict[str, int]:
     return {part: checkpoint.step for part, checkpoint in found.source_of.items()}
 
 
-def test_numbering():
-    assert numbering(llama(28)) == {
-        0: "norm", **{number: f"layer {number - 1}" for number in range(1, 29)}, 29: "lm_head", 30: "embed_tokens",
-    }  # fmt: skip
-    assert numbering(llama(2, tied=True)) == {0: "norm", 1: "layer 0", 2: "layer 1", 3: "embed_tokens"}
-    assert "visual" not in numbering(VISUAL).values()
-
-
 def test_lines_of_a_log():
     text = '\ufeff{"step": 110, "flag": [0, 2], "loss": 1.5}\r\n\n  \n{"flag": [], "step": 0}\n'
     text += '{"step": 110, "flag": [3, 3]}'
@@ -49,28 +41,20 @@ def test_lines_of_a_log():
     ("line", "what"),
     [
         ("nonsense", "not valid JSON"),
-        ('{"step": 1, "flag": [1]', "not valid JSON"),
         ('{"step": 1, "flag": [1]} {"step": 2, "flag": [1]}', "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ('{"step": ' + "9" * 5000 + ', "flag": []}', "not valid JSON"),
         ("[1, 2]", "not a JSON object"),
-        ("null", "not a JSON object"),
         ("{}", "step and flag are missing"),
         ('{"step": 1}', "flag is missing"),
-        ('{"flag": [1]}', "step is missing"),
         ('{"step": 1, "step": 2, "flag": []}', "a key is repeated"),
         ('{"step": "1", "flag": []}', "step is '1', not a step number"),
-        ('{"step": 1.0, "flag": []}', "step is 1.0"),
         ('{"step": true, "flag": []}', "step is True"),
         ('{"step": -1, "flag": []}', "step is -1"),
-        ('{"step": null, "flag": []}', "step is None"),
         ('{"step": 1, "flag": 3}', "flag is 3, not a list"),
         ('{"step": 1, "flag": {"3": 1}}', "flag is (('3', 1),), not a list"),
-        ('{"step": 1, "flag": null}', "flag is None"),
         ('{"step": 1, "flag": [1, true]}', "flag has True"),
         ('{"step": 1, "flag": [1, -2]}', "flag has -2"),
-        ('{"step": 1, "flag": [1.5]}', "flag has 1.5"),
-        ('{"step": 1, "flag": ["1"]}', "flag has '1'"),
         ('{"step": NaN, "flag": [[1]]}', "step is nan, not a step number"),
         (json.dumps({"step": "x" * 10_000, "flag": []}), "x...', not a step number"),
     ],
@@ -81,21 +65,6 @@ def test_bad_lines(line, what):
     assert len(found[0].what) < 200
 
 
-# By hand: the newest of 110..160 in each part's column, else 100.
-UNTIED = [
-    (90, [0, 29, 30]),  # before the base: never counts
-    (100, [20]),  # the base's own step: no difference
-    (110, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
-    (120, [0, 11, 12, 13, 29]),
-    (130, [1, 3, 5]),
-    (140, [2, 14, 15, 28]),
-    (150, [0, 3, 30]),
-    (160, [16, 4]),
-    (170, [0, 1, 2, 3, 29, 30]),  # after the failure
-    (180, [17, 18]),
-    (190, [19]),
-]
-UNTIED_LAYERS = [130, 140, 150, 160, 130, *[110] * 5, *[120] * 3, 140, 140, 160, *[100] * 11, 140]
 SHARE = RunCheckpoint(Path("/w/run/partial/step-120"), 120, frozenset({"layer 0", "norm"}), resumable=False)
 PARTLY = [full(100), full(110), SHARE]
 
@@ -103,17 +72,12 @@ PARTLY = [full(100), full(110), SHARE]
 @pytest.mark.parametrize(
     ("log", "failure", "base", "run", "structure", "expected", "newest"),
     [
-        (UNTIED, 160, BASE, RUN, llama(28), [150, *UNTIED_LAYERS, 150, 120], 160),
         # tied: 29 is embed_tokens, and visual has no number; the failure lies between two lines
         ([(110, [0, 1, 28]), (120, [29, 2]), (150, [1, 28]), (160, [29, 0])], 155, BASE, RUN, VISUAL,
          [120, 150, 120, *[100] * 25, 150, 110, 100], 150),
         # the failure step itself counts; before the first line, all comes from the base
         *(([(110, [0]), (130, [0])], failure, BASE, RUN, TWO, [100, 100, 100, norm, 100], norm)
-          for failure, norm in ((105, 100), (109, 100), (110, 110), (129, 110), (130, 130))),
-        ([], 105, BASE, RUN, TWO, [100] * 5, 100),
-        # the order of lines does not matter, and lines of one step add up
-        ([(130, [1]), (110, [0, 1, 2]), (130, [2]), (120, [1, 2])], 160, BASE, RUN, llama(3),
-         [100, 130, 130, 100, 110, 100], 130),
+          for failure, norm in ((109, 100), (130, 130))),
         # without a base, everything was flagged
         ([(110, [0, 1, 2]), (120, [3, 4, 1])], 125, None, RUN, TWO, [120, 120, 110, 110, 120], 120),
         # a part comes from what holds it, and the rest from the newest that can be resumed from

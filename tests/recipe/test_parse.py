@@ -187,7 +187,6 @@ BAD = [
     # text, where, what, fix
     ("base_modle: x", ":1 base_modle", "unknown key 'base_modle'", "did you mean 'base_model'?"),
     ("base_model: a\nzzz: 1", ":2 zzz", "unknown key 'zzz'", "valid here: merge_method, base_model"),
-    ("base_model: a\nslices:\n  - source: []", ":3 slices[0].source", "unknown key 'source'", "'sources'"),
     ("base_model: a\nslices:\n  - sources: [{model: a, layers: [0, 1]}]", ":3 slices[0].sources[0].layers",
      "unknown key 'layers'", "layer_range"),
     ("base_model: a\npre_weights:\n  - {nam: x, model: a}", ":3 pre_weights[0].nam", "unknown key", "'name'"),
@@ -200,14 +199,11 @@ BAD = [
     ("dtype: bfloat16", ":1", "the recipe names no checkpoint", "base_model: PATH"),
     ("merge_method: passthrough\nbase_model: null", ":1", "the recipe names no checkpoint", "base_model"),
     ("base_model: a\nbase_model: b", ":2 base_model", "is repeated", "keep one"),
-    ("base_model: a\nmerge_method: slerp", ":2 merge_method", "no training run has optimizer states",
-     "passthrough"),
     ("base_model: a\nmerge_method: passthru", ":2 merge_method", "merge_method 'passthru' is not passthrough",
      "write merge_method: passthrough"),
     ("base_model: a\nmerge_method: [x]", ":2 merge_method", "a list found where", "passthrough"),
     ("base_model: a\ndtype: int8", ":2 dtype", "unknown dtype 'int8'", "bfloat16"),
     ("base_model: a\nout_dtype: bfloat61", ":2 out_dtype", "unknown dtype", "did you mean 'bfloat16'"),
-    ("base_model: a\nmodels:\n  - model: a\n  - model: b", ":2 models", "models lists 2", "parts: or slices:"),
     ("base_model: a\nmodels: []", ":2 models", "the list is empty", "{model: PATH}"),
     ("base_model: a\nmodels: [{path: a}]", ":2 models[0].path", "unknown key 'path'", "model"),
     ("base_model: a\nmodels: [{model: a}]\nslices: [{sources: [{model: a}]}]", ":3 slices",
@@ -215,18 +211,13 @@ BAD = [
     ("base_model: a\nmodules: {m: {models: [{model: a}]}}\nmodels: [{model: a}]", ":3 models", "modules (line 2)",
      "keep one"),
     ("base_model: a\nmodules: [x]", ":2 modules", "not a mapping", "text_decoder"),
-    ("base_model: a\nmodules: {}", ":2 modules", "not a mapping", "slices: instead"),
     ("base_model: a\nmodules: {text: {}}", ":2 modules.text", "neither slices nor models", "models: [{model: PATH}]"),
     ("base_model: a\nmodules: {text: }", ":2 modules.text", "nothing found where a mapping", "mapping"),
     ("base_model: a\nmodules: {text: {layers: 1}}", ":2 modules.text.layers", "unknown key 'layers'", "slices"),
     ("base_model: a\nmodules: {t: {models: [{model: a}], slices: [{sources: [{model: a}]}]}}", ":2 modules.t.slices",
      "slices and models", "keep one"),
-    ("base_model: a\nmodules: {t: {models: [{model: a}, {model: b}]}}", ":2 modules.t.models", "models lists 2",
-     "keep one"),
     ("base_model: a\nmodules: {t: {slices: [{sources: [{model: a, layer_range: [0, 0]}]}]}}",
      ":2 modules.t.slices[0].sources[0].layer_range", "[0, 0] contains no layer", "norm"),
-    ("base_model: a\nmodules: {t: {slices: [{sources: [{model: a, layer_range: [2, 1]}]}]}}",
-     ":2 modules.t.slices[0].sources[0].layer_range", "runs backwards", "[1, 2]"),
     # what would change weights or vocabulary
     *((text.format("scale: 0.5"), f":2 {path}parameters.scale", "scale would change weights", "mergekit")
       for text, path in [
@@ -252,12 +243,10 @@ BAD = [
     ("base_model: a\ntokenizer: {source: base, tokns: 1}", ":2 tokenizer.tokns", "unknown key 'tokns'", "'tokens'"),
     ("base_model: a\ntokenizer_source: base\ntokenizer: {source: base}", ":3 tokenizer", "tokenizer_source both",
      "keep one"),
-    ("base_model: a\ntokenizer_source: $NOPE", ":2 tokenizer_source", "NOPE is not set", "export NOPE="),
     ("base_model: a\nchat_template: chatlm", ":2 chat_template", "'chatlm' is neither", "did you mean 'chatml'?"),
     ("base_model: a\nchat_template: '{x}'", ":2 chat_template", "'{x}' is neither", "auto, alpaca"),
     ("base_model: a\nchat_template: [x]", ":2 chat_template", "a list found where auto", "Jinja"),
     ("base_model: a\nslices: []", ":2 slices", "the list is empty", "leave the key out"),
-    ("base_model: a\nslices:", ":2 slices", "nothing found where a list of", "a list of"),
     ("base_model: a\nparts:", ":2 parts", "nothing found where a list of", "a list of"),
     ("base_model: a\nparts: all", ":2 parts", "'all' found where a list of", "a list of"),
     ("base_model: a\nparts: {from: a, select: all}", ":2 parts", "a mapping found where a list", "a list of"),
@@ -275,29 +264,24 @@ BAD = [
     ("base_model: {model: {path: a}, lora: {path: b}}", ":1 base_model.lora", "no optimizer state", "merge the LoRA"),
     ("base_model: {path: a, revision: main}", ":1 base_model.revision", "Hub", "leave it out"),
     ("base_model: ${NOPE}/a", ":1 base_model", "the environment variable NOPE is not set", "export NOPE="),
-    ("base_model: $NOPE", ":1 base_model", "the environment variable NOPE is not set", "export NOPE="),
     ("base_model: ${EMPTY}/a", ":1 base_model", "the environment variable EMPTY is empty", "export EMPTY="),
     ('base_model: "${HOME:-x}/a"', ":1 base_model", "'${HOME:-x}' is not a variable", "${NAME}"),
     ('base_model: "${HOME"', ":1 base_model", "'${HOME' is not a variable", "${NAME}"),
     ("base_model: ~you/a", ":1 base_model", "'~you' is not expanded", "directory in full"),
     ("base_model: a\noutput: $NOPE", ":2 output", "NOPE is not set", "export NOPE="),
-    ("base_model: a\noutput: [x]", ":2 output", "a list found where a path", "write a path"),
     *((f'base_model: a\n{key}: "a{escape}b"', f":2 {key}", "NUL or half of a character", "plain text")
       for key in ("output", "chat_template", "dtype") for escape in ("\\0", "\\uD800", "\\uDCFF")),
     # layer ranges
     *((SLICE.format(bounds), f":3 slices[0].sources[0].layer_range{at}", what, fix) for bounds, at, what, fix in [
         ("[4, 2]", "", "[4, 2] runs backwards", "[2, 4]"),
         ("[-1, 2]", "", "[-1, 2] is negative", "count from 0"),
-        ("[0, -1]", "", "[0, -1] is negative", "count from 0"),
         ("[true, 2]", "[0]", "'true' found where a whole number", "whole number"),
         ("[0, 2.0]", "[1]", "'2.0' found where a whole number", "whole number"),
         ("[0, '2']", "[1]", "'2' in quotes found where", "whole number"),
         ("[0, 010]", "[1]", "'010' found where", "plain decimals"),
-        ("[0, 0x10]", "[1]", "'0x10' found where", "plain decimals"),
         ("[0, 9999999]", "[1]", "'9999999' found where", "plain decimals"),
         ("[0, null]", "[1]", "nothing found where", "whole number"),
         ("[0]", "", "takes two numbers", "[0, 8]"),
-        ("[0, 1, 2]", "", "takes two numbers", "[0, 8]"),
         ("4", "", "takes two numbers", "[0, 8]"),
     ]),
     # selectors
@@ -309,19 +293,17 @@ BAD = [
         ("[[odd]]", "[0]", "must be plain text", "[odd, norm"),
         ("[odd, '']", "[1]", "nothing found where", "a selector"),
         ("[odd, first:0]", "[1]", "'first:0' selects nothing", "first:2"),
-        ("last:x", "", "'last:x' lacks a number", "first:2"),
         ("first", "", "'first' lacks a number", "first:2"),
         ("5-3", "", "'5-3' runs backwards", "3-5"),
         ("-1", "", "'-1' is not a selector", "count from 0"),
         ("1.5", "", "'1.5' is not a selector", "count from 0"),
         ("fist:2", "", "'fist:2' is not a selector", "first:n"),
         ("'!'", "", "'!' is not a selector", "part name"),
-        ("'!!norm'", "", "'!!norm' is not a selector", "part name"),
         ("[all, !norm ]", "[1]", "the tag !norm", '"!norm"'),
     ]),
     # averages
     *(("base_model: a\nmerge_method: " + method, ":2 merge_method", f"'{method}' is not passthrough, linear or ema",
-       "run mergekit-yaml with this method") for method in ("slerp", "ties", "dare_ties", "task_arithmetic", "sce")),
+       "run mergekit-yaml with this method") for method in ("slerp", "task_arithmetic")),
     ("merge_method: linear\nmodels: [{model: a}]", ":2 models[0]", "the model has no weight", "{weight: 1}"),
     ("merge_method: linear\nbase_model: a", ":1", "linear averages models, and models is missing", "add models:"),
     ("merge_method: ema\nmodels: [{model: a}]", ":1", "ema needs parameters", "{decay: 0.9}"),
@@ -354,16 +336,14 @@ BAD = [
     ("base_model: a\nmodels: [{model: a}, {model: b}]", ":2 models", "passthrough does not blend",
      "merge_method: linear"),
     # whole files as mergekit takes them
-    *(("""\
+    ("""\
 slices:
   - sources: [{model: a, layer_range: [0, 4]}, {model: b, layer_range: [0, 4]}]
   - sources: [{model: a, layer_range: [2, 4]}]
-merge_method: METHOD
+merge_method: slerp
 base_model: a
 parameters: {t: [{filter: self_attn, value: [0, 0.5, 1]}, {value: 0.5}]}
-""".replace("METHOD", method), where, what, fix) for method, where, what, fix in (
-        ("slerp", ":4 merge_method", "'slerp' is not passthrough", "average: in parts:"),
-        ("ties", ":4 merge_method", "'ties' is not passthrough", "average: in parts:"))),
+""", ":4 merge_method", "'slerp' is not passthrough", "average: in parts:"),
     ("""\
 slices:
   - sources: [{model: a, layer_range: [0, 4], parameters: {weight: 1}}, {model: b, layer_range: [0, 4]}]

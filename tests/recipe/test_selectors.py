@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 
 from llmtailor.model.parts import ModelStructure, layer_part
 from llmtailor.recipe.selectors import select
-from recipe.structures import EMBED_NAME, HEAD_NAME, llama
-
-
-def parts_selected(structure: ModelStructure, *selectors: str) -> list[str]:
-    """Return the parts that are selected whole; parts of parts are an error here."""
-    chosen, problems = select(selectors, structure)
-    assert not problems
-    parts = [part for part in structure.parts if chosen.issuperset(structure.names(part))]
-    assert set(chosen) == {name for part in parts for name in structure.names(part)}
-    return parts
+from recipe.structures import EMBED_NAME, HEAD_NAME, check, llama
 
 
 def layers(*numbers: int) -> list[str]:
@@ -29,63 +20,25 @@ def layers(*numbers: int) -> list[str]:
 @pytest.mark.parametrize(
     ("selectors", "expected"),
     [
-        (["even"], layers(0, 2, 4)),
-        (["odd"], layers(1, 3)),
-        (["first:2"], layers(0, 1)),
-        (["last:2"], layers(3, 4)),
         (["first: 5"], layers(0, 1, 2, 3, 4)),
-        (["3"], layers(3)),
-        (["layer 3"], layers(3)),
-        (["1-3"], layers(1, 2, 3)),
         (["1 - 1"], layers(1)),
         (["layers 2-3"], layers(2, 3)),
         (["layer 0-1"], layers(0, 1)),
         (["layers 0, 2-3"], layers(0, 2, 3)),
-        (["layers"], layers(0, 1, 2, 3, 4)),
-        (["norm"], ["norm"]),
-        (["lm_head"], ["lm_head"]),
-        (["embed_tokens"], ["embed_tokens"]),
         ([" wpe "], ["wpe"]),
         (["all"], ["embed_tokens", *layers(0, 1, 2, 3, 4), "norm", "lm_head", "wpe"]),
-        (["*"], ["embed_tokens", *layers(0, 1, 2, 3, 4), "norm", "lm_head", "wpe"]),
         (["odd", "norm", "first:1"], [*layers(0, 1, 3), "norm"]),
-        (["all", "!layers"], ["embed_tokens", "norm", "lm_head", "wpe"]),
         (["!layers", "2"], ["embed_tokens", "layer 2", "norm", "lm_head", "wpe"]),
         (["! layers", "!wpe"], ["embed_tokens", "norm", "lm_head"]),
         (["odd", "!3", "3"], layers(1, 3)),
-        (["even", "odd", "!even"], layers(1, 3)),
-        (["model.layers.[13].*"], layers(1, 3)),
-        (["all", "!model.*", "!lm_head*"], ["wpe"]),
-        (["model.norm.weight"], ["norm"]),
     ],
 )
 def test_forms(selectors: list[str], expected: list[str]):
-    assert parts_selected(llama(5, extra={"wpe.weight": "wpe"}), *selectors) == expected
-
-
-def test_globs_go_over_full_names_and_mind_the_case():
-    structure = llama(3)
-    assert select(["*.mlp.*"], structure)[0] == {f"model.layers.{number}.mlp.up_proj.weight" for number in range(3)}
-    assert select(["model.layers.?.self_attn.[qk]_proj.*"], structure)[0] == {
-        f"model.layers.{number}.self_attn.{which}_proj.weight" for number in range(3) for which in "qk"
-    }
-    assert "matches no tensor name" in select(["*.MLP.*"], structure)[1][0].what
-    assert "matches no tensor name" in select(["mlp*"], structure)[1][0].what
-
-
-@pytest.mark.parametrize("selector", ["lm_head", "embed_tokens", "lm_head.*", "*embed_tokens*", EMBED_NAME, HEAD_NAME])
-def test_tied_embeddings_are_one_thing_under_every_name(selector: str):
-    structure = llama(2, tied=True)
-    assert select([selector], structure)[0] == {EMBED_NAME, HEAD_NAME}
-    rest, problems = select([f"!{selector}"], structure)
+    """What the oracle below does not draw, and how a list adds up."""
+    structure = llama(5, extra={"wpe.weight": "wpe"})
+    chosen, problems = select(selectors, structure)
     assert not problems
-    assert rest == structure.part_of.keys() - {EMBED_NAME, HEAD_NAME}
-
-
-def test_untied_embeddings_can_be_split():
-    structure = llama(2, extra={"model.embed_tokens.bias": "embed_tokens"})
-    assert select([EMBED_NAME], structure) == ({EMBED_NAME}, ())
-    assert select(["*.bias"], structure) == ({"model.embed_tokens.bias"}, ())
+    assert chosen == {name for part in expected for name in structure.names(part)}
 
 
 def test_the_tied_name_is_understood_though_no_tensor_has_it():
@@ -100,35 +53,27 @@ def test_the_tied_name_is_understood_though_no_tensor_has_it():
     ("selectors", "what", "fix"),
     [
         (["5"], "'5' is out of range", "5 layers, 0-4"),
-        (["layer 5"], "'layer 5' is out of range", "5 layers, 0-4"),
-        (["3-5"], "'3-5' is out of range", "5 layers, 0-4"),
         (["layers 1, 5"], "'layers 1, 5' is out of range", "5 layers, 0-4"),
         (["first:6"], "'first:6' is out of range", "5 layers, 0-4"),
-        (["last:6"], "'last:6' is out of range", "5 layers, 0-4"),
-        (["999999999999"], "'999999999999' is out of range", "5 layers, 0-4"),
-        (["first:99999999999999"], "'first:99999999999999' is out of range", "5 layers, 0-4"),
         (["last:" + "9" * 5000], "is out of range", "5 layers, 0-4"),
         (["0-" + "9" * 5000], "is out of range", "5 layers, 0-4"),
         (["first:x"], "'first:x' lacks a number", "first:2"),
-        (["1..3"], "'1..3' is not a selector", "count from 0"),
         (["nrom"], "no part or tensor 'nrom'", "did you mean 'norm'?"),
-        (["lmhead"], "no part or tensor 'lmhead'", "did you mean 'lm_head'?"),
         (["evn"], "no part or tensor 'evn'", "layers 0-4"),
         (["model.layers.0.mlp.up_prj.weight"], "no part or tensor", "did you mean 'model.layers.0.mlp.up_proj.weight'"),
         (["*.experts.*"], "'*.experts.*' matches no tensor name", "model.embed_tokens.weight"),
+        (["*.MLP.*"], "matches no tensor name", ""),
+        (["mlp*"], "matches no tensor name", ""),
         (["even", "!3"], "'!3' excludes nothing", "after a selector"),
         (["odd", "!odd"], "exclude everything that they select", "select something"),
         (["!all"], "exclude everything that they select", "select something"),
         (["all", "!nrom"], "no part or tensor 'nrom'", "did you mean 'norm'?"),
-        (["4-2"], "runs backwards", "2-4"),
         ([], "there is no selector", "even"),
     ],
 )
 def test_mistakes(selectors: list[str], what: str, fix: str):
-    _, (problem,) = select(selectors, llama(5), "recipe.yaml:3 parts[0]")
-    assert problem.where == "recipe.yaml:3 parts[0]"
-    assert what in problem.what
-    assert fix in problem.fix
+    _, found = select(selectors, llama(5), "recipe.yaml:3 parts[0]")
+    check(found, (":3 parts[0]", what, fix))
 
 
 @pytest.mark.parametrize("word", ["{}", "!{}", "{}*", "first:{}", "{}:", "4-0{}", "first:0{}", "{}.weight"])
@@ -164,10 +109,8 @@ def test_a_span_is_no_matter_of_size():
 
 
 def says(word: str, name: str, structure: ModelStructure) -> bool:
-    names = [name]
-    if structure.tied and name in (EMBED_NAME, HEAD_NAME):
-        names = [EMBED_NAME, HEAD_NAME]
     part = structure.part_of[name]
+    names = structure.names(part) if structure.tied and part == "embed_tokens" else [name]
     number = int(part.split(" ")[1]) if part.startswith("layer ") else None
     if any(sign in word for sign in "*?["):
         return any(fnmatchcase(each, word) for each in names)
@@ -210,7 +153,8 @@ def selector_lists(draw: st.DrawFn, num_layers: int) -> list[str]:
     count = st.integers(1, num_layers)
     plain = st.sampled_from(
         ["even", "odd", "layers", "all", "*", "norm", "lm_head", "embed_tokens", "wpe", "*.mlp.*", "*norm*", "lm_*",
-         "model.layers.0.mlp.up_proj.weight", HEAD_NAME, EMBED_NAME, "*.[02].*", "model.layers.?.*_proj.weight"]
+         "model.layers.0.mlp.up_proj.weight", HEAD_NAME, EMBED_NAME,
+         "*.bias", "lm_head.*", "*embed_tokens*", "*.[02].*", "model.layers.?.*_proj.weight"]
     )  # fmt: skip
     word = st.one_of(
         plain,
@@ -225,7 +169,7 @@ def selector_lists(draw: st.DrawFn, num_layers: int) -> list[str]:
 
 @given(st.data(), st.integers(1, 12), st.booleans())
 def test_selecting_equals_the_oracle(data: st.DataObject, num_layers: int, tied: bool):
-    structure = llama(num_layers, tied=tied, extra={"wpe.weight": "wpe"})
+    structure = llama(num_layers, tied=tied, extra={"wpe.weight": "wpe", "model.embed_tokens.bias": "embed_tokens"})
     selectors = data.draw(selector_lists(num_layers))
     chosen, problems = select(selectors, structure)
     expected = oracle(selectors, structure)

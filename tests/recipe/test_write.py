@@ -57,7 +57,6 @@ FUSED = llama(48, extra=EXPERTS)
 @pytest.mark.parametrize(
     ("structure", "names_or_parts", "expected"),
     [
-        (llama(7), layers(3), ["3"]),
         (llama(7), layers(0, 2, 4, 6), ["even"]),
         (llama(7), [*layers(1, 3, 5), "norm"], ["odd", "norm"]),
         (llama(7), layers(2, 3, 4), ["2-4"]),
@@ -65,11 +64,8 @@ FUSED = llama(48, extra=EXPERTS)
         (llama(7), layers(*range(7)), ["layers"]),
         (llama(1), layers(0), ["layers"]),
         (llama(2), layers(1), ["1"]),
-        (llama(7), [*layers(*range(7)), *OTHERS], ["all"]),
         (llama(7), [*layers(*range(6)), *OTHERS], ["0-5", *OTHERS]),
-        (llama(7), ["lm_head", "embed_tokens"], ["embed_tokens", "lm_head"]),
         # parts of parts: by name, or by globs over numbers
-        (llama(7), mlp(3), mlp(3)),
         (llama(7), mlp(*range(7)), ["model.layers.*.mlp.up_proj.weight"]),
         (llama(7), mlp(0, 1, 3), mlp(0, 1, 3)),
         (llama(7), ["norm", "layer 2", *mlp(4)], ["2", "norm", *mlp(4)]),
@@ -192,21 +188,16 @@ def test_the_header_stays_a_comment():
         ("/w/run/../x/checkpoint-1", "/w", "x/checkpoint-1"),
         ("/w/my run/a b", "/w", "my run/a b"),
         ("/w/~/c", "/w", '"./~/c"'),
-        ("/w/~me", "/w", '"./~me"'),
-        ("/w/ ", "/w", '"./ "'),
         ("/w/null", "/w", '"null"'),
         ("/w/base", "/w", "./base"),
         ("/w/a: b #c", "/w", '"a: b #c"'),
         ('/w/"q"\\n', "/w", r'"\"q\"\\n"'),
         ("/w/a\tb\nc\x07", "/w", r'"a\tb\nc\x07"'),
-        ("/w/ü", "/w", '"ü"'),
         ("/w/\U0001f600\ufeff\u2028", "/w", '"\U0001f600\\ufeff\\u2028"'),
         ("/w/a+b", "/w", '{path: "a+b"}'),
-        ("/w/$5$", "/w", '"$$5$$"'),
         ("/w/$RUN/${a", "/w", '"$$RUN/$${a"'),
         ("/w/-a", "/w", '"-a"'),
         ("/w/{a}, [b]", "/w", '"{a}, [b]"'),
-        ("/w/yes", "/w", "yes"),
     ],
 )
 def test_paths(path, folder, written):

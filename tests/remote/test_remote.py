@@ -45,6 +45,17 @@ def run(tmp_path_factory):
     return root
 
 
+def full_of(where):
+    """The disk of the store is full, for uploads whose path contains this."""
+
+    def fail(kind, path, data):
+        if kind == "put" and where in path:
+            raise OSError("the disk of the store is full")
+        return data
+
+    return failing(fail)
+
+
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Every test opens URLs anew, as every process does, and waits for nobody."""
@@ -160,11 +171,6 @@ def test_a_run_in_a_store_is_composed_there(url, run, tmp_path):
     assert "nothing to merge" in call("merge", "--run", url, "--strategy", "parity")
 
 
-def test_a_composite_beside_its_remote_sources(url, run, tmp_path):
-    call("merge", write_recipe(tmp_path, url, url), f"{url}/merged")
-    assert "resumable" in call("verify", f"{url}/merged")
-
-
 def test_outputs_in_a_store_are_never_replaced(url, run, tmp_path):
     recipe = write_recipe(tmp_path, run, run)
     before = dict(FaultyFileSystem.store)
@@ -175,13 +181,17 @@ def test_outputs_in_a_store_are_never_replaced(url, run, tmp_path):
     assert dict(FaultyFileSystem.store) == before
 
 
-@pytest.mark.parametrize("command", ["thin", "gc", "salvage"])
-def test_what_changes_a_run_needs_a_folder(url, command):
-    assert "is a URL" in call(command, url, code=2)
-
-
-def test_no_trial_resume_from_a_store(url):
-    assert "copy it to this machine first" in call("verify", f"{url}/checkpoint-100", "--resume-smoke", code=2)
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        *(([command, "faulty://bucket/run"], 2, "is a URL") for command in ("thin", "gc", "salvage")),
+        (["verify", "faulty://bucket/run/checkpoint-100", "--resume-smoke"], 2, "copy it to this machine first"),
+        (["inspect", "faulty://bucket/nothing"], 4, "there is no such checkpoint folder"),
+        (["inspect", "nonsense://bucket/nothing"], 2, "Protocol not known"),
+    ],
+)
+def test_what_is_refused(url, words, code, told):
+    assert told in call(*words, code=code)
 
 
 class Fast:
@@ -210,34 +220,23 @@ def test_obstore_reads_what_fsspec_sees_as_well(tmp_path, is_same):
     assert fast.reads == 2 * is_same
 
 
-def test_what_is_not_there(url):
-    assert "there is no such checkpoint folder" in call("inspect", "faulty://bucket/nothing", code=4)
-    assert "Protocol not known" in call("inspect", "nonsense://bucket/nothing", code=2)
+BUSY, CUT = (
+    OSError(16, "Please reduce your request rate."),
+    ConnectionResetError("the other side closed the connection"),
+)
 
 
-def test_a_store_that_is_busy_is_asked_again(url, tmp_path):
-    turns = itertools.count()
+@pytest.mark.parametrize(("error", "turns"), [(BUSY, (1, 2)), (CUT, (1,))])
+def test_a_store_that_fails_now_and_then_is_asked_again(url, tmp_path, error, turns):
+    requests = itertools.count()
 
-    def throttle(kind, path, data):
-        if next(turns) % 3:
-            raise OSError(16, "Please reduce your request rate.")
+    def fail(kind, path, data):
+        if next(requests) % 3 in turns:
+            raise error
         return data
 
-    with failing(throttle):
+    with failing(fail):
         call("convert", f"{url}/checkpoint-100", tmp_path / "out", "--num-gpu", "3")
-    call("verify", tmp_path / "out", "--deep")
-
-
-def test_a_connection_that_is_cut_is_made_again(url, tmp_path):
-    turns = itertools.count()
-
-    def cut(kind, path, data):
-        if next(turns) % 4 == 1:
-            raise ConnectionResetError("the other side closed the connection")
-        return data
-
-    with failing(cut):
-        call("convert", f"{url}/checkpoint-100", tmp_path / "out")
     call("verify", tmp_path / "out", "--deep")
 
 
@@ -264,36 +263,33 @@ def test_a_store_that_does_not_answer_leaves_nothing_behind(url, tmp_path, error
     call("verify", tmp_path / "out", "--deep")
 
 
-def test_short_answers_are_no_data(url, tmp_path):
-    with failing(lambda kind, path, data: data[:-1] if data and "optim_states" in path else data):
-        call("convert", f"{url}/checkpoint-100", tmp_path / "out", code=4)
-    assert not (tmp_path / "out").exists()
+def shorter(kind, name, data):
+    return data[:-1] if data and "optim_states" in name else data
 
 
-def test_an_object_that_changes_is_refused(url, tmp_path):
-    fs = fsspec.filesystem("faulty")
-    path = "/bucket/run/checkpoint-100/config.json"
-    done = []
+def changed_once(done):
+    """Change a source while another file of it is read."""
 
     def change(kind, name, data):
+        path = "/bucket/run/checkpoint-100/config.json"
         if "optim_states" in name and not done:
-            done.append(fs.pipe_file(path, FaultyFileSystem.store[path].getvalue() + b" "))
+            content = FaultyFileSystem.store[path].getvalue() + b" "
+            done.append(fsspec.filesystem("faulty").pipe_file(path, content))
         return data
 
-    with failing(change):
-        assert "changed while it was read" in call("convert", f"{url}/checkpoint-100", tmp_path / "out", code=4)
+    return change
+
+
+@pytest.mark.parametrize(("fault", "told"), [(shorter, ""), (changed_once([]), "changed while it was read")])
+def test_what_is_no_data_is_refused(url, tmp_path, fault, told):
+    with failing(fault):
+        assert told in call("convert", f"{url}/checkpoint-100", tmp_path / "out", code=4)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_upload_that_was_cut_off_is_no_checkpoint_and_is_made_again(url, run, tmp_path):
     recipe, out = write_recipe(tmp_path, run, run), "faulty://bucket/out/checkpoint-100"
-
-    def fail(kind, path, data):
-        if kind == "put" and "model.safetensors" in path:
-            raise OSError("the disk of the store is full")
-        return data
-
-    with failing(fail):
+    with full_of("model.safetensors"):
         assert "disk of the store" in call("merge", recipe, out, code=8)
     assert "cut off" in call("inspect", out, code=4)
     call("merge", recipe, out)
@@ -303,13 +299,7 @@ def test_an_upload_that_was_cut_off_is_no_checkpoint_and_is_made_again(url, run,
 
 def test_the_same_call_uploads_again_after_a_failure(run, tmp_path):
     recipe, out = write_recipe(tmp_path, run, run), remote.open_location("faulty://bucket/out/checkpoint-100")
-
-    def fail(kind, path, data):
-        if kind == "put":
-            raise OSError("the disk of the store is full")
-        return data
-
-    with failing(fail), pytest.raises(StorageError):
+    with full_of(""), pytest.raises(StorageError):
         llmtailor.merge(recipe, out)
     llmtailor.merge(recipe, out)
     assert "resumable" in call("verify", "faulty://bucket/out/checkpoint-100")

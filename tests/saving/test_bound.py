@@ -70,15 +70,6 @@ def test_a_policy_of_ones_own_can_be_wrong_without_ending_the_run():
     assert problem(lambda now: None)[1] == "it returned a NoneType"
 
 
-def test_forced_parts_do_not_fall_on_one_save():
-    """18 parts of 100 bytes, at most 8 saves old: 200 bytes per save, and at most one part more."""
-    made = run(Custom(nothing), llama(15), 8, 27)
-    assert made.oldest == 8
-    assert made.costs == ([100] + [200] * 7 + [300]) * 3
-    assert [list(saved) for saved in made.saved[:3]] == [[EMBED], ["layer 0", "layer 1"], ["layer 2", "layer 3"]]
-    assert {why for saved in made.saved for why in saved.values()} == {MAX_STALENESS}
-
-
 def test_parts_that_wait_for_different_saves_are_added_no_sooner_than_they_must():
     last = alike(llama(3).parts, 10) | {"layer 0": 0, "layer 1": 2, "layer 2": 4}
     policy = Custom(lambda now: {EMBED: "mine", NORM: "mine", HEAD: "mine"})

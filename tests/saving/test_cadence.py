@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
@@ -48,14 +47,14 @@ def test_what_saves_slow_down_counts():
 def test_in_a_training(tmp_path, caplog):
     pytest.importorskip("torch")
     pytest.importorskip("accelerate")
+    from saving.loop import log_of
     from trainings.alone import Alone
 
     caplog.set_level(logging.INFO, "llmtailor.saving")
     options = {"policy": "full", "save_steps": "auto", "overhead": 1.0}
     run = Alone(tmp_path / "run", options, max_steps=60, logging_strategy="no").train()
     assert run.saves[0] == 10 and run.saves[-1] == 60 and len(run.saves) > 2
-    lines = [json.loads(line) for line in (tmp_path / "run/partial/saves.jsonl").read_text().splitlines()]
-    decided = {line["step"]: line for line in lines if "save_steps" in line}
+    decided = {line["step"]: line for line in log_of(run.folder) if "save_steps" in line}
     assert set(decided) <= set(run.saves[1:]) and len(decided) >= len(run.saves) - 2
     assert all(line["save_steps"] >= 1 and line["lost_s"] > 0 for line in decided.values())
     assert "a failure costs" in caplog.text

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from llmtailor.errors import UsageError
 from llmtailor.model.parts import EMBED
 from llmtailor.policies import (
     Adaptive,
@@ -64,61 +63,66 @@ def test_other_models():
             check_policy(policy, structure, [EMBED], {EMBED: 1})
 
 
-def test_a_schedule_beyond_the_limit():
-    told = why_not(Filter(every=4), 5)
-    assert "policy filter: by its schedule with first=2, last=2, every=4" in told
-    assert "a part becomes up to 7 saves old, but max_staleness is 5" in told
-    assert "set max_staleness to 7 or more" in told
-    assert "by its schedule with aux_every=2 a part becomes up to 1 saves old" in why_not(Parity(), 0)
+def fails_late(now):
+    return {EMBED: ""} if now.save < 30 else {}[now.save]
 
 
-def test_no_limit_at_all():
-    assert "does not limit how old a part can become; give max_staleness" in why_not(Custom(lambda now: {EMBED: ""}))
-    assert check(Custom(lambda now: {EMBED: ""}), 4) == 4
+def embed(now):
+    return {EMBED: ""}
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, "20"])
-def test_limits_that_are_none(value):
-    assert f"max_staleness is {value!r}" in why_not(Parity(), value)
-    assert f"worst_staleness is {value!r}" in why_not(Custom(lambda now: {EMBED: ""}, value))
+def all_but_one(now):
+    return {part: "" for part in now.parts if part != "layer 3"}
 
 
-def test_a_policy_that_breaks_its_promise():
-    policy = Custom(lambda now: {part: "" for part in now.parts if part != "layer 3"}, 2)
-    assert "its worst_staleness is 2, but at save 3 layer 3 is older; fix worst_staleness" in why_not(policy)
-    assert "its worst_staleness is 2, but at save 3" in why_not(policy, 50)
-    policy = Custom(lambda now: {part: "" for part in now.parts if now.drift[part] > 0.008}, 1, needs_drift=True)
-    assert "its worst_staleness is 1, but at save 2 layer 0 is older" in why_not(policy)
+CHANCE = random.Random(0)
+BY_DRIFT = Custom(lambda now: {part: "" for part in now.parts if now.drift[part] > 0.008}, 1, needs_drift=True)
+UNLIMITED = "does not limit how old a part can become; give max_staleness"
 
 
-def test_a_policy_that_names_what_is_not_there():
-    told = why_not(Custom(lambda now: {"layer 6": "", EMBED: ""}), 5)
-    assert "at save 1: there is no part 'layer 6'; did you mean 'layer 5'?" in told
-    assert "at save 1: it returned a set; return a mapping" in why_not(Custom(lambda now: {EMBED}), 5)
-    # A part without trainable params is none that could be chosen.
-    told = refusal(lambda: check_policy(Custom(lambda now: {"norm": ""}), ANATOMY, [EMBED], {EMBED: 1}, 3))
-    assert "there is no part 'norm'" in told[0].what
+@pytest.mark.parametrize(
+    ("policy", "given", "told"),
+    [
+        # schedules beyond the limit, no limit at all, and limits that are none
+        (Filter(every=4), 5, "policy filter: by its schedule with first=2, last=2, every=4"),
+        (
+            Filter(every=4),
+            5,
+            "a part becomes up to 7 saves old, but max_staleness is 5; set max_staleness to 7 or more",
+        ),
+        (Parity(), 0, "by its schedule with aux_every=2 a part becomes up to 1 saves old"),
+        (Custom(embed), None, UNLIMITED),
+        *((Parity(), value, f"max_staleness is {value!r}") for value in (-1, 1.5, True, "20")),
+        *((Custom(embed, value), None, f"worst_staleness is {value!r}") for value in (-1, "20")),
+        # policies that break their promise
+        (Custom(all_but_one, 2), None, "its worst_staleness is 2, but at save 3 layer 3 is older; fix worst_staleness"),
+        (Custom(all_but_one, 2), 50, "its worst_staleness is 2, but at save 3"),
+        (BY_DRIFT, None, "its worst_staleness is 1, but at save 2 layer 0 is older"),
+        # that name what is not there, raise, never choose, or decide by chance
+        (Custom(lambda now: {"layer 6": "", EMBED: ""}), 5, "at save 1: there is no part 'layer 6'; did you mean"),
+        (Custom(lambda now: {EMBED}), 5, "at save 1: it returned a set; return a mapping"),
+        (Custom(fails_late), 5, "at save 30: it raised KeyError(30)"),
+        (Custom(lambda now: now.drift[EMBED]), 5, "at save 1: it raised TypeError"),
+        (Custom(lambda now: {}), 5, "in 40 simulated saves it never chose a part"),
+        (Custom(lambda now: {CHANCE.choice(now.parts): "drawn"}), 5, "it answers differently at save"),
+    ],
+)
+def test_what_is_refused(policy, given, told):
+    assert told in why_not(policy, given)
 
 
-def test_a_policy_that_raises():
-    def fails_late(now):
-        return {EMBED: ""} if now.save < 30 else {}[now.save]
+def test_parts_that_can_not_be_chosen():
+    """Those without trainable params; and a model may have no other."""
+    (problem,) = refusal(lambda: check_policy(Custom(lambda now: {"norm": ""}), ANATOMY, [EMBED], {EMBED: 1}, 3))
+    assert "there is no part 'norm'" in problem.what
+    (problem,) = refusal(lambda: check_policy(Parity(), ANATOMY, (), {}))
+    assert "no part of the model is trainable" in problem.what
 
-    assert "at save 30: it raised KeyError(30)" in why_not(Custom(fails_late), 5)
-    assert "at save 1: it raised TypeError" in why_not(Custom(lambda now: now.drift[EMBED]), 5)
-    policy = Custom(lambda now: {EMBED: ""})
+
+def test_a_policy_whose_worst_staleness_raises():
+    policy = Custom(embed)
     policy.worst_staleness = lambda structure, parts: 1 // 0
     assert "it raised ZeroDivisionError" in why_not(policy, 5)
-
-
-def test_a_policy_that_never_chooses():
-    assert "in 40 simulated saves it never chose a part" in why_not(Custom(lambda now: {}), 5)
-
-
-def test_a_policy_that_decides_by_chance():
-    chance = random.Random(0)
-    policy = Custom(lambda now: {chance.choice(now.parts): "drawn"})
-    assert "it chooses other parts at save" in why_not(policy, 5)
 
 
 class Counting(Custom):
@@ -185,22 +189,16 @@ def test_trying_out_leaves_no_trace(kind):
 
 
 def test_policies_that_cannot_be_tried_out():
-    policy = Custom(lambda now: {EMBED: ""})
+    policy = Custom(embed)
     policy.lock = threading.Lock()
     told = why_not(policy, 5)
-    assert "it raised TypeError" in told
-    assert "make it copyable, or give it state_dict() and load_state_dict()" in told
+    assert "it raised TypeError" in told and "make it copyable, or give it state_dict() and load_state_dict()" in told
 
     class Odd(Remembering):
         def state_dict(self):
             return {"asked": {1, 2}}
 
     assert "its state is not JSON" in why_not(Odd(), 5)
-
-
-def test_no_part_at_all():
-    (problem,) = refusal(lambda: check_policy(Parity(), ANATOMY, (), {}))
-    assert "no part of the model is trainable" in problem.what
 
 
 def test_states():
@@ -222,14 +220,3 @@ def test_a_run_may_resume_with_another_policy():
     assert policy.asked == 0
     told = refusal(lambda: restore_state(policy, {"policy": "custom", "state": {"seen": 5}}))
     assert "it raised KeyError('asked')" in told[0].what
-
-
-def test_a_loop_without_a_scheduler_is_refused_before_it_trains(tmp_path):
-    """Nothing could be composed of what it saves."""
-    torch = pytest.importorskip("torch")
-    from llmtailor.saving import saver_for
-
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(UsageError, match="it needs a scheduler"):
-        saver_for(tmp_path / "run", model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    assert not (tmp_path / "run").exists()

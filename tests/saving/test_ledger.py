@@ -25,8 +25,7 @@ def test_saves():
     assert ledger.held_by == {"embed_tokens": (0, 50), "layer 0": (1, 100), "norm": (2, 150)}
     assert ledger.last == {"embed_tokens": 0, "layer 0": 1, "norm": 2}
     assert ledger.steps_behind() == {"embed_tokens": 100, "layer 0": 50, "norm": 0}
-    assert Ledger("new").step is None
-    assert Ledger("new").steps_behind() == {}
+    assert (Ledger("new").step, Ledger("new").steps_behind()) == (None, {})
 
 
 def test_parts_that_come_and_go():
@@ -57,6 +56,8 @@ def test_a_resume_continues_in_another_lineage():
     assert (ledger.saves, ledger.step, ledger.last) == (3, 150, thrice().last)
     later = ledger.after(200, ["norm"], PARTS).resumed("three", 210)
     assert later.history == {"one": 150, "two": 210}
+    with pytest.raises(ValueError, match="continues itself"):
+        thrice().resumed("one", 150)
 
 
 def test_json():
@@ -105,11 +106,6 @@ def test_damaged_json(data, expected):
         assert words in problem.what
         assert problem.where == "manifest.json"
         assert problem.fix
-
-
-def test_a_ledger_that_cannot_be_is_not_made():
-    with pytest.raises(ValueError, match="continues itself"):
-        thrice().resumed("one", 150)
 
 
 def test_a_run_may_change_between_whole_layers_and_experts():

@@ -12,11 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from helpers.commands import run_here  # noqa: E402
+from helpers.commands import call  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.saving import tiers  # noqa: E402
 from llmtailor.storage import remote  # noqa: E402
-from saving.loop import Loop  # noqa: E402
+from saving.loop import Loop, log_of  # noqa: E402
 from trainings.harness import start_ranks  # noqa: E402
 
 fsspec = pytest.importorskip("fsspec")
@@ -46,10 +46,6 @@ def names(folder):
     return sorted(path.parent.name for path in folder.glob("partial/*/manifest.json"))
 
 
-def lines(run):
-    return [json.loads(line) for line in (run / "partial" / "saves.jsonl").read_text().splitlines()]
-
-
 def until(condition):
     end = time.monotonic() + 60
     while not condition():
@@ -60,14 +56,13 @@ def until(condition):
 def test_saves_are_on_the_node_first_and_then_shared(make, tmp_path):
     run = make(policy="parity")
     for _ in range(3):
-        run.train()
-        assert run.save().wait(60).path.parents[1] == tmp_path / "node"
+        assert run.make_saves().path.parents[1] == tmp_path / "node"
     run.saver.close()
     assert names(tmp_path / "run") == ["step-00000001", "step-00000002", "step-00000003"]
     assert names(tmp_path / "node") == ["step-00000003"]  # the others are of no use any more
     assert files(tmp_path / "node/partial/step-00000003") == files(tmp_path / "run/partial/step-00000003")
-    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
-    assert all(line["copied_s"] >= line["publish_s"] for line in lines(tmp_path / "run"))
+    assert [line["step"] for line in log_of(tmp_path / "run")] == [1, 2, 3]
+    assert all(line["copied_s"] >= line["publish_s"] for line in log_of(tmp_path / "run"))
     run.check(1, tmp_path / "out")
 
 
@@ -81,9 +76,7 @@ def test_a_level_that_is_away_costs_nothing_once_it_is_back(make, tmp_path, monk
         put(*args)
 
     monkeypatch.setattr(tiers.SharedFolder, "put", put_if_there)
-    for _ in range(3):
-        run.train()
-        run.save().wait(60)
+    run.make_saves(3)
     until(lambda: "copying step 1 failed" in caplog.text)
     assert not names(tmp_path / "run")
     assert len(names(tmp_path / "node")) == 3
@@ -95,13 +88,11 @@ def test_a_level_that_is_away_costs_nothing_once_it_is_back(make, tmp_path, monk
 
 def test_what_was_not_copied_is_copied_when_the_run_goes_on(make, tmp_path, monkeypatch, caplog):
     run = make(write_timeout=1.0)
-    run.train()
-    run.save().wait(60)
+    run.make_saves()
     until(lambda: names(tmp_path / "run"))
     with monkeypatch.context() as away:
         away.setattr(tiers.SharedFolder, "put", lambda *_: 1 / 0)
-        run.train()
-        run.save().wait(60)
+        run.make_saves()
         run.saver.close()
     assert "the saves of steps 2" in caplog.text
     assert names(tmp_path / "run") == ["step-00000001"]
@@ -109,53 +100,36 @@ def test_what_was_not_copied_is_copied_when_the_run_goes_on(make, tmp_path, monk
     assert again.saver.ledger.step == 2
     assert names(tmp_path / "run") == ["step-00000001", "step-00000002"]
     assert not names(tmp_path / "node")
-    again.train()
-    again.save().wait(60)
+    again.make_saves()
     again.saver.close()
     assert names(tmp_path / "run")[-1] == "step-00000003"
 
 
 def test_a_lost_node_costs_only_what_was_not_copied(make, tmp_path, monkeypatch):
     run = make(policy="parity", write_timeout=1.0)
-    for _ in range(2):
-        run.train()
-        run.save().wait(60)
+    run.make_saves(2)
     until(lambda: len(names(tmp_path / "run")) == 2)
     monkeypatch.setattr(tiers.SharedFolder, "put", lambda *_: 1 / 0)
-    run.train()
-    run.save().wait(60)
+    run.make_saves()
     run.saver.close()
     both = tmp_path / "both"
-    done = run_here("merge", "--run", run.run, "--also", tmp_path / "node", both, "--json")
-    assert done.returncode == 0, done.stderr
+    done = call("merge", "--run", run.run, "--also", tmp_path / "node", both, "--json")
     assert {part["step"] for part in json.loads(done.stdout)["parts"]} == {2, 3}
     assert (both / "model.safetensors").exists()
     for _ in range(2):  # by default in the run's folder, where a resume looks for it; and only once
-        again = run_here("merge", "--run", run.run, "--also", tmp_path / "node", "--json")
-        assert again.returncode == 0, again.stderr
+        again = call("merge", "--run", run.run, "--also", tmp_path / "node", "--json")
         assert (tmp_path / "run" / "checkpoint-3" / "model.safetensors").exists()
     assert json.loads(again.stdout)["is_there_already"]
     assert [path.name for path in tmp_path.glob("*/checkpoint-*")] == ["checkpoint-3"]
     shutil.rmtree(tmp_path / "node")
-    run.check(2, tmp_path / "out", lambda name: run_of(tmp_path, name))
+    run.check(2, tmp_path / "out")
 
 
 def test_what_several_nodes_hold_is_copied_when_they_start_again(tmp_path):
     """Each node holds the files of its ranks; two ranks take themselves for nodes."""
-    start_ranks("saving.stations", [tmp_path], 2, tmp_path)
+    start_ranks("saving.processes", ["stations", tmp_path], 2, tmp_path)
     assert names(tmp_path / "run") == ["step-00000001", "step-00000002", "step-00000003"]
-    assert not names(tmp_path / "node-0")
-    assert not names(tmp_path / "node-1")
-
-
-def run_of(tmp_path, name):
-    """Return the newest step of which the run has this param's state."""
-    found = 0
-    for path in sorted(tmp_path.glob("run/partial/*/manifest.json")):
-        manifest = json.loads(path.read_text())
-        if any(name in part["params"] for part in manifest["parts"]):
-            found = manifest["step"]
-    return found
+    assert not names(tmp_path / "node-0") and not names(tmp_path / "node-1")
 
 
 def test_what_is_saved_last_is_copied_before_the_end(make, tmp_path):
@@ -171,9 +145,7 @@ def test_what_is_saved_last_is_copied_before_the_end(make, tmp_path):
 def test_a_save_that_somebody_removes_is_not_waited_for(make, tmp_path, monkeypatch, caplog):
     run, put = make(), tiers.SharedFolder.put
     monkeypatch.setattr(tiers.SharedFolder, "put", lambda *_: 1 / 0)
-    for _ in range(2):
-        run.train()
-        run.save().wait(60)
+    run.make_saves(2)
     shutil.rmtree(tmp_path / "node/partial/step-00000001")
     monkeypatch.setattr(tiers.SharedFolder, "put", put)
     run.saver.close()
@@ -184,10 +156,9 @@ def test_a_save_that_somebody_removes_is_not_waited_for(make, tmp_path, monkeypa
 def test_a_copy_that_differs_is_not_taken(make, tmp_path, monkeypatch, caplog):
     """Every copy is read back."""
     run = make()
-    crcs, crc_of = [True], tiers.crc_of_range
-    monkeypatch.setattr(tiers, "crc_of_range", lambda *where: crc_of(*where) ^ (crcs.pop() if crcs else 0))
-    run.train()
-    run.save().wait(60)
+    crcs, crc_of = [True], tiers.Files.crc_of
+    monkeypatch.setattr(tiers.Files, "crc_of", lambda *where: crc_of(*where) ^ (crcs.pop() if crcs else 0))
+    run.make_saves()
     until(lambda: names(tmp_path / "run"))
     assert "the copy differs from the original" in caplog.text
     run.check(1, tmp_path / "out")
@@ -195,17 +166,14 @@ def test_a_copy_that_differs_is_not_taken(make, tmp_path, monkeypatch, caplog):
 
 def test_a_run_may_keep_few_checkpoints_on_both_levels(make, tmp_path):
     run = make(keep_composable=1)
-    for _ in range(4):
-        run.train()
-        run.save().wait(60)
+    run.make_saves(4)
     run.saver.close()
     assert names(tmp_path / "run") == ["step-00000004"]
 
 
 def test_another_runs_saves_are_not_touched(make, tmp_path):
     run = make(write_timeout=1.0)
-    run.train()
-    run.save().wait(60)
+    run.make_saves()
     run.saver.close()
     other = Loop(tmp_path / "other", policy="full", staging_dir=tmp_path / "node")
     with pytest.raises(UsageError, match="it holds saves of another run, of steps 1"):
@@ -224,9 +192,7 @@ def test_a_mirror_gets_the_manifest_last(make, tmp_path, monkeypatch):
             type(fs), name, lambda self, a, b, call=call, **more: (order.append((a, b)), call(a, b, **more))[1]
         )
     run = make(policy="parity", mirror=url, keep_composable=2)
-    for _ in range(5):
-        run.train()
-        run.save().wait(60)
+    run.make_saves(5)
     run.saver.close()
     there = sorted(path.split("/")[-2] for path in fs.glob(f"{root}/partial/*/manifest.json"))
     assert there == names(tmp_path / "run") and len(there) == 3
@@ -254,8 +220,7 @@ def test_a_request_of_a_mirror_is_repeated_at_once(make, monkeypatch, caplog):
     monkeypatch.setattr(type(fs), "put_file", put)
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     run = make(policy="full", mirror=url)
-    run.train()
-    run.save().wait(60)
+    run.make_saves()
     run.saver.close()
     assert not faults and fs.exists(f"{root}/partial/step-00000001/manifest.json")
     assert "can't be copied" not in caplog.text

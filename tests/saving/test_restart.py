@@ -20,7 +20,7 @@ from llmtailor.errors import SourceError, TargetError, UsageError  # noqa: E402
 from llmtailor.runs.scan import Newest, compose_newest  # noqa: E402
 from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint  # noqa: E402
 from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment  # noqa: E402
-from saving.restarts import KILLS, STEPS  # noqa: E402
+from saving.processes import JOB_STEPS, KILLED_AT, LIVES  # noqa: E402
 from trainings.alone import Alone  # noqa: E402
 from trainings.harness import start_ranks  # noqa: E402
 
@@ -31,12 +31,21 @@ COMPOSE = {**FULL, "on_restart": "compose"}
 @pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("zero3", 2)])
 def test_a_job_that_is_killed_twice_repeats_the_straight_run(tmp_path, kind, ranks):
     (folder := tmp_path / kind).mkdir()
-    start_ranks("saving.restarts", [folder], ranks, folder, 120)
+    start_ranks("saving.processes", ["restarts", folder], ranks, folder, 120)
     straight, resumed = (json.loads((folder / f"{name}.json").read_text()) for name in ("straight", "resumed"))
-    assert [line["step"] for line in straight] == [*range(1, STEPS + 1)]
+    assert [line["step"] for line in straight] == [*range(1, JOB_STEPS + 1)]
     assert resumed == straight
     attempts = json.loads((folder / "run" / "partial" / "attempts.json").read_text())["attempts"]
-    assert [one["resumed_at"] for one in attempts] == [0, *((step - 1) // 2 * 2 for step in KILLS)]
+    assert [one["resumed_at"] for one in attempts] == [0, *((step - 1) // 2 * 2 for step in KILLED_AT)]
+
+
+@pytest.mark.parametrize("campaign", ["6-1", pytest.param("200-2", marks=pytest.mark.long)])
+@pytest.mark.timeout(1800)
+def test_the_newest_published_save_survives_a_kill(tmp_path, campaign):
+    (folder := tmp_path / campaign).mkdir()
+    start_ranks("saving.processes", ["kills", folder], 1, folder, 1700)
+    steps = json.loads((folder / "steps.json").read_text())
+    assert len(steps) >= int(campaign.partition("-")[0]) and len(set(steps)) >= LIVES
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +222,7 @@ def test_a_callback_finds_its_trainer(tmp_path):
 
 
 def test_ranks_with_different_options_are_refused(tmp_path):
-    start_ranks("saving.disagreeing", [tmp_path], 2, tmp_path, 120)
+    start_ranks("saving.processes", ["disagreeing", tmp_path], 2, tmp_path, 120)
     for rank in range(2):
         found = json.loads((tmp_path / f"told-{rank}").read_text())
         assert found["options"].startswith("rank 1: not the same save_steps as on rank 0\n  fix: ")

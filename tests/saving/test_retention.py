@@ -21,26 +21,31 @@ A, B, C = map(Part, ("layer 0", "layer 1", "norm"))
 class Disk:
     """A run's folder: what its saves leave there, one folder per step."""
 
-    parts: Sequence[str] = (A, B, C)
+    parts: str = "ABC"
     ledger: Ledger = field(default_factory=lambda: Ledger("L1"))
     partial: dict[int, RunCheckpoint] = field(default_factory=dict)
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     lineages: int = 1
 
-    def save(self, step: int, *saved: str) -> Disk:
-        """Save some parts; none named means all of them."""
-        self.ledger = self.ledger.after(step, saved or self.parts, self.parts)
+    def do(self, events: str) -> Disk:
+        """Play what happens: ``50`` and ``60AB`` save all or some parts at a step, ``-50`` loses that save, ``r50``
+        resumes from it, ``anew`` starts another run in the folder, and ``+C`` unfreezes a part."""
+        for event in events.split():
+            if event == "anew":
+                self.ledger = Ledger(self._new_lineage())
+            elif event[0] == "r":
+                self.ledger = self.ledgers[int(event[1:])].resumed(self._new_lineage(), int(event[1:]))
+            elif event[0] == "-":
+                del self.partial[int(event[1:])]
+            elif event[0] == "+":
+                self.parts += event[1:]
+            else:
+                self.save(int(event.rstrip("ABC")), event.lstrip("0123456789"))
+        return self
+
+    def save(self, step: int, saved: str = "") -> None:
+        self.ledger = self.ledgers[step] = self.ledger.after(step, saved or self.parts, self.parts)
         self.partial[step] = RunCheckpoint.saved(Path(f"step-{step:08}"), self.ledger)
-        self.ledgers[step] = self.ledger
-        return self
-
-    def resume(self, step: int) -> Disk:
-        self.ledger = self.ledgers[step].resumed(self._new_lineage(), step)
-        return self
-
-    def start_anew(self) -> Disk:
-        self.ledger = Ledger(self._new_lineage())
-        return self
 
     def _new_lineage(self) -> str:
         self.lineages += 1
@@ -50,114 +55,64 @@ class Disk:
     def saves(self) -> list[RunCheckpoint]:
         return list(self.partial.values())
 
-    @property
-    def complete(self) -> list[int]:
-        """The steps that partial checkpoints alone can compose."""
-        return sorted(save.step for save in self.saves if is_complete(save, self.saves))
-
-    def needed(self, keep: int) -> list[int]:
-        return sorted(needed(self.saves, self.ledger, keep))
-
-    def sources(self, step: int) -> dict[str, int] | None:
+    def sources(self, step: int) -> str | None:
         """Return the step that each part of a composite would come from."""
         save = self.partial[step]
         found = {part: one.step for part, one in partial_sources(save, self.saves).items()}
-        return found if is_complete(save, self.saves) else None
+        return " ".join(f"{part}{found[part]}" for part in sorted(found)) if is_complete(save, self.saves) else None
 
 
-def test_a_plain_run():
-    disk = Disk().save(50).save(100, A).save(150, B).save(200, A).save(250, C)
-    assert disk.complete == [50, 100, 150, 200, 250]
-    assert disk.sources(250) == {A: 200, B: 150, C: 250}
-    assert disk.sources(150) == {A: 100, B: 150, C: 50}
-    assert disk.needed(1) == [150, 200, 250]
-    assert disk.needed(2) == [50, 150, 200, 250]  # 200 has C from the base
-    assert disk.needed(3) == [50, 100, 150, 200, 250]
-    assert disk.needed(99) == [50, 100, 150, 200, 250]
-    assert deletable(disk.saves, disk.ledger, 1) == [50, 100]
-    assert deletable(disk.saves, disk.ledger, 2) == [100]
-    with pytest.raises(ValueError, match="1 or more"):
-        disk.needed(0)
+ABANDONED = "50 100A 150B 200C r100"
+
+
+@pytest.mark.parametrize(
+    ("events", "complete", "sources", "kept", "lost"),
+    [
+        # steps that partial checkpoints alone can compose; of which saves; what keeping 1, 2, ... of them needs
+        ("50", [50], {50: "A50 B50 C50"}, [[50]], ""),
+        ("50 100A 150B 200A 250C", [50, 100, 150, 200, 250], {250: "A200 B150 C250", 150: "A100 B150 C50"},
+         [[150, 200, 250], [50, 150, 200, 250], [50, 100, 150, 200, 250], [50, 100, 150, 200, 250]], ""),
+        # a gap is filled with something older; the next save must hold what was lost
+        ("50 100A 150A 200B -150", [50, 100, 200], {200: "A100 B200 C50"}, [[50, 100, 200]], "A"),
+        # nothing fills it, but what is there holds newest states: once C is saved, everything is there
+        ("50 100A 150B -50", [], {150: None}, [[100, 150]], "C"),
+        ("50 100A 150B -50 200C", [200], {200: "A100 B150 C200"}, [[100, 150, 200]] * 2, ""),
+        # another run's saves stay, and do not count; its base may take the place of the old one's
+        ("50 500A anew 60 100B", [50, 60, 100, 500], {100: "A60 B100 C60", 500: "A500 B50 C50"},
+         [[50, 60, 100, 500]], ""),
+        ("50 500A anew 60 100B 150", [50, 60, 100, 150, 500], {}, [[50, 150, 500]], ""),
+        ("50 500A anew 50 100B", [50, 100], {500: None}, [], ""),
+        ("50 100A r100 150B r150 200C", [50, 100, 150, 200], {200: "A100 B150 C200"},
+         [[100, 150, 200], [50, 100, 150, 200]], ""),
+        # a resume from earlier forgets what came later, which goes once the run has passed it
+        (ABANDONED, [50, 100, 150, 200], {}, [[50, 100, 150, 200]], ""),
+        (f"{ABANDONED} 160A", [50, 100, 150, 160, 200], {160: "A160 B50 C50", 200: "A100 B150 C200"},
+         [[50, 100, 150, 160, 200]], ""),
+        (f"{ABANDONED} 160A 210B", [50, 100, 150, 160, 200, 210], {},
+         [[50, 160, 210], [50, 100, 150, 160, 200, 210]], ""),
+        # a save in the place of an abandoned one
+        (f"{ABANDONED} 150A", [50, 100, 150, 200], {150: "A150 B50 C50", 200: "A100 B50 C200"}, [], ""),
+        # a part that is unfrozen later
+        ("50AB 100A +C 150C 200B", [50, 100, 150, 200], {100: "A100 B50", 200: "A100 B200 C150"}, [], ""),
+    ],
+)  # fmt: skip
+def test_what_is_needed(events, complete, sources, kept, lost):
+    disk = Disk("AB" if "+C" in events else "ABC").do(events)
+    assert sorted(save.step for save in disk.saves if is_complete(save, disk.saves)) == complete
+    assert {step: disk.sources(step) for step in sources} == sources
+    for keep, steps in enumerate(kept, 1):
+        assert sorted(needed(disk.saves, disk.ledger, keep)) == steps
+        assert deletable(disk.saves, disk.ledger, keep) == sorted(disk.partial.keys() - {*steps})
+    assert lost_parts(disk.ledger, disk.saves) == {*lost}
+    assert not lost_parts(disk.ledger.without({*lost}), disk.saves)
 
 
 def test_nothing_yet():
     assert needed([], Ledger("L1"), 1) == set()
-    assert Disk().save(50).needed(1) == [50]
     with pytest.raises(ValueError, match="no save"):
         RunCheckpoint.saved(Path(), Ledger("L1"))
-
-
-def test_a_gap_is_filled_with_something_older():
-    disk = Disk().save(50).save(100, A).save(150, A).save(200, B)
-    del disk.partial[150]
-    assert disk.sources(200) == {A: 100, B: 200, C: 50}
-    assert disk.needed(1) == [50, 100, 200]
-    assert lost_parts(disk.ledger, disk.saves) == {A}
-    # The next save must hold A, whatever the policy wants.
-    disk.ledger = disk.ledger.without({A})
-    assert lost_parts(disk.ledger, disk.saves) == set()
-    assert "layer 0" not in disk.ledger.last
-
-
-def test_a_gap_that_nothing_fills():
-    disk = Disk().save(50).save(100, A).save(150, B)
-    del disk.partial[50]
-    assert disk.complete == []
-    assert disk.sources(150) is None
-    assert lost_parts(disk.ledger, disk.saves) == {C}
-    # Neither is composable, but both hold a newest state: once C is saved, everything is there.
-    assert disk.needed(1) == [100, 150]
-    disk.save(200, C)
-    assert disk.complete == [200]
-    assert disk.needed(1) == disk.needed(2) == [100, 150, 200]
-
-
-def test_a_second_run_in_the_folder():
-    disk = Disk().save(50).save(500, A).start_anew().save(60).save(100, B)
-    assert disk.complete == [50, 60, 100, 500]
-    assert disk.sources(100) == {A: 60, B: 100, C: 60}
-    assert disk.sources(500) == {A: 500, B: 50, C: 50}
-    assert disk.needed(1) == [50, 60, 100, 500]  # the other run's stay, and do not count
-    assert disk.save(150).needed(1) == [50, 150, 500]
-    # The new run's base in the place of the old one's: what relied on that can't be composed any more.
-    disk = Disk().save(50).save(500, A).start_anew().save(50).save(100, B)
-    assert disk.complete == [50, 100]
-
-
-def test_a_resume_from_the_newest():
-    disk = Disk().save(50).save(100, A).resume(100).save(150, B).resume(150).save(200, C)
-    assert disk.sources(200) == {A: 100, B: 150, C: 200}
-    assert disk.needed(1) == [100, 150, 200]
-    assert disk.needed(2) == [50, 100, 150, 200]
-
-
-def test_a_resume_from_earlier_forgets_what_came_later():
-    disk = Disk().save(50).save(100, A).save(150, B).save(200, C).resume(100)
-    assert disk.needed(1) == [50, 100, 150, 200]  # nothing is saved yet, and step 200 is the newest
-    disk.save(160, A)
-    assert disk.sources(160) == {A: 160, B: 50, C: 50}  # and not B from the abandoned 150
-    assert disk.sources(200) == {A: 100, B: 150, C: 200}
-    assert disk.needed(1) == [50, 100, 150, 160, 200]
-    # Once the run has passed them, the abandoned ones go.
-    disk.save(210, B)
-    assert disk.needed(1) == [50, 160, 210]
-    assert disk.needed(2) == [50, 100, 150, 160, 200, 210]
-    assert deletable(disk.saves, disk.ledger, 1) == [100, 150, 200]
-
-
-def test_a_save_in_the_place_of_an_abandoned_one():
-    disk = Disk().save(50).save(100, A).save(150, B).save(200, C).resume(100).save(150, A)
-    assert disk.sources(150) == {A: 150, B: 50, C: 50}
-    assert disk.sources(200) == {A: 100, B: 50, C: 200}  # B of 150 is gone; that of the base remains
-
-
-def test_parts_that_are_unfrozen_later():
-    disk = Disk(parts=(A, B)).save(50).save(100, A)
-    disk.parts = (A, B, C)
-    disk.save(150, C).save(200, B)
-    assert disk.complete == [50, 100, 150, 200]
-    assert disk.sources(100) == {A: 100, B: 50}
-    assert disk.sources(200) == {A: 100, B: 200, C: 150}
+    with pytest.raises(ValueError, match="1 or more"):
+        needed([], Ledger("L1"), 0)
 
 
 # --- the slow search -------------------------------------------------------------------------------------------------
@@ -166,18 +121,18 @@ def test_parts_that_are_unfrozen_later():
 @st.composite
 def disks(draw: st.DrawFn) -> Disk:
     """Runs with resumes, forks, other runs, and folders deleted by hand."""
-    disk = Disk().save(draw(st.integers(1, 5)))
-    subsets = st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=2, unique=True)
+    disk = Disk().do(f"{draw(st.integers(1, 5))}")
+    subsets = st.lists(st.sampled_from("ABC"), min_size=1, max_size=2, unique=True).map("".join)
     for kind in draw(st.lists(st.sampled_from("sssssrda"), max_size=14)):
         step = (disk.ledger.step or 0) + draw(st.integers(1, 4))
         if kind == "s":
-            disk.save(step, *(draw(subsets) if disk.ledger.step else ()))
+            disk.save(step, draw(subsets) if disk.ledger.step else "")
         elif kind == "r":
-            disk.resume(draw(st.sampled_from(sorted(disk.ledgers))))
+            disk.do(f"r{draw(st.sampled_from(sorted(disk.ledgers)))}")
         elif kind == "d" and disk.partial:
-            del disk.partial[draw(st.sampled_from(sorted(disk.partial)))]
+            disk.do(f"-{draw(st.sampled_from(sorted(disk.partial)))}")
         elif kind == "a":
-            disk.start_anew().save(draw(st.integers(1, 20)))
+            disk.do(f"anew {draw(st.integers(1, 20))}")
     return disk
 
 
@@ -235,10 +190,3 @@ def test_a_save_is_needed_exactly_if_its_loss_would_be_noticed(disk, keep):
     gone = deletable(saves, disk.ledger, keep)
     assert outcomes(disk, [one for one in saves if one.step not in gone], keep) == before
     assert set(gone).isdisjoint(found)
-
-
-def test_a_ledger_describes_its_newest_save():
-    save = RunCheckpoint.saved(Path("step"), Disk().save(50).save(60, A).ledger)
-    assert (save.step, save.parts, save.needed_parts) == (60, frozenset({A}), frozenset({A, B, C}))
-    assert save.past is not None
-    assert (save.past.step, save.past.lineage, save.past.history) == (60, "L1", {})

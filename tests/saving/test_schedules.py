@@ -19,32 +19,49 @@ def layers(*numbers: int) -> list[str]:
     return [layer_part(number) for number in numbers]
 
 
-def test_full():
-    assert by_itself(Full(), llama(2), 2) == [[EMBED, *layers(0, 1), NORM, HEAD]] * 2
-    assert Full().worst_staleness(llama(2), llama(2).parts) == 0
+ODD, EVEN = [*layers(1, 3), HEAD], [EMBED, *layers(0, 2, 4), NORM]
+WITH_AUX = [EMBED, *layers(1, 3), NORM, HEAD], [EMBED, *layers(0, 2, 4), NORM, HEAD]
+TIED = llama(2, tied=True, extra={"wpe.weight": "wpe"})
+VISION = [part for part in qwen_vl(2).parts if part.startswith("visual.")]
+SIZES = alike(llama(4).parts) | {EMBED: 250, NORM: 10, HEAD: 250}
+GROUPS = [[EMBED, *layers(0)], [*layers(1, 2, 3), NORM], [HEAD]]
+"""350, 310 and 250 of the 910 bytes: no three groups have less than 350 in the largest"""
 
 
-def test_parity():
-    odd, even = [*layers(1, 3), HEAD], [EMBED, *layers(0, 2, 4), NORM]
-    assert by_itself(Parity(), llama(5), 4) == [odd, even, odd, even]
-    reasons = [set(Parity().choose(situation(llama(5), save)).values()) for save in (1, 2)]
-    assert reasons == [{"odd half"}, {"even half"}]
+@pytest.mark.parametrize(
+    ("policy", "structure", "given", "expected"),
+    [
+        (Full(), llama(2), {}, [[EMBED, *layers(0, 1), NORM, HEAD]] * 2),
+        (Parity(), llama(5), {}, [ODD, EVEN, ODD, EVEN]),
+        (Parity(aux_every=1), llama(5), {}, [*WITH_AUX, WITH_AUX[0]]),
+        (Parity(), TIED, {}, [[*layers(1), "wpe"], [EMBED, *layers(0), NORM]]),
+        (Parity(), qwen_vl(2), {}, [[*layers(1), HEAD, *VISION], [EMBED, *layers(0), NORM]]),
+        (Parity(), llama(4), {"parts": [*layers(2, 3), NORM]}, [layers(3), [*layers(2), NORM]]),  # what is trainable
+        (RoundRobin(3), llama(4), {"num_bytes": SIZES}, [*GROUPS, *GROUPS, GROUPS[0]]),
+        # more groups than parts
+        (RoundRobin(99), llama(1), {}, [[part] for part in (*llama(1).parts, llama(1).parts[0])]),
+        (RoundRobin(1), llama(1), {}, [list(llama(1).parts)] * 2),
+        # Filter with nothing between, nothing at the ends, nothing but layers
+        (Filter(first=3, last=3, aux_every=1), llama(4), {}, [[*layers(0, 1, 2, 3), EMBED, NORM, HEAD]]),
+        (Filter(0, 0, 1), llama(4), {"parts": layers(0, 1, 2, 3)}, [layers(0, 2), layers(1, 3)]),
+    ],
+)
+def test_what_is_saved(policy, structure, given, expected):
+    assert by_itself(policy, structure, len(expected), **given) == expected
 
 
-def test_parity_with_all_auxiliary_parts():
-    odd, even = [EMBED, *layers(1, 3), NORM, HEAD], [EMBED, *layers(0, 2, 4), NORM, HEAD]
-    assert by_itself(Parity(aux_every=1), llama(5), 3) == [odd, even, odd]
-    assert Parity(1).choose(situation(llama(1), 1)) == {EMBED: "auxiliary", NORM: "auxiliary", HEAD: "auxiliary"}
-
-
-def test_parity_of_other_models():
-    tied = llama(2, tied=True, extra={"wpe.weight": "wpe"})
-    assert by_itself(Parity(), tied, 2) == [[*layers(1), "wpe"], [EMBED, *layers(0), NORM]]
-    vision = [part for part in qwen_vl(2).parts if part.startswith("visual.")]
-    assert len(vision) == 8
-    assert by_itself(Parity(), qwen_vl(2), 2) == [[*layers(1), HEAD, *vision], [EMBED, *layers(0), NORM]]
-    # Only some parts are trainable.
-    assert by_itself(Parity(), llama(4), 2, parts=[*layers(2, 3), NORM]) == [layers(3), [*layers(2), NORM]]
+@pytest.mark.parametrize(
+    ("policy", "structure", "save", "given", "expected"),
+    [
+        (Parity(), llama(3), 1, {}, {"layer 1": "odd half", HEAD: "odd half"}),
+        (Parity(1), llama(1), 1, {}, {EMBED: "auxiliary", NORM: "auxiliary", HEAD: "auxiliary"}),
+        (RoundRobin(3), llama(4), 6, {"num_bytes": SIZES}, {HEAD: "group 3 of 3"}),
+        (Filter(1, 1, 1, 2, 2), llama(4), 2, {"num_bytes": alike(llama(4).parts) | {HEAD: 300}},
+         {"layer 0": "first 1", "layer 3": "last 1", "layer 2": "share 2 of 2", EMBED: "auxiliary", NORM: "auxiliary"}),
+    ],
+)  # fmt: skip
+def test_reasons(policy, structure, save, given, expected):
+    assert policy.choose(situation(structure, save, **given)) == expected
 
 
 def test_filter_by_default():
@@ -68,44 +85,6 @@ def test_filter_with_options():
     between = [[], [1, 4], [], [2, 5], [], [3], [], [1, 4]]
     expected = [{*aux_head, *layers(0, *numbers, 6, 7), *aux} for numbers in between]
     assert [set(one) for one in by_itself(policy, llama(8), 8)] == expected
-    assert policy.worst_staleness(llama(8), llama(8).parts) == 5
-    # Nothing between, nothing at the ends, nothing but layers.
-    assert by_itself(Filter(first=3, last=3, aux_every=1), llama(4), 1) == [[*layers(0, 1, 2, 3), *aux_head, *aux]]
-    assert Filter(first=3, last=3).worst_staleness(llama(4), llama(4).parts) == 2
-    assert by_itself(Filter(first=0, last=0, every=1), llama(4), 2, parts=layers(0, 1, 2, 3)) == [
-        layers(0, 2),
-        layers(1, 3),
-    ]
-    assert Filter(first=0, last=0, every=1).worst_staleness(llama(4), layers(0, 1, 2, 3)) == 1
-    assert Filter(first=9).worst_staleness(llama(4), layers(1, 2)) == 0
-
-
-def test_filter_says_why():
-    policy = Filter(first=1, last=1, every=1, groups=2, aux_every=2)
-    num_bytes = alike(llama(4).parts) | {HEAD: 300}
-    assert policy.choose(situation(llama(4), 2, num_bytes=num_bytes)) == {
-        "layer 0": "first 1",
-        "layer 3": "last 1",
-        "layer 2": "share 2 of 2",
-        EMBED: "auxiliary",
-        NORM: "auxiliary",
-    }
-
-
-def test_round_robin():
-    num_bytes = alike(llama(4).parts) | {EMBED: 250, NORM: 10, HEAD: 250}
-    # 350 | 310 | 250; of the 910 bytes no three groups have less than 350 in the largest.
-    groups = [[EMBED, *layers(0)], [*layers(1, 2, 3), NORM], [HEAD]]
-    assert by_itself(RoundRobin(3), llama(4), 7, num_bytes=num_bytes) == [*groups, *groups, groups[0]]
-    assert RoundRobin(3).choose(situation(llama(4), 6, num_bytes=num_bytes)) == {HEAD: "group 3 of 3"}
-    assert RoundRobin(3).worst_staleness(llama(4), llama(4).parts) == 2
-
-
-def test_round_robin_with_more_groups_than_parts():
-    one_each = [[part] for part in llama(1).parts]
-    assert by_itself(RoundRobin(99), llama(1), 5) == [*one_each, one_each[0]]
-    assert RoundRobin(99).worst_staleness(llama(1), llama(1).parts) == 3
-    assert by_itself(RoundRobin(1), llama(1), 2) == [list(llama(1).parts)] * 2
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 10))
@@ -131,6 +110,8 @@ def test_groups_are_as_even_as_can_be(sizes, k):
         Filter(),
         Filter(0, 1, 3, 3, 4),
         Filter(1, 0, 1, 1, 1),
+        Filter(3, 3),
+        Filter(9),
         RoundRobin(1),
         RoundRobin(4),
         RoundRobin(9),

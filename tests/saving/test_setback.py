@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
 
-from helpers.commands import run_here
+from helpers.commands import call, run_here
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.policies import setbacks
 from llmtailor.runs.save_log import LOG, read_log
@@ -16,33 +17,27 @@ from saving.loop import Loop
 ALIKE = {"a": 2.0, "b": 2.0, "c": 4.0}
 
 
-def test_a_checkpoint_that_is_wholly_n_steps_old_is_n_steps_behind():
-    assert setbacks(ALIKE, dict.fromkeys("abc", 20)) == {"a": 5, "b": 5, "c": 10}
-
-
-def test_a_part_answers_for_what_it_changes_per_step():
-    assert setbacks({"a": 4.0, "b": 2.0}, {"a": 40, "b": 20}) == {"a": 20, "b": 10}
-
-
-@pytest.mark.parametrize("loss", [float("inf"), float("nan")])
-def test_what_is_unknown_is_left_out(loss):
-    assert setbacks({"a": loss, "b": 2.0, "c": 1.0}, {"a": 10, "b": 10}) == {"b": 10}
-    assert setbacks({"a": 0.0}, {"a": 10}) == setbacks({}, {}) == {}
+@pytest.mark.parametrize(
+    ("loss", "steps", "expected"),
+    [
+        (ALIKE, {"a": 20, "b": 20, "c": 20}, {"a": 5, "b": 5, "c": 10}),  # wholly 20 steps old: 20 steps behind
+        ({"a": 4.0, "b": 2.0}, {"a": 40, "b": 20}, {"a": 20, "b": 10}),  # by what a part changes per step
+        *(({"a": unknown, "b": 2.0, "c": 1.0}, {"a": 10, "b": 10}, {"b": 10}) for unknown in (math.inf, math.nan)),
+        ({"a": 0.0}, {"a": 10}, {}),
+        ({}, {}, {}),
+    ],
+)
+def test_setbacks(loss, steps, expected):
+    assert setbacks(loss, steps) == expected
 
 
 @pytest.fixture
 def run(tmp_path):
-    loop = Loop(tmp_path / "run", layers=6, policy="adaptive:0.4", background=False).start()
-    for _ in range(5):
-        loop.train(2)
-        loop.save()
-    loop.saver.close()
-    return loop
+    return Loop(tmp_path / "run", layers=6, policy="adaptive:0.4", background=False).trained(5, 2)
 
 
 def planned(run, *words):
-    done = run_here("merge", "--run", run, "--dry-run", *words)
-    assert done.returncode == 0, done.stderr
+    done = call("merge", "--run", run, "--dry-run", *words)
     return done.stdout
 
 
@@ -74,11 +69,8 @@ def test_nothing_is_said_about_other_states_than_those_compared(run):
 
 
 def test_after_a_resume_only_what_changed_since_then_counts(run, tmp_path):
-    again = Loop(run.run, layers=6, policy="adaptive:0.4", background=False)
-    again.model.load_state_dict(run.model.state_dict())
-    again.start(10)
-    again.train(2)
-    again.save()
+    again = Loop(run.run, model=run.model, policy="adaptive:0.4", background=False).start(10)
+    again.make_saves(1, 2)
     again.saver.close()
     newest = read_manifest(run.run / "partial" / "step-00000012", "")
     assert 0 < sum(newest.setback.values()) < 2  # all parts together changed in two steps

@@ -14,12 +14,13 @@ from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from helpers.commands import run_here  # noqa: E402
+from helpers.commands import call  # noqa: E402
 from llmtailor.checkpoint.lineage import Ledger  # noqa: E402
 from llmtailor.containers.safetensors import read_header  # noqa: E402
 from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
 from llmtailor.runs.save_log import LOG, read_log  # noqa: E402
-from saving.sharded import RANKS, build, optimizer_for  # noqa: E402
+from saving.loop import check_states, fold, manifests  # noqa: E402
+from saving.sharded import RANKS, model_of, optimizer_for  # noqa: E402
 from trainings.harness import start_ranks  # noqa: E402
 
 
@@ -62,33 +63,21 @@ def check_measured(run, step, truth, part_of):
 def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
     run = trained / kind / "run"
     truth, _ = torch.load(trained / kind / "truth.pt")
+    part_of = {name: one["part"] for one in manifests([run])[2]["parts"] for name in one["params"]}
     for step in (2, 4, 6):
         path = run / "partial" / f"step-{step:08}"
         manifest = read_manifest(path, path.name)
-        step_of = Ledger.from_json(manifest.ledger, path.name).steps
         header = [read_header(path, fact.path, fact.path) for fact in manifest.bundles[: RANKS[kind]]]
         saving = [any(name.startswith("master/") for name in one.tensors) for one in header]
         # all ranks have rows, but of HSDP's replicas only the first saves them: ranks 0 and 1 of a mesh of 2 x 2
         assert saving == ([True, True, False, False] if kind == "hsdp" else [True] * RANKS[kind])
-        part_of = {
-            name: part
-            for at in sorted(step_of.values())
-            for part, names in read_manifest(run / "partial" / f"step-{at:08}", "").params_of.items()
-            for name in names
-        }
         out = tmp_path / f"out-{step}"
-        done = run_here("merge", "--run", run, "--at", step, "--to", "trainer", out)
-        assert done.returncode == 0, done.stderr
-        weights, optimizer = load_file(out / "model.safetensors"), torch.load(out / "optimizer.pt")
-        names = [name for group in optimizer["param_groups"] for name in group["lt_params"]]
+        call("merge", "--run", run, "--at", step, "--to", "trainer", out)
+        check_states(out, fold(truth, manifests([run], step)))
         frozen = {name for name, wanted in truth[step].items() if len(wanted) == 1}
-        assert sorted(names) == sorted(truth[step].keys() - frozen) and bool(frozen) == (kind == "hsdp")
+        weights = load_file(out / "model.safetensors")
         assert all(torch.equal(weights[name], truth[step][name]["master"]) for name in frozen)
-        for number, name in enumerate(names):
-            wanted = truth[step_of[part_of[name]]][name]
-            found = {"master": weights[name], **optimizer["state"][number]}
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[key], wanted[key]) for key in wanted if key != "step"), (step, name)
+        assert bool(frozen) == (kind == "hsdp")
         check_measured(run, step, truth, part_of)
         files = [fact.path for fact in manifest.bundles[RANKS[kind] :]]
         assert files == [f"frozen-{rank:05}-of-00004.safetensors" for rank in range(4)] * (kind == "hsdp")
@@ -98,9 +87,8 @@ def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
 
 def test_torch_loads_modules_under_two_names_and_a_rate_that_is_a_tensor(trained, tmp_path):
     truth, _ = torch.load(trained / "hsdp" / "truth.pt")
-    done = run_here("merge", "--run", trained / "hsdp" / "run", "--at", 2, "--to", "dcp", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    model = build("hsdp")
+    call("merge", "--run", trained / "hsdp" / "run", "--at", 2, "--to", "dcp", tmp_path / "out")
+    model = model_of("hsdp")
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -116,55 +104,31 @@ def test_torch_loads_modules_under_two_names_and_a_rate_that_is_a_tensor(trained
         assert all(torch.equal(value, wanted[kind]) for kind, value in optimizer.state[param].items())
 
 
-def newest_of_experts(run, step):
-    """Part -> the newest save up to a step that holds it."""
-    folders = {at: run / "partial" / f"step-{at:08}" for at in (2, 4, 6) if at <= step}
-    return {part: at for at, folder in folders.items() for part in read_manifest(folder, "").parts}
-
-
-def check_experts(out, truth, newest):
-    """Compare every expert with its newest save; return of how many saves the experts of each param are."""
-    weights, optimizer = load_file(out / "model.safetensors"), torch.load(out / "optimizer.pt")
-    names = [name for group in optimizer["param_groups"] for name in group["lt_params"]]
-    seen = set()
-    for number, name in enumerate(names):
-        if ".experts." in name:
-            layer, found = name.split(".layers.")[1][0], {"master": weights[name], **optimizer["state"][number]}
-            at = [newest[f"layer {layer} expert {expert}"] for expert in range(3)]
-            for kind in ("master", "exp_avg", "exp_avg_sq"):
-                wanted = [truth[held][name][kind][expert] for expert, held in enumerate(at)]
-                assert torch.equal(found[kind], torch.stack(wanted)), (name, kind)
-            seen.add(len({*at}))
-    return seen
-
-
 def test_composites_hold_the_newest_of_every_expert(trained, tmp_path):
     """FSDP2 cuts between experts: one rank has two of them, the other one."""
     run = trained / "experts" / "run"
     truth, _ = torch.load(trained / "experts" / "truth.pt")
     seen = set()
     for step in (4, 6):
-        out = tmp_path / f"out-{step}"
-        done = run_here("merge", "--run", run, "--at", step, "--to", "trainer", out)
-        assert done.returncode == 0, done.stderr
-        seen |= check_experts(out, truth, newest_of_experts(run, step))
+        made = manifests([run], step)
+        call("merge", "--run", run, "--at", step, "--to", "trainer", out := tmp_path / f"out-{step}")
+        check_states(out, fold(truth, made))
+        newest = {part["part"]: at for at, one in made.items() for part in one["parts"]}
+        seen |= {len({newest[f"layer {layer} expert {expert}"] for expert in range(3)}) for layer in range(3)}
     assert seen == {1, 2}, "some layers have experts of one step, and some of two"
-    assert run_here("verify", "--deep", run / "partial" / "step-00000006").returncode == 0
+    call("verify", "--deep", run / "partial" / "step-00000006")
 
 
 def test_thin_keeps_the_newest_of_every_expert(trained, tmp_path):
     """Composites become partial checkpoints, and stand for the saves that they were made of."""
     run = shutil.copytree(trained / "experts" / "run", tmp_path / "run")
     truth, _ = torch.load(trained / "experts" / "truth.pt")
-    newest = newest_of_experts(run, 4)
+    wanted = fold(truth, manifests([run], 4))
     for step in (2, 4, 6):
-        done = run_here("merge", "--run", run, "--at", step)
-        assert done.returncode == 0, done.stderr
+        call("merge", "--run", run, "--at", step)
     for step in (2, 4):
         shutil.rmtree(run / "partial" / f"step-{step:08}")
-    done = run_here("thin", run, "--strategy", "full", "--yes")
-    assert done.returncode == 0, done.stderr
+    call("thin", run, "--strategy", "full", "--yes")
     assert not (run / "checkpoint-4").exists()
-    done = run_here("merge", "--run", run, "--at", 4, "--to", "trainer", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert 2 in check_experts(tmp_path / "out", truth, newest)
+    call("merge", "--run", run, "--at", 4, "--to", "trainer", tmp_path / "out")
+    check_states(tmp_path / "out", wanted)

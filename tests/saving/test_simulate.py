@@ -94,13 +94,6 @@ def test_stale_masters_set_back_by_their_share(llama):
     assert in_turn.setback == 0 < in_turn.mean_age
 
 
-def test_adaptive_saves_its_share(llama):
-    for share in (0.1, 0.25, 0.5, 0.67):
-        found = simulate(make_policy(f"adaptive:{share}"), llama, 2)
-        assert found.mean == pytest.approx(share * llama.total * PARTIAL_BYTES, rel=0.01)
-        assert found.largest < 1.3 * found.mean
-
-
 def test_experts_as_parts(tmp_path):
     config = {
         "architectures": ["MixtralForCausalLM"],
