@@ -13,30 +13,29 @@ pytest.importorskip("deepspeed")
 import fsspec
 from click.testing import CliRunner
 
-from clients.conftest import Loops
 from helpers.commands import forget_urls, run_here
-from helpers.states import read, same
+from helpers.states import assert_same_states
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.cli.main import cli
 from llmtailor.errors import SourceError
 from llmtailor.formats.registry import display_name, index_checkpoint
-from llmtailor.model.roles import WEIGHT
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_latest
 from llmtailor.salvage import replace as replacing
 from llmtailor.storage.local import with_tag
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from thin.scene import call, folders
+from trainings.harness import Runs
 
 pytestmark = pytest.mark.real
 
 
 @pytest.fixture
-def tags(loops: Loops, tmp_path: Path) -> Path:
+def tags(runs: Runs, tmp_path: Path) -> Path:
     """The folder of a loop that saves all of its checkpoints into one, as DeepSpeed's examples do."""
     run = tmp_path / "run"
     for step in (2, 4):
-        saved = loops.checkpoint("engine-3", step)
+        saved = runs.checkpoint("engine-3", step)
         shutil.copytree(saved / f"global_step{step}", run / f"global_step{step}")
         shutil.copy(saved / "latest", run / "latest")
     return run
@@ -45,12 +44,10 @@ def tags(loops: Loops, tmp_path: Path) -> Path:
 def assert_same(out: Path, source: Path) -> None:
     made, saved = index_checkpoint(out), index_checkpoint(source)
     assert (made.client, made.global_step, made.zero.tag) == ("deepspeed", saved.global_step, saved.zero.tag)
-    for state, held in saved.held.items():
-        if state.kind != WEIGHT:
-            assert same(read(out, made.held[state]), read(source, held)), state
+    assert_same_states(made, saved)
 
 
-def test_each_tag_is_a_checkpoint(tags: Path, loops: Loops, tmp_path: Path) -> None:
+def test_each_tag_is_a_checkpoint(tags: Path, runs: Runs, tmp_path: Path) -> None:
     assert [*RunFolder(tags).full()] == [2, 4]
     for step in (2, 4):
         for name in (f"{tags}@global_step{step}", tags / f"global_step{step}"):
@@ -58,7 +55,7 @@ def test_each_tag_is_a_checkpoint(tags: Path, loops: Loops, tmp_path: Path) -> N
             assert (told["global_step"], told["client"], told["findings"]) == (step, "deepspeed", [])
         assert call("verify", f"{tags}@global_step{step}", "--deep")["verdict"] == RESUMABLE
     assert call("inspect", tags)["global_step"] == 4  # as ``latest`` says
-    assert_same(Path(call("convert", f"{tags}@global_step2", tmp_path / "out")["out"]), loops.checkpoint("engine-3"))
+    assert_same(Path(call("convert", f"{tags}@global_step2", tmp_path / "out")["out"]), runs.checkpoint("engine-3"))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"base_model: {tags}@global_step4\nparts:\n- {{from: {tags}@global_step2, select: [odd]}}\n")
     told = call("merge", recipe, tmp_path / "mixed")
@@ -73,7 +70,7 @@ def test_a_wrong_tag_is_told_with_the_right_ones(tags: Path) -> None:
         index_checkpoint(tags / "global_step9")
 
 
-def test_a_tag_at_a_url(tags: Path, loops: Loops, tmp_path: Path) -> None:
+def test_a_tag_at_a_url(tags: Path, runs: Runs, tmp_path: Path) -> None:
     url = f"memory://{tmp_path}/run"
     fsspec.filesystem("memory").put(str(tags), url, recursive=True)
     for name in (f"{url}@global_step2", f"{url}/global_step2"):
@@ -81,14 +78,14 @@ def test_a_tag_at_a_url(tags: Path, loops: Loops, tmp_path: Path) -> None:
         assert call("inspect", name)["global_step"] == 2
     forget_urls()
     (recipe := tmp_path / "recipe.yaml").write_text(f"base_model: {url}@global_step2\n")
-    assert_same(Path(call("merge", recipe, tmp_path / "out")["out"]), loops.checkpoint("engine-3"))
+    assert_same(Path(call("merge", recipe, tmp_path / "out")["out"]), runs.checkpoint("engine-3"))
     forget_urls()
     told = run_here("inspect", f"{url}@global_step9")
     assert told.returncode == 4 and f"{url} has no tag global_step9" in told.stderr
     assert "its tags are global_step2, global_step4" in told.stderr
 
 
-def test_a_folder_of_tags_is_a_run(tags: Path, loops: Loops, tmp_path: Path) -> None:
+def test_a_folder_of_tags_is_a_run(tags: Path, runs: Runs, tmp_path: Path) -> None:
     assert find_latest(tags).path == tags / "global_step4"
     torn = tags / "global_step4" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     data = torn.read_bytes()
@@ -101,7 +98,7 @@ def test_a_folder_of_tags_is_a_run(tags: Path, loops: Loops, tmp_path: Path) -> 
     assert folders(tags) == ["global_step4", "partial/step-00000002"]
     assert not [*(tags / "partial/step-00000002").glob("*.pt")]
     call("merge", "--run", tags, tmp_path / "two", "--at", 2)
-    assert_same(tmp_path / "two", loops.checkpoint("engine-3"))
+    assert_same(tmp_path / "two", runs.checkpoint("engine-3"))
 
 
 def test_salvage_replaces_a_tag(tags: Path) -> None:
@@ -156,23 +153,23 @@ def test_an_interrupted_replacement_of_a_tag_is_completed(tags: Path, monkeypatc
     assert find_latest(tags).path == tags / "checkpoint-4"
 
 
-def test_a_tag_folder_of_other_clients_is_no_checkpoint(loops: Loops, tmp_path: Path) -> None:
+def test_a_tag_folder_of_other_clients_is_no_checkpoint(runs: Runs, tmp_path: Path) -> None:
     root = tmp_path / "checkpoint-2"
-    shutil.copytree(loops.checkpoint("accelerate-2"), root)
+    shutil.copytree(runs.checkpoint("accelerate-2"), root)
     with pytest.raises(SourceError, match="tag folder inside a checkpoint"):
         index_checkpoint(root / "pytorch_model")
     root = tmp_path / "of-the-trainer"
-    shutil.copytree(loops.checkpoint("engine-3"), root)
+    shutil.copytree(runs.checkpoint("engine-3"), root)
     (root / "trainer_state.json").write_text('{"global_step": 2, "log_history": []}')
     with pytest.raises(SourceError, match="tag folder inside a checkpoint"):
         index_checkpoint(root / "global_step2")
 
 
 @pytest.mark.parametrize("newest", ["step=4", "step-4"])
-def test_folders_of_a_loop_are_a_run(newest: str, loops: Loops, tmp_path: Path) -> None:
+def test_folders_of_a_loop_are_a_run(newest: str, runs: Runs, tmp_path: Path) -> None:
     run, names = tmp_path / "run", ("step_2", newest)
     for step, name in zip((2, 4), names, strict=True):
-        shutil.copytree(loops.checkpoint("accelerate-ddp", step), run / name)
+        shutil.copytree(runs.checkpoint("accelerate-ddp", step), run / name)
     (run / "step_9").mkdir()  # anything else
     assert [path.name for path in RunFolder(run).full().values()] == [*names]
     assert find_latest(run).path == run / newest

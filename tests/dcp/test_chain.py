@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-import llmtailor  # noqa: E402
 import oracle.any  # noqa: E402
 from helpers.cases import examples  # noqa: E402
 from helpers.checkpoints import make  # noqa: E402
+from helpers.composing import convert  # noqa: E402
 from helpers.strategies import shapes  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from synthetic import pickled_as_deepspeed  # noqa: E402
 
@@ -47,8 +46,7 @@ def test_any_chain_of_formats_leads_back(tmp_path_factory, case):
     for number, (to, ranks) in enumerate([*hops, ("deepspeed", layout["world_size"])]):
         dtype = "BF16" if to == "deepspeed" and not index_checkpoint(at).form.has_masters else None
         out = root / f"hop-{number}"
-        options = llmtailor.Options(to=to, world_size=ranks, stage=3 if to == "deepspeed" else None)
-        llmtailor.merge(Recipe("x", "", at, (), dtype, None), out, options)
+        convert(at, out, dtype=dtype, to=to, world_size=ranks, stage=3 if to == "deepspeed" else None)
         verdict = verify_checkpoint(out, deep=True)
         assert verdict.level == RESUMABLE or all(one.severity != "error" for one in verdict.findings), verdict.findings
         found = index_checkpoint(out)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-import llmtailor
 from campaigns.fuzz import make_sound
+from helpers.cases import mostly_long
+from helpers.composing import convert
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.recipe import Recipe
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 
+PARTIAL = ("partial", "partial2", "partial0")
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -29,19 +30,9 @@ def values(index):
 
 
 @pytest.mark.parametrize("to", ["dcp", "fsdp"])
-@pytest.mark.parametrize(
-    "form",
-    [
-        "partial",
-        "partial2",
-        "partial0",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("zero3", "zero2", "plain")),
-    ],
-)
+@pytest.mark.parametrize("form", mostly_long([*PARTIAL, "zero3", "zero2", "plain"], *PARTIAL))
 def test_every_state_is_there(sound, tmp_path, form, to):
-    llmtailor.merge(
-        Recipe("x", "", sound[form], (), None, None), tmp_path / "out", llmtailor.Options(to=to, world_size=3)
-    )
+    convert(sound[form], tmp_path / "out", to=to, world_size=3)
     assert verify_checkpoint(tmp_path / "out", deep=True).level == RESUMABLE
     before, after = index_checkpoint(sound[form]), index_checkpoint(tmp_path / "out")
     assert (after.params, after.tied, after.steps()) == (before.params, before.tied, before.steps())

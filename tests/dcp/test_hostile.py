@@ -119,10 +119,10 @@ CASES: list[tuple[str, Callable[[Path], object], type[SourceError], str]] = [
 
 
 @pytest.mark.parametrize(("make", "error", "told"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_it_is_refused(trained, tmp_path, monkeypatch, make, error, told):
+def test_it_is_refused(runs, tmp_path, monkeypatch, make, error, told):
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "checkpoint-2"
-    shutil.copytree(trained.checkpoint("loop"), root)
+    shutil.copytree(runs.checkpoint("loop"), root)
     make(root)
     with pytest.raises(error, match=told) as caught:
         index_checkpoint(root, "x")

@@ -20,11 +20,8 @@ from helpers.composing import compose  # noqa: E402
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError  # noqa: E402
 from llmtailor.saving import PartialSaving, attach, saver_for  # noqa: E402
 from oracle.zero3 import differ  # noqa: E402
-from trainings.alone import (  # noqa: E402
-    MOMENTS,
-    Alone,
-    Tokens,
-)
+from trainings.alone import Alone  # noqa: E402
+from trainings.common import MOMENTS, Tokens  # noqa: E402
 from trainings.models import build, tokenizer  # noqa: E402
 
 FULL = {"policy": "full", "save_steps": 2}

@@ -20,7 +20,7 @@ from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.roles import FROZEN, MASTER, WEIGHT, State  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from trainings.alone import NamedGroups, live_states, train  # noqa: E402
+from trainings.alone import NamedGroups, train  # noqa: E402
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -66,7 +66,7 @@ def test_an_index_says_what_the_live_optimizer_holds(trained):
     assert detects(root)
     index = index_checkpoint(root, name)
     model = run.trainer.model
-    live = live_states(run)
+    live = run.truth.at[4]
     trainable = [param for param, value in model.named_parameters() if value.requires_grad]
     assert sorted(index.steps()) == sorted(trainable) == sorted(live)
     for param, value in model.named_parameters():

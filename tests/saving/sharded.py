@@ -25,7 +25,7 @@ from transformers import (
 
 from helpers.composing import compose
 from llmtailor.saving import attach, saver_for
-from trainings.alone import Tokens
+from trainings.common import Tokens
 from trainings.fsdp import FORMS, CpuTrainer, Watch
 
 STEPS, VOCAB = 6, 62

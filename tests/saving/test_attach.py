@@ -44,7 +44,7 @@ def test_a_policy_is_tested_once(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
 
     from llmtailor.saving import attach
-    from trainings.alone import Tokens
+    from trainings.common import Tokens
 
     asked = []
 
