@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from trainings.models import VOCAB, add_extras, build
@@ -24,7 +23,7 @@ from trainings.spec import Training, from_json
 RATE, DECAY = 5e-3, 0.1
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LORA = LoraConfig(r=3, target_modules=["q_proj", "v_proj", "up_proj"], modules_to_save=["lm_head"])
+LORA: dict[str, Any] = {"r": 3, "target_modules": ["q_proj", "v_proj", "up_proj"], "modules_to_save": ["lm_head"]}
 Losses = Mapping[int, object]
 """step -> the loss, or what the Trainer logged with it"""
 
@@ -86,7 +85,9 @@ def new_model(spec: Any) -> Any:
     arch, _, more = getattr(spec, "arch", "llama").partition("+")
     model = build(arch, spec.layers, spec.tied)
     if more == "lora":
-        model = get_peft_model(model, LORA)
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
     if getattr(spec, "extras", False):
         add_extras(model)
     for name, param in model.named_parameters():

@@ -166,46 +166,6 @@ class Loop:
         watch.held[self.step] = self.held()
 
 
-class Counters:
-    """As torchtitan's train_state."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": torch.tensor(self.loop.step, dtype=torch.int32), "ntokens_seen": torch.tensor(100)}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.loop.step = int(saved["step"])
-
-
-class FlatModel:
-    """As torchtitan's ModelWrapper."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.model)
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, saved, options=StateDictOptions(strict=False))
-
-
-class FlatOptimizer:
-    """As torchtitan's OptimizersContainer."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.options = StateDictOptions(flatten_optimizer_state_dict=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.loop.model, self.loop.optimizer, options=self.options)
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.loop.model, self.loop.optimizer, optim_state_dict=saved, options=self.options)
-
-
 def save_loop(loop: Loop, folder: Path) -> None:
     """``{model, optim}``, and nothing else"""
     model, optim = get_state_dict(loop.model, loop.optimizer)
@@ -231,24 +191,27 @@ def load_loop(loop: Loop, source: Path) -> None:
     loop.scheduler.last_epoch = loop.step
 
 
-def titan_states(loop: Loop) -> dict[str, Any]:
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+
+
+def titan_states(loop: Loop) -> tuple[dict[str, Any], dict[str, Any]]:
     """torchtitan keeps the model's names at the top, beside ``optimizer``, ``lr_scheduler``, ``train_state``."""
-    return {
-        **FlatModel(loop.model).state_dict(),
-        "optimizer": FlatOptimizer(loop),
-        "lr_scheduler": loop.scheduler,
-        "train_state": Counters(loop),
-    }
+    model = get_model_state_dict(loop.model)
+    counters = {"step": torch.tensor(loop.step, dtype=torch.int32), "ntokens_seen": torch.tensor(100)}
+    optimizer = get_optimizer_state_dict(loop.model, loop.optimizer, options=FLAT)
+    return model, {**model, "optimizer": optimizer, "lr_scheduler": loop.scheduler, "train_state": counters}
 
 
 def save_titan(loop: Loop, folder: Path) -> None:
-    dcp.save(titan_states(loop), checkpoint_id=folder / f"step-{loop.step}")
+    dcp.save(titan_states(loop)[1], checkpoint_id=folder / f"step-{loop.step}")
 
 
 def load_titan(loop: Loop, source: Path) -> None:
-    states = titan_states(loop)
+    model, states = titan_states(loop)
     dcp.load(states, checkpoint_id=source)
-    FlatModel(loop.model).load_state_dict({name: states[name] for name in FlatModel(loop.model).state_dict()})
+    set_model_state_dict(loop.model, {name: states[name] for name in model}, options=FLAT)
+    set_optimizer_state_dict(loop.model, loop.optimizer, optim_state_dict=states["optimizer"], options=FLAT)
+    loop.step = int(states["train_state"]["step"])
 
 
 def save_hf(loop: Loop, folder: Path) -> None:

@@ -71,7 +71,8 @@ class Spec(Training):
     scheduler: str = "hf"
     """``hf``: linear decay. ``ds``: WarmupDecayLR from the DeepSpeed config."""
     groups: str = "default"
-    """``layer``: LLMTailor's 2L+x groups"""
+    """``layer``: LLMTailor's 2L+x groups. ``mixin``: the same by `LayerGroupsMixin`, for a model
+    that is loaded, which ZeRO-3 partitions at once."""
     stage: int = 3
     """Of ZeRO; 0: the Trainer without DeepSpeed"""
     round_robin: bool = False

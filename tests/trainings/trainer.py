@@ -12,9 +12,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from llmtailor.training import LayerGroupsMixin
 from trainings.common import (
     DECAY,
     DTYPES,
@@ -44,6 +45,10 @@ class LayerGroups(Trainer):  # type: ignore[misc]
             decayed = set(self.get_decay_parameter_names(model))
             self.optimizer = torch.optim.AdamW(layer_groups(model, decayed, DECAY), lr=RATE)
         return self.optimizer
+
+
+class LayerTrainer(LayerGroupsMixin, Trainer):  # type: ignore[misc]
+    pass
 
 
 def deepspeed_config(spec: Spec) -> dict[str, Any]:
@@ -115,12 +120,24 @@ def new_trainer(spec: Spec, args: TrainingArguments, model: Any, kind: type[Trai
 
 
 def kind_of(spec: Spec) -> type[Trainer]:
-    return LayerGroups if spec.groups == "layer" else Trainer
+    return {"default": Trainer, "layer": LayerGroups, "mixin": LayerTrainer}[spec.groups]
+
+
+def loaded(model: Any, stage: int, place: Path) -> Any:
+    """The model as `from_pretrained` loads it under a DeepSpeed config: with ZeRO-3 all its params are empty."""
+    model.save_pretrained(place)  # on rank 0
+    torch.distributed.barrier()
+    found = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    assert (stage == 3) == all(param.numel() == 0 for param in found.parameters())
+    return found
 
 
 def run(spec: Spec, folder: Path) -> Losses:
     args, logs = arguments(spec, folder), Logs()
-    trainer = new_trainer(spec, args, new_model(spec))
+    model = new_model(spec)
+    if spec.groups == "mixin":
+        model = loaded(model, spec.stage, folder / f"model-of-{spec.name}")
+    trainer = new_trainer(spec, args, model)
     trainer.add_callback(logs)
     if spec.echo:
         trainer.add_callback(Echo(trainer, folder / spec.name))
