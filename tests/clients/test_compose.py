@@ -8,28 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
+from transformers import Trainer
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-
-from click.testing import CliRunner  # noqa: E402
-from transformers import Trainer  # noqa: E402
-
-from clients.test_resume import copy_of_partial  # noqa: E402
-from helpers.cases import mostly_long  # noqa: E402
-from helpers.composing import convert, convert_to_resume, merge  # noqa: E402
-from helpers.states import assert_same_states, read, same  # noqa: E402
-from llmtailor.cli.main import cli  # noqa: E402
-from llmtailor.errors import UnsafePickle  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import MASTER, WEIGHT  # noqa: E402
-from llmtailor.runs.scan import find_latest  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from thin.scene import call, contents, copy_of, folders  # noqa: E402
-from thin.scene import compose as compose_run  # noqa: E402
-from trainings.alone import train as train_alone  # noqa: E402
-from trainings.catalogue import LOOPS  # noqa: E402
-from trainings.harness import Runs  # noqa: E402
+from clients.test_resume import copy_of_partial
+from helpers.cases import mostly_long
+from helpers.composing import convert, convert_to_resume, merge
+from helpers.states import assert_same_states, read, same
+from llmtailor.cli.main import cli
+from llmtailor.errors import UnsafePickle
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import MASTER, WEIGHT
+from llmtailor.runs.scan import find_latest
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from thin.scene import call, contents, copy_of, folders
+from thin.scene import compose as compose_run
+from trainings.alone import train as train_alone
+from trainings.catalogue import LOOPS
+from trainings.harness import Runs
 
 pytestmark = pytest.mark.real
 FILES = {

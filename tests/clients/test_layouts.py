@@ -7,31 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-
-from click.testing import CliRunner  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from clients.test_resume import copy_of_partial  # noqa: E402
-from helpers.composing import convert  # noqa: E402
-from helpers.states import assert_same_states, read, same  # noqa: E402
-from llmtailor.cli.main import cli  # noqa: E402
-from llmtailor.containers.safetensors import SINGLE  # noqa: E402
-from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint  # noqa: E402
-from llmtailor.findings import WARNING  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from thin.scene import call  # noqa: E402
-from trainings.catalogue import LOOPS, LOOPS_SAVED, long_but  # noqa: E402
-from trainings.harness import (  # noqa: E402
+from clients.test_resume import copy_of_partial
+from helpers.composing import convert
+from helpers.states import assert_same_states, read, same
+from llmtailor.cli.main import cli
+from llmtailor.containers.safetensors import SINGLE
+from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint
+from llmtailor.findings import WARNING
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
+from llmtailor.verify.verify import verify_checkpoint
+from thin.scene import call
+from trainings.catalogue import LOOPS, LOOPS_SAVED, long_but
+from trainings.harness import (
     Run,
     Runs,
     Train,
 )
-from trainings.spec import Loop, Spec  # noqa: E402
+from trainings.spec import Loop, Spec
 
 pytestmark = pytest.mark.real
 THERE_AND_BACK = {

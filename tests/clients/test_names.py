@@ -6,11 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("deepspeed")
-
 import fsspec
+import pytest
 from click.testing import CliRunner
 
 from helpers.commands import forget_urls, run_here

@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-
-from helpers.composing import convert  # noqa: E402
-from llmtailor.findings import WARNING  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from thin.scene import call, compose  # noqa: E402
-from trainings.catalogue import LOOPS, LOOPS_SAVED  # noqa: E402
-from trainings.harness import Run, Runs, Train, TrainingFailed  # noqa: E402
-from trainings.harness import train as train_here  # noqa: E402
-from trainings.spec import Loop  # noqa: E402
+from helpers.composing import convert
+from llmtailor.findings import WARNING
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from thin.scene import call, compose
+from trainings.catalogue import LOOPS, LOOPS_SAVED
+from trainings.harness import Run, Runs, Train, TrainingFailed
+from trainings.harness import train as train_here
+from trainings.spec import Loop
 
 pytestmark = pytest.mark.real
 STEP = 2

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("deepspeed")
-
 from helpers.fields import damages_of
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint

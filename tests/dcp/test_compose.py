@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import llmtailor  # noqa: E402
-import oracle.any  # noqa: E402
-from helpers.cases import mostly_long  # noqa: E402
-from helpers.composing import convert, merge, recipe  # noqa: E402
-from helpers.states import assert_holds, assert_same_held, held_by, of_snapshot  # noqa: E402
-from llmtailor.containers.dcp import lay_out_metadata, read_metadata  # noqa: E402
-from llmtailor.errors import MismatchError  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
+import llmtailor
+import oracle.any
+from helpers.cases import mostly_long
+from helpers.composing import convert, merge, recipe
+from helpers.states import assert_holds, assert_same_held, held_by, of_snapshot
+from llmtailor.containers.dcp import lay_out_metadata, read_metadata
+from llmtailor.errors import MismatchError
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 
 
 def is_odd(name: str) -> bool:

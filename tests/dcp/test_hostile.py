@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-torch = pytest.importorskip("torch")
-
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex  # noqa: E402
-
-from llmtailor.errors import SourceError, UnsafePickle, UnsupportedCheckpoint  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.errors import SourceError, UnsafePickle, UnsupportedCheckpoint
+from llmtailor.formats.registry import index_checkpoint
 
 KEY = "model.lm_head.weight"
 

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from helpers.composing import convert_to_resume  # noqa: E402
-from helpers.states import assert_same_held, held_by, loaded_by  # noqa: E402
-from trainings.catalogue import DEEPSPEED, FSDP  # noqa: E402
-from trainings.spec import Fsdp, Training  # noqa: E402
+from helpers.composing import convert_to_resume
+from helpers.states import assert_same_held, held_by, loaded_by
+from trainings.catalogue import DEEPSPEED, FSDP
+from trainings.spec import Fsdp, Training
 
 STEP = 2
 RELATIVE = 2e-5

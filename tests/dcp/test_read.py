@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from helpers.states import assert_holds  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from trainings.catalogue import FSDP  # noqa: E402
+from helpers.states import assert_holds
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from trainings.catalogue import FSDP
 
 FSDP_RUNS = [name for name in FSDP if name != "no-fsdp"]
 

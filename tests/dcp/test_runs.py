@@ -7,16 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import llmtailor  # noqa: E402
-from helpers.cases import mostly_long  # noqa: E402
-from helpers.commands import run_here  # noqa: E402
-from helpers.composing import convert  # noqa: E402
-from helpers.states import read  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import State  # noqa: E402
+import llmtailor
+from helpers.cases import mostly_long
+from helpers.commands import run_here
+from helpers.composing import convert
+from helpers.states import read
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import State
 
 
 @pytest.fixture

@@ -13,35 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("lightning")
 
-import fsspec  # noqa: E402
-from click.testing import CliRunner  # noqa: E402
+import fsspec
+from click.testing import CliRunner
 
-from helpers.cases import mostly_long  # noqa: E402
-from helpers.commands import forget_urls  # noqa: E402
-from helpers.composing import convert, merge  # noqa: E402
-from helpers.recipes import odd_layers_from  # noqa: E402
-from helpers.states import assert_same_states  # noqa: E402
-from llmtailor.cli.main import cli  # noqa: E402
-from llmtailor.codes import Code  # noqa: E402
-from llmtailor.errors import MismatchError, UnsafePickle, UnsupportedCheckpoint  # noqa: E402
-from llmtailor.findings import ERROR, NOTE  # noqa: E402
-from llmtailor.formats.provenance import stated_attempt  # noqa: E402
-from llmtailor.formats.registry import display_name, index_checkpoint  # noqa: E402
-from llmtailor.loaders.files import CKPT  # noqa: E402
-from llmtailor.model.roles import State  # noqa: E402
-from llmtailor.runs.folder import RunFolder  # noqa: E402
-from llmtailor.runs.scan import find_latest  # noqa: E402
-from llmtailor.verify.inspect import inspect_checkpoint  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from thin.scene import call, compose, folders  # noqa: E402
-from trainings.catalogue import LIGHTNING, LIGHTNING_SAVED  # noqa: E402
-from trainings.harness import Run, Runs, Train, TrainingFailed  # noqa: E402
-from trainings.harness import train as train_here  # noqa: E402
-from trainings.spec import NEWEST  # noqa: E402
+from helpers.cases import mostly_long
+from helpers.commands import forget_urls
+from helpers.composing import convert, merge
+from helpers.recipes import odd_layers_from
+from helpers.states import assert_same_states
+from llmtailor.cli.main import cli
+from llmtailor.codes import Code
+from llmtailor.errors import MismatchError, UnsafePickle, UnsupportedCheckpoint
+from llmtailor.findings import ERROR, NOTE
+from llmtailor.formats.provenance import stated_attempt
+from llmtailor.formats.registry import display_name, index_checkpoint
+from llmtailor.loaders.files import CKPT
+from llmtailor.model.roles import State
+from llmtailor.runs.folder import RunFolder
+from llmtailor.runs.scan import find_latest
+from llmtailor.verify.inspect import inspect_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from thin.scene import call, compose, folders
+from trainings.catalogue import LIGHTNING, LIGHTNING_SAVED
+from trainings.harness import Run, Runs, Train, TrainingFailed
+from trainings.harness import train as train_here
+from trainings.spec import NEWEST
 
 pytestmark = pytest.mark.real
 NOTES = {"lightning-groups": [(NOTE, Code.STATE_MISSING)]}

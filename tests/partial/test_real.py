@@ -10,23 +10,21 @@ import math
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
+import llmtailor
+from helpers.commands import run_here
+from helpers.states import read
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
+from llmtailor.recipe.strategies import StrategyOptions
+from llmtailor.runs.scan import choose_for_run
+from partial.checking import check_composite, newest, without_saver
+from salvage.damage import truncate
+from trainings.catalogue import CHECKED, LIVELY, SAVED, TEACHERS
+
 pytestmark = pytest.mark.real
-
-from safetensors.torch import load_file  # noqa: E402
-
-import llmtailor  # noqa: E402
-from helpers.commands import run_here  # noqa: E402
-from helpers.states import read  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER  # noqa: E402
-from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
-from llmtailor.runs.scan import choose_for_run  # noqa: E402
-from partial.checking import check_composite, newest, without_saver  # noqa: E402
-from salvage.damage import truncate  # noqa: E402
-from trainings.catalogue import CHECKED, LIVELY, SAVED, TEACHERS  # noqa: E402
 
 SPEEDS = ("_runtime", "_per_second")
 INEXACT = {"z3-cpu-adam", "z3-rounded"}

@@ -6,23 +6,21 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
+from helpers.cases import diagonal
+from helpers.composing import compose
+from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.saving import PartialSaving, attach, saver_for
+from oracle.zero3 import differ
+from trainings.alone import Alone
+from trainings.common import MOMENTS, Tokens
+from trainings.models import build, tokenizer
+
 pytestmark = pytest.mark.real
-
-from safetensors.torch import load_file  # noqa: E402
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
-from transformers.trainer_pt_utils import LayerWiseDummyOptimizer  # noqa: E402
-
-from helpers.cases import diagonal  # noqa: E402
-from helpers.composing import compose  # noqa: E402
-from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError  # noqa: E402
-from llmtailor.saving import PartialSaving, attach, saver_for  # noqa: E402
-from oracle.zero3 import differ  # noqa: E402
-from trainings.alone import Alone  # noqa: E402
-from trainings.common import MOMENTS, Tokens  # noqa: E402
-from trainings.models import build, tokenizer  # noqa: E402
 
 FULL = {"policy": "full", "save_steps": 2}
 ODD = ("layers.1.", "lm_head")

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
+import llmtailor
+from helpers.composing import to_plain
+from helpers.states import read
+from llmtailor.checkpoint.optimizer import without_names
+from llmtailor.findings import ERROR
+from llmtailor.formats.plain import detects
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import FROZEN, MASTER, WEIGHT, State
+from llmtailor.recipe import Recipe
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from trainings.alone import NamedGroups, train
+
 pytestmark = pytest.mark.real
-
-from safetensors.torch import load_file  # noqa: E402
-
-import llmtailor  # noqa: E402
-from helpers.composing import to_plain  # noqa: E402
-from helpers.states import read  # noqa: E402
-from llmtailor.checkpoint.optimizer import without_names  # noqa: E402
-from llmtailor.findings import ERROR  # noqa: E402
-from llmtailor.formats.plain import detects  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import FROZEN, MASTER, WEIGHT, State  # noqa: E402
-from llmtailor.recipe import Recipe  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from trainings.alone import NamedGroups, train  # noqa: E402
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-import yaml
-
-pytest.importorskip("torch")
 import torch
+import yaml
 
 import llmtailor
 from helpers.cases import every

@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 import transformers
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("peft")
 import torch
 from peft import PeftModel, get_peft_model_state_dict

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
 from transformers import Trainer
 
 from helpers.composing import convert

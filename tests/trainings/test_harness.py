@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State

@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import llmtailor  # noqa: E402
-import oracle.any  # noqa: E402
-from helpers.commands import run_here as run  # noqa: E402
-from helpers.composing import convert, merge  # noqa: E402
-from helpers.states import read  # noqa: E402
-from llmtailor.errors import MismatchError, SourceError, TargetError  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import BUFFER, WEIGHT  # noqa: E402
-from llmtailor.recipe import Recipe, Select  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from oracle.deepspeed_tools import to_universal  # noqa: E402
-from oracle.zero3 import Snapshot  # noqa: E402
+import llmtailor
+import oracle.any
+from helpers.commands import run_here as run
+from helpers.composing import convert, merge
+from helpers.states import read
+from llmtailor.errors import MismatchError, SourceError, TargetError
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import BUFFER, WEIGHT
+from llmtailor.recipe import Recipe, Select
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from oracle.deepspeed_tools import to_universal
+from oracle.zero3 import Snapshot
 
 NAMES = ["llama-extras-layer", "zero1-bf16opt"]
 LONG = ["llama", "llama-fp16", "llama-frozen", "llama-tied", "gpt-neox", "mixtral", "llama-sub-w3", "llama-ds-both"]

@@ -11,15 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from helpers.composing import convert_to_resume  # noqa: E402
-from helpers.states import assert_same_held, held_by, loaded_by  # noqa: E402
-from oracle.deepspeed_tools import to_universal  # noqa: E402
-from trainings.catalogue import DEEPSPEED  # noqa: E402
-from trainings.harness import Run  # noqa: E402
-from trainings.spec import Spec  # noqa: E402
+from helpers.composing import convert_to_resume
+from helpers.states import assert_same_held, held_by, loaded_by
+from oracle.deepspeed_tools import to_universal
+from trainings.catalogue import DEEPSPEED
+from trainings.harness import Run
+from trainings.spec import Spec
 
 STEP = 2
 
