@@ -14,7 +14,9 @@ FSDP_RUNS = [name for name in FSDP if name != "no-fsdp"]
 
 
 @pytest.mark.parametrize("name", FSDP_RUNS)
-def test_an_index_says_what_the_live_training_held(runs, name):
+def test_what_a_live_training_held_is_in_the_index_and_resumable(runs, name):
+    verdict = verify_checkpoint(runs.checkpoint(name), deep=True)
+    assert verdict.level == RESUMABLE, verdict.findings
     for step in (2, 4):
         root = runs.checkpoint(name, step)
         index = index_checkpoint(root, name)
@@ -23,12 +25,6 @@ def test_an_index_says_what_the_live_training_held(runs, name):
         assert (index.world_size, index.global_step) == (3 if name.endswith("w3") else 2, step)
         assert index.precision == ("BF16" if "bf16" in name else "F32")
         assert dict(index.tied) == ({"lm_head.weight": "model.embed_tokens.weight"} if "tied" in name else {})
-
-
-@pytest.mark.parametrize("name", FSDP_RUNS)
-def test_an_intact_one_is_resumable(runs, name):
-    verdict = verify_checkpoint(runs.checkpoint(name), deep=True)
-    assert verdict.level == RESUMABLE, verdict.findings
 
 
 def test_a_metadata_file_pickled_as_python_3_11_2_does(monkeypatch, tmp_path):

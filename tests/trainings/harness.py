@@ -31,8 +31,8 @@ HERE = Path(__file__).parent
 NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "safetensors")
 TIMEOUT_S = 560
 TAIL_LINES = 60
-STOCK = ("spec", "models", "common", "echo", "trainer", "fsdp", "fsdp1", "loops", "lightning")
-"""The modules that decide how trainings without the saver come out"""
+USED = {"trainer": ("trainer", "echo"), "fsdp": ("fsdp", "fsdp1")}
+"""Program -> its modules, if there are several"""
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,9 @@ def versions() -> dict[str, str]:
 
 def fingerprint(specs: Mapping[str, Training]) -> str:
     """Change whenever the trainings might come out otherwise."""
-    code = {name: (HERE / f"{name}.py").read_text() for name in STOCK}
+    program = next(iter(specs.values())).program
+    used = ("spec", "models", "common", *USED.get(program, (program,)))
+    code = {name: (HERE / f"{name}.py").read_text() for name in used}
     return digest({"specs": [spec.to_json() for spec in specs.values()], "code": code, "versions": versions()})
 
 

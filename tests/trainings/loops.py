@@ -110,8 +110,8 @@ class Meter:
 
 class AccelerateLoop:
     def __init__(self, spec: Loop) -> None:
-        for state in (AcceleratorState, GradientState):
-            state._reset_state(*([True] if state is AcceleratorState else []))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
         self.spec = spec
         plugin = DeepSpeedPlugin(hf_ds_config=engine_config(spec)) if spec.stage else None
         os.environ["ACCELERATE_USE_DEEPSPEED"] = str(bool(spec.stage)).lower()  # the plugin of a run before has set it
