@@ -228,11 +228,6 @@ def test_a_manifest_that_is_none(scene, text):
     assert not scene.check()
 
 
-def test_no_manifest(scene):
-    (scene.newest / "manifest.json").unlink()
-    assert not scene.check()
-
-
 def test_a_key_that_is_there_twice(scene):
     path = scene.newest / "manifest.json"
     path.write_text(path.read_text().replace('"stage"', '"step": 1, "stage"', 1))

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from helpers.composing import merge
@@ -37,18 +36,6 @@ def test_the_file_is_the_one_that_stock_saves(runs: Runs, name: str, tmp_path: P
     merge(base, tmp_path / "out")
     saved = runs[SAVED.get(name, name)].checkpoint(6) / SINGLE
     assert (tmp_path / "out" / SINGLE).read_bytes() == saved.read_bytes()
-
-
-@pytest.mark.parametrize("name", ["llama-no-gather", "llama-frozen", "mixtral", "gpt-neox", "zero2-tied"])
-def test_transformers_loads_it(runs: Runs, name: str, tmp_path: Path) -> None:
-    merge(without_weights(runs[name].checkpoint(6), tmp_path / "bare"), tmp_path / "out")
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values()), info
-    masters = load(runs[name].checkpoint(6)).kind("master")
-    loaded = dict(model.named_parameters())
-    assert masters.keys() <= loaded.keys()
-    for param, master in masters.items():
-        assert not differ(loaded[param].detach(), master.to(torch.bfloat16)), param
 
 
 def test_parts_from_elsewhere_bring_their_weights(runs: Runs, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
 from oracle.deepspeed_tools import assert_universal_agrees, assert_zero_to_fp32_agrees
 from oracle.weights import as_saved
-from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ, load
+from oracle.zero3 import MOMENTS, Snapshot, assert_same, differ, load
 from trainings.catalogue import MIDDLE, RESUMED, ZERO3
 from trainings.common import DTYPES
 from trainings.harness import HERE, TIMEOUT_S, Run, Runs, TrainingFailed, environment, start_ranks, train
@@ -62,9 +62,7 @@ def test_deepspeed_loads_what_the_oracle_reads(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ZERO3)
-def test_weights_are_rounded_masters_and_skipped_steps_are_not_counted(
-    runs: Runs, name: str
-) -> None:
+def test_weights_are_rounded_masters_and_skipped_steps_are_not_counted(runs: Runs, name: str) -> None:
     run = runs[name]
     for step in range(run.spec.save_steps, run.spec.steps + 1, run.spec.save_steps):
         snapshot = load(run.checkpoint(step))
@@ -106,25 +104,6 @@ def test_deepspeeds_tools_agree_with_the_oracle(runs: Runs, name: str, tmp_path:
     snapshot = load(checkpoint)
     assert_universal_agrees(snapshot, checkpoint, tmp_path)
     assert_zero_to_fp32_agrees(snapshot, checkpoint)
-
-
-def test_compose_takes_the_chosen_states(runs: Runs) -> None:
-    sources = {str(step): load(runs["llama-layer"].checkpoint(step)) for step in (2, 4)}
-    mixed = compose(sources, base="4", choose=lambda param: "2" if ".layers.1." in param else "4")
-    assert {param for param, step in mixed.steps.items() if step == 2} == {p for p in mixed.steps if ".layers.1." in p}
-    for state, tensor in mixed.states.items():
-        source = sources["2" if ".layers.1." in state.param else "4"]
-        assert not differ(tensor, source.states[state])
-    assert_same(compose(sources, base="4", choose=lambda param: "4"), sources["4"])
-    with pytest.raises(AssertionError, match=r"exp_avg of model\.layers\.1"):
-        assert_same(mixed, sources["4"])
-
-
-def test_compose_keeps_the_bases_step_in_a_mixed_flat_id(runs: Runs) -> None:
-    sources = {str(step): load(runs["llama"].checkpoint(step)) for step in (2, 4)}
-    mixed = compose(sources, base="4", choose=lambda param: "2" if ".layers.1." in param else "4")
-    assert set(mixed.steps.values()) == {4.0}
-    assert set(compose(sources, base="4", choose=lambda param: "2").steps.values()) == {2.0}
 
 
 @pytest.mark.long
