@@ -98,17 +98,23 @@ def test_a_folder_of_tags_is_a_run(tags: Path, runs: Runs, tmp_path: Path) -> No
     assert_same(tmp_path / "two", runs.checkpoint("engine-3"))
 
 
+def lose(tags: Path) -> None:
+    next((tags / "global_step4").glob("*_rank_1_*_optim_states.pt")).unlink()
+
+
+def salvage(tags: Path, *options: str, code: int = 0) -> str:
+    told = CliRunner().invoke(cli, ["salvage", str(tags), "--replace", *options])
+    assert told.exit_code == code, told.output
+    return told.output
+
+
 def test_salvage_replaces_a_tag(tags: Path) -> None:
-    next((tags / "global_step4").glob("*_rank_1_*_optim_states.pt")).unlink()
-    told = CliRunner().invoke(cli, ["salvage", str(tags), "--replace"])
-    assert f'resume with engine.load_checkpoint("{display_name(tags)}", tag="global_step2")' in told.output
-    assert "latest now names global_step2 instead of global_step4" in told.output
+    """What was moved aside is no tag."""
+    lose(tags)
+    told = salvage(tags)
+    assert f'resume with engine.load_checkpoint("{display_name(tags)}", tag="global_step2")' in told
+    assert "latest now names global_step2 instead of global_step4" in told
     assert (tags / "latest").read_text() == "global_step2" and find_latest(tags).path == tags / "global_step2"
-
-
-def test_what_was_moved_aside_is_no_tag(tags: Path) -> None:
-    next((tags / "global_step4").glob("*_rank_1_*_optim_states.pt")).unlink()
-    assert CliRunner().invoke(cli, ["salvage", str(tags), "--replace"]).exit_code == 0
     assert (tags / "damaged-global_step4").is_dir()
     (tags / "latest").unlink()
     told = CliRunner().invoke(cli, ["verify", str(tags)]).output
@@ -122,28 +128,24 @@ def test_a_tag_with_flipped_bytes_is_salvaged(tags: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 255
     shard.write_bytes(data)
-    told = CliRunner().invoke(cli, ["salvage", str(tags), "--deep", "--fragments", "--replace"])
-    assert told.exit_code == 0, told.output
+    salvage(tags, "--deep", "--fragments")
     assert (tags / "checkpoint-4" / "global_step4").is_dir() and (tags / "damaged-global_step4").is_dir()
 
 
 def test_latest_is_mended_also_if_the_rest_is_intact(tags: Path) -> None:
     shutil.rmtree(tags / "global_step4")
-    told = CliRunner().invoke(cli, ["salvage", str(tags), "--replace"])
-    assert told.exit_code == 0 and "latest now names global_step2 instead of global_step4" in told.output
+    assert "latest now names global_step2 instead of global_step4" in salvage(tags)
     assert (tags / "latest").read_text() == "global_step2"
-    assert "latest now names" not in CliRunner().invoke(cli, ["salvage", str(tags), "--replace"]).output
+    assert "latest now names" not in salvage(tags)
 
 
 def test_an_interrupted_replacement_of_a_tag_is_completed(tags: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    next((tags / "global_step4").glob("*_rank_1_*_optim_states.pt")).unlink()
+    lose(tags)
     monkeypatch.setattr(replacing, "_rewrite_latest", lambda *_: sys.exit(3))
-    words = ["salvage", str(tags), "--fragments", "--replace"]
-    assert CliRunner().invoke(cli, words).exit_code == 3
+    salvage(tags, "--fragments", code=3)
     monkeypatch.undo()
     assert (tags / "latest").read_text() == "global_step4" and (tags / "damaged-global_step4").is_dir()
-    told = CliRunner().invoke(cli, words)
-    assert "latest now names checkpoint-4/global_step4" in told.output
+    assert "latest now names checkpoint-4/global_step4" in salvage(tags, "--fragments")
     assert (tags / "latest").read_text() == "checkpoint-4/global_step4" and not (tags / replacing.RECORD).exists()
     with pytest.raises(SourceError, match=f"name that checkpoint: {tags / 'checkpoint-4'}"):
         index_checkpoint(tags)
@@ -178,30 +180,22 @@ def test_folders_of_a_loop_are_a_run(newest: str, runs: Runs, tmp_path: Path) ->
     assert verify_checkpoint(tmp_path / "out", deep=True).level == RESUMABLE
 
 
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("checkpoint-400", 400),
-        ("step-400", 400),
-        ("step_400", 400),
-        ("step=400", 400),
-        ("step=400.ckpt", 400),
-        ("epoch=1-step=400.ckpt", 400),
-        ("epoch=1-step=400-v1.ckpt", 400),
-        ("llama-epoch=01-step=0400-loss=2.31.ckpt", 400),
-        ("global_step400", 400),
-        ("global_step400_universal", None),
-        ("last.ckpt", None),
-        ("epoch=3.ckpt", None),
-        ("checkpoint_3", None),
-        ("my-step_4", None),
-        ("checkpoint-400-merged", None),
-        ("damaged-epoch=1-step=4.ckpt", None),
-        ("replaced-step=4.ckpt", None),
-        ("abandoned-llama-epoch=1-step=4.ckpt", None),
-        ("abandoned-step=4.ckpt-2", None),
-        ("salvaged-checkpoint-4", None),
-    ],
-)
-def test_the_step_in_a_name(name: str, step: int | None) -> None:
-    assert step_of(Path("run") / name) == step
+@pytest.mark.parametrize("before", ["checkpoint-", "step-", "step_", "step=", "global_step"])
+def test_the_step_in_the_name_of_a_folder(before: str) -> None:
+    assert step_of(Path("run") / f"{before}400") == 400
+
+
+@pytest.mark.parametrize("before", ["", "epoch=1-", "llama-epoch=01-"])
+@pytest.mark.parametrize("after", ["", "-v1", "-loss=2.31"])
+def test_the_step_in_the_name_of_a_file(before: str, after: str) -> None:
+    assert step_of(Path("run") / f"{before}step=0400{after}.ckpt") == 400
+
+
+NAMELESS = "global_step400_universal last.ckpt epoch=3.ckpt checkpoint_3 my-step_4 checkpoint-400-merged "
+NAMELESS += "damaged-epoch=1-step=4.ckpt replaced-step=4.ckpt abandoned-llama-epoch=1-step=4.ckpt "
+NAMELESS += "abandoned-step=4.ckpt-2 salvaged-checkpoint-4"
+
+
+@pytest.mark.parametrize("name", NAMELESS.split())
+def test_a_name_without_a_step(name: str) -> None:
+    assert step_of(Path("run") / name) is None

@@ -21,7 +21,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
@@ -31,6 +30,7 @@ from llmtailor.errors import TailorError
 from llmtailor.saving import attach
 from llmtailor.saving.snapshot import Snapshot, StepBarrier
 from trainings.common import MOMENTS, Losses, new_model, train_each
+from trainings.echo import asked
 from trainings.spec import Job
 from trainings.trainer import LayerGroups, arguments, kind_of, new_trainer
 
@@ -155,26 +155,20 @@ def write_truth(trainer: Any, path: Path) -> None:
     stage = engine.zero_optimization_stage() if engine else 0
     if engine and engine.skipped_steps == engine.global_steps:
         return  # fp16: every step so far overflowed, and there is nothing to ask for yet
-    truth: dict[str, Any] = {"master": {}, "step": {}, "frozen": {}, **{moment: {} for moment in MOMENTS}}
+    if engine:
+        if stage < 3:  # DeepSpeed 0.19.8 links the moments of all groups once the first has made a step
+            engine.optimizer._hp_optimizer_states_linked = False
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
+        truth: dict[str, Any] = asked(model, engine.optimizer, stage, moments=True)
+    else:
+        states = inner(trainer.optimizer).state
+        held = {name: states[param] for name, param in model.named_parameters() if param.requires_grad}
+        truth = {kind: {name: state[kind].clone() for name, state in held.items()} for kind in ("step", *MOMENTS)}
+        truth["weight"] = {name: param.detach().clone() for name, param in model.named_parameters()}
+        truth["master"] = {name: truth["weight"][name] for name in held}
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    truth["frozen"] = {name: truth["weight"][name] for name in frozen}
     truth["buffer"] = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    lied_to = getattr(engine and engine.optimizer, "round_robin_gradients", False)  # its mappings are wrong then
-    if stage in (1, 2):  # DeepSpeed 0.19.8 links the moments of all groups once the first has made a step
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            with deepspeed.zero.GatheredParameters(param, enabled=stage == 3):
-                truth["frozen"][name] = param.detach().clone()
-        elif engine and not lied_to:
-            truth["master"][name] = safe_get_full_fp32_param(param)
-            for moment in MOMENTS:
-                truth[moment][name] = safe_get_full_optimizer_state(param, moment)
-        elif not engine:
-            state = inner(trainer.optimizer).state[param]
-            truth["master"][name] = param.detach().clone()
-            truth["step"][name] = state["step"].clone()
-            for moment in MOMENTS:
-                truth[moment][name] = state[moment].clone()
     if not engine:
         names = {param: name for name, param in model.named_parameters()}
         truth["order"] = [names[param] for group in inner(trainer.optimizer).param_groups for param in group["params"]]
