@@ -19,18 +19,17 @@ from hypothesis import settings
 
 from helpers.asking import answers_from_a_fork  # noqa: F401
 from helpers.reflinks import copied, folder, reflinks, small_limits  # noqa: F401
-from partial.runs import LONG_JOBS
 from trainings import harness
 from trainings.catalogue import LONG
 from trainings.forkserver import MIN_HOST_BUFFER
 from trainings.harness import Run, Runs, Train, TrainingFailed, missing
-from trainings.spec import Spec
+from trainings.spec import Training
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for DeepSpeed's own tools, which tests call
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and threads that wait for work take the other core
 os.environ.setdefault("LLMTAILOR_ON_MISMATCH", "stop")  # every resume that a callback attests in the suite is clean
 
-TRAINING = {"runs", "train", "trained"}
+TRAINING = {"runs", "train"}
 FIRST = ("partial/test_real.py", "real/test_merge.py")
 TESTS = Path(__file__).parent
 
@@ -60,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if fixtures:
             item.add_marker("real")
             params = getattr(item, "callspec", None)
-            if (LONG | LONG_JOBS) & set(names_in(params and params.params)):
+            if LONG & set(names_in(params and params.params)):
                 item.add_marker("long")
         if absent and item.get_closest_marker("real"):
             item.add_marker(pytest.mark.skip(reason=f"real training needs {', '.join(absent)}"))
@@ -103,18 +102,21 @@ def on_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def runs(pytestconfig: pytest.Config) -> Runs:
-    """``runs["llama"]`` is a finished training of real/runs.py. Never write into its folder."""
-    return Runs(pytestconfig.getoption("--all"))
+def runs(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """``runs["llama"]`` is a finished training of trainings/catalogue.py. Never write into its folder."""
+    session = tmp_path_factory.getbasetemp()
+    if hasattr(pytestconfig, "workerinput"):
+        session = session.parent
+    return Runs(pytestconfig.getoption("--all"), session / "runs")
 
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """``train(specs, ranks)`` trains them one after another in one set of ranks."""
+    """``train(specs)`` trains them one after another, in a new folder or the one that is given."""
 
-    def start(specs: Iterable[Spec], ranks: int, program: str = "trainings.trainer") -> dict[str, Run]:
+    def start(specs: Iterable[Training], place: Path | None = None) -> dict[str, Run]:
         try:
-            return harness.train(specs, ranks, tmp_path_factory.mktemp("train"), program=program)
+            return harness.train(specs, place or tmp_path_factory.mktemp("train"))
         except TrainingFailed as error:
             pytest.fail(str(error), pytrace=False)
 
@@ -123,7 +125,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 @pytest.fixture(scope="module")
 def selected(request: pytest.FixtureRequest) -> set[Any]:
-    """The first parameters, and the pairs of the first two, of the tests of this module that use ``resumed`` and run.
+    """The parameters, and the pairs of the first two, of the tests of this module that use ``resumed`` and run.
 
     That fixture trains for all of them at once, and leaves out what nobody asks for.
     """
@@ -131,5 +133,5 @@ def selected(request: pytest.FixtureRequest) -> set[Any]:
     for item in request.session.items:
         if item.path == request.path and "resumed" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
             values = tuple(item.callspec.params.values())
-            found |= {values[0], values[:2]}
+            found |= {*values, values[:2]}
     return found

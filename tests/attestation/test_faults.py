@@ -9,8 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
-from clients.conftest import loops  # noqa: E402, F401
-from dcp.conftest import trained  # noqa: E402, F401
 from trainings.harness import start_ranks  # noqa: E402
 
 pytestmark = pytest.mark.real
@@ -58,10 +56,10 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, loops, trained):  # noqa: F811
+def found(tmp_path_factory, runs):
     folder, plan = tmp_path_factory.mktemp("attested"), []
     for name, faults in CASES.items():
-        run = trained[name] if name in ("hf", "loop-frozen") else loops[name]
+        run = runs[name]
         plan.append(
             {"name": name, "root": str(run.folder.parent), "spec": run.spec.to_json(), "step": 4, "faults": [*faults]}
         )

@@ -14,8 +14,7 @@ torch = pytest.importorskip("torch")
 
 import llmtailor  # noqa: E402
 import oracle.any  # noqa: E402
-from dcp.conftest import Trained  # noqa: E402
-from helpers.states import of_snapshot, read  # noqa: E402
+from helpers.states import held_by, read  # noqa: E402
 from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.errors import MismatchError  # noqa: E402
@@ -26,11 +25,10 @@ from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from oracle.zero3 import MOMENTS, differ  # noqa: E402
 from real.test_reshard import assert_loaded, reshard  # noqa: E402
 from trainings.alone import train as train_alone  # noqa: E402
-from trainings.catalogue import MIDDLE, TWO_RANKS, TWO_RANKS_ANY  # noqa: E402
+from trainings.catalogue import DEEPSPEED, FSDP, MIDDLE  # noqa: E402
 from trainings.harness import Run, Runs, Train  # noqa: E402
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DCP_RUNS = ("trainer", "ddp")
 Member = tuple[str, int, float]
 """A run, a step, and a weight"""
 
@@ -54,33 +52,24 @@ def mean(values: list[Any], weights: list[float]) -> Any:
         ("llama", [("llama", 2, 1), ("llama-sub-w3", 4, 2), ("zero2-w3", 6, 0.5)], {"stage": 2, "world_size": 3}),
         ("zero2-rr", [("zero2-rr", 4, 1), ("zero1-bf16opt", 2, 3)], {}),
         ("trainer", [("llama", 4, 0.25), ("trainer", 2, 0.75)], {"to": "fsdp", "world_size": 3}),
-        ("llama", [("ddp", 2, 1), ("zero2", 4, 1), ("trainer", 2, 1)], {}),
-        ("ddp", [("ddp", 2, 1), ("llama-sub-w3", 4, 1)], {}),
+        ("llama", [("no-fsdp", 2, 1), ("zero2", 4, 1), ("trainer", 2, 1)], {}),
+        ("no-fsdp", [("no-fsdp", 2, 1), ("llama-sub-w3", 4, 1)], {}),
     ],
     ids=["zero3 and zero2 to zero2 on 3", "round robin", "fsdp and zero3 to fsdp", "three formats to zero3", "plain"],
 )
 def test_any_mix_of_formats(
     runs: Runs,
-    trained: Trained,
     tmp_path: Path,
     base: str,
     members: list[Member],
     options: dict[str, Any],
 ) -> None:
-    def checkpoint(name: str, step: int) -> Path:
-        return trained.checkpoint(name, step) if name in DCP_RUNS else runs[name].checkpoint(step)
-
-    def held(name: str, step: int) -> dict[str, Any]:
-        if name in DCP_RUNS:
-            return dict(trained[name].held[step])
-        return of_snapshot(oracle.any.load(runs[name].checkpoint(step)))
-
     weights = [weight for *_, weight in members]
-    sources = [(checkpoint(name, step), weight) for name, step, weight in members]
-    out = merge(checkpoint(base, 2 if base in DCP_RUNS else 6), sources, NEWEST, tmp_path / "out", **options)
+    sources = [(runs.checkpoint(name, step), weight) for name, step, weight in members]
+    out = merge(runs.checkpoint(base, 2 if base in FSDP else 6), sources, NEWEST, tmp_path / "out", **options)
 
     index = index_checkpoint(out)
-    lives = [held(name, step) for name, step, _ in members]
+    lives = [held_by(runs[name], step) for name, step, _ in members]
     newest = max(zip(members, lives, strict=True), key=lambda pair: pair[0][1])[1]
     assert {state.param for state in index.held if state.kind == MASTER} == set(newest["states"])
     for param, states in newest["states"].items():
@@ -114,9 +103,9 @@ def resumed(
         out = root / name / moments / f"checkpoint-{MIDDLE}"
         out.parent.mkdir(parents=True)
         outs[name, moments] = merge(newest, members, AVERAGE if moments == "itself" else moments, out)
-        spec = replace((TWO_RANKS | TWO_RANKS_ANY)[name], save_steps=6)
+        spec = replace(DEEPSPEED[name], save_steps=6)
         specs.append(spec.resumed(out, f"{name} {moments}"))
-    done = train(specs, 2)
+    done = train(specs)
     return {case: (outs[case], done[" ".join(case)]) for case in asked}
 
 

@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-
-from click.testing import CliRunner  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from clients.conftest import Loops  # noqa: E402
-from clients.runs import SAVERS, TWO_RANKS  # noqa: E402
-from clients.spec import Spec  # noqa: E402
-from clients.test_resume import convert, copy_of_partial  # noqa: E402
-from helpers.states import read, same  # noqa: E402
-from llmtailor.cli.main import cli  # noqa: E402
-from llmtailor.containers.safetensors import SINGLE  # noqa: E402
-from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint  # noqa: E402
-from llmtailor.findings import WARNING  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from thin.scene import call  # noqa: E402
-from trainings.harness import Run, Runs, train  # noqa: E402
-from trainings.spec import Spec as TrainersSpec  # noqa: E402
+from clients.test_resume import copy_of_partial
+from helpers.composing import convert
+from helpers.states import assert_same_states, read, same
+from llmtailor.cli.main import cli
+from llmtailor.containers.safetensors import SINGLE
+from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint
+from llmtailor.findings import WARNING
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
+from llmtailor.verify.verify import verify_checkpoint
+from thin.scene import call
+from trainings.catalogue import LOOPS, LOOPS_SAVED, long_but
+from trainings.harness import (
+    Run,
+    Runs,
+    Train,
+)
+from trainings.spec import Loop, Spec
 
 pytestmark = pytest.mark.real
 THERE_AND_BACK = {
@@ -41,8 +41,8 @@ THERE_AND_BACK = {
 }
 """The losses of the straight run show that nothing is lost on the way."""
 DIRECT = {
-    "accelerate-2": Spec("engine-of-accelerate", stage=2),
-    "engine-3": Spec("accelerate-of-engine", "accelerate", stage=3),
+    "accelerate-2": Loop("engine-of-accelerate", stage=2),
+    "engine-3": Loop("accelerate-of-engine", "accelerate", stage=3),
 }
 
 
@@ -53,30 +53,27 @@ def checked(out: Path, client: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Convert what the tests of this session ask for, and resume from it in one set of ranks."""
+def resumed(runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Convert what the tests of this session ask for, and resume from it."""
     folder, specs = tmp_path_factory.mktemp("converted"), []
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    asked = {item.callspec.params.get("name") for item in items if "resumed" in item.fixturenames}
-    for name in sorted(THERE_AND_BACK.keys() & asked):
-        own, via = TWO_RANKS[name].client, THERE_AND_BACK[name]
-        there = checked(convert(loops.checkpoint(name), folder / f"{name}-there" / "checkpoint-2", layout=via), via)
+    for name in sorted(THERE_AND_BACK.keys() & selected):
+        own, via = LOOPS[name].client, THERE_AND_BACK[name]
+        there = checked(convert(runs.checkpoint(name), folder / f"{name}-there" / "checkpoint-2", layout=via), via)
         back = checked(convert(there, folder / f"{name}-back" / "checkpoint-2", layout=own), own)
-        specs.append(TWO_RANKS[name].resumed(back, name))
+        specs.append(LOOPS[name].resumed(back, name))
     for name, spec in DIRECT.items():
-        out = convert(loops.checkpoint(name), folder / spec.name / "checkpoint-2", layout=spec.client)
+        out = convert(runs.checkpoint(name), folder / spec.name / "checkpoint-2", layout=spec.client)
         specs.append(spec.resumed(checked(out, spec.client), spec.name))
-    return train(specs, 2, tmp_path_factory.mktemp("resumed"), program="trainings.loops")
+    return train(specs)
 
 
-LONG = ("engine-1", "accelerate-3")
-NAMES = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in THERE_AND_BACK]
+LONG = {"engine-1", "accelerate-3"}
+NAMES = long_but(THERE_AND_BACK.keys() - LONG, THERE_AND_BACK)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_lost_there_and_back(name: str, loops: Loops, resumed: dict[str, Run]) -> None:
-    straight = loops[name].losses
-    assert resumed[name].losses == {step: loss for step, loss in straight.items() if step > 2}
+def test_nothing_is_lost_there_and_back(name: str, runs: Runs, resumed: dict[str, Run]) -> None:
+    assert resumed[name].losses == runs[name].after(2)
 
 
 def test_the_schedule_goes_on_as_the_other_loader_counts_it(resumed: dict[str, Run]) -> None:
@@ -91,12 +88,12 @@ def test_the_schedule_goes_on_as_the_other_loader_counts_it(resumed: dict[str, R
         assert {one.step for one in index.sub_groups} == {4}
 
 
-def test_the_trainer_holds_what_accelerate_has_saved(loops: Loops, tmp_path: Path) -> None:
+def test_the_trainer_holds_what_accelerate_has_saved(runs: Runs, train: Train, tmp_path: Path) -> None:
     """With DeepSpeed, and the schedule of the Trainer's own."""
-    source = index_checkpoint(loops.checkpoint("accelerate-2"))
+    source = index_checkpoint(runs.checkpoint("accelerate-2"))
     out = checked(convert(source.root, tmp_path / "out" / "checkpoint-2", layout="trainer", stage=3), "trainer")
-    spec = TrainersSpec("run", optimizer="ds_adamw", steps=3, save_steps=3).resumed(out, "run")
-    held: dict[str, Any] = train([spec], 2, tmp_path)["run"].echo
+    spec = Spec("run", optimizer="ds_adamw", steps=3, save_steps=3).resumed(out, "run")
+    held: dict[str, Any] = train([spec])["run"].echo
     assert (held["global_step"], held["global_steps"], held["scheduler"]["last_epoch"]) == (2, 2, 2)
     assert {float(step) for step in held["step"].values()} == {2.0}
     for state, there in source.held.items():
@@ -110,9 +107,7 @@ def test_what_the_trainer_has_saved(name: str, layout: str, runs: Runs, tmp_path
     source = runs[name].checkpoint(2)
     out = checked(convert(source, tmp_path / "checkpoint-2", layout=layout), layout)
     before, after = index_checkpoint(source), index_checkpoint(out)
-    for state, held in before.held.items():
-        if state.kind != WEIGHT:
-            assert same(read(source, held), read(out, after.held[state])), state
+    assert_same_states(after, before)
     trainers = {"trainer_state.json", "scheduler.pt", "training_args.bin", "rng_state_0.pth", "model.safetensors"}
     assert not trainers & after.files.keys()
     if layout == "deepspeed" and name == "llama":
@@ -133,9 +128,9 @@ def test_a_checkpoint_that_lacks_its_clients_state_is_another_clients(runs: Runs
     checked(convert(source, tmp_path / "out", layout="deepspeed"), "deepspeed")
 
 
-def test_a_run_of_partial_checkpoints_for_another_loader(loops: Loops, tmp_path: Path) -> None:
-    run = copy_of_partial(loops["accelerate-2-saver"].folder, tmp_path / "run")
-    assert SAVERS["accelerate-2-saver"].client == "accelerate"
+def test_a_run_of_partial_checkpoints_for_another_loader(runs: Runs, tmp_path: Path) -> None:
+    run = copy_of_partial(runs["accelerate-2-saver"].folder, tmp_path / "run")
+    assert LOOPS_SAVED["accelerate-2-saver"].client == "accelerate"
     told = call("merge", "--run", run, "--layout", "deepspeed")
     assert index_checkpoint(checked(Path(told["out"]), "deepspeed")).global_step == 4
     assert "engine.load_checkpoint" in (Path(told["out"]) / "README.md").read_text()
@@ -151,15 +146,15 @@ def test_a_run_of_partial_checkpoints_for_another_loader(loops: Loops, tmp_path:
     ],
 )
 def test_what_can_not_be_done_is_told_with_what_can(
-    name: str, options: dict[str, Any], told: str, loops: Loops, tmp_path: Path
+    name: str, options: dict[str, Any], told: str, runs: Runs, tmp_path: Path
 ) -> None:
     with pytest.raises(MismatchError, match=f"--layout: .*(\n.*)*{told}"):
-        convert(loops.checkpoint(name), tmp_path / "out", **options)
+        convert(runs.checkpoint(name), tmp_path / "out", **options)
 
 
-def test_weights_in_several_files_are_refused_where_one_is_read(loops: Loops, tmp_path: Path) -> None:
+def test_weights_in_several_files_are_refused_where_one_is_read(runs: Runs, tmp_path: Path) -> None:
     source = tmp_path / "checkpoint-2"
-    convert(loops.checkpoint("accelerate-ddp"), source, layout="trainer")
+    convert(runs.checkpoint("accelerate-ddp"), source, layout="trainer")
     model = AutoModelForCausalLM.from_pretrained(source)
     (source / SINGLE).unlink()
     model.save_pretrained(source, max_shard_size="40KB")
@@ -170,9 +165,9 @@ def test_weights_in_several_files_are_refused_where_one_is_read(loops: Loops, tm
         convert(source, tmp_path / "out", layout="accelerate")
 
 
-def test_a_schedule_that_had_to_be_made_is_told(loops: Loops, tmp_path: Path) -> None:
+def test_a_schedule_that_had_to_be_made_is_told(runs: Runs, tmp_path: Path) -> None:
     source = tmp_path / "checkpoint-2"
-    shutil.copytree(loops.checkpoint("accelerate-2"), source)
+    shutil.copytree(runs.checkpoint("accelerate-2"), source)
     (source / "scheduler.bin").unlink()
     words = ("convert", source, tmp_path / "out", "--layout", "deepspeed", "--json")
     result = CliRunner().invoke(cli, [*map(str, words)], catch_exceptions=False)
@@ -181,9 +176,9 @@ def test_a_schedule_that_had_to_be_made_is_told(loops: Loops, tmp_path: Path) ->
     checked(tmp_path / "out", "deepspeed")
 
 
-def test_a_loop_without_a_scheduler_gets_no_rates_for_one(loops: Loops, tmp_path: Path) -> None:
+def test_a_loop_without_a_scheduler_gets_no_rates_for_one(runs: Runs, tmp_path: Path) -> None:
     base = tmp_path / "run" / "checkpoint-4"
-    shutil.copytree(loops.checkpoint("accelerate-ddp", 4), base)
+    shutil.copytree(runs.checkpoint("accelerate-ddp", 4), base)
     (base / "scheduler.bin").unlink()
     state = torch.load(base / "optimizer.bin", weights_only=False)
     for group in state["param_groups"]:

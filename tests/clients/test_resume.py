@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-
-import llmtailor  # noqa: E402
-from clients.conftest import Loops  # noqa: E402
-from clients.runs import SAVERS, TWO_RANKS  # noqa: E402
-from clients.spec import Spec  # noqa: E402
-from llmtailor.findings import WARNING  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.recipe import Recipe  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from thin.scene import call, compose  # noqa: E402
-from trainings.harness import TrainingFailed, train  # noqa: E402
+from helpers.composing import convert
+from llmtailor.findings import WARNING
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from thin.scene import call, compose
+from trainings.catalogue import LOOPS, LOOPS_SAVED
+from trainings.harness import Run, Runs, Train, TrainingFailed
+from trainings.harness import train as train_here
+from trainings.spec import Loop
 
 pytestmark = pytest.mark.real
 STEP = 2
@@ -52,15 +49,15 @@ class Case:
     def is_exact(self) -> bool:
         return self.ranks == 2 and self.stage is None and self.lost in ("", "latest")
 
-    def spec(self, out: Path) -> Spec:
-        changes: dict[str, Any] = {"per_device_batch": 6 // self.ranks, "save_steps": 2}
+    def spec(self, out: Path) -> Loop:
+        changes: dict[str, Any] = {"ranks": self.ranks, "per_device_batch": 6 // self.ranks}
         if self.stage is not None:
             changes |= {"stage": self.stage}
-        return TWO_RANKS[self.source].resumed(out, str(self), **changes)
+        return LOOPS[self.source].resumed(out, str(self), **changes)
 
 
 SHORT = [
-    *(Case(name) for name in TWO_RANKS),
+    *(Case(name) for name in LOOPS),
     Case("engine-2", 1),
     Case("engine-3", 3),
     Case("accelerate-fsdp", 3),
@@ -69,7 +66,7 @@ SHORT = [
     Case("accelerate-2", 2, 0),
 ]
 LOST = [Case("accelerate-3", lost="latest"), Case("accelerate-ddp", lost="random_states_0.pkl")]
-LONG = [case for name in TWO_RANKS for ranks in (1, 3) if (case := Case(name, ranks)) not in SHORT]
+LONG = [case for name in LOOPS for ranks in (1, 3) if (case := Case(name, ranks)) not in SHORT]
 CASES = [pytest.param(case, id=str(case)) for case in SHORT]
 CASES += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in LONG]
 
@@ -83,24 +80,19 @@ def copy_of_partial(run: Path, folder: Path) -> Path:
     return folder
 
 
-def convert(source: Path, out: Path, **options: Any) -> Path:
-    llmtailor.merge(Recipe("convert", "", source, (), None, None), out, llmtailor.Options(**options))
-    return out
-
-
-def salvaged_tags(loops: Loops, run: Path) -> Path:
+def salvaged_tags(runs: Runs, run: Path) -> Path:
     """A folder of tags whose newest one has lost a rank's file, and a composite in its place."""
     for step in (2, 4):
-        shutil.copytree(loops.checkpoint("engine-3", step), run, dirs_exist_ok=True)
+        shutil.copytree(runs.checkpoint("engine-3", step), run, dirs_exist_ok=True)
     next((run / "global_step4").glob("*_rank_1_*_optim_states.pt")).unlink()
     call("salvage", run, "--fragments", "--replace")
     return run
 
 
-def unclipped(loops: Loops, out: Path) -> Spec:
+def unclipped(runs: Runs, out: Path) -> Loop:
     """A resume from a copy that says that gradients are not clipped, which its config leaves to DeepSpeed."""
     case = Case("engine-3", 2, 2)
-    convert(loops.checkpoint(case.source), out, stage=case.stage)
+    convert(runs.checkpoint(case.source), out, stage=case.stage)
     for path in out.glob("*/*_optim_states.pt"):
         tree = torch.load(path, weights_only=False)
         tree["optimizer_state_dict"]["clip_grad"] = 0.0
@@ -109,36 +101,31 @@ def unclipped(loops: Loops, out: Path) -> Spec:
 
 
 @pytest.fixture(scope="module")
-def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Convert what the tests of this session ask for, and resume from it in one set of ranks for each number."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+def resumed(runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Convert what the tests of this session ask for, and resume from it."""
     folder = tmp_path_factory.mktemp("converted")
-    batches: dict[int, list[Spec]] = {}
-    wanted = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
-    for case in dict.fromkeys([*wanted, *LOST]):
+    specs = []
+    for case in [*(case for case in (*SHORT, *LONG) if case in selected), *LOST]:
         out = folder / str(case) / f"checkpoint-{STEP}"
-        convert(loops.checkpoint(case.source), out, world_size=case.ranks, stage=case.stage)
+        convert(runs.checkpoint(case.source), out, world_size=case.ranks, stage=case.stage)
         if case.lost:
             (out / case.lost).unlink()
-        batches.setdefault(case.ranks, []).append(case.spec(out))
-    for name, spec in SAVERS.items():
-        run = copy_of_partial(loops[name].folder, folder / name / "run")
+        specs.append(case.spec(out))
+    for name, spec in LOOPS_SAVED.items():
+        run = copy_of_partial(runs[name].folder, folder / name / "run")
         out = compose(run, STEP, folder / name / f"checkpoint-{STEP}")
-        batches.setdefault(2, []).append(spec.resumed(out, name, saver=""))
-    batches.setdefault(2, []).append(unclipped(loops, folder / "unclipped" / f"checkpoint-{STEP}"))
-    run = salvaged_tags(loops, folder / "tags")
+        specs.append(spec.resumed(out, name, saver=""))
+    specs.append(unclipped(runs, folder / "unclipped" / f"checkpoint-{STEP}"))
+    run = salvaged_tags(runs, folder / "tags")
     for name, place in (("by-latest", run), ("by-name", run / "checkpoint-4")):
-        batches.setdefault(2, []).append(TWO_RANKS["engine-3"].resumed(place, name, steps=5, save_steps=5))
-    found: dict[str, Any] = {}
-    for ranks, specs in batches.items():
-        found |= train(specs, ranks, tmp_path_factory.mktemp("resumed"), program="trainings.loops")
-    return found
+        specs.append(LOOPS["engine-3"].resumed(place, name, steps=5, save_steps=5))
+    return train(specs)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_goes_on(case: Case, loops: Loops, resumed: dict[str, Any]) -> None:
+def test_training_goes_on(case: Case, runs: Runs, resumed: dict[str, Run]) -> None:
     run = resumed[str(case)]
-    wanted = {step: loss for step, loss in loops[case.source].losses.items() if step > STEP}
+    wanted = runs[case.source].after(STEP)
     assert run.losses.keys() == wanted.keys()
     if case.is_exact:
         assert run.losses == wanted
@@ -146,16 +133,16 @@ def test_training_goes_on(case: Case, loops: Loops, resumed: dict[str, Any]) -> 
         assert run.losses == pytest.approx(wanted, rel=RELATIVE)
     saved = verify_checkpoint(run.checkpoint(4), deep=True)  # what the client has saved back
     assert saved.level == RESUMABLE and not saved.findings
-    assert saved.index is not None and saved.index.client == TWO_RANKS[case.source].client
+    assert saved.index is not None and saved.index.client == LOOPS[case.source].client
 
 
-@pytest.mark.parametrize("name", SAVERS)
+@pytest.mark.parametrize("name", LOOPS_SAVED)
 def test_the_client_resumes_from_partial_checkpoints_of_its_loop(
-    name: str, loops: Loops, resumed: dict[str, Any]
+    name: str, runs: Runs, resumed: dict[str, Run]
 ) -> None:
-    run, spec = resumed[name], SAVERS[name]
-    assert run.losses == {step: loss for step, loss in loops[name].losses.items() if step > STEP}
-    for partial in sorted(loops[name].folder.glob("partial/step-*")):
+    run, spec = resumed[name], LOOPS_SAVED[name]
+    assert run.losses == runs[name].after(STEP)
+    for partial in sorted(runs[name].folder.glob("partial/step-*")):
         assert not verify_checkpoint(partial).findings
         assert index_checkpoint(partial).client == spec.client
     verdict = verify_checkpoint(Path(run.spec.resume_from), deep=True)
@@ -163,16 +150,16 @@ def test_the_client_resumes_from_partial_checkpoints_of_its_loop(
     assert verdict.index is not None and verdict.index.client == spec.client
 
 
-def test_gradients_are_clipped_as_the_config_says_or_deepspeed_does(loops: Loops, resumed: dict[str, Any]) -> None:
+def test_gradients_are_clipped_as_the_config_says_or_deepspeed_does(runs: Runs, resumed: dict[str, Run]) -> None:
     """ZeRO-1 and ZeRO-2 clip at what the checkpoint says, ZeRO-3 does not save it: without it, both at the default."""
-    wanted = {step: loss for step, loss in loops["engine-3"].losses.items() if step > STEP}
+    wanted = runs["engine-3"].after(STEP)
     assert len(wanted) == 4 and resumed[str(Case("engine-3", 2, 2))].losses == pytest.approx(wanted, rel=RELATIVE)
     lost = resumed["unclipped"].losses
     assert lost[STEP + 1] == pytest.approx(wanted[STEP + 1], rel=RELATIVE)
     assert all(lost[step] != pytest.approx(wanted[step], rel=RELATIVE) for step in wanted if step > STEP + 1)
 
 
-def test_an_engine_finds_what_salvage_has_put_in_place(resumed: dict[str, Any]) -> None:
+def test_an_engine_finds_what_salvage_has_put_in_place(resumed: dict[str, Run]) -> None:
     """Also without being told where: through ``latest``."""
     run = Path(resumed["by-latest"].spec.resume_from)
     assert (run / "latest").read_text() == "checkpoint-4/global_step4"
@@ -180,32 +167,32 @@ def test_an_engine_finds_what_salvage_has_put_in_place(resumed: dict[str, Any]) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SAVERS)
-def test_a_killed_loop_goes_on_from_half_of_the_layers(name: str, loops: Loops, tmp_path: Path) -> None:
-    spec = replace(SAVERS[name], name="run", saver="parity", save_steps=1, dies_at=3)
+@pytest.mark.parametrize("name", LOOPS_SAVED)
+def test_a_killed_loop_goes_on_from_half_of_the_layers(name: str, runs: Runs, tmp_path: Path) -> None:
+    spec = replace(LOOPS_SAVED[name], name="run", saver="parity", save_steps=1, dies_at=3)
     with pytest.raises(TrainingFailed, match="rank"):
-        train([spec], 2, tmp_path, program="trainings.loops")
+        train_here([spec], tmp_path)
     call("merge", "--run", tmp_path / "run")
     out = tmp_path / "run" / "checkpoint-3"
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.level == RESUMABLE and not verdict.findings
     again = spec.resumed(out, "again", saver="", dies_at=0, save_steps=3)
-    (run,) = train([again], 2, tmp_path, program="trainings.loops").values()
-    straight = loops[name].losses[4]
+    (run,) = train_here([again], tmp_path).values()
+    straight = runs[name].losses[4]
     assert run.losses.keys() == {4} and 0.5 * straight < run.losses[4] < 1.5 * straight
 
 
-def test_a_file_is_missed_as_verify_says(loops: Loops, resumed: dict[str, Any]) -> None:
+def test_a_file_is_missed_as_verify_says(runs: Runs, resumed: dict[str, Run]) -> None:
     """accelerate does not ask for ``latest``, and goes on without random states, with other numbers."""
     for case in LOST:
-        wanted = {step: loss for step, loss in loops[case.source].losses.items() if step > STEP}
+        wanted = runs[case.source].after(STEP)
         assert (resumed[str(case)].losses == wanted) == case.is_exact
         verdict = verify_checkpoint(Path(resumed[str(case)].spec.resume_from))
         assert verdict.is_resumable and {one.path for one in verdict.of_severity(WARNING)} >= {case.lost}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_output_is_the_clients_own(case: Case, loops: Loops, resumed: dict[str, Any]) -> None:
+def test_the_output_is_the_clients_own(case: Case, runs: Runs, resumed: dict[str, Run]) -> None:
     """It has the files that the client would have saved on that many ranks, and a verdict without findings."""
     out = Path(resumed[str(case)].spec.resume_from)
     verdict = verify_checkpoint(out, deep=True)
@@ -215,5 +202,5 @@ def test_the_output_is_the_clients_own(case: Case, loops: Loops, resumed: dict[s
         "README.md",
         "llmtailor.json",
     }
-    source, index = index_checkpoint(loops.checkpoint(case.source)), index_checkpoint(out)
+    source, index = index_checkpoint(runs.checkpoint(case.source)), index_checkpoint(out)
     assert (index.client, index.world_size, index.global_step) == (source.client, case.ranks, STEP)

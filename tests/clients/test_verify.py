@@ -10,10 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("deepspeed")
-
-from clients.conftest import Loops
-from clients.runs import TWO_RANKS
 from helpers.fields import damages_of
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
@@ -25,6 +21,8 @@ from llmtailor.runs.scan import find_latest
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.smoke import try_resume
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from trainings.catalogue import LOOPS
+from trainings.harness import Runs
 
 Damage = Callable[[Path], object]
 
@@ -77,22 +75,22 @@ DAMAGES: list[tuple[str, str, Damage, str, Code]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_what_the_client_saves_is_resumable(name: str, loops: Loops) -> None:
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_the_client_saves_is_resumable(name: str, runs: Runs) -> None:
     for step in (2, 4):
         for is_deep in (False, True):
-            verdict = verify_checkpoint(loops.checkpoint(name, step), is_deep)
+            verdict = verify_checkpoint(runs.checkpoint(name, step), is_deep)
             assert (verdict.level, verdict.findings) == (RESUMABLE, ())
-    assert find_latest(loops[name].folder).path == loops.checkpoint(name, loops[name].spec.steps)
-    told = inspect_checkpoint(loops.checkpoint(name))
-    assert (told["client"], told["global_step"], told["findings"]) == (TWO_RANKS[name].client, 2, [])
+    assert find_latest(runs[name].folder).path == runs.checkpoint(name, runs[name].spec.steps)
+    told = inspect_checkpoint(runs.checkpoint(name))
+    assert (told["client"], told["global_step"], told["findings"]) == (LOOPS[name].client, 2, [])
 
 
 @pytest.mark.parametrize(("name", "damage", "severity", "code"), [(n, *rest) for n, _, *rest in DAMAGES],
                          ids=[f"{name}: {title}" for name, title, *_ in DAMAGES])  # fmt: skip
-def test_a_damage_that_matters_is_told(name, damage, severity, code, loops, tmp_path) -> None:
+def test_a_damage_that_matters_is_told(name, damage, severity, code, runs, tmp_path) -> None:
     root = tmp_path / "checkpoint-4"
-    shutil.copytree(loops.checkpoint(name, 4), root)
+    shutil.copytree(runs.checkpoint(name, 4), root)
     damage(root)
     verdict = verify_checkpoint(root)
     assert verdict.is_resumable == (severity != ERROR)
@@ -102,11 +100,11 @@ def test_a_damage_that_matters_is_told(name, damage, severity, code, loops, tmp_
 
 
 @pytest.mark.parametrize("field", ACCELERATE_TABLE, ids=lambda field: field.name)
-def test_a_field_of_the_random_states_that_is_off_is_told(field: Field, loops: Loops, tmp_path: Path) -> None:
+def test_a_field_of_the_random_states_that_is_off_is_told(field: Field, runs: Runs, tmp_path: Path) -> None:
     import torch
 
     root = tmp_path / "checkpoint-4"
-    shutil.copytree(loops.checkpoint("accelerate-named", 4), root)
+    shutil.copytree(runs.checkpoint("accelerate-named", 4), root)
     good = (root / "random_states_1.pkl").read_bytes()
     damages = [*damages_of(field)]
     assert len(damages) >= 3
@@ -120,28 +118,28 @@ def test_a_field_of_the_random_states_that_is_off_is_told(field: Field, loops: L
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["engine-2", "accelerate-3"])
-def test_a_trial_resume_is_made_by_the_clients_call(name: str, loops: Loops, tmp_path: Path) -> None:
+def test_a_trial_resume_is_made_by_the_clients_call(name: str, runs: Runs, tmp_path: Path) -> None:
     root = tmp_path / "checkpoint-2"
-    shutil.copytree(loops.checkpoint(name), root)
-    config = json.loads((loops.checkpoint("accelerate-3") / "config.json").read_text())
+    shutil.copytree(runs.checkpoint(name), root)
+    config = json.loads((runs.checkpoint("accelerate-3") / "config.json").read_text())
     (root / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     assert try_resume(verify_checkpoint(root)).findings == ()
 
 
 @pytest.mark.parametrize("other", ["model_1.safetensors", "optimizer_1.bin", "pytorch_model_1/x", "optimizer_1/x"])
-def test_several_models_are_refused(other: str, loops: Loops, tmp_path: Path) -> None:
+def test_several_models_are_refused(other: str, runs: Runs, tmp_path: Path) -> None:
     for name in ("accelerate-ddp", "accelerate-2", "accelerate-fsdp"):
         root = tmp_path / name / "checkpoint-2"
-        shutil.copytree(loops.checkpoint(name), root)
+        shutil.copytree(runs.checkpoint(name), root)
         (root / other).parent.mkdir(exist_ok=True)
         (root / other).write_bytes(b"x")
         with pytest.raises(UnsupportedCheckpoint, match="several models"):
             verify_checkpoint(root)
 
 
-def test_another_loader_can_be_asked_for(loops: Loops) -> None:
+def test_another_loader_can_be_asked_for(runs: Runs) -> None:
     def lacks(name: str, client: str) -> set[str | None]:
-        verdict = verify_checkpoint(loops.checkpoint(name), client=client)
+        verdict = verify_checkpoint(runs.checkpoint(name), client=client)
         return {one.path for one in verdict.of_severity(ERROR)}
 
     assert lacks("engine-3", "trainer") == {"trainer_state.json"}  # its schedule is in the model states
@@ -150,7 +148,7 @@ def test_another_loader_can_be_asked_for(loops: Loops) -> None:
     assert lacks("accelerate-2", "trainer") == {"trainer_state.json", "scheduler.pt", "pytorch_model"}
     assert lacks("accelerate-2", "deepspeed") == set()
     assert lacks("engine-3", "accelerate") == {"global_step2"}
-    assert find_latest(loops["engine-3"].folder, client="trainer").path is None
+    assert find_latest(runs["engine-3"].folder, client="trainer").path is None
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,29 @@
-"""What goes through any chain of formats comes back unchanged. (The plain Trainer's is in tests/test_convert.py.)"""
+"""Synthetic checkpoints of every form, partial ones included, as FSDP and DCP checkpoints, and through any chain of
+formats back. (The plain Trainer's is in tests/test_convert.py.)"""
 
 from __future__ import annotations
 
 import shutil
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+import oracle.any
+from campaigns.fuzz import make_sound
+from helpers.cases import examples, mostly_long
+from helpers.checkpoints import make
+from helpers.composing import convert
+from helpers.states import read, same
+from helpers.strategies import shapes
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import MASTER
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from oracle.zero3 import MOMENTS
+from synthetic import pickled_as_deepspeed
 
-import llmtailor  # noqa: E402
-import oracle.any  # noqa: E402
-from helpers.cases import examples  # noqa: E402
-from helpers.checkpoints import make  # noqa: E402
-from helpers.strategies import shapes  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.recipe import Recipe  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from synthetic import pickled_as_deepspeed  # noqa: E402
+PARTIAL = ("partial", "partial2", "partial0")
 
 
 @st.composite
@@ -47,8 +52,7 @@ def test_any_chain_of_formats_leads_back(tmp_path_factory, case):
     for number, (to, ranks) in enumerate([*hops, ("deepspeed", layout["world_size"])]):
         dtype = "BF16" if to == "deepspeed" and not index_checkpoint(at).form.has_masters else None
         out = root / f"hop-{number}"
-        options = llmtailor.Options(to=to, world_size=ranks, stage=3 if to == "deepspeed" else None)
-        llmtailor.merge(Recipe("x", "", at, (), dtype, None), out, options)
+        convert(at, out, dtype=dtype, to=to, world_size=ranks, stage=3 if to == "deepspeed" else None)
         verdict = verify_checkpoint(out, deep=True)
         assert verdict.level == RESUMABLE or all(one.severity != "error" for one in verdict.findings), verdict.findings
         found = index_checkpoint(out)
@@ -58,8 +62,28 @@ def test_any_chain_of_formats_leads_back(tmp_path_factory, case):
     before, after = load(source), load(at)
     assert after.steps == before.steps
     for state, tensor in before.states.items():
-        if state.kind in ("master", "exp_avg", "exp_avg_sq"):
+        if state.kind in (MASTER, *MOMENTS):
             assert torch.equal(after.states[state], tensor), state
         elif state.kind == "frozen":
             assert torch.equal(after.states[state], tensor.to(after.states[state].dtype)), state
     shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return make_sound(tmp_path_factory.mktemp("sound"))
+
+
+@pytest.mark.parametrize("to", ["dcp", "fsdp"])
+@pytest.mark.parametrize("form", mostly_long([*PARTIAL, "zero3", "zero2", "plain"], *PARTIAL))
+def test_every_state_is_there(sound, tmp_path, form, to):
+    out = convert(sound[form], tmp_path / "out", to=to, world_size=3)
+    before, after = index_checkpoint(sound[form]), index_checkpoint(out)
+    assert verify_checkpoint(out, deep=True).level == RESUMABLE
+    assert (after.params, after.tied, after.steps()) == (before.params, before.tied, before.steps())
+    assert after.group_params == before.group_params and after.world_size == 3
+    states = [state for state in before.held if state.kind in (MASTER, *MOMENTS)]
+    assert len(states) == 3 * len(before.steps())
+    for state in states:
+        there = [read(index.root, index.held[state]).flatten() for index in (before, after)]
+        assert same(*there), state

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import llmtailor  # noqa: E402
-import oracle.any  # noqa: E402
-from helpers.cases import mostly_long  # noqa: E402
-from helpers.states import (  # noqa: E402
-    assert_holds,
-    assert_same_held,
-    of_snapshot,
-)
-from llmtailor.containers.dcp import lay_out_metadata, read_metadata  # noqa: E402
-from llmtailor.errors import MismatchError  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.recipe import Recipe, Select  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-
-
-def long(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.long) for name in names]
+import llmtailor
+import oracle.any
+from helpers.cases import mostly_long
+from helpers.composing import convert, merge, recipe
+from helpers.states import assert_holds, assert_same_held, held_by, of_snapshot
+from llmtailor.containers.dcp import lay_out_metadata, read_metadata
+from llmtailor.errors import MismatchError
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 
 
 def is_odd(name: str) -> bool:
@@ -43,22 +33,17 @@ def mix(even: dict[str, Any], odd: dict[str, Any]) -> dict[str, Any]:
 
 
 def compose(base: Path, odd: Path, out: Path, **options: Any) -> Path:
-    recipe = Recipe("x", "", base, (Select(odd, ("odd",), "x"),), options.pop("dtype", None), None)
-    llmtailor.merge(recipe, out, llmtailor.Options(**options))
+    merge(base, out, {"odd": odd}, **options)
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.level == RESUMABLE, verdict.findings
     return out
 
 
-def of_deepspeed(checkpoint: Path) -> dict[str, Any]:
-    return of_snapshot(oracle.any.load(checkpoint))
-
-
 @pytest.fixture
-def mixed(trained, runs):
+def mixed(runs):
     """Even layers of an FSDP2 run at step 2, odd ones of a DeepSpeed run at step 4"""
-    fsdp, deepspeed = trained.checkpoint("trainer"), runs["llama"].checkpoint(4)
-    return fsdp, deepspeed, trained["trainer"].held[2], of_deepspeed(deepspeed)
+    fsdp, deepspeed = runs.checkpoint("trainer"), runs.checkpoint("llama", 4)
+    return fsdp, deepspeed, held_by(runs["trainer"], 2), held_by(runs["llama"], 4)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +60,7 @@ def test_odd_layers_from_deepspeed_even_ones_from_fsdp(mixed, tmp_path, to, rank
     out = compose(fsdp, deepspeed, tmp_path / "checkpoint-2", to=to, world_size=ranks, groups="layer")
     wanted = mix(even, odd)
     if to == "deepspeed":
-        assert_same_held(of_deepspeed(out), wanted)
+        assert_same_held(of_snapshot(oracle.any.load(out)), wanted)
     else:
         index = index_checkpoint(out)
         hyper = [dict(group.hyper) for group in index.groups]
@@ -87,25 +72,25 @@ def test_odd_layers_from_fsdp_even_ones_from_deepspeed(mixed, tmp_path):
     """The base decides the format; its groups are the Trainer's two, so one step has to do for both."""
     fsdp, deepspeed, odd, even = mixed
     out = compose(deepspeed, fsdp, tmp_path / "checkpoint-4")
-    found, wanted = of_deepspeed(out), mix(even, odd)
+    found, wanted = of_snapshot(oracle.any.load(out)), mix(even, odd)
     for name, kinds in wanted["states"].items():
         assert float(found["states"][name].pop("step")) == 4
         kinds.pop("step")
     assert_same_held(found, wanted)
 
 
-@pytest.mark.parametrize("name", ["titan", *long("loop", "hf", "trainer", "columns")])
-def test_a_composite_of_two_steps_keeps_the_step_of_each_param(trained, tmp_path, name):
+@pytest.mark.parametrize("name", mostly_long(["titan", "loop", "hf", "trainer", "columns"], "titan"))
+def test_a_composite_of_two_steps_keeps_the_step_of_each_param(runs, tmp_path, name):
     """Adam's step is stored per param, in both styles of options."""
-    live = trained[name].held
-    out = compose(trained.checkpoint(name, 4), trained.checkpoint(name, 2), tmp_path / "out")
+    live = runs[name].held
+    out = compose(runs.checkpoint(name, 4), runs.checkpoint(name, 2), tmp_path / "out")
     assert_holds(index_checkpoint(out), {**mix(live[4], live[2]), "groups": live[4]["groups"]})
 
 
-def test_torchtitans_other_values_are_carried(trained, tmp_path):
+def test_torchtitans_other_values_are_carried(runs, tmp_path):
     import torch.distributed.checkpoint as dcp
 
-    out = compose(trained.checkpoint("titan", 4), trained.checkpoint("titan", 2), tmp_path / "step-4", world_size=3)
+    out = compose(runs.checkpoint("titan", 4), runs.checkpoint("titan", 2), tmp_path / "step-4", world_size=3)
     states = {"train_state": {"step": torch.zeros((), dtype=torch.int32)}, "lr_scheduler": {"last_epoch": 0}}
     dcp.load(states, checkpoint_id=out, no_dist=True)
     assert int(states["train_state"]["step"]) == 4
@@ -122,32 +107,30 @@ def test_torchtitans_other_values_are_carried(trained, tmp_path):
         ("llama", "fsdp", ["loss scale, counters and ds_config are left out"]),
     ],
 )
-def test_what_has_no_counterpart_is_said(trained, runs, tmp_path, name, to, told):
-    source = runs[name].checkpoint(2) if name == "llama" else trained.checkpoint(name)
-    recipe = Recipe("x", "", source, (), None, None)
-    notices = llmtailor.plan_merge(recipe, tmp_path / "out", llmtailor.Options(to=to)).report.notices
+def test_what_has_no_counterpart_is_said(runs, tmp_path, name, to, told):
+    source = runs.checkpoint(name)
+    notices = llmtailor.plan_merge(recipe(source), tmp_path / "out", llmtailor.Options(to=to)).report.notices
     assert all(any(each in notice.what for notice in notices) for each in told), notices
     assert all(notice.fix for notice in notices)
 
 
-def test_groups_can_not_be_rebuilt_where_there_are_none(trained, tmp_path):
-    with pytest.raises(MismatchError, match="not param groups"):
-        recipe = Recipe("x", "", trained.checkpoint("titan"), (), None, None)
-        llmtailor.merge(recipe, tmp_path / "out", llmtailor.Options(groups="layer"))
-
-
-def test_a_stage_is_deepspeeds(trained, tmp_path):
-    recipe = Recipe("x", "", trained.checkpoint("loop"), (), None, None)
-    with pytest.raises(MismatchError, match="has no ZeRO stages"):
-        llmtailor.merge(recipe, tmp_path / "out", llmtailor.Options(to="dcp", stage=3))
-    with pytest.raises(MismatchError, match="lose what was trained"):
-        llmtailor.merge(replace(recipe, dtype="BF16"), tmp_path / "out", llmtailor.Options(to="dcp"))
+@pytest.mark.parametrize(
+    ("name", "told", "dtype", "options"),
+    [
+        ("titan", "not param groups", None, {"groups": "layer"}),
+        ("loop", "has no ZeRO stages", None, {"to": "dcp", "stage": 3}),
+        ("loop", "lose what was trained", "BF16", {"to": "dcp"}),
+    ],
+)
+def test_what_a_format_does_not_have_is_refused(runs, tmp_path, name, told, dtype, options):
+    with pytest.raises(MismatchError, match=told):
+        convert(runs.checkpoint(name), tmp_path / "out", dtype=dtype, **options)
 
 
 def test_buffers_are_known_from_the_other_source(runs, tmp_path):
     """As a training saves them, without llmtailor's list"""
     source, there = runs["llama-extras-layer"].checkpoint(4), tmp_path / "there"
-    llmtailor.merge(Recipe("x", "", source, (), None, None), there, llmtailor.Options(to="dcp"))
+    convert(source, there, to="dcp")
     entries = read_metadata(there, ".metadata", "x")
     assert entries.pop("llmtailor.buffers")
     (there / ".metadata").write_bytes(lay_out_metadata(".metadata", entries).pieces[0].data)
@@ -155,8 +138,7 @@ def test_buffers_are_known_from_the_other_source(runs, tmp_path):
     assert index_checkpoint(there).params != index_checkpoint(source).params
     for base, other in ((there, source), (source, there)):
         out = tmp_path / f"on-{base.name}"
-        recipe = Recipe("x", "", base, (Select(other, ("odd",), "x"),), None, None)
-        llmtailor.merge(recipe, out, llmtailor.Options(to="deepspeed", stage=3) if base == source else None)
+        merge(base, out, {"odd": other}, **({"to": "deepspeed", "stage": 3} if base == source else {}))
         assert index_checkpoint(out).params == index_checkpoint(source).params
 
 
@@ -164,10 +146,9 @@ def test_buffers_are_known_from_the_other_source(runs, tmp_path):
 def test_buffers_and_frozen_params_survive_the_way_through(runs, tmp_path, to):
     """A DCP folder does not tell them from each other; llmtailor's own lists the buffers."""
     source, there, back = runs["llama-extras-layer"].checkpoint(4), tmp_path / "there", tmp_path / "back"
-    llmtailor.merge(Recipe("x", "", source, (), None, None), there, llmtailor.Options(to=to, world_size=3))
+    convert(source, there, to=to, world_size=3)
     assert verify_checkpoint(there, deep=True).level == RESUMABLE
-    options = llmtailor.Options(to="deepspeed", world_size=2, stage=3)
-    llmtailor.merge(Recipe("x", "", there, (), "BF16", None), back, options)
+    convert(there, back, dtype="BF16", to="deepspeed", world_size=2, stage=3)
     first, last = oracle.any.load(source), oracle.any.load(back)
     assert index_checkpoint(there).params == index_checkpoint(source).params
     assert first.names("buffer") == last.names("buffer") and first.names("frozen") == last.names("frozen")

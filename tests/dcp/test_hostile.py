@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-torch = pytest.importorskip("torch")
-
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex  # noqa: E402
-
-from llmtailor.errors import SourceError, UnsafePickle, UnsupportedCheckpoint  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.errors import SourceError, UnsafePickle, UnsupportedCheckpoint
+from llmtailor.formats.registry import index_checkpoint
 
 KEY = "model.lm_head.weight"
 
@@ -119,10 +117,10 @@ CASES: list[tuple[str, Callable[[Path], object], type[SourceError], str]] = [
 
 
 @pytest.mark.parametrize(("make", "error", "told"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_it_is_refused(trained, tmp_path, monkeypatch, make, error, told):
+def test_it_is_refused(runs, tmp_path, monkeypatch, make, error, told):
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "checkpoint-2"
-    shutil.copytree(trained.checkpoint("loop"), root)
+    shutil.copytree(runs.checkpoint("loop"), root)
     make(root)
     with pytest.raises(error, match=told) as caught:
         index_checkpoint(root, "x")

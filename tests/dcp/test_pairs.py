@@ -6,28 +6,19 @@ ranks they are those of the framework's own resharded resume. Between frameworks
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import llmtailor  # noqa: E402
-import oracle.any  # noqa: E402
-from dcp.runs import THREE_RANKS, TWO_RANKS  # noqa: E402
-from dcp.spec import Spec  # noqa: E402
-from helpers.states import assert_same_held, of_snapshot  # noqa: E402
-from llmtailor.recipe import Recipe  # noqa: E402
-from oracle.zero3 import MOMENTS  # noqa: E402
-from trainings import catalogue as deepspeed_runs  # noqa: E402
-from trainings.harness import train  # noqa: E402
+from helpers.composing import convert_to_resume
+from helpers.states import assert_same_held, held_by, loaded_by
+from trainings.catalogue import DEEPSPEED, FSDP
+from trainings.spec import Fsdp, Training
 
 STEP = 2
-DEEPSPEED = deepspeed_runs.TWO_RANKS | deepspeed_runs.TWO_RANKS_ANY
 RELATIVE = 2e-5
 """Of the loss, in fp32, between two frameworks that sum in another order"""
 
@@ -37,7 +28,7 @@ class Pair:
     """A conversion to resume from."""
 
     source: str
-    """A run of dcp/runs.py or real/runs.py"""
+    """A run of trainings/catalogue.py"""
     to: str
     """``fsdp``, ``dcp``, ``trainer``, or ``zero1`` .. ``zero3``"""
     ranks: int = 2
@@ -48,31 +39,25 @@ class Pair:
         return f"{self.source}-to-{self.to}-{self.ranks}{'-bf16' if self.dtype == 'BF16' else ''}"
 
     @property
-    def is_of_deepspeed(self) -> bool:
-        return self.source in DEEPSPEED
-
-    @property
     def kind(self) -> str:
         """Of the training that resumes from it"""
-        own = "" if self.is_of_deepspeed else (TWO_RANKS | THREE_RANKS)[self.source].kind
+        own = FSDP[self.source].kind if self.source in FSDP else ""
         if self.to == "fsdp":
             return own if own in ("hf", "fsdp1", "full") else "trainer"
         if self.to == "dcp":
             return own if own == "titan" else "loop"
         return "ddp" if self.to == "trainer" else "deepspeed"
 
-    def spec(self, out: Path) -> Any:
+    def spec(self, out: Path) -> Training:
+        source = (DEEPSPEED | FSDP)[self.source]
+        changes: dict[str, Any] = {"ranks": self.ranks, "per_device_batch": 6 // self.ranks, "save_steps": 4}
         if self.kind == "deepspeed":
-            name = "fp32" if self.dtype == "F32" else "bf16"
-            own = replace(deepspeed_runs.TWO_RANKS["llama"], dtype=name, stage=int(self.to[-1]), steps=4)
-            batch = DEEPSPEED[self.source].per_device_batch if self.is_of_deepspeed else 3
-            return own.resumed(out, str(self), per_device_batch=batch if self.ranks == 2 else 2)
-        if self.is_of_deepspeed:
-            batch = DEEPSPEED[self.source].per_device_batch
-            return Spec(str(self), self.kind, steps=6, save_steps=6, per_device_batch=batch, resume_from=str(out))
-        spec = (TWO_RANKS | THREE_RANKS)[self.source]
-        changes = {"kind": self.kind, "per_device_batch": 6 // self.ranks, "save_steps": 4}
-        return spec.resumed(out, str(self), **changes)
+            llama = replace(DEEPSPEED["llama"], dtype="fp32" if self.dtype == "F32" else "bf16")
+            return llama.resumed(out, str(self), stage=int(self.to[-1]), steps=4, **changes)
+        if self.source in DEEPSPEED:
+            changes |= {"steps": 6, "save_steps": 6, "per_device_batch": source.per_device_batch}
+            return Fsdp(str(self), self.kind, resume_from=str(out), **changes)
+        return source.resumed(out, str(self), kind=self.kind, **changes)
 
 
 SHORT = [
@@ -86,7 +71,7 @@ SHORT = [
 ]
 LONG = [
     Pair("full", "fsdp"),
-    Pair("ddp", "fsdp"),
+    Pair("no-fsdp", "fsdp"),
     Pair("llama", "fsdp"),
     Pair("fsdp1", "fsdp"),  # on 3 ranks, accelerate 1.15 can't load an FSDP1 optimizer of 2 either
     Pair("fsdp1", "dcp"),
@@ -98,7 +83,7 @@ LONG = [
 ]
 LONG += [
     pair
-    for source in ("trainer", "loop", "titan", "hf", "ddp", "loop-w3", "llama-fp32", "zero1-fp32")
+    for source in ("trainer", "loop", "titan", "hf", "no-fsdp", "loop-w3", "llama-fp32", "zero1-fp32")
     for to in ("fsdp", "dcp", "trainer", "zero1", "zero2", "zero3")
     for ranks in (2, 3)
     if (pair := Pair(source, to, ranks, "F32" if to.startswith("zero") else None)) not in (*SHORT, *LONG)
@@ -106,78 +91,43 @@ LONG += [
 ]
 PAIRS = [*(pytest.param(pair, id=str(pair)) for pair in SHORT)]
 PAIRS += [pytest.param(pair, id=str(pair), marks=pytest.mark.long) for pair in LONG]
-NATIVE = [("loop", 3), ("trainer", 3), ("hf", 3)]
-"""Resumed on other ranks by the framework itself"""
+NATIVE = ("loop", "trainer", "hf")
+"""Resumed on three ranks by the framework itself"""
 
 
-def convert(source: Path, out: Path, pair: Pair) -> Path:
+def convert(runs: Any, pair: Pair, out: Path) -> Path:
     stage = int(pair.to[-1]) if pair.to.startswith("zero") else None
-    options = llmtailor.Options(world_size=pair.ranks, to="deepspeed" if stage else pair.to, stage=stage)
-    llmtailor.merge(Recipe("convert", "", source, (), pair.dtype, None), out, options)
-    state = out / "trainer_state.json"
-    if state.exists() and not (source / "trainer_state.json").exists():  # made; to be completed, as a note says
-        state.write_text(json.dumps(json.loads(state.read_text()) | {"logging_steps": 1, "save_steps": 4}))
-    return out
-
-
-def checkpoint_of(pair: Pair, trained: Any, runs: Any) -> Path:
-    return runs[pair.source].checkpoint(STEP) if pair.is_of_deepspeed else trained.checkpoint(pair.source, STEP)
+    options = {"world_size": pair.ranks, "to": "deepspeed" if stage else pair.to, "stage": stage}
+    return convert_to_resume(runs.checkpoint(pair.source, STEP), out, dtype=pair.dtype, **options)
 
 
 @pytest.fixture(scope="module")
-def resumed(request, trained, runs, tmp_path_factory) -> dict[str, Any]:
+def resumed(selected, runs, train, tmp_path_factory) -> dict[str, Any]:
     """Convert what the tests of this session ask for, and resume from all of it in few sets of ranks."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    pairs = dict.fromkeys(pair for item in items if isinstance(pair := item.callspec.params.get("pair"), Pair))
-    folder = tmp_path_factory.mktemp("converted")
-    found: dict[str, Any] = {}
-    batches: dict[tuple[str, int], list[Any]] = {}
+    pairs = [pair for pair in (*SHORT, *LONG) if pair in selected]
+    folder, specs = tmp_path_factory.mktemp("converted"), []
     for pair in pairs:
-        out = convert(checkpoint_of(pair, trained, runs), folder / str(pair) / f"checkpoint-{STEP}", pair)
-        program = "trainings.trainer" if pair.kind == "deepspeed" else "trainings.fsdp"
-        batches.setdefault((program, pair.ranks), []).append(pair.spec(out))
-    for name, ranks in NATIVE:
-        if any((pair.source, pair.ranks) == (name, ranks) for pair in pairs):
-            spec = TWO_RANKS[name].resumed(trained.checkpoint(name), f"{name}-native-{ranks}", save_steps=4)
-            batches.setdefault(("trainings.fsdp", ranks), []).append(replace(spec, per_device_batch=6 // ranks))
-    for (program, ranks), specs in batches.items():
-        found |= train(specs, ranks, tmp_path_factory.mktemp("resumed"), program=program)
-    return found
-
-
-def truth(pair: Pair, trained: Any, runs: Any) -> Mapping[str, Any]:
-    """What the source's training held when it saved."""
-    if not pair.is_of_deepspeed:
-        return trained[pair.source].held[STEP]
-    return of_snapshot(oracle.any.load(runs[pair.source].checkpoint(STEP)))
+        specs.append(pair.spec(convert(runs, pair, folder / str(pair) / f"checkpoint-{STEP}")))
+    for name in NATIVE:
+        if any((pair.source, pair.ranks) == (name, 3) for pair in pairs):
+            changes = {"ranks": 3, "per_device_batch": 2, "save_steps": 4}
+            specs.append(FSDP[name].resumed(runs.checkpoint(name), f"{name}-native", **changes))
+    return train(specs)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_target_framework_holds_what_the_source_held(trained, runs, resumed, pair):
-    run, wanted = resumed[str(pair)], truth(pair, trained, runs)
-    if pair.kind != "deepspeed":
-        assert_same_held(run.held[STEP], wanted)
-        return
-    if pair.to != "zero3":  # DeepSpeed can't be asked before a first step; this is what it saved back
-        assert_same_held(of_snapshot(oracle.any.load(run.written_back)), wanted)
-        return
-    states = {
-        name: {"step": torch.tensor(run.echo["step"][name]), **{moment: run.echo[moment][name] for moment in MOMENTS}}
-        for name in run.echo["master"]
-    }
-    assert_same_held({"weights": run.echo["master"], "states": states}, wanted)
+def test_the_target_framework_holds_what_the_source_held(runs, resumed, pair):
+    assert_same_held(loaded_by(resumed[str(pair)], STEP), held_by(runs[pair.source], STEP))
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_training_goes_on(trained, runs, resumed, pair):
-    run = resumed[str(pair)]
-    straight = (runs if pair.is_of_deepspeed else trained)[pair.source]
-    steps = [step for step in straight.losses if step > STEP][: 4 - STEP if pair.kind == "deepspeed" else None]
-    losses = {step: straight.losses[step] for step in steps}
+def test_training_goes_on(runs, resumed, pair):
+    run, straight = resumed[str(pair)], runs[pair.source]
+    losses = {step: loss for step, loss in straight.after(STEP).items() if step <= 4 or pair.kind != "deepspeed"}
     assert run.losses.keys() == losses.keys()
-    native = resumed.get(f"{pair.source}-native-{pair.ranks}")
-    own = None if pair.is_of_deepspeed else straight.spec.kind
-    if own == pair.kind and (native or pair.ranks == (3 if pair.source in THREE_RANKS else 2)):
+    native = resumed.get(f"{pair.source}-native") if pair.ranks == 3 else None
+    own = straight.spec.kind if pair.source in FSDP else None
+    if own == pair.kind and (native or pair.ranks == straight.spec.ranks):
         assert run.losses == (native.losses if native else losses)
     elif {own, pair.kind} <= {"fsdp1", "loop", "columns", "titan", "hf"} or (
         None not in (own, pair.dtype) and pair.dtype != "BF16" and {own, pair.kind} <= {"trainer", "ddp", "deepspeed"}
@@ -185,14 +135,14 @@ def test_training_goes_on(trained, runs, resumed, pair):
         assert run.losses == pytest.approx(losses, rel=RELATIVE)
 
 
-def test_torchs_own_tools_read_what_is_written(trained, runs, tmp_path):
+def test_torchs_own_tools_read_what_is_written(runs, tmp_path):
     """``dcp.load`` without ranks, and ``dcp_to_torch_save``"""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     pair = Pair("llama", "dcp", 3)
-    out = convert(checkpoint_of(pair, trained, runs), tmp_path / "out", pair)
-    wanted = truth(pair, trained, runs)
+    out = convert(runs, pair, tmp_path / "out")
+    wanted = held_by(runs["llama"], STEP)
     dcp_to_torch_save(out, tmp_path / "all.pt")
     whole = torch.load(tmp_path / "all.pt", weights_only=False)
     assert set(whole) == {"model", "optim", "lr_scheduler"}

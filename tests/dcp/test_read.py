@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from helpers.states import assert_holds
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from trainings.catalogue import FSDP
 
-from dcp.runs import TWO_RANKS  # noqa: E402
-from helpers.states import assert_holds  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-
-FSDP_RUNS = [name for name in (*TWO_RANKS, "loop-w3") if name != "ddp"]
+FSDP_RUNS = [name for name in FSDP if name != "no-fsdp"]
 
 
 @pytest.mark.parametrize("name", FSDP_RUNS)
-def test_an_index_says_what_the_live_training_held(trained, name):
+def test_what_a_live_training_held_is_in_the_index_and_resumable(runs, name):
+    verdict = verify_checkpoint(runs.checkpoint(name), deep=True)
+    assert verdict.level == RESUMABLE, verdict.findings
     for step in (2, 4):
-        root = trained.checkpoint(name, step)
+        root = runs.checkpoint(name, step)
         index = index_checkpoint(root, name)
-        assert_holds(index, trained[name].held[step])
+        assert_holds(index, runs[name].held[step])
         assert index.format == ("fsdp" if name.startswith(("trainer", "hf", "fsdp1", "full")) else "dcp")
         assert (index.world_size, index.global_step) == (3 if name.endswith("w3") else 2, step)
         assert index.precision == ("BF16" if "bf16" in name else "F32")
         assert dict(index.tied) == ({"lm_head.weight": "model.embed_tokens.weight"} if "tied" in name else {})
-
-
-@pytest.mark.parametrize("name", FSDP_RUNS)
-def test_an_intact_one_is_resumable(trained, name):
-    verdict = verify_checkpoint(trained.checkpoint(name), deep=True)
-    assert verdict.level == RESUMABLE, verdict.findings
 
 
 def test_a_metadata_file_pickled_as_python_3_11_2_does(monkeypatch, tmp_path):

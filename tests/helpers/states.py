@@ -11,7 +11,9 @@ import torch
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.model.roles import FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from oracle import any as oracle_any
 from oracle.zero3 import MOMENTS, Snapshot
+from trainings.harness import Run
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
@@ -29,7 +31,7 @@ def read(root: Path, held: TensorEntry) -> torch.Tensor:
 
 
 def assert_holds(index: CheckpointIndex, live: Mapping[str, Any]) -> None:
-    """Check an index against `train.held`."""
+    """Check an index against what an FSDP training held: see trainings/fsdp.py."""
     states, weights = live["states"], live["weights"]
     assert sorted(index.steps()) == sorted(states)
     assert {name for name in index.params if index.params[name].role != "buffer"} == set(weights)
@@ -62,9 +64,36 @@ def assert_same_held(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
             assert same(now["states"][name][kind], value), (name, kind)
 
 
+def assert_same_states(found: CheckpointIndex, wanted: CheckpointIndex, odd: CheckpointIndex | None = None) -> None:
+    """Check that a checkpoint has the states of another, and in its odd layer, of three, those of a second one.
+
+    Weights only count where they are not rounded masters.
+    """
+    for state, held in wanted.held.items():
+        if state.kind != WEIGHT or found.form.weights_are_states:
+            source, there = (odd, odd.held[state]) if odd and ".layers.1." in state.param else (wanted, held)
+            assert same(read(found.root, found.held[state]), read(source.root, there)), state
+
+
 def of_snapshot(snapshot: Snapshot) -> dict[str, Any]:
     states = {name: {"step": torch.tensor(step)} for name, step in snapshot.steps.items()}
     for moment in MOMENTS:
         for name, tensor in snapshot.kind(moment).items():
             states[name][moment] = tensor
     return {"weights": snapshot.kind(MASTER), "states": states}
+
+
+def held_by(run: Run, step: int) -> dict[str, Any]:
+    """Return what a training held when it saved: as it said itself under FSDP, as the oracle reads it of DeepSpeed."""
+    return run.held[step] if run.spec.program == "fsdp" else of_snapshot(oracle_any.load(run.checkpoint(step)))
+
+
+def loaded_by(run: Run, step: int) -> dict[str, Any]:
+    """Return what a training held that resumed at a step, before its own first one."""
+    if run.spec.program == "fsdp":
+        return dict(run.held[step])
+    if run.spec.stage < 3:  # DeepSpeed can't be asked before a first step; this is what it saved back
+        return of_snapshot(oracle_any.load(run.written_back))
+    moments = {name: {moment: run.echo[moment][name] for moment in MOMENTS} for name in run.echo["master"]}
+    states = {name: {"step": torch.tensor(run.echo["step"][name]), **of} for name, of in moments.items()}
+    return {"weights": run.echo["master"], "states": states}

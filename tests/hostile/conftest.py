@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make
-from universal.converting import convert
+from helpers.composing import convert
 
 FORMS: dict[str, dict[str, Any]] = {"zero2": {"stage": 2}, "plain": {"stage": 0}, "universal": {"to": "universal"}}
 

@@ -7,43 +7,44 @@ a copy the losses are those of the straight run, to the last digit.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("lightning")
 
-import fsspec  # noqa: E402
-from click.testing import CliRunner  # noqa: E402
+import fsspec
+from click.testing import CliRunner
 
-import llmtailor  # noqa: E402
-from helpers.commands import forget_urls  # noqa: E402
-from helpers.recipes import odd_layers_from  # noqa: E402
-from helpers.states import read, same  # noqa: E402
-from lightning_runs.conftest import Lightnings  # noqa: E402
-from lightning_runs.runs import RUNS, SAVERS, needs_lightning  # noqa: E402
-from lightning_runs.spec import NEWEST, Spec  # noqa: E402
-from llmtailor.cli.main import cli  # noqa: E402
-from llmtailor.codes import Code  # noqa: E402
-from llmtailor.errors import MismatchError, UnsafePickle, UnsupportedCheckpoint  # noqa: E402
-from llmtailor.findings import ERROR, NOTE  # noqa: E402
-from llmtailor.formats.provenance import stated_attempt  # noqa: E402
-from llmtailor.formats.registry import display_name, find_structure, index_checkpoint  # noqa: E402
-from llmtailor.loaders.files import CKPT  # noqa: E402
-from llmtailor.model.roles import WEIGHT, State  # noqa: E402
-from llmtailor.recipe import Recipe  # noqa: E402
-from llmtailor.runs.folder import RunFolder  # noqa: E402
-from llmtailor.runs.scan import find_latest  # noqa: E402
-from llmtailor.verify.inspect import inspect_checkpoint  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from thin.scene import call, compose, folders  # noqa: E402
-from trainings.harness import TrainingFailed, train  # noqa: E402
+from helpers.cases import mostly_long
+from helpers.commands import forget_urls
+from helpers.composing import convert, merge
+from helpers.recipes import odd_layers_from
+from helpers.states import assert_same_states
+from llmtailor.cli.main import cli
+from llmtailor.codes import Code
+from llmtailor.errors import MismatchError, UnsafePickle, UnsupportedCheckpoint
+from llmtailor.findings import ERROR, NOTE
+from llmtailor.formats.provenance import stated_attempt
+from llmtailor.formats.registry import display_name, index_checkpoint
+from llmtailor.loaders.files import CKPT
+from llmtailor.model.roles import State
+from llmtailor.runs.folder import RunFolder
+from llmtailor.runs.scan import find_latest
+from llmtailor.verify.inspect import inspect_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from thin.scene import call, compose, folders
+from trainings.catalogue import LIGHTNING, LIGHTNING_SAVED
+from trainings.harness import Run, Runs, Train, TrainingFailed
+from trainings.harness import train as train_here
+from trainings.spec import NEWEST
 
-pytestmark = [pytest.mark.real, needs_lightning]
-NOTES = {"ddp-groups": [(NOTE, Code.STATE_MISSING)]}
+pytestmark = pytest.mark.real
+NOTES = {"lightning-groups": [(NOTE, Code.STATE_MISSING)]}
 """That a frozen param is taken for one"""
 
 
@@ -51,60 +52,50 @@ def findings_of(path: Path, *, deep: bool = False) -> list[tuple[str, Code]]:
     return [(one.severity, one.code) for one in verify_checkpoint(path, deep).findings]
 
 
-def convert(source: Path, out: Path, **options: Any) -> Path:
-    llmtailor.merge(Recipe("convert", "", source, (), None, None), out, llmtailor.Options(**options))
-    return out
-
-
 def ckpt_path(out: Path) -> Path:
     """What ``trainer.fit(ckpt_path=...)`` takes."""
     return out / CKPT if (out / CKPT).is_file() else out
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_what_lightning_saves_is_resumable(name: str, lightnings: Lightnings) -> None:
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_what_lightning_saves_is_resumable(name: str, runs: Runs) -> None:
     for step in (2, 4):
         for is_deep in (False, True):
-            assert findings_of(lightnings.checkpoint(name, step), deep=is_deep) == NOTES.get(name, [])
-    assert find_latest(lightnings[name].folder).path == lightnings.checkpoint(name, 4)
-    told = inspect_checkpoint(lightnings.checkpoint(name))
+            assert findings_of(runs.checkpoint(name, step), deep=is_deep) == NOTES.get(name, [])
+    assert find_latest(runs[name].folder).path == runs.checkpoint(name, 4)
+    told = inspect_checkpoint(runs.checkpoint(name))
     assert (told["client"], told["global_step"], told["num_layers"]) == ("lightning", 2, 3)
-    assert verify_checkpoint(lightnings.checkpoint(name), client="lightning").is_resumable
-    assert not verify_checkpoint(lightnings.checkpoint(name), client="trainer").is_resumable
-    assert call("latest", lightnings[name].folder)["path"] == str(lightnings.checkpoint(name, 4))
+    assert verify_checkpoint(runs.checkpoint(name), client="lightning").is_resumable
+    assert not verify_checkpoint(runs.checkpoint(name), client="trainer").is_resumable
+    assert call("latest", runs[name].folder)["path"] == str(runs.checkpoint(name, 4))
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_composite_holds_the_states_of_its_sources(name: str, lightnings: Lightnings, tmp_path: Path) -> None:
-    sources = {step: lightnings.checkpoint(name, step) for step in (2, 4)}
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_a_composite_holds_the_states_of_its_sources(name: str, runs: Runs, tmp_path: Path) -> None:
+    sources = {step: runs.checkpoint(name, step) for step in (2, 4)}
     out = tmp_path / "checkpoint-4"
-    llmtailor.merge(odd_layers_from(sources[2], sources[4], tmp_path), out, llmtailor.Options(world_size=3))
-    indexes = {step: index_checkpoint(path) for step, path in sources.items()}
-    made, structure = index_checkpoint(out), find_structure(indexes[4])
-    for state in indexes[4].held:
-        if state.kind == WEIGHT and not made.form.weights_are_states:
-            continue
-        source = indexes[2 if structure.part_of[state.param] == "layer 1" else 4]
-        assert same(read(out, made.held[state]), read(source.root, source.held[state])), state
+    merge(sources[4], out, {"odd": sources[2]}, world_size=3)
+    made = index_checkpoint(out)
+    assert_same_states(made, index_checkpoint(sources[4]), index_checkpoint(sources[2]))
     assert (made.client, made.global_step, findings_of(out, deep=True)) == ("lightning", 4, [])
     if made.form.stage:
         assert ((out / "latest").read_text(), made.world_size) == ("checkpoint", 3)
 
 
-@pytest.mark.parametrize(("name", "is_refused"), [("ddp", False), ("zero-2", True)])
+@pytest.mark.parametrize(("name", "is_refused"), [("lightning", False), ("lightning-zero-2", True)])
 def test_later_saves_are_said_to_be_refused_where_they_are(
-    name: str, is_refused: bool, lightnings: Lightnings, tmp_path: Path
+    name: str, is_refused: bool, runs: Runs, tmp_path: Path
 ) -> None:
     """Under DeepSpeed all params make their steps together; without it, any may lag behind."""
-    older, base = (lightnings.checkpoint(name, step) for step in (2, 4))
+    older, base = (runs.checkpoint(name, step) for step in (2, 4))
     groups = ["--groups", "layer"] if is_refused else []
     plan = call("merge", odd_layers_from(older, base, tmp_path), "--dry-run", *groups)
     assert {step for row in plan["optimizer_steps"] for step in [row["step"]]} == {2, 4}
     assert [notice["where"] for notice in plan["notices"]].count("optimizer") == is_refused
 
 
-def test_what_is_no_state_is_copied(lightnings: Lightnings, tmp_path: Path) -> None:
-    source = lightnings.checkpoint("ddp-groups")
+def test_what_is_no_state_is_copied(runs: Runs, tmp_path: Path) -> None:
+    source = runs.checkpoint("lightning-groups")
     out = convert(source, tmp_path / "checkpoint-2")
     before, after = (torch.load(path, weights_only=False) for path in (source, out / CKPT))
     assert [*after] == [*before] and [*after["state_dict"]] == [*before["state_dict"]]
@@ -119,63 +110,49 @@ def test_what_is_no_state_is_copied(lightnings: Lightnings, tmp_path: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def resumed(
-    request: pytest.FixtureRequest, lightnings: Lightnings, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[str, Any]:
+def resumed(runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Resume from copies and conversions that the tests of this session ask for, and from composites of partial
-    checkpoints, in one set of ranks for each number."""
-    folder, place = tmp_path_factory.mktemp("converted"), tmp_path_factory.mktemp("resumed")
-    batches: dict[int, list[Spec]] = {2: []}
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    for case in dict.fromkeys(item.callspec.params.get("case", "") for item in items):
-        name, on, ranks = case.rpartition("-on-")
-        if on:
-            out = convert(lightnings.checkpoint(name), folder / case, world_size=int(ranks))
-            spec = RUNS[name].resumed(ckpt_path(out), case, per_device_batch=6 // int(ranks))
-            batches.setdefault(int(ranks), []).append(spec)
-    for name, spec in SAVERS.items():
+    checkpoints."""
+    folder, place, specs = tmp_path_factory.mktemp("converted"), tmp_path_factory.mktemp("resumed"), []
+    for case in sorted(case for case in selected if "-on-" in case):
+        name, _, ranks = case.rpartition("-on-")
+        out = convert(runs.checkpoint(name), folder / case, world_size=int(ranks))
+        changes = {"ranks": int(ranks), "per_device_batch": 6 // int(ranks)}
+        specs.append(LIGHTNING[name].resumed(ckpt_path(out), case, **changes))
+    for name, spec in LIGHTNING_SAVED.items():
         for step in (1, 2):  # all that a run had saved which was killed then
-            partial = f"partial/step-{step:08}"
-            shutil.copytree(lightnings[name].folder / partial, place / name / partial)
-        batches[2].append(spec.resumed(NEWEST, name))
-    found: dict[str, Any] = {}
-    for ranks, specs in batches.items():
-        found |= train(specs, ranks, place, program="trainings.lightning")
-    return found
+            partial = runs[name].partial(step)
+            shutil.copytree(partial, place / name / "partial" / partial.name)
+        specs.append(spec.resumed(NEWEST, name))
+    return train(specs, place)
 
 
-@pytest.mark.parametrize("case", ["ddp-groups-on-2", "zero-2-on-2", *SAVERS])
-def test_lightning_goes_on_as_if_nothing_had_happened(
-    case: str, lightnings: Lightnings, resumed: Mapping[str, Any]
-) -> None:
-    straight = lightnings[case.removesuffix("-on-2")].losses
-    assert resumed[case].losses == {step: loss for step, loss in straight.items() if step > 2}
-    if case in SAVERS:  # one rank has composed it, for all
+@pytest.mark.parametrize("case", ["lightning-groups-on-2", "lightning-zero-2-on-2", *LIGHTNING_SAVED])
+def test_lightning_goes_on_as_if_nothing_had_happened(case: str, runs: Runs, resumed: dict[str, Run]) -> None:
+    assert resumed[case].losses == runs[case.removesuffix("-on-2")].after(2)
+    if case in LIGHTNING_SAVED:  # one rank has composed it, for all
         assert [path.name for path in resumed[case].folder.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["ddp-on-1", "zero-2-on-1", "ddp-on-3", "zero-3-on-3"])
-def test_lightning_goes_on_with_other_ranks(case: str, lightnings: Lightnings, resumed: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize("case", ["lightning-on-1", "lightning-zero-2-on-1", "lightning-on-3", "lightning-zero-3-on-3"])
+def test_lightning_goes_on_with_other_ranks(case: str, runs: Runs, resumed: dict[str, Run]) -> None:
     """The same batch is summed up in another order."""
-    straight = lightnings[case[:-5]].losses
-    assert resumed[case].losses == pytest.approx({step: loss for step, loss in straight.items() if step > 2}, rel=1e-5)
+    assert resumed[case].losses == pytest.approx(runs[case[:-5]].after(2), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", SAVERS)
-def test_partial_checkpoints_hold_what_lightning_saves(name: str, lightnings: Lightnings, tmp_path: Path) -> None:
-    run = lightnings[name].folder
+@pytest.mark.parametrize("name", LIGHTNING_SAVED)
+def test_partial_checkpoints_hold_what_lightning_saves(name: str, runs: Runs, tmp_path: Path) -> None:
+    run = runs[name].folder
     for step in (1, 2, 3, 4):
-        partial = run / "partial" / f"step-{step:08}"
+        partial = runs[name].partial(step)
         assert findings_of(partial, deep=True) == [] and index_checkpoint(partial).client == "lightning"
-    out, stock = compose(run, 4, tmp_path / "checkpoint-4"), lightnings.checkpoint(name, 4)
+    out, stock = compose(run, 4, tmp_path / "checkpoint-4"), runs.checkpoint(name, 4)
     assert findings_of(out, deep=True) == []
     attempt = stated_attempt(stock)
     assert attempt is not None and stated_attempt(out) == attempt
     composed, saved = index_checkpoint(out), index_checkpoint(stock)
-    for state, held in saved.held.items():
-        if state.kind != WEIGHT:
-            assert same(read(out, composed.held[state]), read(stock, held)), state
+    assert_same_states(composed, saved)
     if not saved.form.stage:
         one, two = (torch.load(path, weights_only=False) for path in (out / CKPT, stock))
         assert one.keys() == two.keys() and [*one["state_dict"]] == [*two["state_dict"]]
@@ -188,20 +165,18 @@ def forget_full(run: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@pytest.mark.parametrize(
-    "name", ["ddp", pytest.param("zero-2", marks=pytest.mark.long), pytest.param("zero-3", marks=pytest.mark.long)]
-)
-def test_a_killed_training_goes_on_from_partial_checkpoints(name: str, lightnings: Lightnings, tmp_path: Path) -> None:
-    spec = replace(RUNS[name], name="run", saver="parity", dies_at=3)
+@pytest.mark.parametrize("name", mostly_long(["lightning", "lightning-zero-2", "lightning-zero-3"], "lightning"))
+def test_a_killed_training_goes_on_from_partial_checkpoints(name: str, runs: Runs, tmp_path: Path) -> None:
+    spec = replace(LIGHTNING[name], name="run", saver="parity", dies_at=3)
     with pytest.raises(TrainingFailed, match="rank"):
-        train([spec], 2, tmp_path, program="trainings.lightning")
+        train_here([spec], tmp_path)
     forget_full(tmp_path / "run")
     call("merge", "--run", tmp_path / "run", "--at", 2)
     out = tmp_path / "run" / "checkpoint-2"
     assert findings_of(out, deep=True) == []
     again = spec.resumed(ckpt_path(out), "run", dies_at=0)
-    (run,) = train([again], 2, tmp_path, program="trainings.lightning").values()
-    straight = lightnings[name].losses
+    (run,) = train_here([again], tmp_path).values()
+    straight = runs[name].losses
     assert run.losses.keys() == {3, 4} and all(run.losses[step] < 1.1 * straight[step] for step in run.losses)
     assert findings_of(RunFolder(tmp_path / "run").full()[4]) == []  # Lightning's own, of params with several steps
     forget_full(tmp_path / "run")
@@ -247,19 +222,19 @@ DAMAGES: list[tuple[str, Callable[[Path], object], Code]] = [
 
 
 @pytest.mark.parametrize(("damage", "code"), [pytest.param(*rest, id=title) for title, *rest in DAMAGES])
-def test_a_damage_is_told(damage: Callable[[Path], object], code: Code, lightnings: Lightnings, tmp_path: Path) -> None:
+def test_a_damage_is_told(damage: Callable[[Path], object], code: Code, runs: Runs, tmp_path: Path) -> None:
     path = tmp_path / "epoch=0-step=2.ckpt"
-    shutil.copy(lightnings.checkpoint("ddp"), path)
+    shutil.copy(runs.checkpoint("lightning"), path)
     damage(path)
     assert (ERROR, code) in findings_of(path)
 
 
 @pytest.mark.parametrize("is_composite", [False, True])
-def test_a_byte_of_a_tensor_is_told_and_salvaged(is_composite: bool, lightnings: Lightnings, tmp_path: Path) -> None:
+def test_a_byte_of_a_tensor_is_told_and_salvaged(is_composite: bool, runs: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     for step in (2, 4):
-        source = lightnings.checkpoint("ddp", step)
+        source = runs.checkpoint("lightning", step)
         if is_composite:
             convert(source, run / f"checkpoint-{step}")
         else:
@@ -285,10 +260,10 @@ def test_a_byte_of_a_tensor_is_told_and_salvaged(is_composite: bool, lightnings:
     )
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero-2"])
-def test_what_salvage_moves_aside_is_not_found_again(name: str, lightnings: Lightnings, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["lightning", "lightning-zero-2"])
+def test_what_salvage_moves_aside_is_not_found_again(name: str, runs: Runs, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(lightnings[name].folder, run)
+    shutil.copytree(runs[name].folder, run)
     newest, older = RunFolder(run).full()[4], RunFolder(run).full()[2]
     for path in [newest] if newest.is_file() else newest.rglob("*.pt"):
         path.write_bytes(path.read_bytes()[:1000])
@@ -300,9 +275,9 @@ def test_what_salvage_moves_aside_is_not_found_again(name: str, lightnings: Ligh
     assert RunFolder(run).checkpoints() == [(2, older)]
 
 
-def test_one_file_at_a_url(lightnings: Lightnings, tmp_path: Path) -> None:
+def test_one_file_at_a_url(runs: Runs, tmp_path: Path) -> None:
     url = f"memory://{tmp_path}/run"
-    fsspec.filesystem("memory").put(str(lightnings["ddp"].folder), url, recursive=True)
+    fsspec.filesystem("memory").put(str(runs["lightning"].folder), url, recursive=True)
     newest = call("latest", url)["path"]
     assert newest == f"{url}/epoch=1-step=4.ckpt"
     for name in (newest, f"memory://{tmp_path}/run/epoch=0-step=2.ckpt"):
@@ -313,48 +288,50 @@ def test_one_file_at_a_url(lightnings: Lightnings, tmp_path: Path) -> None:
     forget_urls()
     (recipe := tmp_path / "recipe.yaml").write_text(f"base_model: {newest}\n")
     out = Path(call("merge", recipe, tmp_path / "out")["out"])
-    here = convert(lightnings.checkpoint("ddp", 4), tmp_path / "here")
+    here = convert(runs.checkpoint("lightning", 4), tmp_path / "here")
     assert (out / CKPT).read_bytes() == (here / CKPT).read_bytes()
     call("convert", newest, f"{url}/checkpoint-4")
     assert fsspec.filesystem("memory").cat(f"{url}/checkpoint-4/{CKPT}") == (here / CKPT).read_bytes()
 
 
-def test_several_optimizers_and_other_loaders_are_refused(lightnings: Lightnings, tmp_path: Path) -> None:
+def test_several_optimizers_and_other_loaders_are_refused(runs: Runs, tmp_path: Path) -> None:
     path = tmp_path / "epoch=0-step=2.ckpt"
-    shutil.copy(lightnings.checkpoint("ddp"), path)
+    shutil.copy(runs.checkpoint("lightning"), path)
     edited(lambda tree: tree["optimizer_states"].append({}))(path)
     with pytest.raises(UnsupportedCheckpoint, match="2 optimizers"):
         index_checkpoint(path)
-    for name, options in (("ddp", {"to": "trainer"}), ("ddp", {"stage": 2}), ("zero-2", {"stage": 0})):
+    for name, options in (
+        ("lightning", {"to": "trainer"}),
+        ("lightning", {"stage": 2}),
+        ("lightning-zero-2", {"stage": 0}),
+    ):
         with pytest.raises(MismatchError, match="LightningModule"):
-            convert(lightnings.checkpoint(name), tmp_path / "out", **options)
+            convert(runs.checkpoint(name), tmp_path / "out", **options)
 
 
-def test_code_in_a_file_is_never_run(lightnings: Lightnings, tmp_path: Path) -> None:
+def test_code_in_a_file_is_never_run(runs: Runs, tmp_path: Path) -> None:
     class Harm:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return __import__("os").system, (f"touch {tmp_path / 'ran'}",)
 
     path = tmp_path / "epoch=0-step=2.ckpt"
-    shutil.copy(lightnings.checkpoint("ddp"), path)
+    shutil.copy(runs.checkpoint("lightning"), path)
     edited(lambda tree: tree["callbacks"].update(harm=Harm()))(path)
     with pytest.raises(UnsafePickle):
         convert(path, tmp_path / "out")
     assert not verify_checkpoint(path).is_resumable and not (tmp_path / "ran").exists()
 
 
-def test_a_folder_of_lightning_is_a_run(lightnings: Lightnings, tmp_path: Path) -> None:
+def test_a_folder_of_lightning_is_a_run(runs: Runs, tmp_path: Path) -> None:
     """`thin` makes what DeepSpeed has saved partial, and leaves single files as they are."""
-    for name in ("zero-2", "ddp"):
+    for name in ("lightning-zero-2", "lightning"):
         run = tmp_path / name
-        shutil.copytree(lightnings[name].folder, run)
+        shutil.copytree(runs[name].folder, run)
         call("thin", run, "--strategy", "full", "--keep-full-last", "1", "--yes")
-        left = {"epoch=1-step=4.ckpt", *(["partial/step-00000002"] if name == "zero-2" else [])}
-        assert {*folders(run)} == (left if name == "zero-2" else set())
+        left = {"epoch=1-step=4.ckpt", *(["partial/step-00000002"] if name == "lightning-zero-2" else [])}
+        assert {*folders(run)} == (left if name == "lightning-zero-2" else set())
         assert find_latest(run).path == run / "epoch=1-step=4.ckpt"
         made = compose(run, 2, tmp_path / f"{name}-2")
-        wanted = index_checkpoint(lightnings.checkpoint(name))
+        wanted = index_checkpoint(runs.checkpoint(name))
         assert findings_of(made, deep=True) == []
-        found = index_checkpoint(made)
-        for state, held in wanted.held.items():
-            assert same(read(made, found.held[state]), read(wanted.root, held)), state
+        assert_same_states(index_checkpoint(made), wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -19,25 +20,39 @@ FILES = {"fp32": MASTER, **{moment: moment for moment in MOMENTS}}
 def universal(checkpoint: Path, scratch: Path) -> dict[State, torch.Tensor]:
     """Run ``ds_to_universal``, whose tensors are flat for ZeRO-3. Not for elastic checkpoints, on which it fails, nor
     for ``round_robin_gradients``, which it gets wrong."""
-    from deepspeed.checkpoint import ds_to_universal
-
     tag = (checkpoint / "latest").read_text()
-    options = Namespace(
-        input_folder=str(checkpoint / tag),
-        output_folder=str(scratch / "universal"),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=(checkpoint / tag / MODEL).exists(),
-    )
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        ds_to_universal.main(options)
+    ds_to_universal(checkpoint / tag, scratch / "universal", (checkpoint / tag / MODEL).exists())
     return {
         State(path.parent.name, FILES[path.stem]): _load(path)
         for path in (scratch / "universal" / "zero").glob("*/*.pt")
         if path.stem != "step"
     }
+
+
+def ds_to_universal(tag: Path, out: Path, inject_missing_state: bool = True) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    options = Namespace(
+        input_folder=str(tag),
+        output_folder=str(out),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=inject_missing_state,
+    )
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        ds_to_universal.main(options)
+
+
+def to_universal(source: Path, out: Path) -> Path:
+    """Run ``ds_to_universal`` on a copy, of which only the universal checkpoint stays."""
+    shutil.copytree(source, out)
+    tag = (out / "latest").read_text()
+    ds_to_universal(out / tag, out / f"{tag}_universal")
+    shutil.rmtree(out / tag)
+    (out / "latest").unlink()
+    return out
 
 
 def zero_to_fp32(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
-from oracle.zero3 import MOMENTS, Snapshot, read_weights
+from oracle.zero3 import MOMENTS, Snapshot, load_ranks, read_weights
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -32,7 +31,7 @@ def load(checkpoint: Path) -> Snapshot:
     """
     tag = checkpoint / (checkpoint / "latest").read_text()
     model = torch.load(tag / MODEL, map_location="cpu", weights_only=False)
-    optims = _optims(tag)
+    optims = load_ranks(tag, "optim_states")
     assert [path.name for path in tag.glob("*model_states.pt")] == [MODEL], "more model_states than one"
     world = model["dp_world_size"]
     assert len(optims) == world, f"{tag}: {len(optims)} optim_states of {world} ranks"
@@ -85,7 +84,7 @@ def load_module(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def slice_mappings(checkpoint: Path) -> list[list[dict[str, tuple[int, int]]]]:
     """Return, by rank and group, which (start, numel) of the partition a param has, as DeepSpeed's tools are told."""
-    optims = _optims(checkpoint / (checkpoint / "latest").read_text())
+    optims = load_ranks(checkpoint / (checkpoint / "latest").read_text(), "optim_states")
     return [
         [
             {name: (address.start, address.numel) for name, address in group.items()}
@@ -93,17 +92,6 @@ def slice_mappings(checkpoint: Path) -> list[list[dict[str, tuple[int, int]]]]:
         ]
         for optim in optims
     ]
-
-
-def _optims(tag: Path) -> list[dict[str, Any]]:
-    """Load the optim_states of all ranks, by the number in the name."""
-    found = {}
-    for path in tag.glob("*optim_states.pt"):
-        rank = re.fullmatch(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt", path.name)
-        assert rank, f"what is {path}?"
-        found[int(rank[1])] = torch.load(path, map_location="cpu", weights_only=False)
-    assert sorted(found) == list(range(len(found))), f"{tag}: ranks {sorted(found)}"
-    return [found[rank] for rank in sorted(found)]
 
 
 def _cut(vector: torch.Tensor, shapes: dict[str, torch.Size], gaps: Sequence[int]) -> list[tuple[str, torch.Tensor]]:

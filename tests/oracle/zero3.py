@@ -47,7 +47,7 @@ class Snapshot:
 def load(checkpoint: Path) -> Snapshot:
     """Read a Trainer's checkpoint folder."""
     tag = checkpoint / (checkpoint / "latest").read_text()
-    models, optims = _ranks(tag, "model_states"), _ranks(tag, "optim_states")
+    models, optims = load_ranks(tag, "model_states"), load_ranks(tag, "optim_states")
     assert len(models) == len(optims) == models[0]["dp_world_size"], f"{tag}: not one file of each kind per rank"
     world = len(models)
     shapes: list[dict[str, torch.Size]] = models[0]["param_shapes"]
@@ -160,7 +160,7 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _ranks(tag: Path, what: str) -> list[dict[str, Any]]:
+def load_ranks(tag: Path, what: str) -> list[dict[str, Any]]:
     """Load the files of all ranks, by the number in the name."""
     found = {}
     for path in tag.glob(f"*_{what}.pt"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,25 @@ from helpers.same import differences
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER
 from oracle.any import load
 from oracle.zero3 import MOMENTS, differ
-from partial.harness import Done, without_saver
+from trainings.harness import Run
 
 NOT_OURS = {"zero_to_fp32.py", "zero_to_torch.py"}
 """Files of the Trainer's checkpoints that no resume reads"""
 ABOUT = {"llmtailor.json", "README.md"}
 
 
-def newest(done: Done, at: int) -> dict[str, int]:
+def without_saver(log: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The Trainer's log without what the saver put there"""
+    return [line for line in log if not any(key.startswith("checkpoint/") for key in line)]
+
+
+def newest(done: Run, at: int) -> dict[str, int]:
     """Return the step that each part's newest state is of, by the manifests, oldest first."""
     held = {part["part"]: step for step in done.saves if step <= at for part in done.manifest(step)["parts"]}
     return dict(sorted(held.items(), key=lambda item: item[1]))
 
 
-def newest_masters(done: Done, at: int) -> dict[str, int]:
+def newest_masters(done: Run, at: int) -> dict[str, int]:
     """Return the step that each part's newest masters are of: a save may have them without the moments."""
     saves = {step: done.manifest(step) for step in done.saves if step <= at}
     return {one["part"]: step for step, found in saves.items() for one in (*found["parts"], *found.get("masters", ()))}
@@ -51,17 +57,17 @@ def expected(name: str, kind: str, held: dict[str, int], truths: dict[int, dict[
     return torch.stack([truths[step][kind][name][number] for number, step in enumerate(steps)])
 
 
-def is_rounded(done: Done) -> bool:
+def is_rounded(done: Run) -> bool:
     """Whether its saves have moments rounded to bf16"""
-    return (done.job.options or {}).get("moments") == "bf16"
+    return (done.spec.options or {}).get("moments") == "bf16"
 
 
-def check_composite(done: Done, at: int, scratch: Path) -> dict[str, int]:
+def check_composite(done: Run, at: int, scratch: Path) -> dict[str, int]:
     """Compose the state at a step, compare it with the truth, and return the step that each part is of."""
     held = newest(done, at)
     ours, stock = scratch / "ours", scratch / "stock"
-    compose(done.folder, at, done.ranks, out=ours)
-    if not done.job.stage:
+    compose(done.folder, at, done.spec.ranks, out=ours)
+    if not done.spec.stage:
         compare_plain(done, held, at, ours)
         return held
     if not is_rounded(done):
@@ -71,7 +77,7 @@ def check_composite(done: Done, at: int, scratch: Path) -> dict[str, int]:
     return held
 
 
-def compose_stock(done: Done, held: dict[str, int], at: int, out: Path) -> None:
+def compose_stock(done: Run, held: dict[str, int], at: int, out: Path) -> None:
     """Compose the same from the checkpoints that the Trainer itself has made."""
     masters = newest_masters(done, at)
     parts: list[dict[str, object]] = []
@@ -81,7 +87,7 @@ def compose_stock(done: Done, held: dict[str, int], at: int, out: Path) -> None:
         parts += [{"from": str(done.stock(step)), "select": select, "only": "moments"}] * (masters[part] != step)
     recipe = out.with_name(f"{out.name}.yaml")
     recipe.write_text(yaml.safe_dump({"base_model": str(done.stock(at)), "parts": parts}))
-    llmtailor.merge(recipe, out, llmtailor.Options(world_size=done.ranks))
+    llmtailor.merge(recipe, out, llmtailor.Options(world_size=done.spec.ranks))
 
 
 def compare_folders(ours: Path, stock: Path) -> None:
@@ -116,14 +122,14 @@ def sets_as_lists(path: Path) -> dict[str, object]:
     return {key: sorted(value) if isinstance(value, list) else value for key, value in content.items()}
 
 
-def compare_with_truth(done: Done, held: dict[str, int], at: int, composite: Path) -> None:
+def compare_with_truth(done: Run, held: dict[str, int], at: int, composite: Path) -> None:
     """Demand every state that the processes had at the step of its part."""
     snapshot = load(composite)
     part_of = {param: part["part"] for part in done.manifest(done.saves[0])["parts"] for param in part["params"]}
     masters = newest_masters(done, at)
     truths = {step: done.truth(step) for step in {at, *held.values(), *masters.values()}}
     for state, tensor in snapshot.states.items():
-        if state.kind in (MASTER, *MOMENTS) and not done.job.round_robin:
+        if state.kind in (MASTER, *MOMENTS) and not done.spec.round_robin:
             of_kind = masters if state.kind == MASTER else held
             truth = expected(state.param, state.kind, of_kind, truths, part_of.get(state.param, ""))
             if state.kind in MOMENTS and is_rounded(done):
@@ -137,12 +143,12 @@ def compare_with_truth(done: Done, held: dict[str, int], at: int, composite: Pat
     kinds = [state.kind for state in snapshot.states]
     trained = [param for param, fact in done.manifest(at)["params"].items() if fact["role"] == "trainable"]
     assert kinds.count(MASTER) == kinds.count("exp_avg") == kinds.count("exp_avg_sq") == len(trained)
-    assert kinds.count(FROZEN) == (0 if done.job.arch.endswith("+lora") else len(truths[at]["frozen"]))
+    assert kinds.count(FROZEN) == (0 if done.spec.arch.endswith("+lora") else len(truths[at]["frozen"]))
 
 
-def compare_plain(done: Done, held: dict[str, int], at: int, composite: Path) -> None:
+def compare_plain(done: Run, held: dict[str, int], at: int, composite: Path) -> None:
     """Without DeepSpeed all states lie in two files, under numbers, which the process has told the order of."""
-    is_adapter = done.job.arch.endswith("+lora")
+    is_adapter = done.spec.arch.endswith("+lora")
     weights_file = "adapter_model.safetensors" if is_adapter else "model.safetensors"
     changing = {"optimizer.pt", weights_file}
     compare_files(composite, done.stock(at), files(composite) - changing)

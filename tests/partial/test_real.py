@@ -10,25 +10,22 @@ import math
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
+import llmtailor
+from helpers.commands import run_here
+from helpers.states import read
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
+from llmtailor.recipe.strategies import StrategyOptions
+from llmtailor.runs.scan import choose_for_run
+from partial.checking import check_composite, newest, without_saver
+from salvage.damage import truncate
+from trainings.catalogue import CHECKED, LIVELY, SAVED, TEACHERS
+
 pytestmark = pytest.mark.real
 
-from safetensors.torch import load_file  # noqa: E402
-
-import llmtailor  # noqa: E402
-from helpers.commands import run_here  # noqa: E402
-from helpers.states import read  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER  # noqa: E402
-from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
-from llmtailor.runs.scan import choose_for_run  # noqa: E402
-from partial.checking import check_composite, newest  # noqa: E402
-from partial.runs import CHECKED_2, CHECKED_3, LIVELY, TEACHERS  # noqa: E402
-from salvage.damage import truncate  # noqa: E402
-
-CHECKED = [job.name for job in (*CHECKED_2, *CHECKED_3)]
 SPEEDS = ("_runtime", "_per_second")
 INEXACT = {"z3-cpu-adam", "z3-rounded"}
 """DeepSpeedCPUAdam computes its bias correction anew after a resume, so the steps that follow differ a little; and so
@@ -41,15 +38,15 @@ NOISE = 2e-3
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_the_first_save_is_a_complete_checkpoint(trained, name, tmp_path):
-    done = trained[name]
+def test_the_first_save_is_a_complete_checkpoint(runs, name, tmp_path):
+    done = runs[name]
     first = done.saves[0]
     assert set(check_composite(done, first, tmp_path).values()) == {first}
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_a_composite_has_of_every_part_the_newest_that_was_saved(trained, name, tmp_path):
-    done = trained[name]
+def test_a_composite_has_of_every_part_the_newest_that_was_saved(runs, name, tmp_path):
+    done = runs[name]
     last = done.saves[-1]
     assert set(check_composite(done, last, tmp_path).values()) == set(done.saves[-1 if name == "z3-full" else -2 :])
 
@@ -66,8 +63,8 @@ def test_a_composite_has_of_every_part_the_newest_that_was_saved(trained, name, 
         ("z3-full-on-3", 8, {8}),
     ],
 )
-def test_it_is_so_after_failures_too(trained, name, at, steps, tmp_path):
-    assert set(check_composite(trained[name], at, tmp_path).values()) == steps
+def test_it_is_so_after_failures_too(runs, name, at, steps, tmp_path):
+    assert set(check_composite(runs[name], at, tmp_path).values()) == steps
 
 
 # Training that goes on from composites: by the stock Trainer, and with the saver attached
@@ -77,15 +74,15 @@ def comparable(done):
     """The log line by line, without times, and without the summary of this process's own steps."""
     return [
         {key: value for key, value in line.items() if not key.endswith(SPEEDS)}
-        for line in done.log
+        for line in without_saver(done.result()["log"])
         if "train_loss" not in line
     ]
 
 
-@pytest.mark.parametrize("name", [job.name for job in LIVELY])
-def test_the_saver_changes_nothing_in_a_training(trained, name):
+@pytest.mark.parametrize("name", LIVELY)
+def test_the_saver_changes_nothing_in_a_training(runs, name):
     """Dropout, gradient accumulation, evaluations at the steps that are saved, and a schedule that follows them."""
-    watched, alone = trained[name], trained[f"{name}-alone"]
+    watched, alone = runs[name], runs[f"{name}-alone"]
     assert comparable(watched) == comparable(alone)
     lines = comparable(alone)
     assert sum("loss" in line for line in lines) == 8 and sum("eval_loss" in line for line in lines) == 4
@@ -96,30 +93,30 @@ def test_the_saver_changes_nothing_in_a_training(trained, name):
     assert {"checkpoint/bytes", "checkpoint/stall_s", "checkpoint/stalest_part_steps"} <= about[0].keys()
 
 
-@pytest.mark.parametrize("resume", [f"{job.name}@{job.every}" for job in (*CHECKED_2, *CHECKED_3, *LIVELY)])
-def test_a_stock_resume_from_a_complete_save_repeats_the_straight_run(trained, resume):
+@pytest.mark.parametrize("resume", [f"{name}@{job.every}" for name, job in SAVED.items()])
+def test_a_stock_resume_from_a_complete_save_repeats_the_straight_run(runs, resume):
     name = resume.partition("@")[0]
-    done, resumed = trained[name], trained[resume]
-    assert resumed.job.policy is None
+    done, resumed = runs[name], runs[resume]
+    assert resumed.spec.policy is None
     if name in INEXACT:
         assert resumed.losses == pytest.approx(done.losses, rel=1e-3)
     else:
         assert comparable(resumed) == comparable(done)
     summary = resumed.result()["log"][-1]
     own = [resumed.losses[step] for step in after(resumed)]
-    assert len(own) == done.job.steps - resumed.job.at
+    assert len(own) == done.spec.steps - resumed.spec.at
     assert summary["train_loss"] == pytest.approx(sum(own) / len(own))
 
 
 def after(done):
     """The steps that ran in this process."""
-    return [step for step in done.losses if step > done.job.at]
+    return [step for step in done.losses if step > done.spec.at]
 
 
 @pytest.mark.parametrize("resume", ["z3@6", "z3-layer@4", "z2@4", "z1@4", "ddp@4"])
-def test_a_stock_resume_from_halves_stays_near_the_straight_run(trained, resume):
-    done, resumed = trained[resume.partition("@")[0]], trained[resume]
-    assert len(set(newest(resumed, resumed.job.at).values())) == 2
+def test_a_stock_resume_from_halves_stays_near_the_straight_run(runs, resume):
+    done, resumed = runs[resume.partition("@")[0]], runs[resume]
+    assert len(set(newest(resumed, resumed.spec.at).values())) == 2
     straight = done.losses
     spread = max(straight.values()) - min(straight.values())
     for step in after(resumed):
@@ -128,13 +125,13 @@ def test_a_stock_resume_from_halves_stays_near_the_straight_run(trained, resume)
 
 
 @pytest.mark.parametrize("name", ["z3-full-again", "z3-full-twice"])
-def test_a_resume_with_the_saver_repeats_the_straight_run(trained, name):
-    assert comparable(trained[name]) == comparable(trained["z3-full"])
+def test_a_resume_with_the_saver_repeats_the_straight_run(runs, name):
+    assert comparable(runs[name]) == comparable(runs["z3-full"])
 
 
 @pytest.mark.parametrize(("name", "straight"), [("z3-full-on-3", "z3-full")])
-def test_a_resume_on_more_ranks_repeats_the_straight_run_nearly(trained, name, straight):
-    resumed, straight = trained[name], trained[straight]
+def test_a_resume_on_more_ranks_repeats_the_straight_run_nearly(runs, name, straight):
+    resumed, straight = runs[name], runs[straight]
     assert after(resumed) == [5, 6, 7, 8]
     assert resumed.losses == pytest.approx(straight.losses, rel=NOISE)
 
@@ -142,9 +139,9 @@ def test_a_resume_on_more_ranks_repeats_the_straight_run_nearly(trained, name, s
 @pytest.mark.parametrize(
     ("name", "taken_up"), [("z3-again", [4]), ("z3-twice", [4, 6]), ("z3-on-3", [4]), ("z3-then-filter", [4])]
 )
-def test_the_record_of_saves_is_taken_up(trained, name, taken_up):
+def test_the_record_of_saves_is_taken_up(runs, name, taken_up):
     """No new complete base, the policy goes on where it was, and the log of saves is one."""
-    done, straight = trained[name], trained["z3"]
+    done, straight = runs[name], runs["z3"]
     assert done.saves == straight.saves == [2, 4, 6, 8]
     for step in done.saves:
         ledger = done.manifest(step)["ledger"]
@@ -183,9 +180,9 @@ are too large to be kept whole."""
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_change_is_measured_since_a_parts_own_last_save(trained, name):
+def test_change_is_measured_since_a_parts_own_last_save(runs, name):
     """Also right after a resume. Small tensors are kept whole, so that only rounding is between both."""
-    done = trained[name]
+    done = runs[name]
     base = done.manifest(done.saves[0])["parts"]
     masters = {step: done.truth(step)["master"] for step in done.saves}
     for step in done.saves[1:]:
@@ -202,7 +199,7 @@ def test_change_is_measured_since_a_parts_own_last_save(trained, name):
         found = line["expected_loss"]
         # under fp16, the first steps are skipped
         correction = (
-            sum(costs.values()) / sum(found.values()) if done.job.dtype == "fp16" else math.sqrt(1 - 0.999**step)
+            sum(costs.values()) / sum(found.values()) if done.spec.dtype == "fp16" else math.sqrt(1 - 0.999**step)
         )
         assert found == pytest.approx({part: cost / correction for part, cost in costs.items()}, rel=1e-3)
 
@@ -211,14 +208,14 @@ def test_change_is_measured_since_a_parts_own_last_save(trained, name):
 
 
 @pytest.mark.parametrize("name", ["full-0", "full-1"])
-def test_a_full_disk_costs_one_save(trained, name, tmp_path):
+def test_a_full_disk_costs_one_save(runs, name, tmp_path):
     """Training goes on as if nothing had been, one warning says what happened, and the next save makes up for it."""
-    done = trained[name]
-    assert len(done.losses) == done.job.steps
+    done = runs[name]
+    assert len(done.losses) == done.spec.steps
     assert done.saves == [2, 6]
     assert not list((done.folder / "partial").glob("step-00000004*"))
     [warning] = done.messages
-    rank = done.job.disturb["rank"]
+    rank = done.spec.disturb["rank"]
     assert (
         "step 4 failed" in warning
         and f"rank-{rank:05}-of-00002.safetensors: can't write" in warning
@@ -231,19 +228,19 @@ def test_a_full_disk_costs_one_save(trained, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["slow-skip", "slow-wait"])
-def test_a_slow_disk_tears_nothing(trained, name, tmp_path):
+def test_a_slow_disk_tears_nothing(runs, name, tmp_path):
     """Several steps pass while a save is written."""
-    done = trained[name]
-    assert len(done.losses) == done.job.steps
+    done = runs[name]
+    assert len(done.losses) == done.spec.steps
     skipped = [message for message in done.messages if "still being written" in message]
-    assert len(skipped) == done.job.steps - len(done.saves)
-    assert bool(skipped) == (name == "slow-skip") and done.saves[-1] == done.job.steps
+    assert len(skipped) == done.spec.steps - len(done.saves)
+    assert bool(skipped) == (name == "slow-skip") and done.saves[-1] == done.spec.steps
     for step in done.saves:
         assert set(check_composite(done, step, tmp_path / str(step)).values()) == {step}
 
 
-def test_each_node_saves_on_its_own_disk_first(trained, tmp_path):
-    done = trained["nodes"]
+def test_each_node_saves_on_its_own_disk_first(runs, tmp_path):
+    done = runs["nodes"]
     assert done.saves == [2, 4, 6]
     for step in done.saves:
         check_composite(done, step, tmp_path / str(step))
@@ -257,9 +254,9 @@ def test_each_node_saves_on_its_own_disk_first(trained, tmp_path):
     assert all(line["copied_s"] >= line["publish_s"] > 0 for line in lines)
 
 
-def test_the_disks_of_all_nodes_make_up_a_save(trained, tmp_path):
+def test_the_disks_of_all_nodes_make_up_a_save(runs, tmp_path):
     """The run's folder has lost a save; the nodes' folders, copied into one, still have it."""
-    done, run, nodes = trained["nodes"], tmp_path / "run", tmp_path / "nodes"
+    done, run, nodes = runs["nodes"], tmp_path / "run", tmp_path / "nodes"
     shutil.copytree(done.folder / "partial", run / "partial")
     shutil.rmtree(run / "partial" / "step-00000006")
     one = run_here("merge", "--run", run, "--also", done.folder / "nodes" / "0", "--dry-run", "--json")
@@ -271,44 +268,44 @@ def test_the_disks_of_all_nodes_make_up_a_save(trained, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["torn-z3", "torn-ddp", "torn-cpu-adam"])
-def test_without_the_barrier_saves_would_be_torn(trained, name, tmp_path):
+def test_without_the_barrier_saves_would_be_torn(runs, name, tmp_path):
     """So what is compared with the truth above, copied as slowly, was protected."""
-    done = trained[name]
+    done = runs[name]
     if name == "torn-ddp":  # torch counts its writes
         assert any("a tensor changed outside optimizer.step()" in message for message in done.messages)
-        assert done.saves == [done.job.steps]
+        assert done.saves == [done.spec.steps]
     else:  # a fused optimizer writes without torch's knowledge
         with pytest.raises(AssertionError):
             check_composite(done, done.saves[0], tmp_path)
 
 
 @pytest.mark.parametrize(("name", "files"), [("frozen-2", 1), ("frozen-3", 2)])
-def test_frozen_params_are_written_once_and_again_when_they_change(trained, name, files, tmp_path):
-    done = trained[name]
+def test_frozen_params_are_written_once_and_again_when_they_change(runs, name, files, tmp_path):
+    done = runs[name]
     inodes = {step: [path.stat().st_ino for path in sorted(done.partial(step).glob("frozen-*"))] for step in done.saves}
     assert [len(found) for found in inodes.values()] == [files] * 3
     assert inodes[2] == inodes[4] and not set(inodes[4]) & set(inodes[6])
     check_composite(done, 6, tmp_path)  # has them as they are now
 
 
-@pytest.mark.parametrize("name", [job.name for job in TEACHERS])
-def test_frozen_params_that_change_right_after_each_step_are_saved_as_they_were(trained, name, tmp_path):
-    done = trained[name]
+@pytest.mark.parametrize("name", TEACHERS)
+def test_frozen_params_that_change_right_after_each_step_are_saved_as_they_were(runs, name, tmp_path):
+    done = runs[name]
     assert done.saves == [2, 4, 6]
     for step in done.saves:
         check_composite(done, step, tmp_path / str(step))
 
 
-def test_small_files_that_do_not_change_are_links(trained):
-    done = trained["z3-extras-w3"]
+def test_small_files_that_do_not_change_are_links(runs):
+    done = runs["z3-extras-w3"]
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert len({(done.partial(step) / name).stat().st_ino for step in done.saves}) == 1
 
 
 @pytest.mark.parametrize("name", ["z3-fp16", "z2-fp16"])
-def test_nothing_is_saved_before_the_first_step_of_the_optimizer(trained, name):
+def test_nothing_is_saved_before_the_first_step_of_the_optimizer(runs, name):
     """fp16: the first steps overflow."""
-    done = trained[name]
+    done = runs[name]
     assert done.saves == [2, 3, 4, 5, 6]
     [warning] = done.messages
     assert "step 1: save skipped" in warning
@@ -326,22 +323,22 @@ def test_nothing_is_saved_before_the_first_step_of_the_optimizer(trained, name):
         ("adafactor-3", "UnsupportedCheckpoint", "is not elementwise"),
     ],
 )
-def test_a_refusal_is_the_same_on_all_ranks(trained, name, kind, words):
-    done = trained[name]
+def test_a_refusal_is_the_same_on_all_ranks(runs, name, kind, words):
+    done = runs[name]
     errors = [done.result(rank)["error"] for rank in range(2)]
     assert errors[0] == errors[1]
     assert errors[0]["class"] == kind
     assert words in errors[0]["text"] and "fix:" in errors[0]["text"]
     assert len(done.losses) <= 1
     if name == "anew":
-        assert newest(done, 8) == newest(trained["z3"], 8)
+        assert newest(done, 8) == newest(runs["z3"], 8)
     else:
         assert not done.saves
 
 
 @pytest.mark.parametrize("name", ["z3", pytest.param("z3-mixtral", marks=pytest.mark.long)])
-def test_without_deepspeed_the_weights_are_the_masters_by_the_params_own_names(trained, name, tmp_path):
-    done = trained[name]
+def test_without_deepspeed_the_weights_are_the_masters_by_the_params_own_names(runs, name, tmp_path):
+    done = runs[name]
     made = {}
     for form, stage in (("zero", None), ("plain", 0)):
         recipe = choose_for_run(done.folder, done.saves[-1], StrategyOptions("latest"))[0]
@@ -354,10 +351,10 @@ def test_without_deepspeed_the_weights_are_the_masters_by_the_params_own_names(t
         assert torch.equal(zero, plain), state
 
 
-def test_salvage_takes_elements_of_saves_with_frozen_params(trained, tmp_path):
+def test_salvage_takes_elements_of_saves_with_frozen_params(runs, tmp_path):
     run = tmp_path / "run"
-    shutil.copytree(trained["z1-extras"].folder, run)
-    truncate(next((run / "partial" / f"step-{trained['z1-extras'].saves[-1]:08}").glob("rank-00000-*")))
+    shutil.copytree(runs["z1-extras"].folder, run)
+    truncate(next((run / "partial" / f"step-{runs['z1-extras'].saves[-1]:08}").glob("rank-00000-*")))
     done = run_here("salvage", run, "--fragments", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert llmtailor.verify_checkpoint(tmp_path / "out", deep=True).is_resumable
@@ -372,8 +369,8 @@ def experts_of(manifest):
 
 
 @pytest.mark.parametrize("name", ["z3-experts", "z2-experts", "ddp-experts"])
-def test_a_composite_has_the_newest_of_every_expert(trained, name, tmp_path):
-    done = trained[name]
+def test_a_composite_has_the_newest_of_every_expert(runs, name, tmp_path):
+    done = runs[name]
     assert len(experts_of(done.manifest(2))) == 9
     mixed = []
     for step in done.saves[1:]:
@@ -385,9 +382,9 @@ def test_a_composite_has_the_newest_of_every_expert(trained, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["z3-experts-then-layers"])
-def test_whole_layers_follow_experts(trained, name, tmp_path):
+def test_whole_layers_follow_experts(runs, name, tmp_path):
     """The first save after the change holds every layer; the saves with experts still serve their own steps."""
-    done = trained[name]
+    done = runs[name]
     assert done.saves == [2, 4, 6, 8]
     assert experts_of(done.manifest(4)) and not experts_of(done.manifest(6))
     assert {"layer 0", "layer 1", "layer 2"} <= {part["part"] for part in done.manifest(6)["parts"]}
@@ -396,8 +393,8 @@ def test_whole_layers_follow_experts(trained, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ddp-experts"])
-def test_the_change_of_each_expert_is_its_own(trained, name):
-    done = trained[name]
+def test_the_change_of_each_expert_is_its_own(runs, name):
+    done = runs[name]
     masters = {step: done.truth(step)["master"] for step in done.saves}
     for step in done.saves[1:]:
         held, line = newest(done, step - 1), lines_of(done)[step]

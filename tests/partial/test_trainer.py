@@ -6,26 +6,21 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
+from helpers.cases import diagonal
+from helpers.composing import compose
+from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.saving import attach, saver_for
+from oracle.zero3 import differ
+from trainings.alone import Alone
+from trainings.common import MOMENTS, Tokens
+from trainings.models import build, tokenizer
+
 pytestmark = pytest.mark.real
-
-from safetensors.torch import load_file  # noqa: E402
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
-from transformers.trainer_pt_utils import LayerWiseDummyOptimizer  # noqa: E402
-
-from helpers.cases import diagonal  # noqa: E402
-from helpers.composing import compose  # noqa: E402
-from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError  # noqa: E402
-from llmtailor.saving import PartialSaving, attach, saver_for  # noqa: E402
-from oracle.zero3 import differ  # noqa: E402
-from trainings.alone import (  # noqa: E402
-    MOMENTS,
-    Alone,
-    Tokens,
-)
-from trainings.models import build, tokenizer  # noqa: E402
 
 FULL = {"policy": "full", "save_steps": 2}
 ODD = ("layers.1.", "lm_head")
@@ -182,20 +177,6 @@ def test_what_clashes_is_refused_when_it_is_attached(tmp_path):
         Alone(tmp_path, {}, prepare=lambda model: model.requires_grad_(False))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"optim": "sgd"}, "the optimizer SGD: it has made a step but has no moments"),
-        ({"optim": "adafactor"}, "the optimizer Adafactor: its state exp_avg_sq_row of .* has another shape"),
-    ],
-)
-def test_an_optimizer_that_can_not_be_saved_is_refused_after_the_first_step(tmp_path, arguments, words):
-    run = Alone(tmp_path / "run", {"save_steps": 4}, **arguments)
-    with pytest.raises(UnsupportedCheckpoint, match=words):
-        run.train()
-    assert run.trainer.state.global_step == 1
-
-
 class Quantized(torch.optim.AdamW):
     """Makes moments of a tensor subclass that claims the shape and dtype of the param, as torchao's AdamW8bit does."""
 
@@ -220,15 +201,24 @@ class Idle(torch.optim.AdamW):
     """So that torch does not see it either"""
 
 
+def of_class(optimizer):
+    return {"given": {"optimizer_cls_and_kwargs": (optimizer, {"lr": 1e-3})}}
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "words"),
+    ("how", "words"),
     [
-        (Quantized, r"the optimizer Quantized: its state exp_avg of .* is quantized, or another .* \(Codes\)"),
-        (Idle, "the optimizer Idle: training never calls its step"),
+        ({"optim": "sgd"}, "the optimizer SGD: it has made a step but has no moments"),
+        ({"optim": "adafactor"}, "the optimizer Adafactor: its state exp_avg_sq_row of .* has another shape"),
+        (
+            of_class(Quantized),
+            r"the optimizer Quantized: its state exp_avg of .* is quantized, or another .* \(Codes\)",
+        ),
+        (of_class(Idle), "the optimizer Idle: training never calls its step"),
     ],
 )
-def test_an_optimizer_of_another_form_is_refused_by_name_after_the_first_step(tmp_path, optimizer, words):
-    run = Alone(tmp_path / "run", {"save_steps": 4}, given={"optimizer_cls_and_kwargs": (optimizer, {"lr": 1e-3})})
+def test_an_optimizer_that_can_not_be_saved_is_refused_after_the_first_step(tmp_path, how, words):
+    run = Alone(tmp_path / "run", {"save_steps": 4}, **how)
     with pytest.raises(UnsupportedCheckpoint, match=words):
         run.train()
     assert run.trainer.state.global_step == 1
@@ -245,18 +235,19 @@ def test_an_optimizer_that_has_states_is_refused_right_away(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("optim", "words"),
+    ("how", "words"),
     [
-        ("lomo", "the optimizer lomo: LOMO updates params during the backward pass"),
-        ("adalomo", "the optimizer adalomo: LOMO updates"),
-        ("grokadamw", "the optimizer grokadamw: GrokAdamW keeps its states in its param groups"),
-        ("galore_adamw_layerwise", "the optimizer galore_adamw_layerwise: GaLore and APOLLO can't"),
-        ("apollo_adamw", "the optimizer apollo_adamw: GaLore and APOLLO can't"),
+        ({"optim": "lomo"}, "lomo: LOMO updates params during the backward pass"),
+        ({"optim": "adalomo"}, "adalomo: LOMO updates"),
+        ({"optim": "grokadamw"}, "grokadamw: GrokAdamW keeps its states in its param groups"),
+        ({"optim": "galore_adamw_layerwise"}, "galore_adamw_layerwise: GaLore and APOLLO can't"),
+        ({"optim": "apollo_adamw"}, "apollo_adamw: GaLore and APOLLO can't"),
+        ({"given": {"optimizers": (LayerWiseDummyOptimizer(), None)}}, "LayerWiseDummyOptimizer: it is a placeholder"),
     ],
 )
-def test_an_optimizer_that_is_known_by_its_name_is_refused_when_the_saver_is_attached(tmp_path, optim, words):
-    with pytest.raises(UnsupportedCheckpoint, match=words):
-        Alone(tmp_path / "run", {"save_steps": 4}, optim=optim, optim_target_modules=["q_proj"])
+def test_an_optimizer_that_is_known_by_its_name_is_refused_when_the_saver_is_attached(tmp_path, how, words):
+    with pytest.raises(UnsupportedCheckpoint, match=f"the optimizer {words}"):
+        Alone(tmp_path / "run", {"save_steps": 4}, optim_target_modules=["q_proj"], **how)
 
 
 def test_a_name_that_a_script_has_set_later_is_known_too(tmp_path):
@@ -264,12 +255,6 @@ def test_a_name_that_a_script_has_set_later_is_known_too(tmp_path):
     trainer.args.optim = "apollo_adamw"
     with pytest.raises(UnsupportedCheckpoint, match="the optimizer apollo_adamw: GaLore and APOLLO can't"):
         attach(trainer, save_steps=4)
-
-
-def test_a_placeholder_of_layer_wise_optimizers_is_refused_when_the_saver_is_attached(tmp_path):
-    given = {"optimizers": (LayerWiseDummyOptimizer(), None)}
-    with pytest.raises(UnsupportedCheckpoint, match="the optimizer LayerWiseDummyOptimizer: it is a placeholder"):
-        Alone(tmp_path / "run", {"save_steps": 4}, given=given)
 
 
 @pytest.mark.parametrize("name", ["lomo_optim:Lomo", "grokadamw:GrokAdamW", "galore_torch:GaLoreAdamW"])
@@ -287,12 +272,11 @@ def test_a_loop_with_such_an_optimizer_is_refused(tmp_path, name):
 def test_quantized_optimizers_of_torchao_are_refused_at_the_first_step(tmp_path, monkeypatch, kind):
     optimizers = pytest.importorskip("torchao.optim")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # minutes of a C++ compiler
-    given = {"optimizer_cls_and_kwargs": (getattr(optimizers, kind), {"lr": 1e-3})}
 
     def widen(model):  # smaller params are not quantized
         return type(model)(type(model.config)(**{**model.config.to_dict(), "intermediate_size": 512}))
 
-    run = Alone(tmp_path / "run", {"save_steps": 4}, given=given, prepare=widen)
+    run = Alone(tmp_path / "run", {"save_steps": 4}, prepare=widen, **of_class(getattr(optimizers, kind)))
     run.trainer.remove_callback(run.truth)  # such states can't be copied
     with pytest.raises(UnsupportedCheckpoint, match=f"the optimizer {kind}: its state exp_avg of .* is quantized"):
         run.train()
@@ -407,13 +391,6 @@ def test_small_files_and_counters_of_callbacks_come_along(tmp_path):
     assert (out / "tokenizer.json").exists()
 
 
-def test_the_callback_by_itself_does_the_same(tmp_path):
-    run = Alone(tmp_path / "run")
-    run.trainer.add_callback(PartialSaving("full", 3))
-    run.train()
-    assert run.saves == [3, 6]
-
-
 @pytest.mark.parametrize(
     ("attached", "arguments", "words"),
     [
@@ -438,12 +415,11 @@ def test_a_run_says_at_its_end_what_makes_a_full_checkpoint(tmp_path, caplog):
     assert caplog.messages[1:] == [f"for a full checkpoint of step 6: llmtailor merge --run {tmp_path}/run"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_halves_are_what_was_held(tmp_path, dtype):
-    run = Alone(tmp_path / "run", {"policy": "parity", "save_steps": 2}, prepare=lambda model: model.to(dtype)).train()
+def test_halves_in_bf16_are_what_was_held(tmp_path):
+    run = Alone(tmp_path / "run", {"policy": "parity", "save_steps": 2}, dtype=torch.bfloat16).train()
     out = check(run, 6, tmp_path / "out", lambda name: 4 if any(part in name for part in ODD) else 6)
     optimizer = torch.load(out / "optimizer.pt")
-    assert {optimizer["state"][0][moment].dtype for moment in MOMENTS} == {dtype}
+    assert {optimizer["state"][0][moment].dtype for moment in MOMENTS} == {torch.bfloat16}
 
 
 def test_a_folder_without_a_complete_save_says_so(tmp_path):

@@ -6,23 +6,22 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
-pytestmark = pytest.mark.real
+import llmtailor
+from helpers.asking import in_a_fresh_process
+from llmtailor.cli.main import cli
+from llmtailor.compose import write
+from llmtailor.errors import Unanswered, UsageError
+from llmtailor.formats.common import param_names as model
+from llmtailor.recipe import Recipe
+from llmtailor.saving import saver_for
+from llmtailor.timing import too_slow
+from trainings.alone import train
+from trainings.models import build
 
-import llmtailor  # noqa: E402
-from helpers.asking import in_a_fresh_process  # noqa: E402
-from llmtailor.cli.main import cli  # noqa: E402
-from llmtailor.compose import write  # noqa: E402
-from llmtailor.errors import Unanswered, UsageError  # noqa: E402
-from llmtailor.formats.common import param_names as model  # noqa: E402
-from llmtailor.recipe import Recipe  # noqa: E402
-from llmtailor.saving import saver_for  # noqa: E402
-from llmtailor.timing import too_slow  # noqa: E402
-from trainings.alone import train  # noqa: E402
-from trainings.models import build  # noqa: E402
+pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")

@@ -9,23 +9,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-import yaml
-
-pytest.importorskip("torch")
 import torch
+import yaml
 
 import llmtailor
 from helpers.cases import every
+from helpers.composing import Taken, merge
 from llmtailor.model.roles import FROZEN, MASTER, State
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from oracle.deepspeed_tools import assert_universal_agrees, assert_zero_to_fp32_agrees
 from oracle.weights import EXPERTS, with_weights
 from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ, load
-from trainings.catalogue import MIDDLE, THREE_RANKS, TWO_RANKS, long_but
+from trainings.catalogue import MIDDLE, ZERO3, long_but
 from trainings.harness import Run, Runs, Train
-from trainings.spec import Spec
 
-ALL = TWO_RANKS | THREE_RANKS
 SHORT_MIXED = {
     *("llama-layer", "llama-tied", "llama-fp16", "llama-frozen", "llama-extras-layer", "mixtral"),
     "llama-sub-w3",
@@ -36,6 +33,7 @@ PARTS = {
     "lm_head": r"^(lm_head|embed_out)\.",
 }
 INDEX = "model.safetensors.index.json"
+READ_BY_DEEPSPEED = ["llama", "llama-layer", "llama-sub", "llama-tied", "llama-frozen", "llama-extras", "mixtral"]
 MIXED = {"embed_tokens": 2, 1: 4, "norm": 2, "lm_head": 4}
 """part -> step, for parts that don't come from the base, checkpoint-6"""
 
@@ -47,26 +45,13 @@ def part_of(name: str) -> str | int:
     return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "other")
 
 
-def merge(base: Path, taken: Mapping[str | int, Path], out: Path, world_size: int) -> Path:
-    """Compose with a recipe that takes some parts from elsewhere."""
-    parts = [{"from": str(source), "select": part} for part, source in taken.items()]
-    recipe = out.with_name(f"{out.name}.yaml")
-    recipe.write_text(yaml.safe_dump({"merge_method": "passthrough", "base_model": str(base), "parts": parts}))
-    llmtailor.merge(recipe, out, llmtailor.Options(world_size=world_size))
-    return out
-
-
 def mixed(run: Run, out: Path) -> tuple[Path, Callable[[str], str]]:
     """Compose checkpoints 2, 4 and 6 of a run; return the composite and its choice, for the oracle."""
     steps = {part: step for part, step in MIXED.items() if not (run.spec.tied and part == "lm_head")}
     taken = {part: run.checkpoint(step) for part, step in steps.items()}
     tied = load(run.checkpoint(6)).rest["tied"]
-    composite = merge(run.checkpoint(6), taken, out, world_size(run.spec))
-    return composite, lambda name: str(steps.get(part_of(tied.get(name, name)), 6))
-
-
-def world_size(spec: Spec) -> int:
-    return 2 if spec.name in TWO_RANKS else 3
+    merge(run.checkpoint(6), out, taken)
+    return out, lambda name: str(steps.get(part_of(tied.get(name, name)), 6))
 
 
 def snapshots(run: Run) -> dict[str, Snapshot]:
@@ -79,16 +64,17 @@ def snapshot(run: Run, step: int) -> Snapshot:
     return found if run.spec.gather else with_weights(found, torch.bfloat16, run.spec.arch)
 
 
-@pytest.mark.parametrize("name", every(2, ALL))
+@pytest.mark.parametrize("name", every(2, ZERO3))
 def test_a_checkpoint_merged_with_itself_is_itself(runs: Runs, name: str, tmp_path: Path) -> None:
     run = runs[name]
-    source = run.checkpoint(6)
+    source, wanted = run.checkpoint(6), snapshot(run, 6)
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     globs = [] if run.spec.arch in EXPERTS else ["*.weight"]  # fused experts go by other names on disk
     for part in [1, "norm", *globs]:
-        out = merge(source, {part: copy}, tmp_path / f"out-{part}".replace("*", ""), world_size(run.spec))
-        assert_same(load(out), snapshot(run, 6))
+        out = tmp_path / f"out-{part}".replace("*", "")
+        merge(source, out, {part: copy})
+        assert_same(load(out), wanted)
         assert not differing_files(source, out)
 
 
@@ -104,46 +90,23 @@ def differing_files(source: Path, out: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-layer", "llama-extras", "mixtral", "qwen2-w3", "llama-tied"])
-def test_all_parts_from_one_source_are_that_source(runs: Runs, name: str, tmp_path: Path) -> None:
-    """Everything from step 2 over the base of step 6: the states and the steps are those of step 2."""
-    run = runs[name]
-    out = merge(run.checkpoint(6), {"*": run.checkpoint(2)}, tmp_path / "out", world_size(run.spec))
-    wanted = load(run.checkpoint(2))
-    wanted.rest = load(run.checkpoint(6)).rest
-    assert_same(load(out), wanted)
-    assert set(wanted.steps.values()) == {2.0}
-
-
-@pytest.mark.parametrize("name", long_but(SHORT_MIXED, ALL))
+@pytest.mark.parametrize("name", long_but(SHORT_MIXED, ZERO3))
 def test_a_mixed_composite_is_what_the_oracle_says(runs: Runs, name: str, tmp_path: Path) -> None:
     run = runs[name]
     composite, choose = mixed(run, tmp_path / "out")
-    wanted = compose(snapshots(run), "6", choose)
+    sources = snapshots(run)
+    wanted = compose(sources, "6", choose)
     assert {choose(state.param) for state in wanted.states} == {"2", "4", "6"}
     found = load(composite)
     assert_same(found, wanted)
     if run.spec.groups == "layer":
         assert {2.0, 4.0, 6.0} <= set(found.steps.values()) | ({6.0} if run.spec.frozen else set())
     stated = found.rest["trainer_state"]["stateful_callbacks"].get("llmtailor-optimizer", {"attributes": {}})
-    lags = sorted({max(snapshots(run)["6"].steps.values()) - step for step in found.steps.values()} - {0})
+    lags = sorted({max(sources["6"].steps.values()) - step for step in found.steps.values()} - {0})
     assert stated["attributes"].get("step_lags", []) == lags
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "llama-layer",
-        "llama-sub",
-        "llama-tied",
-        "llama-frozen",
-        "llama-extras",
-        "mixtral",
-        "qwen2-w3",
-        "gpt2-w3",
-    ],
-)
+@pytest.mark.parametrize("name", [*READ_BY_DEEPSPEED, "qwen2-w3", "gpt2-w3"])
 def test_deepspeeds_own_tools_read_the_same_out_of_a_composite(runs: Runs, name: str, tmp_path: Path) -> None:
     run = runs[name]
     composite, choose = mixed(run, tmp_path / "out")
@@ -167,27 +130,22 @@ SHORT_MIXTURES = {"llama-layer mixed", "llama-extras-layer mixed"}
 def resumed(runs: Runs, train: Train, selected: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Stock resumes, at `MIDDLE`, from a composite of two copies of one checkpoint (``NAME``) and, at 6 and for two
     steps more, from the mixed composite (``NAME mixed``)."""
-    root = tmp_path_factory.mktemp("composites")
-    done: dict[str, Run] = {}
-    for ranks, names in ((2, TWO_RANKS), (3, THREE_RANKS)):
-        specs = []
-        for name in (name for name in RESUMED if name in names and name in selected):
-            run, folder = runs[name], root / name
-            shutil.copytree(run.checkpoint(MIDDLE), folder / "copy")
-            taken: dict[str | int, Path] = {"odd": folder / "copy", "norm": folder / "copy"}
-            same = merge(run.checkpoint(MIDDLE), taken, folder / f"checkpoint-{MIDDLE}", ranks)
-            specs.append(run.spec.resumed(same, name, save_steps=run.spec.steps))
-        for name in (name for name in RESUMED if name in names and f"{name} mixed" in selected):
-            (root / f"{name} mixed").mkdir()
-            composite, _ = mixed(runs[name], root / f"{name} mixed" / "checkpoint-6")
-            specs.append(runs[name].spec.resumed(composite, f"{name} mixed", steps=8, save_steps=8))
-        done |= train(specs, ranks) if specs else {}
-    return done
+    root, specs = tmp_path_factory.mktemp("composites"), []
+    for name in (name for name in RESUMED if name in selected):
+        run, folder = runs[name], root / name
+        shutil.copytree(run.checkpoint(MIDDLE), folder / "copy")
+        taken: Taken = {"odd": folder / "copy", "norm": folder / "copy"}
+        merge(run.checkpoint(MIDDLE), folder / f"checkpoint-{MIDDLE}", taken)
+        specs.append(run.spec.resumed(folder / f"checkpoint-{MIDDLE}", name, save_steps=run.spec.steps))
+    for name in (name for name in RESUMED if f"{name} mixed" in selected):
+        composite, _ = mixed(runs[name], root / f"{name} mixed" / "checkpoint-6")
+        specs.append(runs[name].spec.resumed(composite, f"{name} mixed", steps=8, save_steps=8))
+    return train(specs)
 
 
 @pytest.mark.parametrize("name", long_but(SHORT_RESUMED, RESUMED))
 def test_a_stock_resume_from_one_step_repeats_the_straight_run(resumed: dict[str, Run], runs: Runs, name: str) -> None:
-    straight = {step: loss for step, loss in runs[name].losses.items() if step > MIDDLE}
+    straight = runs[name].after(MIDDLE)
     assert len(straight) == 2
     assert resumed[name].losses == straight
     assert [log["grad_norm"] for log in resumed[name].logs.values()] == [
@@ -240,18 +198,6 @@ def test_steps_travel_with_layers_through_a_stock_resume(resumed: dict[str, Run]
     assert after.steps["model.layers.0.mlp.up_proj.weight"] == 6 + 2
 
 
-def test_weights_that_were_not_saved_are_rounded_from_the_masters(runs: Runs, tmp_path: Path) -> None:
-    """One source has no model.safetensors; the composite has one all the same, the bits DeepSpeed would write."""
-    run = runs["llama"]
-    bare = tmp_path / "bare"
-    shutil.copytree(run.checkpoint(4), bare)
-    (bare / "model.safetensors").unlink()
-    out = merge(run.checkpoint(6), {"odd": bare, "norm": bare}, tmp_path / "out", 2)
-    wanted = merge(run.checkpoint(6), {"odd": run.checkpoint(4), "norm": run.checkpoint(4)}, tmp_path / "wanted", 2)
-    assert (out / "model.safetensors").read_bytes() == (wanted / "model.safetensors").read_bytes()
-    assert_same(load(out), load(wanted))
-
-
 @pytest.mark.parametrize("name", ["llama-sharded", "mixtral"])
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("float32", torch.float32), ("float16", torch.float16)])
 def test_dtype_casts_the_weights_and_nothing_else(
@@ -279,11 +225,7 @@ def test_a_composite_is_a_source_like_any_other(runs: Runs, tmp_path: Path) -> N
     """Composing from a composite: the values are right, and the report knows the true age of each part."""
     run = runs["llama-layer"]
     first, choose = mixed(run, tmp_path / "first")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        yaml.safe_dump({"base_model": str(first), "parts": [{"from": str(run.checkpoint(2)), "select": 0}]})
-    )
-    report = llmtailor.merge(recipe, tmp_path / "second")
+    report = merge(first, tmp_path / "second", {0: run.checkpoint(2)})
     wanted = compose(snapshots(run), "6", lambda name: "2" if part_of(name) == 0 else choose(name))
     assert_same(load(tmp_path / "second"), wanted)
     assert {row.part: row.step for row in report.parts} == {

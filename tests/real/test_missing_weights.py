@@ -7,14 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
-
-pytest.importorskip("torch")
-import torch
 import transformers
 
-import llmtailor
-from llmtailor.compose.report import Report
+from helpers.composing import merge
 from llmtailor.model.roles import WEIGHT
 from oracle.any import load
 from oracle.zero3 import differ
@@ -35,46 +30,27 @@ def without_weights(checkpoint: Path, to: Path) -> Path:
     return to
 
 
-def compose(base: Path, out: Path, taken: dict[str, Path] | None = None, stage: int | None = None) -> Report:
-    recipe = out.with_name(f"{out.name}.yaml")
-    parts = [{"from": str(source), "select": part} for part, source in (taken or {}).items()]
-    recipe.write_text(yaml.safe_dump({"base_model": str(base), **({"parts": parts} if parts else {})}))
-    return llmtailor.merge(recipe, out, llmtailor.Options(stage=stage))
-
-
 @pytest.mark.parametrize("name", [*SAVED, *STRIPPED])
 def test_the_file_is_the_one_that_stock_saves(runs: Runs, name: str, tmp_path: Path) -> None:
     base = without_weights(runs[name].checkpoint(6), tmp_path / "bare")
-    compose(base, tmp_path / "out")
+    merge(base, tmp_path / "out")
     saved = runs[SAVED.get(name, name)].checkpoint(6) / SINGLE
     assert (tmp_path / "out" / SINGLE).read_bytes() == saved.read_bytes()
-
-
-@pytest.mark.parametrize("name", ["llama-no-gather", "llama-frozen", "mixtral", "gpt-neox", "zero2-tied"])
-def test_transformers_loads_it(runs: Runs, name: str, tmp_path: Path) -> None:
-    compose(without_weights(runs[name].checkpoint(6), tmp_path / "bare"), tmp_path / "out")
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values()), info
-    masters = load(runs[name].checkpoint(6)).kind("master")
-    loaded = dict(model.named_parameters())
-    assert masters.keys() <= loaded.keys()
-    for param, master in masters.items():
-        assert not differ(loaded[param].detach(), master.to(torch.bfloat16)), param
 
 
 def test_parts_from_elsewhere_bring_their_weights(runs: Runs, tmp_path: Path) -> None:
     """From a source with weights and from one without: the file is that of a base which had one."""
     whole, bare = runs["llama"], runs["llama-no-gather"]
     taken = {"odd": whole.checkpoint(4), "norm": bare.checkpoint(2)}
-    compose(bare.checkpoint(6), tmp_path / "out", taken)
-    compose(whole.checkpoint(6), tmp_path / "wanted", {"odd": whole.checkpoint(4), "norm": whole.checkpoint(2)})
+    merge(bare.checkpoint(6), tmp_path / "out", taken)
+    merge(whole.checkpoint(6), tmp_path / "wanted", {"odd": whole.checkpoint(4), "norm": whole.checkpoint(2)})
     assert (tmp_path / "out" / SINGLE).read_bytes() == (tmp_path / "wanted" / SINGLE).read_bytes()
 
 
 @pytest.mark.parametrize(("name", "stage"), [("qwen2", 2), ("qwen2", 3), ("zero2-tied", 3), ("zero2-tied", 1)])
 def test_tied_names_are_listed_as_the_stage_does(runs: Runs, name: str, stage: int, tmp_path: Path) -> None:
-    compose(without_weights(runs[name].checkpoint(6), tmp_path / "bare"), tmp_path / "out", stage=stage)
-    compose(runs[name].checkpoint(6), tmp_path / "wanted", stage=stage)
+    merge(without_weights(runs[name].checkpoint(6), tmp_path / "bare"), tmp_path / "out", stage=stage)
+    merge(runs[name].checkpoint(6), tmp_path / "wanted", stage=stage)
     found, wanted = (load(tmp_path / folder).kind(WEIGHT) for folder in ("out", "wanted"))
     assert found.keys() == wanted.keys() and ("lm_head.weight" in found) == (stage < 3)
     assert not any(differ(found[name], wanted[name]) for name in wanted)
@@ -82,7 +58,7 @@ def test_tied_names_are_listed_as_the_stage_does(runs: Runs, name: str, stage: i
 
 def test_large_weights_are_spread_over_files(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmtailor.formats.weights.SHARD_BYTES", 8000)
-    compose(runs["llama-no-gather"].checkpoint(6), tmp_path / "out")
+    merge(runs["llama-no-gather"].checkpoint(6), tmp_path / "out")
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     count = len(files)
     assert count > 3 and files == [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
@@ -98,7 +74,7 @@ def test_no_weights_under_doubtful_names(runs: Runs, tmp_path: Path) -> None:
     base = without_weights(runs["mixtral"].checkpoint(6), tmp_path / "bare")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
-    report = compose(base, tmp_path / "out")
+    report = merge(base, tmp_path / "out")
     assert not [*(tmp_path / "out").glob("*.safetensors*")]
     (notice,) = [notice for notice in report.notices if "saves a unheard_of may differ" in notice.what]
     assert "trainer.save_model()" in notice.fix

@@ -1,24 +1,20 @@
-"""Runs of trainings/trainer_more.py: the Trainer under DDP without DeepSpeed, and adapters (PEFT) under DeepSpeed."""
+"""The Trainer under DDP without DeepSpeed, and adapters (PEFT) under DeepSpeed."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
-pytest.importorskip("torch")
 pytest.importorskip("peft")
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
-import llmtailor
-from llmtailor.compose.report import Report
+from helpers.composing import convert, merge
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER
@@ -26,35 +22,18 @@ from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import assert_same, compose, differ
 from real.test_merge import part_of
-from trainings.catalogue import MIDDLE
-from trainings.harness import Run, Train
+from trainings.catalogue import DDP, MIDDLE, PEFT
+from trainings.harness import Run, Runs, Train
 from trainings.models import build
-from trainings.spec import Spec
 
 pytestmark = pytest.mark.real
 
-PROGRAM = "trainings.trainer_more"
 ADAPTER = "adapter_model.safetensors"
 NOISE = 5e-4
 """Of the loss in bf16, with another stage of ZeRO"""
-RUNS = [
-    Spec("ddp", "llama+dropout", stage=0, dtype="fp32"),
-    Spec("lora3", "llama+lora"),
-    Spec("lora2", "qwen2+lora", tied=True, stage=2),
-]
-ADAPTERS = [spec.name for spec in RUNS if spec.stage]
+RUNS = [*DDP, *PEFT]
 CROSSED = {"lora3": 2, "lora2": 3}
 """run -> stage that it is converted to"""
-
-
-def merge(
-    base: Path, out: Path, taken: Mapping[str | int, Path] | None = None, **options: int | str
-) -> tuple[Path, Report]:
-    parts = [{"from": str(source), "select": part} for part, source in (taken or {}).items()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    recipe = out.with_name(f"{out.name}.yaml")
-    recipe.write_text(yaml.safe_dump({"base_model": str(base), **({"parts": parts} if parts else {})}))
-    return out, llmtailor.merge(recipe, out, llmtailor.Options(**options))  # type: ignore[arg-type]
 
 
 def copy(checkpoint: Path, to: Path) -> Path:
@@ -63,31 +42,21 @@ def copy(checkpoint: Path, to: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stock(train: Train) -> dict[str, Run]:
-    return train(RUNS, 2, PROGRAM)
-
-
-@pytest.fixture(scope="module")
-def resumed(stock: dict[str, Run], train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Stock goes on from composites of two copies of one checkpoint, and from ones in other layouts."""
+def resumed(runs: Runs, train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Stock continues composites of two copies of one checkpoint, and ones in other layouts."""
     root, specs = tmp_path_factory.mktemp("composites"), []
-
-    def go_on(run: Run, name: str, checkpoint: Path, **changes: int) -> None:
-        changes = {"save_steps": run.spec.steps, **changes}
-        specs.append(replace(run.spec, name=name, resume_from=str(checkpoint), **changes))
-
-    for name, run in stock.items():
-        source = run.checkpoint(MIDDLE)
-        taken = {"odd": copy(source, root / name / "copy")}
-        go_on(run, name, merge(source, root / name / f"checkpoint-{MIDDLE}", taken)[0])
+    for name in RUNS:
+        source, out = runs.checkpoint(name, MIDDLE), root / name / f"checkpoint-{MIDDLE}"
+        merge(source, out, {"odd": copy(source, root / name / "copy")})
+        specs.append(runs[name].spec.resumed(out, name, save_steps=6))
     for name, stage in CROSSED.items():
-        out, _ = merge(stock[name].checkpoint(MIDDLE), root / "crossed" / name / f"checkpoint-{MIDDLE}", stage=stage)
-        go_on(stock[name], f"{name} crossed", out, stage=stage)
-    one, _ = merge(stock["ddp"].checkpoint(MIDDLE), root / "one" / f"checkpoint-{MIDDLE}", world_size=1)
-    two, _ = merge(one, root / "two" / f"checkpoint-{MIDDLE}", world_size=2)
-    go_on(stock["ddp"], "ddp through one", two)
-    specs.sort(key=lambda spec: spec.stage)  # accelerate does not forget DeepSpeed
-    return train(specs, 2, PROGRAM)
+        out = root / "crossed" / name / f"checkpoint-{MIDDLE}"
+        convert(runs.checkpoint(name, MIDDLE), out, stage=stage)
+        specs.append(runs[name].spec.resumed(out, f"{name} crossed", stage=stage, save_steps=6))
+    one = convert(runs.checkpoint("dropout", MIDDLE), root / "one" / f"checkpoint-{MIDDLE}", world_size=1)
+    two = convert(one, root / "two" / f"checkpoint-{MIDDLE}", world_size=2)
+    specs.append(runs["dropout"].spec.resumed(two, "dropout through one", save_steps=6))
+    return train(specs)
 
 
 def straight(run: Run) -> dict[int, dict[str, float]]:
@@ -99,21 +68,19 @@ def told(log: Mapping[str, float]) -> dict[str, float]:
     return {key: log[key] for key in ("loss", "grad_norm", "learning_rate")}
 
 
-@pytest.mark.parametrize("name", [spec.name for spec in RUNS])
-def test_a_stock_resume_from_one_step_repeats_the_straight_run(
-    stock: dict[str, Run], resumed: dict[str, Run], name: str
-) -> None:
-    assert {step: told(log) for step, log in resumed[name].logs.items()} == straight(stock[name])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stock_resume_from_one_step_repeats_the_straight_run(runs: Runs, resumed: dict[str, Run], name: str) -> None:
+    assert {step: told(log) for step, log in resumed[name].logs.items()} == straight(runs[name])
 
 
 # DDP
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_random_states_of_several_processes(stock: dict[str, Run], ranks: int, tmp_path: Path) -> None:
-    source = stock["ddp"].checkpoint(MIDDLE)
+def test_random_states_of_several_processes(runs: Runs, ranks: int, tmp_path: Path) -> None:
+    source = runs["dropout"].checkpoint(MIDDLE)
     assert (index_checkpoint(source).form.stage, index_checkpoint(source).world_size) == (0, 2)
-    out, _ = merge(source, tmp_path / "out", world_size=ranks)
+    out = convert(source, tmp_path / "out", world_size=ranks)
     found = {path.name: path.read_bytes() for path in out.glob("rng_state*")}
     names = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
     assert found == {name: (source / f"rng_state_{at % 2}.pth").read_bytes() for at, name in enumerate(names)}
@@ -128,9 +95,9 @@ def test_random_states_of_several_processes(stock: dict[str, Run], ranks: int, t
     assert index_checkpoint(out).world_size == ranks
 
 
-def test_each_process_goes_on_with_its_own_random_numbers(stock: dict[str, Run], resumed: dict[str, Run]) -> None:
+def test_each_process_goes_on_with_its_own_random_numbers(runs: Runs, resumed: dict[str, Run]) -> None:
     """By way of one process, the second gets the random numbers of the first, and dropout shows it."""
-    after, wanted = resumed["ddp through one"].losses, resumed["ddp"].losses
+    after, wanted = resumed["dropout through one"].losses, resumed["dropout"].losses
     print(f"ddp: {wanted} with both random states, {after} with one", file=sys.stderr)
     assert after != wanted
     assert after == pytest.approx(wanted, abs=0.05)
@@ -140,33 +107,33 @@ def test_each_process_goes_on_with_its_own_random_numbers(stock: dict[str, Run],
 
 
 @pytest.mark.parametrize("name", CROSSED)
-def test_adapters_go_on_with_another_stage(stock: dict[str, Run], resumed: dict[str, Run], name: str) -> None:
-    after, wanted = resumed[f"{name} crossed"].losses, stock[name].losses
+def test_adapters_go_on_with_another_stage(runs: Runs, resumed: dict[str, Run], name: str) -> None:
+    after, wanted = resumed[f"{name} crossed"].losses, runs[name].losses
     print(f"{name} to stage {CROSSED[name]}: {wanted} there, {after} here", file=sys.stderr)
     assert after == pytest.approx({step: wanted[step] for step in (5, 6)}, abs=NOISE, rel=0)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", PEFT)
 @pytest.mark.parametrize("have", ["whole", "none", "empty"])
-def test_the_adapter_file_is_the_one_that_stock_saves(
-    stock: dict[str, Run], name: str, have: str, tmp_path: Path
-) -> None:
+def test_the_adapter_file_is_the_one_that_stock_saves(runs: Runs, name: str, have: str, tmp_path: Path) -> None:
     """Also where the base has none, or an empty one."""
-    base, saved = copy(stock[name].checkpoint(6), tmp_path / "base"), stock[name].checkpoint(6) / ADAPTER
+    base, saved = copy(runs[name].checkpoint(6), tmp_path / "base"), runs[name].checkpoint(6) / ADAPTER
     if have == "none":
         (base / ADAPTER).rename(base / "adapter_model.bin")
     if have == "empty":
         save_file({}, base / ADAPTER)
-    out, report = merge(base, tmp_path / "out")
+    out = tmp_path / "out"
+    report = merge(base, out)
     assert (out / ADAPTER).read_bytes() == saved.read_bytes()
     assert [path.name for path in out.iterdir() if "model." in path.name] == [ADAPTER]
     assert not report.notices
 
 
-def test_an_adapter_is_composed_with_its_masters(stock: dict[str, Run], tmp_path: Path) -> None:
-    run = stock["lora2"]
+def test_an_adapter_is_composed_with_its_masters(runs: Runs, tmp_path: Path) -> None:
+    run = runs["lora2"]
     taken = {1: run.checkpoint(2), "lm_head": run.checkpoint(4)}
-    out, _ = merge(run.checkpoint(6), tmp_path / "out", taken)
+    out = tmp_path / "out"
+    merge(run.checkpoint(6), out, taken)
     steps = {1: "2", "lm_head": "4"}
     choose = lambda name: steps.get(part_of(name.removeprefix("base_model.model.")), "6")  # noqa: E731
     wanted = compose({step: load(run.checkpoint(int(step))) for step in ("2", "4", "6")}, "6", choose)
@@ -181,35 +148,37 @@ def test_an_adapter_is_composed_with_its_masters(stock: dict[str, Run], tmp_path
     assert all(torch.equal(loaded[name], tensor.float()) for name, tensor in found.items())
 
 
-def test_frozen_params_stay_out_of_the_shards(stock: dict[str, Run], tmp_path: Path) -> None:
+def test_frozen_params_stay_out_of_the_shards(runs: Runs, tmp_path: Path) -> None:
     """An empty ``frozen_param_fragments`` would make DeepSpeed look for the frozen params of the model in it."""
-    at = stock["lora2"].checkpoint(6)
+    at = runs["lora2"].checkpoint(6)
     for number, stage in enumerate((1, 3, 2)):
-        at, _ = merge(at, tmp_path / str(number), stage=stage)
+        at = convert(at, tmp_path / str(number), stage=stage)
         model = torch.load(next(at.glob("global_step6/*model_states.pt")), weights_only=False)
         assert (model["frozen_param_shapes"], model["frozen_param_fragments"]) == (None, None)
-    assert (at / ADAPTER).read_bytes() == (stock["lora2"].checkpoint(6) / ADAPTER).read_bytes()
+    assert (at / ADAPTER).read_bytes() == (runs["lora2"].checkpoint(6) / ADAPTER).read_bytes()
 
 
-def test_an_adapter_by_other_names_is_carried_or_left_out(stock: dict[str, Run], tmp_path: Path) -> None:
-    run = stock["lora3"]
+def test_an_adapter_by_other_names_is_carried_or_left_out(runs: Runs, tmp_path: Path) -> None:
+    run = runs["lora3"]
     base = copy(run.checkpoint(6), tmp_path / "base")
     tensors = load_file(base / ADAPTER)
     save_file({name.replace("lora_A", "lora_X"): tensor for name, tensor in tensors.items()}, base / ADAPTER)
     (base / "second").mkdir()
     (base / "second" / "adapter_config.json").write_text("{}")
-    out, report = merge(base, tmp_path / "carried")
+    out = tmp_path / "carried"
+    report = merge(base, out)
     assert (out / ADAPTER).read_bytes() == (base / ADAPTER).read_bytes()
     assert [notice.where for notice in report.notices] == [f"{report.base}/second"]
-    out, report = merge(base, tmp_path / "left", {1: run.checkpoint(4)})
+    out = tmp_path / "left"
+    report = merge(base, out, {1: run.checkpoint(4)})
     assert not (out / ADAPTER).exists()
     assert any(f"{ADAPTER} is left out" in notice.what for notice in report.notices)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_an_adapter_without_deepspeed_has_the_masters(stock: dict[str, Run], name: str, tmp_path: Path) -> None:
-    source = stock[name].checkpoint(6)
-    out, _ = merge(source, tmp_path / "out", stage=0)
+@pytest.mark.parametrize("name", PEFT)
+def test_an_adapter_without_deepspeed_has_the_masters(runs: Runs, name: str, tmp_path: Path) -> None:
+    source = runs[name].checkpoint(6)
+    out = convert(source, tmp_path / "out", stage=0)
     rounded, found = load_file(source / ADAPTER), load_file(out / ADAPTER)
     masters = {
         state.param.replace(".modules_to_save", "").replace(".default", ""): tensor
@@ -218,19 +187,17 @@ def test_an_adapter_without_deepspeed_has_the_masters(stock: dict[str, Run], nam
     }
     assert found.keys() == rounded.keys() == masters.keys()
     assert not any(differ(found[param], tensor) for param, tensor in masters.items())
-    again, _ = merge(out, tmp_path / "again")
+    again = convert(out, tmp_path / "again")
     assert (again / ADAPTER).read_bytes() == (out / ADAPTER).read_bytes()
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.is_resumable and not [finding for finding in verdict.findings if finding.severity == "error"]
     with pytest.raises(UnsupportedCheckpoint, match="does not state the precision"):
-        merge(out, tmp_path / "back", stage=2)
+        convert(out, tmp_path / "back", stage=2)
 
 
-def test_what_the_trainer_itself_saves_of_an_adapter_without_deepspeed_is_refused(
-    stock: dict[str, Run], tmp_path: Path
-) -> None:
-    plain = copy(stock["ddp"].checkpoint(6), tmp_path / "plain")
+def test_what_the_trainer_itself_saves_of_an_adapter_without_deepspeed_is_refused(runs: Runs, tmp_path: Path) -> None:
+    plain = copy(runs["dropout"].checkpoint(6), tmp_path / "plain")
     (plain / "model.safetensors").unlink()
-    shutil.copy(stock["lora3"].checkpoint(6) / "adapter_config.json", plain)
+    shutil.copy(runs["lora3"].checkpoint(6) / "adapter_config.json", plain)
     with pytest.raises(UnsupportedCheckpoint, match="a PEFT run without DeepSpeed"):
         index_checkpoint(plain)

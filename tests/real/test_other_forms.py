@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
 from transformers import Trainer
 
-import llmtailor
-from llmtailor.recipe import Recipe
+from helpers.composing import convert
 from llmtailor.training import LayerGroupsMixin
-from trainings import alone as plain
+from trainings.alone import Alone
+from trainings.alone import train as train_alone
 from trainings.catalogue import MIDDLE, long_but
 from trainings.harness import Run, Runs, Train
 from trainings.spec import Spec
@@ -47,54 +44,44 @@ REGROUPED = {
 SHORT_REGROUPED = {("zero2", "layer"), ("llama-tied", "layer"), ("zero1-extras-layer", "default")}
 
 
-def convert(source: Path, out: Path, dtype: str | None = None, **options: object) -> Path:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    llmtailor.merge(Recipe("", "", source, (), dtype, None), out, llmtailor.Options(**options))  # type: ignore[arg-type]
-    return out
-
-
-def after(losses: dict[int, float], step: int = MIDDLE) -> dict[int, float]:
-    return {at: loss for at, loss in losses.items() if at > step}
-
-
-def assert_near(name: str, here: dict[int, float], there: dict[int, float], tolerance: float) -> None:
-    print(f"{name}: {after(there)} there, {here} here", file=sys.stderr)
+def assert_near(name: str, here: dict[int, float], straight: dict[int, float], tolerance: float) -> None:
+    there = {step: loss for step, loss in straight.items() if step > MIDDLE}
+    print(f"{name}: {there} there, {here} here", file=sys.stderr)
     assert sorted(here) == [5, 6]
-    assert here == pytest.approx(after(there), abs=tolerance, rel=0)
+    assert here == pytest.approx(there, abs=tolerance, rel=0)
 
 
 @pytest.fixture(scope="module")
-def plain_run(tmp_path_factory: pytest.TempPathFactory) -> plain.Run:
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """fp32 without DeepSpeed, and a resume of it that repeats it exactly."""
-    run = plain.train(tmp_path_factory.mktemp("plain"), **LIKE)
-    again = plain.train(tmp_path_factory.mktemp("again"), resume_from=run.checkpoint(MIDDLE), **LIKE)
-    assert again.losses == after(run.losses)
+    run = train_alone(tmp_path_factory.mktemp("plain"), **LIKE)
+    again = train_alone(tmp_path_factory.mktemp("again"), resume_from=run.checkpoint(MIDDLE), **LIKE)
+    assert again.losses == {step: loss for step, loss in run.losses.items() if step > MIDDLE}
     return run
 
 
 @pytest.fixture(scope="module")
 def resumed(
-    plain_run: plain.Run, runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pytest.TempPathFactory
+    plain_run: Alone, runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Run]:
     """All stock resumes under DeepSpeed, on two ranks."""
     root, specs = tmp_path_factory.mktemp("converted"), []
     for name in sorted(FROM_PLAIN.keys() & selected):
         stage, dtype = FROM_PLAIN[name]
-        out = convert(
-            plain_run.checkpoint(MIDDLE), root / name / f"checkpoint-{MIDDLE}", dtype, stage=stage, world_size=2
-        )
+        out = root / name / f"checkpoint-{MIDDLE}"
+        convert(plain_run.checkpoint(MIDDLE), out, dtype=dtype, stage=stage, world_size=2)
         spec = Spec(name, stage=stage, dtype="bf16" if dtype else "fp32", per_device_batch=SAMPLES // 2, steps=STEPS)
         specs.append(spec.resumed(out, name, save_steps=STEPS))
     for name, groups in sorted(REGROUPED.items() & selected):
         out = convert(runs[name].checkpoint(MIDDLE), root / name / f"checkpoint-{MIDDLE}", groups=groups)
         specs.append(runs[name].spec.resumed(out, f"{name} to {groups}", groups=groups, save_steps=STEPS))
-    return train(specs, 2)
+    return train(specs)
 
 
 @pytest.mark.parametrize("name", TO_PLAIN)
 def test_the_plain_trainer_goes_on_from_zero(runs: Runs, name: str, tmp_path: Path) -> None:
     out = convert(runs[name].checkpoint(MIDDLE), tmp_path / f"checkpoint-{MIDDLE}", stage=0, world_size=1)
-    here = plain.train(tmp_path / "run", resume_from=out, bf16=True, **LIKE)
+    here = train_alone(tmp_path / "run", resume_from=out, bf16=True, **LIKE)
     assert_near(f"{name} to plain", here.losses, runs[name].losses, ROUNDING)
 
 
@@ -102,15 +89,15 @@ class LayerTrainer(LayerGroupsMixin, Trainer):  # type: ignore[misc]
     pass
 
 
-def test_the_mixin_goes_on_with_layer_groups(plain_run: plain.Run, tmp_path: Path) -> None:
+def test_the_mixin_goes_on_with_layer_groups(plain_run: Alone, tmp_path: Path) -> None:
     out = convert(plain_run.checkpoint(MIDDLE), tmp_path / f"checkpoint-{MIDDLE}", groups="layer")
-    here = plain.train(tmp_path / "run", resume_from=out, kind=LayerTrainer, **LIKE)
+    here = train_alone(tmp_path / "run", resume_from=out, kind=LayerTrainer, **LIKE)
     assert_near("plain to layer", here.losses, plain_run.losses, REDUCTION)
     assert len(here.trainer.optimizer.param_groups) == 2 * LIKE["layers"] + 3
 
 
 @pytest.mark.parametrize("name", long_but({"3 fp32", "2 bf16"}, FROM_PLAIN))
-def test_deepspeed_goes_on_from_the_plain_trainer(resumed: dict[str, Run], plain_run: plain.Run, name: str) -> None:
+def test_deepspeed_goes_on_from_the_plain_trainer(resumed: dict[str, Run], plain_run: Alone, name: str) -> None:
     tolerance = ROUNDING if FROM_PLAIN[name][1] else REDUCTION
     assert_near(f"plain to {name}", resumed[name].losses, plain_run.losses, tolerance)
 

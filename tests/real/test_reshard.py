@@ -9,18 +9,15 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-
-pytest.importorskip("torch")
 import torch
 from safetensors.torch import load_file
 
-import llmtailor
+from helpers.composing import convert, merge
+from helpers.same import differences
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
 from oracle import zero12
 from oracle.any import load
@@ -28,13 +25,11 @@ from oracle.deepspeed_tools import assert_universal_agrees
 from oracle.weights import with_weights
 from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ
 from real.test_merge import part_of
-from trainings.catalogue import MIDDLE, RESUMED_ANY, THREE_RANKS, THREE_RANKS_ANY, TWO_RANKS, TWO_RANKS_ANY, long_but
+from trainings.catalogue import MIDDLE, OTHERS, RESUMED_OTHERS, long_but
+from trainings.common import DTYPES
 from trainings.harness import Run, Runs, Train
 from trainings.spec import Spec
 
-ALL = TWO_RANKS | TWO_RANKS_ANY | THREE_RANKS | THREE_RANKS_ANY
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-RANKS_OF = {name: 2 if name in TWO_RANKS | TWO_RANKS_ANY else 3 for name in ALL}
 NOISE = 5e-4
 """Of the loss, when gradients are summed in another order and rounded to bf16"""
 
@@ -85,11 +80,7 @@ CASES = [(name, target) for name, targets in TO.items() for target in targets]
 
 
 def reshard(source: Path, out: Path, stage: int | None = None, ranks: int | None = None) -> Path:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    recipe = out.with_name(f"{out.name}.yaml")
-    recipe.write_text(yaml.safe_dump({"base_model": str(source)}))
-    llmtailor.merge(recipe, out, llmtailor.Options(world_size=ranks, stage=stage))
-    return out
+    return convert(source, out, stage=stage, world_size=ranks)
 
 
 def parse(target: str) -> tuple[int, int]:
@@ -118,7 +109,7 @@ def groups_of(snapshot: Snapshot, spec: Spec) -> list[list[str]]:
     for params in snapshot.flat_ids:
         order = list(range(len(params)))
         if spec.round_robin and not is_bf16_optimizer(spec, spec.stage):
-            order = dealt_out(len(params), RANKS_OF[spec.name])
+            order = dealt_out(len(params), spec.ranks)
         groups.append([param for _, param in sorted(zip(order, params, strict=True))])
     return groups
 
@@ -196,10 +187,10 @@ def file_names(spec: Spec, stage: int, ranks: int, step: int) -> set[str]:
 # The states
 
 
-@pytest.mark.parametrize("name", TWO_RANKS_ANY | THREE_RANKS_ANY)
+@pytest.mark.parametrize("name", OTHERS)
 def test_every_stock_run_of_other_stages_can_be_read(runs: Runs, name: str) -> None:
     """The expectations of this file hold for what stock DeepSpeed wrote itself."""
-    run, ranks = runs[name], RANKS_OF[name]
+    run, ranks = runs[name], runs[name].spec.ranks
     snapshot = load(run.checkpoint(6))
     assert expect(run, snapshot, run.spec.stage, ranks).flat_ids == snapshot.flat_ids
     assert_files(run.checkpoint(6), run, run.spec.stage, ranks, 6)
@@ -215,10 +206,10 @@ def assert_files(checkpoint: Path, run: Run, stage: int, ranks: int, step: int) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", RESUMED_ANY)
+@pytest.mark.parametrize("name", RESUMED_OTHERS)
 def test_a_stock_resume_of_other_stages_repeats_the_straight_run(runs: Runs, name: str) -> None:
     straight, resumed = runs[name], runs[f"{name}+resume"]
-    assert resumed.losses == {step: loss for step, loss in straight.losses.items() if step > MIDDLE}
+    assert resumed.losses == straight.after(MIDDLE)
     assert_loaded(resumed, load(straight.checkpoint(MIDDLE)))
 
 
@@ -290,7 +281,8 @@ def test_elastic_checkpoints_are_sources(runs: Runs, name: str, target: str, tmp
     """They hold no hyperparameters, so they can't be a base."""
     stage, ranks = parse(target)
     base, source = runs["llama"], load(runs[name].checkpoint(6))
-    out = merge(base.checkpoint(4), {"*": runs[name].checkpoint(6)}, tmp_path / "out", stage, ranks)
+    out = tmp_path / "out"
+    merge(base.checkpoint(4), out, {"*": runs[name].checkpoint(6)}, stage=stage, world_size=ranks)
     wanted = expect(base, load(base.checkpoint(4)), stage, ranks)
     wanted.states, wanted.steps = source.states, source.steps
     assert_same(load(out), wanted, rest=False)
@@ -319,47 +311,31 @@ def test_a_round_trip_gives_back_the_same_bytes(runs: Runs, name: str, way: list
     rest, flat_ids = wanted.rest, wanted.flat_ids
     for number, station in enumerate(way):
         stage, _, ranks = station.partition("x")
-        layout = int(stage or run.spec.stage), int(ranks or RANKS_OF[name])
+        layout = int(stage or run.spec.stage), int(ranks or run.spec.ranks)
         last = reshard(last, tmp_path / f"station-{number}", *layout)
         wanted.states = expect(run, wanted, *layout).states  # ranks that are gone on the way take their buffers along
     assert_same(load(last), Snapshot(wanted.states, wanted.steps, flat_ids, rest), rest=False)
     lost = ["param_alignment_paddings"] if any(station.startswith("3") for station in way) else []
     if run.spec.extras:  # they are there, but not always each rank's own
         lost.append("module")
-    assert not unlike(tensors(last, *lost), tensors(first, *lost), "")
+    assert not [*differences(trees(last, *lost), trees(first, *lost))]
 
 
-def tensors(checkpoint: Path, *without: str) -> dict[str, Any]:
-    """Everything in a checkpoint: of tensors dtype, shape and bytes, and all else as it is."""
+def trees(checkpoint: Path, *without: str) -> dict[str, Any]:
+    """Everything in a checkpoint that a resume reads, but for some keys."""
     files: dict[str, Any] = {}
-    for path in checkpoint.rglob("*"):
+    for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
         if path.suffix == ".pt":
-            files[name] = _bare(torch.load(path, weights_only=False))
+            files[name] = torch.load(path, weights_only=False)
             for key in without:
                 files[name].pop(key, None)
                 files[name].get("optimizer_state_dict", {}).pop(key, None)
         elif path.suffix == ".safetensors":
-            files[name] = _bare(load_file(path))
+            files[name] = dict(sorted(load_file(path).items()))
         elif path.name in ("latest", "trainer_state.json"):
             files[name] = path.read_bytes()
     return files
-
-
-def _bare(value: Any, keep: bool = True) -> Any:
-    """A tree that can be compared; without ``keep`` only what depends on the layout and not on the training."""
-    if isinstance(value, torch.Tensor):
-        told = (str(value.dtype), tuple(value.shape))
-        if keep or not value.dtype.is_floating_point or not value.dim():
-            return (*told, value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return told
-    if isinstance(value, dict):
-        return {key: _bare(item, keep) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
-        return [_bare(item, keep) for item in value]
-    if type(value).__module__.startswith("deepspeed") and hasattr(value, "__dict__") and not isinstance(value, int):
-        return {type(value).__name__: {key: _bare(item, keep) for key, item in vars(value).items()}}
-    return value
 
 
 @pytest.mark.parametrize(
@@ -381,7 +357,7 @@ def _bare(value: Any, keep: bool = True) -> Any:
 def test_the_files_are_like_those_that_stock_writes(runs: Runs, source: str, stock: str, tmp_path: Path) -> None:
     """After as many steps in the other layout: the same keys, shapes, counters, paddings and names everywhere."""
     other = runs[stock].spec
-    out = reshard(runs[source].checkpoint(6), tmp_path / "out", other.stage, RANKS_OF[stock])
+    out = reshard(runs[source].checkpoint(6), tmp_path / "out", other.stage, other.ranks)
     ours, theirs = (shapes(checkpoint) for checkpoint in (out, runs[stock].checkpoint(6)))
     if other.round_robin:  # stock's own mappings are wrong
         for tree in (*ours.values(), *theirs.values()):
@@ -397,11 +373,25 @@ def test_the_files_are_like_those_that_stock_writes(runs: Runs, source: str, sto
 
 def shapes(checkpoint: Path) -> dict[str, Any]:
     tag = checkpoint / (checkpoint / "latest").read_text()
-    trees = {path.name: _bare(torch.load(path, weights_only=False), keep=False) for path in tag.glob("*.pt")}
-    for tree in trees.values():
+    found = {path.name: _bare(torch.load(path, weights_only=False)) for path in tag.glob("*.pt")}
+    for tree in found.values():
         tree.pop("ds_config")
         tree.pop("global_samples", None)
-    return trees
+    return found
+
+
+def _bare(value: Any) -> Any:
+    """Return a tree that can be compared: of tensors only what depends on the layout and not on the training."""
+    if isinstance(value, torch.Tensor):
+        is_whole = not value.dtype.is_floating_point or not value.dim()
+        return (str(value.dtype), tuple(value.shape), value.tolist() if is_whole else None)
+    if isinstance(value, dict):
+        return {key: _bare(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
+        return [_bare(item) for item in value]
+    if type(value).__module__.startswith("deepspeed") and hasattr(value, "__dict__") and not isinstance(value, int):
+        return {type(value).__name__: {key: _bare(item) for key, item in vars(value).items()}}
+    return value
 
 
 def unlike(ours: Any, theirs: Any, where: str) -> list[str]:
@@ -418,14 +408,6 @@ def unlike(ours: Any, theirs: Any, where: str) -> list[str]:
 
 
 # Sources of several layouts in one recipe
-
-
-def merge(base: Path, taken: Mapping[str | int, Path], out: Path, stage: int, ranks: int) -> Path:
-    parts = [{"from": str(source), "select": part} for part, source in taken.items()]
-    recipe = out.with_name(f"{out.name}.yaml")
-    recipe.write_text(yaml.safe_dump({"base_model": str(base), "parts": parts}))
-    llmtailor.merge(recipe, out, llmtailor.Options(world_size=ranks, stage=stage))
-    return out
 
 
 @pytest.mark.parametrize(
@@ -449,7 +431,8 @@ def test_sources_of_several_layouts_in_one_recipe(
     stage, ranks = parse(target)
     parts: Sequence[str | int] = ["embed_tokens", 1, "norm"]
     chosen = {part: runs[name].checkpoint(step) for part, name, step in zip(parts, sources, (2, 4, 6), strict=True)}
-    out = merge(runs[base].checkpoint(6), chosen, tmp_path / "out", stage, ranks)
+    out = tmp_path / "out"
+    merge(runs[base].checkpoint(6), out, chosen, stage=stage, world_size=ranks)
     layout = expect(runs[base], load(runs[base].checkpoint(6)), stage, ranks)
     snapshots = {"base": load(runs[base].checkpoint(6))} | {str(part): load(path) for part, path in chosen.items()}
     for snapshot in snapshots.values():
@@ -510,18 +493,15 @@ def resumed(
     runs: Runs, train: Train, selected: set[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Run]:
     """Stock resumes at `MIDDLE` in another layout."""
-    root = tmp_path_factory.mktemp("resharded")
-    specs: dict[int, list[Spec]] = {1: [], 2: [], 3: []}
+    root, specs = tmp_path_factory.mktemp("resharded"), []
     wanted = [case for case in RESUMES if case in selected]
     for name, target in wanted:
         stage, ranks = parse(target)
         run = runs[name]
         out = reshard(run.checkpoint(MIDDLE), root / name / target / f"checkpoint-{MIDDLE}", stage, ranks)
-        spec = replace(run.spec, stage=stage, per_device_batch=6 // ranks, save_steps=run.spec.steps)
-        specs[ranks].append(spec.resumed(out, f"{name} to {target}"))
-    done: dict[str, Run] = {}
-    for ranks, several in specs.items():
-        done |= train(several, ranks) if several else {}
+        changes = {"stage": stage, "ranks": ranks, "per_device_batch": 6 // ranks, "save_steps": run.spec.steps}
+        specs.append(run.spec.resumed(out, f"{name} to {target}", **changes))
+    done = train(specs)
     return {(name, target): done[f"{name} to {target}"] for name, target in wanted}
 
 
@@ -571,7 +551,7 @@ def test_stock_goes_on_as_on_the_sources_ranks(
     resumed: dict[tuple[str, str], Run], runs: Runs, name: str, target: str
 ) -> None:
     """Same samples in every step; only the order in which gradients are summed differs."""
-    straight = {step: loss for step, loss in runs[name].losses.items() if step > MIDDLE}
+    straight = runs[name].after(MIDDLE)
     after = resumed[name, target].losses
     print(f"{name} to {target}: {straight} there, {after} here", file=sys.stderr)
     assert after == pytest.approx(straight, abs=NOISE)

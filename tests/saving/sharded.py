@@ -19,7 +19,7 @@ from transformers import TrainingArguments, default_data_collator
 from helpers.composing import compose
 from llmtailor.saving import attach, saver_for
 from saving.loop import build
-from trainings.alone import Tokens
+from trainings.common import Tokens
 from trainings.fsdp import FORMS, CpuTrainer, Watch
 
 STEPS, VOCAB = 6, 62

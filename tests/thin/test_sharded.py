@@ -15,9 +15,9 @@ from safetensors.torch import load_file  # noqa: E402
 
 import llmtailor  # noqa: E402
 import oracle.any  # noqa: E402
-from dcp.conftest import Trained, trained  # noqa: E402, F401
 from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
+from helpers.composing import convert  # noqa: E402
 from helpers.states import assert_holds, read, same  # noqa: E402
 from llmtailor.checkpoint.index import CheckpointIndex  # noqa: E402
 from llmtailor.engine import staging as space  # noqa: E402
@@ -27,9 +27,9 @@ from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.roles import WEIGHT  # noqa: E402
 from llmtailor.runs import thin as service  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
+from oracle.deepspeed_tools import to_universal  # noqa: E402
 from thin.scene import SHORT, call, compose, copy_of, folders, make_run, sources, taken  # noqa: E402
 from trainings.harness import Runs  # noqa: E402
-from universal.converting import by_deepspeed, convert  # noqa: E402
 
 STEPS = (100, 200, 300)
 ODD = (".layers.1.", ".layers.3.", "lm_head.")
@@ -85,10 +85,10 @@ def test_every_step_is_composed_as_from_full_checkpoints(to: str, tmp_path: Path
         "titan",
     ),
 )
-def test_what_trainings_saved(trained: Trained, name: str, tmp_path: Path) -> None:  # noqa: F811
+def test_what_trainings_saved(runs: Runs, name: str, tmp_path: Path) -> None:
     """The composite holds what the ranks held in memory, in the form in which they saved it."""
-    full = trained.checkpoint(name)
-    run = copy_of_trained(trained, name, tmp_path / "run")
+    full = runs.checkpoint(name)
+    run = copy_of_trained(runs, name, tmp_path / "run")
     told = call("thin", run, "--strategy", "full", "--yes")
     assert [row["becomes"] for row in told["checkpoints"]] == ["partial", "stays"], told["checkpoints"]
     assert not (run / full.name).exists()
@@ -96,7 +96,7 @@ def test_what_trainings_saved(trained: Trained, name: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     out = run / full.name  # where the training looks for it
     index, wanted = index_checkpoint(out), index_checkpoint(full)
-    assert_holds(index, trained[name].held[2])
+    assert_holds(index, runs[name].held[2])
     assert_same_index(index, wanted)
     own = {"llmtailor.json", "README.md", ".metadata"}
     assert {path for path in index.files if path not in own} >= {path for path in wanted.files if path not in own}
@@ -106,25 +106,25 @@ def test_what_trainings_saved(trained: Trained, name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", mostly_long(["trainer", "full", "hf", "loop", "titan-bf16"], "trainer", "loop"))
-def test_only_the_weights_stay(trained: Trained, name: str, tmp_path: Path) -> None:  # noqa: F811
-    run = copy_of_trained(trained, name, tmp_path / "run")
-    left = run / trained.checkpoint(name).name
+def test_only_the_weights_stay(runs: Runs, name: str, tmp_path: Path) -> None:
+    run = copy_of_trained(runs, name, tmp_path / "run")
+    left = run / runs.checkpoint(name).name
     (left / "tokenizer_config.json").write_text("{}\n")
-    before, live = taken(run), trained[name].held[2]["weights"]
+    before, live = taken(run), runs[name].held[2]["weights"]
     told = call("thin", run, "--keep-optimizer-last", 1, "--yes")
     assert (left / "tokenizer_config.json").read_text() == "{}\n"
     assert taken(run) == before - told["freed_bytes"]
     assert (told["composable_before"], told["composable_after"]) == ([2, 4], [4])
-    for param, weight in loaded(left, trained[name].held[2]["weights"]).items():
+    for param, weight in loaded(left, runs[name].held[2]["weights"]).items():
         assert same(weight, live[param]), param
     assert "no optimizer state" in str(verify_or_refusal(left))
     again = call("thin", run, "--keep-optimizer-last", 1, "--yes")
     assert again["freed_bytes"] == 0 and "no optimizer state" in again["skipped"][0]["what"]
 
 
-def test_weights_that_do_not_fit_leave_nothing_behind(trained: Trained, tmp_path: Path, monkeypatch: Any) -> None:  # noqa: F811
-    run = copy_of_trained(trained, "loop", tmp_path / "run")
-    full = run / trained.checkpoint("loop").name
+def test_weights_that_do_not_fit_leave_nothing_behind(runs: Runs, tmp_path: Path, monkeypatch: Any) -> None:
+    run = copy_of_trained(runs, "loop", tmp_path / "run")
+    full = run / runs.checkpoint("loop").name
     index, before = index_checkpoint(full), folders(run)
 
     def fail(plan: Any, staging: Path, *_: object) -> None:
@@ -141,9 +141,9 @@ def test_weights_that_do_not_fit_leave_nothing_behind(trained: Trained, tmp_path
         service.reduce_to_weights(index, Stop())
 
 
-def copy_of_trained(trained: Trained, name: str, run: Path) -> Path:  # noqa: F811
+def copy_of_trained(runs: Runs, name: str, run: Path) -> Path:
     for step in (2, 4):
-        original = trained.checkpoint(name, step)
+        original = runs.checkpoint(name, step)
         shutil.copytree(original, run / original.name)
     return run
 
@@ -185,7 +185,7 @@ UNIVERSAL = [
     [
         ("llama-extras-w3", convert),
         *(pytest.param(name, convert, marks=pytest.mark.long) for name in UNIVERSAL),
-        *(pytest.param(name, by_deepspeed, marks=pytest.mark.long) for name in ("llama", "zero1", "zero2", "zero3")),
+        *(pytest.param(name, to_universal, marks=pytest.mark.long) for name in ("llama", "zero1", "zero2", "zero3")),
     ],
 )
 def test_universal_checkpoints_of_trainings(runs: Runs, name: str, by: Any, tmp_path: Path) -> None:

@@ -15,11 +15,14 @@ from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.model.parts import Param
 from llmtailor.training import LayerGroupsMixin, decaying_names, layer_param_groups
-from training import layered
-from trainings.harness import start_ranks
+from trainings.alone import train as train_alone
+from trainings.common import DECAY
 from trainings.models import CONFIGS, build
+from trainings.spec import Spec
 
-DECAY = layered.DECAY
+
+class LayerTrainer(LayerGroupsMixin, transformers.Trainer):
+    pass
 
 
 def named(groups):
@@ -114,26 +117,25 @@ def expected():
 
 
 @pytest.mark.real
-def test_the_groups_get_through_a_plain_trainer(tmp_path):
-    build("qwen2", 2, True).save_pretrained(tmp_path / "model")
-    layered.plain(tmp_path)
-    for step in (2, 3):  # 3 is from the resumed run
-        saved = torch.load(tmp_path / f"stage0/checkpoint-{step}/optimizer.pt", weights_only=True)["param_groups"]
-        assert named(saved) == named(expected())
-        assert [group["weight_decay"] for group in saved] == [group["weight_decay"] for group in expected()]
-        assert [len(group["params"]) for group in saved] == [len(names) for names in named(saved)]
+def test_the_groups_get_through_the_trainer_and_deepspeed(train):
+    """Also through a resume."""
+    made = [Spec(f"{stage}", "qwen2", tied=True, layers=2, stage=stage, groups="mixin", steps=2) for stage in (3, 2)]
+    again = [spec.resumed(f"{spec.name}/checkpoint-2", f"{spec.name}-again", steps=3, save_steps=3) for spec in made]
+    for run in train([*made, *again]).values():
+        index = index_checkpoint(run.checkpoint(run.spec.steps))
+        assert index.form.stage == run.spec.stage
+        assert [list(params) for params in index.group_params] == named(expected())
+        assert [group.hyper["lt_params"] for group in index.groups] == named(expected())
+        assert [group.hyper["weight_decay"] for group in index.groups] == [one["weight_decay"] for one in expected()]
 
 
 @pytest.mark.real
-def test_the_groups_get_through_deepspeed(tmp_path):
-    build("qwen2", 2, True).save_pretrained(tmp_path / "model")
-    start_ranks("training.layered", [tmp_path], 2, tmp_path)
-    for stage in (3, 2):
-        for step in (2, 3):
-            index = index_checkpoint(tmp_path / f"stage{stage}/checkpoint-{step}")
-            assert index.form.stage == stage
-            assert [list(params) for params in index.group_params] == named(expected())
-            assert [group.hyper["lt_params"] for group in index.groups] == named(expected())
-            assert [group.hyper["weight_decay"] for group in index.groups] == [
-                group["weight_decay"] for group in expected()
-            ]
+def test_the_groups_get_through_a_plain_trainer(tmp_path):
+    like = {"arch": "qwen2", "tied": True, "kind": LayerTrainer}
+    first = train_alone(tmp_path / "first", steps=2, **like)
+    again = train_alone(tmp_path / "again", steps=4, resume_from=first.checkpoint(2), **like)
+    for saved in (first.checkpoint(2), again.checkpoint(4)):
+        groups = torch.load(saved / "optimizer.pt", weights_only=True)["param_groups"]
+        assert named(groups) == named(expected())
+        assert [group["weight_decay"] for group in groups] == [group["weight_decay"] for group in expected()]
+        assert [len(group["params"]) for group in groups] == [len(names) for names in named(groups)]

@@ -1,34 +1,18 @@
-"""The plain Trainer, in this process: no DeepSpeed, one CPU process, a second or two for a tiny model."""
+"""The Trainer without DeepSpeed, in this process, with or without the saver: a second or two for a tiny model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
+from transformers import Trainer, TrainerCallback, default_data_collator, set_seed
 
 from llmtailor.saving import attach
-from trainings.models import VOCAB, build
-
-RATE, DECAY = 5e-3, 0.1
-
-
-class Tokens(torch.utils.data.Dataset):
-    """Arithmetic progressions, so that there is something to learn; with 256 rows those of real/train.py."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        tokens = (i + torch.arange(12) * (1 + i % 3)) % VOCAB
-        return {"input_ids": tokens, "labels": tokens}
+from trainings.common import DECAY, RATE, Logs, Tokens, arguments
+from trainings.models import build
 
 
 class NamedGroups(Trainer):
@@ -39,80 +23,6 @@ class NamedGroups(Trainer):
         groups = [{"params": [param], "lt_params": [name], "weight_decay": DECAY} for name, param in reversed(named)]
         self.optimizer = torch.optim.AdamW(groups, lr=RATE)
         return self.optimizer
-
-
-class Losses(TrainerCallback):
-    def __init__(self) -> None:
-        self.losses: dict[int, float] = {}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.losses[state.global_step] = logs["loss"]
-
-
-@dataclass
-class Run:
-    folder: Path
-    trainer: Trainer
-    losses: dict[int, float] = field(default_factory=dict)
-
-    def checkpoint(self, step: int) -> Path:
-        return self.folder / f"checkpoint-{step}"
-
-
-def train(
-    folder: Path,
-    arch: str = "llama",
-    *,
-    tied: bool = False,
-    dtype: torch.dtype = torch.float32,
-    kind: type[Trainer] = Trainer,
-    prepare: Callable[[Any], None] = lambda model: None,
-    resume_from: Path | None = None,
-    steps: int = 4,
-    layers: int = 2,
-    batch: int = 2,
-    rows: int = 64,
-    bf16: bool = False,
-) -> Run:
-    """Train ``steps`` steps, saving every second one; ``bf16`` computes in it, by autocast."""
-    args = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        max_steps=steps,
-        save_strategy="steps",
-        save_steps=2,
-        logging_steps=1,
-        per_device_train_batch_size=batch,
-        bf16=bf16,
-        learning_rate=RATE,
-        weight_decay=DECAY,
-        lr_scheduler_type="linear",
-        seed=0,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    set_seed(0)
-    model = build(arch, layers, tied).to(dtype)
-    prepare(model)
-    losses = Losses()
-    trainer = kind(
-        model=model, args=args, train_dataset=Tokens(rows), data_collator=default_data_collator, callbacks=[losses]
-    )
-    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-    return Run(folder, trainer, losses.losses)
-
-
-def live_states(run: Run) -> dict[str, dict[str, torch.Tensor]]:
-    """Return what the optimizer of a finished run holds, by the names of the live params."""
-    optimizer = run.trainer.optimizer
-    return {
-        name: optimizer.state[param] for name, param in run.trainer.model.named_parameters() if param in optimizer.state
-    }
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Truth(TrainerCallback):
@@ -133,51 +43,40 @@ class Truth(TrainerCallback):
 
 class Alone:
     """A training; `attached` are the arguments of `attach`, None to leave the saver out; `given` are more of the
-    Trainer's own."""
+    Trainer's own, and `options` are TrainingArguments."""
 
     def __init__(
         self,
         folder: Path,
         attached: dict[str, Any] | None = None,
         *,
+        arch: str = "llama",
+        layers: int = 3,
+        tied: bool = False,
+        dtype: torch.dtype = torch.float32,
         dropout: float = 0.0,
         rows: int = 16,
-        prepare: Callable[[Any], Any] = lambda model: model,
+        prepare: Callable[[Any], Any] = lambda model: None,
         kind: type[Trainer] = Trainer,
         callbacks: tuple[TrainerCallback, ...] = (),
         eval_sets: Any = None,
         given: dict[str, Any] | None = None,
-        **arguments: Any,
+        **options: Any,
     ) -> None:
-        usual = {
-            "output_dir": str(folder),
-            "use_cpu": True,
-            "max_steps": 6,
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "per_device_train_batch_size": 4,
-            "learning_rate": RATE,
-            "weight_decay": DECAY,
-            "lr_scheduler_type": "linear",
-            "seed": 0,
-            "report_to": [],
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-        }
         set_seed(0)
-        model = prepare(build("llama", 3, tied=False))
+        model = build(arch, layers, tied).to(dtype)
+        model = prepare(model) or model
         for module in model.modules():
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = dropout
-        self.folder = folder
-        self.truth = Truth()
+        self.folder, self.logs, self.truth = folder, Logs(), Truth()
         self.trainer = kind(
             model=model,
-            args=TrainingArguments(**{**usual, **arguments}),
+            args=arguments(folder, **{"per_device_train_batch_size": 4, **options}),
             train_dataset=Tokens(rows),
             eval_dataset=Tokens(6) if eval_sets is None else eval_sets,
             data_collator=default_data_collator,
-            callbacks=[self.truth, *callbacks],
+            callbacks=[self.truth, self.logs, *callbacks],
             **(given or {}),
         )
         self.callback = attach(self.trainer, **attached) if attached is not None else None
@@ -192,6 +91,11 @@ class Alone:
         self.callback.saver.finish()
 
     @property
+    def losses(self) -> dict[int, float]:
+        """Of the steps that ran in this process"""
+        return self.logs.losses
+
+    @property
     def log(self) -> list[dict[str, Any]]:
         """What the Trainer logged, without times and without the saver's lines."""
         speeds = ("_runtime", "_per_second")
@@ -200,6 +104,9 @@ class Alone:
             {key: line[key] for key in line if not key.endswith(speeds)} for line in lines if "train_loss" not in line
         ]
 
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / f"checkpoint-{step}"
+
     @property
     def saves(self) -> list[int]:
         return sorted(int(path.parent.name[5:]) for path in self.folder.glob("partial/step-????????/manifest.json"))
@@ -207,3 +114,19 @@ class Alone:
     @property
     def checkpoints(self) -> list[int]:
         return sorted(int(path.name.removeprefix("checkpoint-")) for path in self.folder.glob("checkpoint-*"))
+
+
+def train(
+    folder: Path,
+    arch: str = "llama",
+    *,
+    resume_from: Path | None = None,
+    steps: int = 4,
+    layers: int = 2,
+    batch: int = 2,
+    rows: int = 64,
+    **more: Any,
+) -> Alone:
+    """Train without the saver; the Trainer saves every second step. ``bf16`` computes in it, by autocast."""
+    often = {"max_steps": steps, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": batch}
+    return Alone(folder, arch=arch, layers=layers, rows=rows, **often, **more).train(resume_from)

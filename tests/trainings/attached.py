@@ -1,14 +1,12 @@
-"""Train jobs one after another in one process group.
+"""The Trainer with the saver attached.
 
-Like real/train.py, with the saver attached. While it trains, a job writes down the truth about each save in two ways
-that share no code with the saver: what DeepSpeed's own functions (or the live tensors) say, and a checkpoint of the
-Trainer's own at the very moment when it would have been saved.
+While it trains, a job writes down the truth about each save in two ways that share no code with the saver: what
+DeepSpeed's own functions (or the live tensors) say, and a checkpoint of the Trainer's own when it would have saved.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import gc
 import json
 import logging
 import os
@@ -21,35 +19,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from peft import get_peft_model
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import (
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
-)
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from helpers.composing import compose
 from llmtailor.engine import streams
 from llmtailor.errors import TailorError
 from llmtailor.saving import attach
 from llmtailor.saving.snapshot import Snapshot, StepBarrier
-from partial.jobs import Job, from_json
-from trainings.models import add_extras, build, tokenizer
-from trainings.trainer import DECAY, RATE, LayerGroups, Tokens, deepspeed_config
-from trainings.trainer_more import LORA
+from trainings.common import MOMENTS, Losses, new_model, train_each
+from trainings.echo import asked
+from trainings.spec import Job
+from trainings.trainer import LayerGroups, arguments, kind_of, new_trainer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 HOLD_LOCK = (
     "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
 )
@@ -171,26 +155,20 @@ def write_truth(trainer: Any, path: Path) -> None:
     stage = engine.zero_optimization_stage() if engine else 0
     if engine and engine.skipped_steps == engine.global_steps:
         return  # fp16: every step so far overflowed, and there is nothing to ask for yet
-    truth: dict[str, Any] = {"master": {}, "step": {}, "frozen": {}, **{moment: {} for moment in MOMENTS}}
+    if engine:
+        if stage < 3:  # DeepSpeed 0.19.8 links the moments of all groups once the first has made a step
+            engine.optimizer._hp_optimizer_states_linked = False
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
+        truth: dict[str, Any] = asked(model, engine.optimizer, stage, moments=True)
+    else:
+        states = inner(trainer.optimizer).state
+        held = {name: states[param] for name, param in model.named_parameters() if param.requires_grad}
+        truth = {kind: {name: state[kind].clone() for name, state in held.items()} for kind in ("step", *MOMENTS)}
+        truth["weight"] = {name: param.detach().clone() for name, param in model.named_parameters()}
+        truth["master"] = {name: truth["weight"][name] for name in held}
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    truth["frozen"] = {name: truth["weight"][name] for name in frozen}
     truth["buffer"] = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    lied_to = getattr(engine and engine.optimizer, "round_robin_gradients", False)  # its mappings are wrong then
-    if stage in (1, 2):  # DeepSpeed 0.19.8 links the moments of all groups once the first has made a step
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            with deepspeed.zero.GatheredParameters(param, enabled=stage == 3):
-                truth["frozen"][name] = param.detach().clone()
-        elif engine and not lied_to:
-            truth["master"][name] = safe_get_full_fp32_param(param)
-            for moment in MOMENTS:
-                truth[moment][name] = safe_get_full_optimizer_state(param, moment)
-        elif not engine:
-            state = inner(trainer.optimizer).state[param]
-            truth["master"][name] = param.detach().clone()
-            truth["step"][name] = state["step"].clone()
-            for moment in MOMENTS:
-                truth[moment][name] = state[moment].clone()
     if not engine:
         names = {param: name for name, param in model.named_parameters()}
         truth["order"] = [names[param] for group in inner(trainer.optimizer).param_groups for param in group["params"]]
@@ -201,31 +179,6 @@ def write_truth(trainer: Any, path: Path) -> None:
 
 def inner(optimizer: Any) -> Any:
     return optimizer.optimizer if hasattr(optimizer, "accelerator_state") else optimizer
-
-
-def arguments(job: Job, folder: Path) -> TrainingArguments:
-    if not job.stage:  # forget that a job before this one used DeepSpeed
-        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-        unset_hf_deepspeed_config()
-    usual: dict[str, Any] = {
-        "output_dir": str(folder),
-        "deepspeed": deepspeed_config(job) if job.stage else None,
-        "bf16": job.dtype == "bf16" and job.stage > 0,
-        "fp16": job.dtype == "fp16" and job.stage > 0,
-        "use_cpu": True,
-        "per_device_train_batch_size": job.per_device_batch,
-        "max_steps": job.steps,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "lr_scheduler_type": "linear",
-        "learning_rate": RATE,
-        "weight_decay": DECAY,
-        "seed": job.seed,
-        "report_to": [],
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(**{**usual, **(job.arguments or {})})
 
 
 def add_frozen(model: Any) -> None:
@@ -241,26 +194,6 @@ class TensorRates(LayerGroups):  # type: ignore[misc]
         for group in super().create_optimizer(model).param_groups:
             group["lr"], group["betas"] = torch.tensor(group["lr"]), tuple(map(torch.tensor, group["betas"]))
         return self.optimizer
-
-
-def make_model(job: Job) -> Any:
-    set_seed(job.seed)
-    arch, _, more = job.arch.partition("+")
-    model = build(arch, job.layers, job.tied)
-    if more == "lora":
-        model = get_peft_model(model, LORA)
-    if job.extras:
-        add_extras(model)
-        add_frozen(model)
-    for name, param in model.named_parameters():
-        if any(fnmatch.fnmatch(name, glob) for glob in job.frozen):
-            param.requires_grad = False
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = job.dropout
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = job.dropout
-    return model.to(torch.bfloat16) if job.dtype == "bf16" and not job.stage else model
 
 
 def prepare(job: Job, root: Path, rank: int) -> str | None:
@@ -288,22 +221,16 @@ def options_of(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     return options
 
 
-def train(job: Job, root: Path) -> None:
-    began = time.monotonic()
+def run(job: Job, root: Path) -> Losses:
     folder = root / job.name
-    args = arguments(job, folder)
+    args = arguments(job, root, **{"save_strategy": "no", **(job.arguments or {})})
     rank = args.process_index
     resume = prepare(job, root, rank)
-    model = make_model(job)
-    grouped = TensorRates if job.extras else LayerGroups
-    trainer: Any = watched(grouped if job.groups == "layer" else Trainer, job, folder)(
-        model=model,
-        args=args,
-        train_dataset=Tokens(),
-        eval_dataset=torch.utils.data.Subset(Tokens(), range(6)),
-        data_collator=default_data_collator,
-        processing_class=tokenizer() if job.tokenizer else None,
-    )
+    model = new_model(job)
+    if job.extras:
+        add_frozen(model)
+    kind = TensorRates if job.extras and job.groups == "layer" else kind_of(job)
+    trainer = new_trainer(job, args, model, watched(kind, job, folder))
     trainer.remove_callback(PrinterCallback)  # it can't print where the disk is full
     if job.disturb:
         trainer.disturbance = Disturbance(job.disturb, model, folder, rank)
@@ -327,11 +254,12 @@ def train(job: Job, root: Path) -> None:
     logger.removeHandler(messages)
     if trainer.disturbance:
         trainer.disturbance.end()
-    result = {"log": trainer.state.log_history, "messages": messages.told, "error": error}
+    log = trainer.state.log_history
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"result-{rank}.json").write_text(json.dumps(result, indent=1))
-    if rank == 0:
-        print(f"=== {job.name}: done in {time.monotonic() - began:.1f} s", flush=True)
+    (folder / f"result-{rank}.json").write_text(
+        json.dumps({"log": log, "messages": messages.told, "error": error}, indent=1)
+    )
+    return {line["step"]: line for line in log if "loss" in line}
 
 
 def unguarded(*_: object) -> None:
@@ -369,12 +297,6 @@ def copy_late() -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-def main(jobs_file: Path, root: Path) -> None:
+def main(specs_file: Path, root: Path) -> None:
     copy_late()
-    get_accelerator().is_fp16_supported = lambda: True  # else DeepSpeed refuses fp16 on most CPUs
-    for job in map(from_json, json.loads(jobs_file.read_text())):
-        print(f"=== {job.name}", flush=True)
-        train(job, root)
-        gc.collect()  # engines are full of cycles
-        gc.freeze()  # what is left are modules: not to be searched again, which takes as long as the training
-    torch.distributed.barrier()
+    train_each(specs_file, root, run)

@@ -22,12 +22,11 @@ import torch.distributed as dist
 from transformers import set_seed
 
 import llmtailor
-from clients.spec import Spec as LoopSpec
-from dcp.spec import Spec as FsdpSpec
 from llmtailor.saving.api import prepared, training_of
 from llmtailor.saving.training import Fragment
 from trainings.fsdp import KINDS, Loop
 from trainings.loops import AccelerateLoop, EngineLoop
+from trainings.spec import Fsdp, from_json
 
 Undo = Callable[[], None]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,14 +38,13 @@ class Resumed:
     def __init__(self, spec: dict[str, Any], root: Path, step: int) -> None:
         set_seed(0)
         self.run, self.step = root / spec["name"], step
-        self.is_fsdp = "kind" in spec
+        made = from_json(spec)
+        self.is_fsdp = isinstance(made, Fsdp)
         if self.is_fsdp:
-            made = FsdpSpec(**{**spec, "frozen": tuple(spec["frozen"])})
             self.loop: Any = Loop(made)
             self.load = lambda path: KINDS[made.kind][1](self.loop, path)
         else:
-            plain = LoopSpec(**spec)
-            self.loop = EngineLoop(plain) if plain.client == "deepspeed" else AccelerateLoop(plain)
+            self.loop = EngineLoop(made) if made.client == "deepspeed" else AccelerateLoop(made)
             self.load = self.loop.load
         self.checkpoint = self.run / f"checkpoint-{step}"
         engine, model, optimizer, self.scheduler = None, None, None, None

@@ -1,19 +1,20 @@
-"""The trainings that the tests stand on, one set of ranks for each world size. A run costs a second."""
+"""The trainings that several tests stand on, and which of them the short suite has. A run costs a second or two."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from trainings.spec import Spec, by_name
+from trainings.spec import Fsdp, Job, Lightning, Loop, Spec, Training, by_name
 
 FROZEN = ("*embed_tokens*", "*.layers.1.*")
 SMALL_GROUPS = 3000
 """Elements per rank: some sub-groups of a tiny model"""
 
-TWO_RANKS = by_name(
+ZERO3 = by_name(
     [
         Spec("llama"),
         Spec("llama-b", seed=1),
@@ -45,25 +46,19 @@ TWO_RANKS = by_name(
         Spec("mixtral", "mixtral"),
         Spec("mixtral-layer", "mixtral", groups="layer"),
         Spec("qwen3-moe", "qwen3_moe"),
+        Spec("llama-w3", ranks=3),
+        Spec("llama-layer-w3", groups="layer", ranks=3),
+        Spec("llama-sub-w3", sub_group_size=SMALL_GROUPS, clipping=False, ranks=3),
+        Spec("llama-extras-w3", extras=True, frozen=FROZEN, ranks=3),
+        Spec("qwen2-w3", "qwen2", tied=True, groups="layer", ranks=3),
+        Spec("gpt2-w3", "gpt2", tied=True, ranks=3),
+        Spec("mixtral-w3", "mixtral", ranks=3),
     ]
 )
-
-THREE_RANKS = by_name(
-    [
-        Spec("llama-w3"),
-        Spec("llama-layer-w3", groups="layer"),
-        Spec("llama-sub-w3", sub_group_size=SMALL_GROUPS, clipping=False),
-        Spec("llama-extras-w3", extras=True, frozen=FROZEN),
-        Spec("qwen2-w3", "qwen2", tied=True, groups="layer"),
-        Spec("gpt2-w3", "gpt2", tied=True),
-        Spec("mixtral-w3", "mixtral"),
-    ]
-)
-
 SIX = {"per_device_batch": 3}
-"""Two ranks see as many samples in a step as three do with the default, so that one can go on from the other."""
+"""Two ranks see as many samples in a step as three do with the default, so that one can continue the other."""
 
-TWO_RANKS_ANY = by_name(
+OTHERS = by_name(
     [
         Spec("zero3", **SIX),
         Spec("zero3-layer", groups="layer", **SIX),
@@ -86,33 +81,236 @@ TWO_RANKS_ANY = by_name(
         Spec("zero2-extras", stage=2, extras=True, **SIX),
         Spec("zero2-elastic", stage=2, elastic=True, **SIX),
         Spec("zero1-elastic", stage=1, elastic=True, **SIX),
+        Spec("zero1-w3", stage=1, ranks=3),
+        Spec("zero2-w3", stage=2, clipping=False, ranks=3),
+        Spec("zero2-layer-w3", stage=2, groups="layer", seed=1, ranks=3),
+        Spec("zero2-rr-w3", stage=2, round_robin=True, ranks=3),
+        Spec("zero2-aligned-w3", stage=2, parameter_alignment=True, ranks=3),
+        Spec("zero1-bf16opt-w3", stage=1, grad_accum_dtype="fp32", ranks=3),
+        Spec("zero1-extras-w3", stage=1, extras=True, ranks=3),
     ]
 )
 """For other stages and changes of layout"""
+DEEPSPEED = ZERO3 | OTHERS
 
-THREE_RANKS_ANY = by_name(
+PEFT = by_name([Spec("lora3", "llama+lora"), Spec("lora2", "qwen2+lora", tied=True, stage=2)])
+DDP = by_name([Spec("dropout", stage=0, dtype="fp32", dropout=0.2)])
+"""Without DeepSpeed"""
+
+MIDDLE = 4
+"""The step from which the stock resumes continue"""
+RESUMED = [name for name in ZERO3 if not name.endswith("-b")]
+"""``runs["llama+resume"]`` is ``llama`` stopped at `MIDDLE` and resumed."""
+RESUMED_OTHERS = [name for name, spec in OTHERS.items() if spec.stage < 3 and not spec.elastic]
+RESUMES = by_name(
+    DEEPSPEED[name].resumed(f"{name}/checkpoint-{MIDDLE}", f"{name}+resume", save_steps=6)
+    for name in (*RESUMED, *RESUMED_OTHERS)
+)
+
+FSDP = by_name(
     [
-        Spec("zero1-w3", stage=1),
-        Spec("zero2-w3", stage=2, clipping=False),
-        Spec("zero2-layer-w3", stage=2, groups="layer", seed=1),
-        Spec("zero2-rr-w3", stage=2, round_robin=True),
-        Spec("zero2-aligned-w3", stage=2, parameter_alignment=True),
-        Spec("zero1-bf16opt-w3", stage=1, grad_accum_dtype="fp32"),
-        Spec("zero1-extras-w3", stage=1, extras=True),
+        Fsdp("trainer"),
+        Fsdp("loop", "loop"),
+        Fsdp("full", "full"),
+        Fsdp("fsdp1", "fsdp1"),
+        Fsdp("columns", "columns"),
+        Fsdp("titan", "titan"),
+        Fsdp("hf", "hf"),
+        Fsdp("no-fsdp", "ddp"),
+        Fsdp("loop-tied", "loop", tied=True),
+        Fsdp("trainer-tied", tied=True),
+        Fsdp("loop-frozen", "loop", frozen=FROZEN),
+        Fsdp("titan-bf16", "titan", dtype="bf16"),
+        Fsdp("loop-w3", "loop", per_device_batch=2, ranks=3),
     ]
 )
 
-MIDDLE = 4
-"""The step from which the stock resumes go on"""
+PLAIN: dict[str, Any] = {"stage": 0, "dtype": "fp32"}
+LOOPS = by_name(
+    [
+        Loop("engine-1", stage=1, scheduler="", tag="1"),
+        Loop("engine-2", stage=2, scheduler="deepspeed", tag="checkpoint"),
+        Loop("engine-3", stage=3, steps=6),
+        Loop("accelerate-2", "accelerate", stage=2, objects=True),
+        Loop("accelerate-3", "accelerate", stage=3, scheduler=""),
+        Loop("accelerate-ddp", "accelerate", objects=True, **PLAIN),
+        Loop("accelerate-fsdp", "accelerate", fsdp=True, **PLAIN),
+        Loop("accelerate-fsdp-named", "accelerate", fsdp=True, named=True, **PLAIN),
+        Loop("accelerate-named", "accelerate", scheduler="", named=True, **PLAIN),
+    ]
+)
+LOOPS_SAVED = by_name(
+    [
+        Loop("engine-saver", stage=2, scheduler="", saver="full"),
+        Loop("accelerate-2-saver", "accelerate", stage=2, objects=True, saver="full"),
+        Loop("accelerate-3-saver", "accelerate", stage=3, scheduler="", objects=True, saver="full"),
+        Loop("accelerate-ddp-saver", "accelerate", named=True, objects=True, saver="full", **PLAIN),
+        Loop("accelerate-fsdp-saver", "accelerate", fsdp=True, named=True, objects=True, saver="full", **PLAIN),
+    ]
+)
 
-RESUMED = [name for name in TWO_RANKS | THREE_RANKS if not name.endswith("-b")]
-"""``runs["llama+resume"]`` is ``llama`` stopped at `MIDDLE` and resumed."""
+LIGHTNING = by_name(
+    [
+        Lightning("lightning"),
+        Lightning("lightning-groups", groups=2, norm=True),
+        Lightning("lightning-zero-2", stage=2),
+        Lightning("lightning-zero-3", stage=3, groups=2),
+    ]
+)
+LIGHTNING_SAVED = by_name(
+    [
+        Lightning("lightning-saver", groups=2, norm=True, saver="full"),
+        Lightning("lightning-zero-2-saver", stage=2, saver="full"),
+        Lightning("lightning-zero-3-saver", stage=3, saver="full"),
+    ]
+)
 
-RESUMED_ANY = [name for name, spec in (TWO_RANKS_ANY | THREE_RANKS_ANY).items() if spec.stage < 3 and not spec.elastic]
-"""The same of the others"""
+# With the saver attached to the Trainer
+
+CHECKED = by_name(
+    [
+        Job("z3", per_device_batch=3, steps=8),
+        Job("z3-full", policy="full", per_device_batch=3, steps=8),
+        Job("z3-layer", groups="layer"),
+        Job("z3-sub", sub_group_size=SMALL_GROUPS, arguments={"gradient_accumulation_steps": 2}),
+        Job("z3-frozen", frozen=FROZEN),
+        Job("z3-extras", extras=True, tokenizer=True),
+        Job("z3-tied", "qwen2", tied=True),
+        Job("z3-fp16", dtype="fp16", every=1, sub_group_size=SMALL_GROUPS),
+        Job("z3-fp32", dtype="fp32"),
+        Job("z3-offload", offload=True),
+        Job("z3-cpu-adam", optimizer="cpu_adam", policy="moments_in_turn:2"),
+        Job("z3-ds-adamw", optimizer="ds_adamw"),
+        Job("z3-ds-both", optimizer="ds_adamw", scheduler="ds"),
+        Job("z3-mixtral", "mixtral"),
+        Job("z3-lora", "llama+lora"),
+        Job("z2-lora", "qwen2+lora", tied=True, stage=2),
+        Job("z3-rounded", options={"moments": "bf16"}),
+        Job("z2", stage=2),
+        Job("z2-layer", stage=2, groups="layer", policy="moments_in_turn:2"),
+        Job("z2-rr", stage=2, round_robin=True),
+        Job("z2-aligned", stage=2, parameter_alignment=True),
+        Job("z2-frozen", stage=2, frozen=FROZEN),
+        Job("z2-fp16", stage=2, dtype="fp16", every=1),
+        Job("z1", "gpt2", stage=1, tied=True),
+        Job("z1-bf16opt", stage=1, grad_accum_dtype="fp32"),
+        Job("z1-extras", stage=1, extras=True, frozen=FROZEN, groups="layer", policy="moments_in_turn:2"),
+        Job("ddp", arguments={"gradient_accumulation_steps": 2}, **PLAIN),
+        Job("ddp-bf16", "qwen2", tied=True, stage=0),
+        Job("ddp-lora", "qwen2+lora", tied=True, **PLAIN),
+        Job("ddp-mixtral", "mixtral", policy="moments_in_turn:2", **PLAIN),
+        Job("ddp-extras", extras=True, frozen=FROZEN, groups="layer", **PLAIN),
+        Job("z3-w3", "mixtral", ranks=3),
+        Job(
+            "z3-extras-w3",
+            extras=True,
+            frozen=FROZEN,
+            groups="layer",
+            tokenizer=True,
+            policy="moments_in_turn:2",
+            ranks=3,
+        ),
+        Job("z2-rr-w3", stage=2, round_robin=True, ranks=3),
+        Job("z1-bf16opt-w3", stage=1, grad_accum_dtype="fp32", ranks=3),
+    ]
+)
+"""Composites of these are held against the truth."""
+
+NOISY = {
+    "gradient_accumulation_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "metric_for_best_model": "loss",
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 0.5},
+}
+"""Evaluations at the steps that are saved, which decide the learning rates"""
+FULL: dict[str, Any] = {"policy": "full", "dropout": 0.1, "arguments": NOISY, "steps": 8}
+LIVELY = by_name(
+    [Job("lively", "gpt2", **FULL), Job("lively-0", "gpt2", **PLAIN, **FULL), Job("lively-2", "gpt2", stage=2, **FULL)]
+)
+"""With dropout, so that random numbers matter"""
+
+EXPERTS: dict[str, Any] = {"options": {"experts": "parts"}, "steps": 8}
+"""Each expert is a part."""
+TEACHERS = by_name(
+    [
+        Job("ddp-teacher", frozen=FROZEN, disturb={"what": "teacher", "param": "*"}, **PLAIN),
+        Job("z3-teacher", frozen=FROZEN, disturb={"what": "teacher", "param": "*"}),
+    ]
+)
+CHANGES = {"what": "frozen", "step": 6, "param": "*embed_tokens*"}
+"""A frozen param changes before the last save."""
+GOING_ON: dict[str, Any] = {"per_device_batch": 3, "steps": 8}
+"""Trainings with the saver after a first and a second failure"""
+FEW = "filter:first=1,last=1,every=2,aux_every=1"
+REFUSED: dict[str, Any] = {"fails": True, "truth": False}
+JOBS = by_name(
+    [
+        Job("z3-again", goes_on="z3", at=4, **GOING_ON),
+        Job("z3-twice", goes_on="z3-again", at=6, **GOING_ON),
+        Job("z3-full-again", goes_on="z3-full", at=4, policy="full", **GOING_ON),
+        Job("z3-full-twice", goes_on="z3-full-again", at=6, policy="full", **GOING_ON),
+        Job("z3-then-filter", goes_on="z3", at=4, policy=FEW, **GOING_ON),
+        Job("z3-on-3", goes_on="z3", at=4, steps=8, ranks=3),
+        Job("z3-full-on-3", goes_on="z3-full", at=4, policy="full", steps=8, ranks=3),
+        Job("z3-experts", "mixtral", policy="round_robin:4", **EXPERTS),
+        Job("z2-experts", "mixtral", stage=2, policy="moments_in_turn:4", **EXPERTS),
+        Job("z3-experts-then-layers", "mixtral", goes_on="z3-experts", at=4, steps=8),
+        Job("ddp-experts", "mixtral", policy="adaptive:0.6", **PLAIN, **EXPERTS),
+        Job("full-0", options={"background": False}, disturb={"what": "full", "step": 4, "rank": 0}),
+        Job("full-1", stage=1, options={"background": False}, disturb={"what": "full", "step": 4, "rank": 1}),
+        Job("frozen-2", stage=2, frozen=FROZEN, disturb=CHANGES),
+        Job("frozen-3", frozen=FROZEN, disturb=CHANGES),
+        Job("nodes", options={"staging_dir": "nodes"}, frozen=FROZEN),  # two nodes, each with a disk of its own
+        Job("slow-skip", stage=2, policy="full", every=1, options={"when_busy": "skip"}, disturb={"what": "held"}),
+        Job(
+            "slow-wait",
+            policy="full",
+            every=1,
+            steps=4,
+            options={"when_busy": "wait", "host_buffer": 1 << 20},
+            disturb={"what": "slow"},
+            **PLAIN,
+        ),
+        Job("torn-z3", unguarded=True, steps=4),
+        Job("torn-cpu-adam", optimizer="cpu_adam", unguarded=True),
+        Job("torn-ddp", unguarded=True, arguments={"optim": "adamw_torch"}, **PLAIN),
+        Job("locked", disturb={"what": "locked"}, **REFUSED),
+        Job("anew", goes_on="z3", **REFUSED),
+        *(
+            Job(f"{optim}-{stage}", stage=stage, arguments={"optim": optim}, **REFUSED)
+            for optim in ("sgd", "adafactor")
+            for stage in (2, 3)
+        ),
+    ]
+)
+MIXED = ("z3", "z3-layer", "z2", "z1", "ddp")
 
 
-BATCHES = {2: TWO_RANKS | TWO_RANKS_ANY, 3: THREE_RANKS | THREE_RANKS_ANY}
+def stock_resumes(jobs: Iterable[Job]) -> Iterator[Job]:
+    """Resume each from its first save, which is complete, by the stock Trainer; and from its last but one."""
+    for job in jobs:
+        last = job.steps - (job.every or 1)
+        plain = replace(job, goes_on=job.name, policy=None, truth=False)
+        yield replace(plain, name=f"{job.name}@{job.every}", at=max(2, job.every or 1))
+        if job.name in MIXED:
+            yield replace(plain, name=f"{job.name}@{last}", at=last)
+
+
+SAVED = CHECKED | LIVELY
+WITHOUT_SAVER = by_name(
+    [
+        *(replace(job, name=f"{job.name}-alone", policy=None, truth=False) for job in LIVELY.values()),
+        *stock_resumes(SAVED.values()),
+    ]
+)
+ALL: dict[str, Training] = by_name(
+    [
+        *(DEEPSPEED | RESUMES | PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED).values(),
+        *(SAVED | TEACHERS | JOBS | WITHOUT_SAVER).values(),
+    ]
+)
 
 SHORT = {
     *("llama", "llama-b", "llama-layer", "llama-tied", "llama-fp16", "llama-ds-both", "llama-frozen"),
@@ -120,9 +318,17 @@ SHORT = {
     *("zero1", "zero1-bf16opt", "zero1-extras-layer", "zero2", "zero2-rr", "zero2-aligned", "zero2-fp16"),
     *("zero2-tied", "zero2-extras", "zero2-elastic"),
     *("llama-sub-w3", "zero2-w3", "zero2-rr-w3"),
+    *(PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED),
+    *("z3", "z2-fp16", "z2-rr", "z2-lora", "z1", "z1-bf16opt", "z1-extras"),
+    *("z2-experts", "ddp-experts"),
+    *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
+    *("lively-2", "lively-2-alone", "z3-again"),
+    *("full-1", "frozen-2", "ddp-teacher", "locked", "anew", "sgd-2", "adafactor-3"),
+    *("nodes", "slow-skip", "slow-wait", "torn-z3", "torn-ddp"),
+    *("z3@2", "z2-fp16@1", "z2-rr@2", "z1-extras@2", "ddp@2", "ddp@4", "lively-2@2"),
 }
 """What is trained without --all: every feature, and every pair of features that has code of its own"""
-LONG = {name for batch in BATCHES.values() for name in batch} - SHORT
+LONG = ALL.keys() - SHORT
 """conftest.py marks what is parametrized with one of these as long."""
 
 
@@ -133,14 +339,11 @@ def long_but(short: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     return [case if case in short else pytest.param(*values, marks=long) for case, values in split]
 
 
-def batch(ranks: int, everything: bool = True, without: frozenset[str] = frozenset()) -> dict[str, Spec]:
-    """Return the straight runs of a world size and their stock resumes, leaving out some optimizers."""
-    straight = [spec for spec in BATCHES[ranks].values() if spec.optimizer not in without]
-    if not everything:
-        return by_name(spec for spec in straight if spec.name in SHORT)
-    resumed = [
-        spec.resumed(f"{spec.name}/checkpoint-{MIDDLE}", f"{spec.name}+resume", save_steps=spec.steps)
-        for spec in straight
-        if spec.name in (*RESUMED, *RESUMED_ANY)
-    ]
-    return by_name([*straight, *resumed])
+def batch_of(name: str, everything: bool, without: Collection[str] = ()) -> dict[str, Training]:
+    """Return all runs that are trained with one: in the same ranks, by the same program; without some optimizers."""
+
+    def key(spec: Training) -> tuple[str, int, bool]:
+        return spec.program, spec.ranks, spec.has_saver
+
+    wanted = (spec for spec in ALL.values() if key(spec) == key(ALL[name]) and (everything or spec.name in SHORT))
+    return by_name(spec for spec in wanted if getattr(spec, "optimizer", "") not in without)

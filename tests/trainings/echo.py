@@ -10,7 +10,21 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from transformers import TrainerCallback
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from trainings.common import MOMENTS
+
+
+def asked(model: Any, zero: Any, stage: int, moments: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """Ask DeepSpeed for weights, masters and moments, all ranks at once."""
+    told: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in ("weight", "master", *MOMENTS)}
+    permuted = getattr(zero, "round_robin_gradients", False)  # DeepSpeed then gets its own mapping wrong
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(param, enabled=stage == 3):
+            told["weight"][name] = param.detach().clone()
+        if param.requires_grad and not permuted:
+            told["master"][name] = safe_get_full_fp32_param(param)
+            for moment in MOMENTS if moments else ():
+                told[moment][name] = safe_get_full_optimizer_state(param, moment)
+    return told
 
 
 class Echo(TrainerCallback):  # type: ignore[misc]
@@ -28,10 +42,8 @@ class Echo(TrainerCallback):  # type: ignore[misc]
         engine = self.trainer.deepspeed
         zero = engine.optimizer
         stage = engine.zero_optimization_stage()
-        names = {param: name for name, param in engine.module.named_parameters()}
         echo: dict[str, Any] = {
-            "master": {},
-            "weight": {},
+            **asked(engine.module, zero, stage, moments=stage == 3),
             "buffer": {name: buffer.clone() for name, buffer in engine.module.named_buffers()},
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in zero.optimizer.param_groups],
             "global_steps": engine.global_steps,
@@ -40,22 +52,9 @@ class Echo(TrainerCallback):  # type: ignore[misc]
             "global_step": state.global_step,
         }
         if stage == 3:
-            echo |= {moment: {} for moment in MOMENTS}
-            echo["loss_scaler"] = vars(zero.loss_scaler)
-            echo["step"] = {
-                names[param]: _step(zero, flat_id)
-                for flat_id, params in enumerate(zero.fp16_groups)
-                for param in params
-            }
-        permuted = getattr(zero, "round_robin_gradients", False)  # DeepSpeed then gets its own mapping wrong
-        for param, name in names.items():  # each of these asks all ranks
-            with deepspeed.zero.GatheredParameters(param, enabled=stage == 3):
-                echo["weight"][name] = param.detach().clone()
-            if param.requires_grad and not permuted:
-                echo["master"][name] = safe_get_full_fp32_param(param)
-            if param.requires_grad and stage == 3:
-                for moment in MOMENTS:
-                    echo[moment][name] = safe_get_full_optimizer_state(param, moment)
+            names = {param: name for name, param in engine.module.named_parameters()}
+            flats = enumerate(zero.fp16_groups)
+            echo["step"] = {names[param]: _step(zero, flat_id) for flat_id, params in flats for param in params}
         if args.process_index == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             torch.save(echo, self.folder / "echo.pt")

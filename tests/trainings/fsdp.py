@@ -1,4 +1,4 @@
-"""FSDP trainings on CPU ranks over gloo, each saved by its framework's own functions: see `Spec.kind`.
+"""FSDP trainings on CPU ranks over gloo, each saved by its framework's own functions: see `Fsdp.kind`.
 
 The Trainer with ``fsdp`` runs plain DDP on a CPU without saying so, because accelerate knows FSDP on accelerators only.
 `CpuTrainer` tells accelerate that these ranks are an accelerator's; everything else is stock: what shards the model,
@@ -7,10 +7,7 @@ saves and loads. The other kinds are loops without a Trainer.
 
 from __future__ import annotations
 
-import fnmatch
-import gc
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -35,17 +32,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
+from transformers import Trainer, default_data_collator
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 import llmtailor
-from dcp.spec import Spec, from_json
 from llmtailor.saving import AttestResume
-from trainings import fsdp1
-from trainings.alone import Tokens
-from trainings.models import build
-
-RATE, DECAY = 5e-3, 0.1
+from trainings import common, fsdp1
+from trainings.common import DECAY, DTYPES, RATE, Logs, Losses, Tokens, arguments_of, batch, checkpoint_of, train_each
+from trainings.spec import Fsdp
 
 
 class CpuTrainer(Trainer):  # type: ignore[misc]
@@ -76,23 +70,19 @@ def held(model: Any, optimizer: Any) -> dict[str, Any]:
     return {"weights": weights, "states": states, "buffers": buffers, "groups": groups}
 
 
-class Watch(TrainerCallback):  # type: ignore[misc]
-    """Keeps the losses, and what the training holds at each save and when it goes on from a checkpoint."""
+class Watch(Logs):
+    """Keeps what is logged, and what the training holds at each save and when it continues a checkpoint."""
 
     def __init__(self, every: int, resumes: bool = False) -> None:
+        super().__init__()
         self.every = every
         self.resumes = resumes
-        self.losses: dict[int, float] = {}
         self.held: dict[int, Any] = {}
 
     def wants(self, step: int) -> bool:
         """Whether to keep what the training holds: gathering it takes longer than a step."""
         is_first = self.resumes and not self.held
         return step not in self.held and (is_first or step > 0 == step % self.every)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.losses[state.global_step] = logs["loss"]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.wants(state.global_step):
@@ -102,13 +92,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.held[state.global_step] = held(kwargs["model"], kwargs["optimizer"])
 
 
-def new_model(spec: Spec) -> Any:
-    set_seed(0)
-    model = build(spec.arch, spec.layers, spec.tied).to(getattr(torch, spec.dtype))
-    for name, param in model.named_parameters():
-        if any(fnmatch.fnmatch(name, glob) for glob in spec.frozen):
-            param.requires_grad = False
-    return model
+def new_model(spec: Fsdp) -> Any:
+    return common.new_model(spec).to(DTYPES[spec.dtype])
 
 
 FORMS = {
@@ -124,43 +109,27 @@ FORMS = {
 }
 
 
-def run_trainer(spec: Spec, folder: Path) -> Watch:
+def run_trainer(spec: Fsdp, folder: Path) -> Watch:
     AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the kind of the run before
-    args = TrainingArguments(
-        output_dir=str(folder / spec.name),
-        **FORMS.get(spec.kind, {}),
-        use_cpu=True,
-        per_device_train_batch_size=spec.per_device_batch,
-        max_steps=spec.steps,
-        save_strategy="steps",
-        save_steps=spec.save_steps,
-        logging_steps=1,
-        lr_scheduler_type="linear",
-        learning_rate=RATE,
-        weight_decay=DECAY,
-        seed=0,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    args = arguments_of(spec, folder, **FORMS.get(spec.kind, {}))
     watch = Watch(spec.save_steps, spec.resume_from is not None)
     kind = CpuTrainer if spec.kind in FORMS else Trainer
     trainer = kind(
         model=new_model(spec),
         args=args,
-        train_dataset=Tokens(256),
+        train_dataset=Tokens(),
         data_collator=default_data_collator,
         callbacks=[watch],
     )
     trainer.add_callback(AttestResume(on_mismatch="stop"))
-    trainer.train(resume_from_checkpoint=str(folder / spec.resume_from) if spec.resume_from else None)
+    trainer.train(resume_from_checkpoint=checkpoint_of(spec, folder))
     return watch
 
 
 class Loop:
     """A training loop without a Trainer."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Fsdp) -> None:
         self.spec = spec
         self.model = new_model(spec)
         if spec.kind == "fsdp1":
@@ -183,13 +152,10 @@ class Loop:
 
     def train(self, until: int, watch: Watch, save: Any) -> None:
         ranks, rank, size = dist.get_world_size(), dist.get_rank(), self.spec.per_device_batch
-        data = Tokens(256)
         while self.step < until:
             if watch.wants(self.step):
                 watch.held[self.step] = self.held()
-            first = self.step * ranks * size + rank * size
-            rows = default_data_collator([data[first + at] for at in range(size)])
-            loss = self.model(**rows).loss
+            loss = self.model(**batch((self.step * ranks + rank) * size, size)).loss
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -197,50 +163,10 @@ class Loop:
             self.step += 1
             told = loss.detach().clone()
             dist.all_reduce(told)
-            watch.losses[self.step] = float(told / ranks)
+            watch.logs[self.step] = {"loss": float(told / ranks)}
             if self.step % self.spec.save_steps == 0:
                 save(self)
         watch.held[self.step] = self.held()
-
-
-class Counters:
-    """As torchtitan's train_state."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": torch.tensor(self.loop.step, dtype=torch.int32), "ntokens_seen": torch.tensor(100)}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.loop.step = int(saved["step"])
-
-
-class FlatModel:
-    """As torchtitan's ModelWrapper."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.model)
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, saved, options=StateDictOptions(strict=False))
-
-
-class FlatOptimizer:
-    """As torchtitan's OptimizersContainer."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.options = StateDictOptions(flatten_optimizer_state_dict=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.loop.model, self.loop.optimizer, options=self.options)
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.loop.model, self.loop.optimizer, optim_state_dict=saved, options=self.options)
 
 
 def save_loop(loop: Loop, folder: Path) -> None:
@@ -268,24 +194,27 @@ def load_loop(loop: Loop, source: Path) -> None:
     loop.scheduler.last_epoch = loop.step
 
 
-def titan_states(loop: Loop) -> dict[str, Any]:
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+
+
+def titan_states(loop: Loop) -> tuple[dict[str, Any], dict[str, Any]]:
     """torchtitan keeps the model's names at the top, beside ``optimizer``, ``lr_scheduler``, ``train_state``."""
-    return {
-        **FlatModel(loop.model).state_dict(),
-        "optimizer": FlatOptimizer(loop),
-        "lr_scheduler": loop.scheduler,
-        "train_state": Counters(loop),
-    }
+    model = get_model_state_dict(loop.model)
+    counters = {"step": torch.tensor(loop.step, dtype=torch.int32), "ntokens_seen": torch.tensor(100)}
+    optimizer = get_optimizer_state_dict(loop.model, loop.optimizer, options=FLAT)
+    return model, {**model, "optimizer": optimizer, "lr_scheduler": loop.scheduler, "train_state": counters}
 
 
 def save_titan(loop: Loop, folder: Path) -> None:
-    dcp.save(titan_states(loop), checkpoint_id=folder / f"step-{loop.step}")
+    dcp.save(titan_states(loop)[1], checkpoint_id=folder / f"step-{loop.step}")
 
 
 def load_titan(loop: Loop, source: Path) -> None:
-    states = titan_states(loop)
+    model, states = titan_states(loop)
     dcp.load(states, checkpoint_id=source)
-    FlatModel(loop.model).load_state_dict({name: states[name] for name in FlatModel(loop.model).state_dict()})
+    set_model_state_dict(loop.model, {name: states[name] for name in model}, options=FLAT)
+    set_optimizer_state_dict(loop.model, loop.optimizer, optim_state_dict=states["optimizer"], options=FLAT)
+    loop.step = int(states["train_state"]["step"])
 
 
 def save_hf(loop: Loop, folder: Path) -> None:
@@ -344,7 +273,7 @@ KINDS = {
 }
 
 
-def run_loop(spec: Spec, folder: Path) -> Watch:
+def run_loop(spec: Fsdp, folder: Path) -> Watch:
     save, load = KINDS[spec.kind]
     loop, watch = Loop(spec), Watch(spec.save_steps, spec.resume_from is not None)
     if spec.resume_from:
@@ -356,24 +285,13 @@ def run_loop(spec: Spec, folder: Path) -> Watch:
     return watch
 
 
+def run(spec: Fsdp, folder: Path) -> Losses:
+    (folder / spec.name).mkdir(exist_ok=True)
+    watch = run_loop(spec, folder) if spec.kind in KINDS else run_trainer(spec, folder)
+    if dist.get_rank() == 0:
+        torch.save(watch.held, folder / spec.name / "held.pt")
+    return watch.losses
+
+
 def main(specs_file: Path, folder: Path) -> None:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    for spec in map(from_json, json.loads(specs_file.read_text())):
-        print(f"=== {spec.name}", flush=True)
-        (folder / spec.name).mkdir(exist_ok=True)
-        watch = run_loop(spec, folder) if spec.kind in KINDS else run_trainer(spec, folder)
-        if dist.get_rank() == 0:
-            torch.save(watch.held, folder / spec.name / "held.pt")
-            (folder / spec.name / "result.json").write_text(json.dumps(watch.losses))
-            print(f"=== {spec.name}: losses {watch.losses}", flush=True)
-        gc.collect()
-    dist.barrier()
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(*map(Path, sys.argv[1:]))
-    sys.stdout.flush()
-    os._exit(0)
+    train_each(specs_file, folder, run)

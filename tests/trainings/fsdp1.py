@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from trainings.common import MOMENTS
 
 
 def shard(model: Any) -> Any:

@@ -17,33 +17,35 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainings.catalogue import batch
-from trainings.spec import Spec
+from trainings.catalogue import ALL, batch_of
+from trainings.spec import Training
 
 HERE = Path(__file__).parent
 NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "safetensors")
 TIMEOUT_S = 560
 TAIL_LINES = 60
-TRAINS = ("spec", "models", "echo", "trainer", "fsdp", "fsdp1", "loops", "lightning")
-"""What decides how trainings come out that are kept"""
+USED = {"trainer": ("trainer", "echo"), "fsdp": ("fsdp", "fsdp1")}
+"""Program -> its modules, if there are several"""
 
 
 @dataclass(frozen=True)
 class Run:
     """A finished training."""
 
-    spec: Spec
+    spec: Any
     folder: Path
 
-    def checkpoint(self, step: int) -> Path:
-        return self.folder / f"checkpoint-{step}"
+    def checkpoint(self, step: int = 2) -> Path:
+        """The full checkpoint of a step, as the program itself names it."""
+        name = self.spec.folders.format(step)
+        return next(self.folder.glob(name), self.folder / name)
 
     @cached_property
     def logs(self) -> dict[int, dict[str, float]]:
@@ -55,70 +57,120 @@ class Run:
     def losses(self) -> dict[int, float]:
         return {step: log["loss"] for step, log in self.logs.items()}
 
+    def after(self, step: int) -> dict[int, float]:
+        """The losses of later steps."""
+        return {at: loss for at, loss in self.losses.items() if at > step}
+
     @cached_property
     def held(self) -> dict[int, Any]:
-        """Of an FSDP run: step -> what it held then, see dcp/train.py."""
-        import torch
-
-        return dict(torch.load(self.folder / "held.pt", weights_only=False))
+        """Of an `Fsdp` run: step -> what it held then, see fsdp.py."""
+        return dict(load(self.folder / "held.pt"))
 
     @cached_property
     def echo(self) -> dict[str, Any]:
         """What DeepSpeed held after the resume: see echo.py."""
-        import torch
-
-        return dict(torch.load(self.folder / "echo.pt", weights_only=False))
+        return dict(load(self.folder / "echo.pt"))
 
     @property
     def written_back(self) -> Path:
         """What DeepSpeed saved after the resume of ZeRO-1/2, before the first step."""
         return self.folder / "echo"
 
+    # Of a `Job`
+
+    def partial(self, step: int) -> Path:
+        return self.folder / "partial" / f"step-{step:08}"
+
+    def stock(self, step: int) -> Path:
+        """The checkpoint that the Trainer itself made at that step."""
+        return self.folder / "stock" / f"checkpoint-{step}"
+
+    @cached_property
+    def saves(self) -> list[int]:
+        found = [path.parent.name for path in self.folder.glob("partial/*/manifest.json")]
+        return sorted(int(name.removeprefix("step-")) for name in found if "abandoned" not in name)
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        return dict(json.loads((self.partial(step) / "manifest.json").read_text()))
+
+    def result(self, rank: int = 0) -> dict[str, Any]:
+        """``log``, that of the Trainer; ``messages`` of the saver; ``error``, llmtailor's own"""
+        return dict(json.loads((self.folder / f"result-{rank}.json").read_text()))
+
+    @property
+    def messages(self) -> list[str]:
+        """What the saver said, apart from what it says in each training: at its beginning and at its end."""
+        usual = ("WARNING: partial checkpoints go to ", "WARNING: for a full checkpoint of step ")
+        return [message for message in self.result()["messages"] if not message.startswith(usual)]
+
+    def truth(self, step: int) -> dict[str, Any]:
+        return dict(load(self.folder / "truth" / f"{step}.pt"))
+
+
+def load(path: Path) -> Any:
+    import torch
+
+    return torch.load(path, weights_only=False)
+
 
 Train = Callable[..., dict[str, Run]]
-"""What the fixture ``train`` is: specs, number of ranks, and the program if it isn't train.py"""
+"""What the fixture ``train`` is: specs, and the folder to train in, else a new one"""
 
 
 class Runs:
-    """The runs of runs.py by name. The first access to one trains all of the same world size, or finds them trained.
+    """The runs of catalogue.py by name. The first access to one trains all of its batch, or finds them trained.
 
-    They are kept between sessions, in ``$LLMTAILOR_TEST_CACHE`` or the user's cache folder, under a name that changes
-    with the versions of the packages and with the training scripts.
+    Stock ones are kept between sessions, in ``$LLMTAILOR_TEST_CACHE`` or the user's cache folder, under a name that
+    changes with the versions of the packages and with the training programs. Where llmtailor saves, they are kept in
+    ``session``, a folder that the processes of one session share.
     """
 
-    def __init__(self, everything: bool) -> None:
+    def __init__(self, everything: bool, session: Path) -> None:
         self._everything = everything
-        self._batches: dict[int, dict[str, Run] | str] = {}
+        self._session = session
+        self._found: dict[str, Run | str] = {}
 
     def __getitem__(self, name: str) -> Run:
-        ranks = 2 if name in batch(2) else 3
-        spec = batch(ranks)[name]
-        if spec.optimizer == "cpu_adam" and not compiler():
-            pytest.skip("DeepSpeedCPUAdam cannot be built: no C++ compiler or no ninja")
-        if ranks not in self._batches:
-            specs = batch(ranks, self._everything, frozenset() if compiler() else frozenset({"cpu_adam"}))
+        if name not in self._found:
+            assert self._everything or name in batch_of(name, False), f"{name} needs --all: mark this test long"
+            without = () if compiler() else ("cpu_adam",)
+            specs = batch_of(name, self._everything, without)
+            if name not in specs:
+                pytest.skip("DeepSpeedCPUAdam cannot be built: no C++ compiler or no ninja")
+            specs = {each: self._placed(spec, specs) for each, spec in specs.items()}
             try:
-                self._batches[ranks] = train_once(specs, ranks)
+                self._found |= train_once(specs, self._session if ALL[name].has_saver else kept_folder())
             except TrainingFailed as error:
-                self._batches[ranks] = str(error)
-        found = self._batches[ranks]
+                self._found |= dict.fromkeys(specs, str(error))
+        found = self._found[name]
         if isinstance(found, str):
             pytest.fail(found, pytrace=False)
-        assert name in found, f"{name} is trained with --all only: mark this test long"
-        return found[name]
+        return found
+
+    def _placed(self, spec: Any, batch: Mapping[str, Training]) -> Any:
+        """Tell where the job is that this one continues, if another batch has it."""
+        goes_on = getattr(spec, "goes_on", None)
+        return spec if goes_on is None or goes_on in batch else replace(spec, goes_on=str(self[goes_on].folder))
+
+    def checkpoint(self, name: str, step: int = 2) -> Path:
+        return self[name].checkpoint(step)
 
 
-def train_once(specs: Mapping[str, Any], ranks: int, program: str = "trainings.trainer") -> dict[str, Run]:
+def kept_folder() -> Path:
+    return Path(os.environ.get("LLMTAILOR_TEST_CACHE") or caches() / "runs").resolve()
+
+
+def train_once(specs: Mapping[str, Training], kept: Path) -> dict[str, Run]:
     """Train, or find what another session or process has trained, or wait for the one that does."""
-    kept = Path(os.environ.get("LLMTAILOR_TEST_CACHE") or caches() / "runs").resolve()
     kept.mkdir(parents=True, exist_ok=True)
+    ranks = next(iter(specs.values())).ranks
     folder = kept / f"{ranks}-ranks-{fingerprint(specs)}"
     with (kept / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             forget_old(kept)
             making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.making-", dir=kept))
-            train(specs.values(), ranks, making, program=program)
+            train(specs.values(), making)
             making.rename(folder)
         os.utime(folder)
     return {name: Run(spec, folder / name) for name, spec in specs.items()}
@@ -135,13 +187,16 @@ class TrainingFailed(Exception):
     """A rank died or hung; says what the ranks last said."""
 
 
-def train(
-    specs: Iterable[Spec], ranks: int, folder: Path, timeout_s: float = TIMEOUT_S, program: str = "trainings.trainer"
-) -> dict[str, Run]:
-    """Train one spec after another in one set of processes."""
+def train(specs: Iterable[Training], folder: Path) -> dict[str, Run]:
+    """Train one spec after another, those of the same program and number of ranks in one set of processes."""
     specs = list(specs)
-    (folder / "specs.json").write_text(json.dumps([spec.to_json() for spec in specs], indent=1))
-    start_ranks(program, [folder / "specs.json", folder], ranks, folder, timeout_s)
+    groups: dict[tuple[str, int], list[Training]] = {}
+    for spec in specs:
+        groups.setdefault((spec.program, spec.ranks), []).append(spec)
+    for (program, ranks), group in groups.items():
+        listed = folder / f"{program}-{ranks}.json"
+        listed.write_text(json.dumps([spec.to_json() for spec in group], indent=1))
+        start_ranks(f"trainings.{program}", [listed, folder], ranks, folder)
     return {spec.name: Run(spec, folder / spec.name) for spec in specs}
 
 
@@ -257,9 +312,11 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in NEEDED} | {"python": sys.version}
 
 
-def fingerprint(specs: Mapping[str, Any]) -> str:
+def fingerprint(specs: Mapping[str, Training]) -> str:
     """Change whenever the trainings might come out otherwise."""
-    code = {name: (HERE / f"{name}.py").read_text() for name in TRAINS}
+    program = next(iter(specs.values())).program
+    used = ("spec", "models", "common", *USED.get(program, (program,)))
+    code = {name: (HERE / f"{name}.py").read_text() for name in used}
     return digest({"specs": [spec.to_json() for spec in specs.values()], "code": code, "versions": versions()})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-from helpers.ranks import train_each
-from lightning_runs.spec import NEWEST, Spec
 from llmtailor.integrations.lightning import PartialSaving, newest_checkpoint
-from trainings.models import VOCAB, build
+from trainings.common import DECAY, RATE, Losses, Tokens, die, train_each
+from trainings.models import build
+from trainings.spec import NEWEST, Lightning
 
-RATE, LENGTH, EPOCH_STEPS = 5e-3, 12, 2
+EPOCH_STEPS = 2
 
 
 class OnCpu(CUDAAccelerator):  # type: ignore[misc]
@@ -55,7 +54,7 @@ class OnCpu(CUDAAccelerator):  # type: ignore[misc]
 
 
 class Module(pl.LightningModule):  # type: ignore[misc]
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Lightning) -> None:
         super().__init__()
         self.save_hyperparameters({"lr": RATE, "groups": spec.groups})
         self.spec = spec
@@ -82,22 +81,21 @@ class Module(pl.LightningModule):  # type: ignore[misc]
             vectors = [param for param in params if is_vector(param)]
             params = [{"params": [param for param in params if not is_vector(param)]},
                       {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
-        optimizer = torch.optim.AdamW(params, lr=RATE, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(params, lr=RATE, weight_decay=DECAY)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 40)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 class Dying(pl.Callback):  # type: ignore[misc]
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Lightning) -> None:
         self.spec = spec
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.spec.dies_at:
-            dist.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
 
-def new_strategy(spec: Spec) -> Any:
+def new_strategy(spec: Lightning) -> Any:
     if not spec.stage:
         return DDPStrategy(process_group_backend="gloo")
     config = {
@@ -109,10 +107,10 @@ def new_strategy(spec: Spec) -> Any:
     return DeepSpeedStrategy(config=config, process_group_backend="gloo")
 
 
-def run(spec: Spec, folder: Path) -> dict[int, float]:
+def run(spec: Lightning, folder: Path) -> Losses:
     world_size, out = dist.get_world_size(), folder / spec.name
     rows = spec.per_device_batch * world_size * EPOCH_STEPS
-    data = [(at + torch.arange(LENGTH) * (1 + at % 3)) % VOCAB for at in range(rows)]
+    data = [Tokens()[at]["input_ids"] for at in range(rows)]
     callbacks: list[Any] = [ModelCheckpoint(dirpath=out, every_n_train_steps=EPOCH_STEPS, save_top_k=-1)]
     if spec.saver:
         callbacks.append(PartialSaving(spec.saver, 1, output_dir=out))
@@ -141,4 +139,4 @@ def run(spec: Spec, folder: Path) -> dict[int, float]:
 
 
 def main(specs_file: Path, folder: Path) -> None:
-    train_each(specs_file, folder, Spec, run)
+    train_each(specs_file, folder, run)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
-from transformers import set_seed
 
 import llmtailor
-from clients.spec import Spec
-from helpers.ranks import train_each
 from llmtailor.saving import saver_for
-from trainings.models import VOCAB, build
+from trainings.common import DECAY, RATE, Losses, batch, checkpoint_of, die, new_model, train_each
+from trainings.models import VOCAB
+from trainings.spec import Loop
 
 FSDP = {
     "fsdp_version": 2,
@@ -35,10 +33,10 @@ FSDP = {
     "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
     "state_dict_type": "SHARDED_STATE_DICT",
 }
-RATE, DECAY, CONFIG = 5e-3, 0.1, "config.json"
+CONFIG = "config.json"
 
 
-def engine_config(spec: Spec) -> dict[str, Any]:
+def engine_config(spec: Loop) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": spec.per_device_batch,
         "gradient_accumulation_steps": 1,
@@ -52,7 +50,7 @@ def engine_config(spec: Spec) -> dict[str, Any]:
     return config
 
 
-def new_optimizer(spec: Spec, model: Any) -> torch.optim.AdamW:
+def new_optimizer(spec: Loop, model: Any) -> torch.optim.AdamW:
     params = model.named_parameters() if spec.named else model.parameters()
     return torch.optim.AdamW(params, lr=RATE, weight_decay=DECAY)
 
@@ -61,13 +59,9 @@ def new_scheduler(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 40)
 
 
-def rows(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"input_ids": tokens, "labels": tokens}
-
-
 class EngineLoop:
-    def __init__(self, spec: Spec) -> None:
-        self.spec, model = spec, build("llama", spec.layers, tied=False)
+    def __init__(self, spec: Loop) -> None:
+        self.spec, model = spec, new_model(spec)
         optimizer = new_optimizer(spec, model)
         scheduler = new_scheduler(optimizer) if spec.scheduler == "torch" else None
         found = deepspeed.initialize(
@@ -79,9 +73,7 @@ class EngineLoop:
 
     def step(self, number: int) -> torch.Tensor:
         size = self.spec.per_device_batch
-        first = (number - 1) * size * dist.get_world_size() + size * dist.get_rank()
-        tokens = [(at + torch.arange(12) * (1 + at % 3)) % VOCAB for at in range(first, first + size)]
-        loss = self.engine(**rows(torch.stack(tokens))).loss
+        loss = self.engine(**batch(((number - 1) * dist.get_world_size() + dist.get_rank()) * size, size)).loss
         self.engine.backward(loss)
         self.engine.step()
         self.epoch = number
@@ -96,8 +88,8 @@ class EngineLoop:
             return
         self.engine.save_checkpoint(str(folder), self.spec.tag or None, client_state={"epoch": self.epoch})
 
-    def load(self, folder: Path) -> int:
-        path, client_state = self.engine.load_checkpoint(str(folder))
+    def load(self, folder: str) -> int:
+        path, client_state = self.engine.load_checkpoint(folder)
         assert path is not None
         self.epoch = client_state.get("epoch", self.engine.global_steps)  # the saver does not know it
         assert self.epoch == self.engine.global_steps
@@ -118,9 +110,9 @@ class Meter:
 
 
 class AccelerateLoop:
-    def __init__(self, spec: Spec) -> None:
-        for state in (AcceleratorState, GradientState):
-            state._reset_state(*([True] if state is AcceleratorState else []))
+    def __init__(self, spec: Loop) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
         self.spec = spec
         plugin = DeepSpeedPlugin(hf_ds_config=engine_config(spec)) if spec.stage else None
         os.environ["ACCELERATE_USE_DEEPSPEED"] = str(bool(spec.stage)).lower()  # the plugin of a run before has set it
@@ -132,7 +124,7 @@ class AccelerateLoop:
         is_cpu = not (spec.stage or spec.fsdp)
         self.accelerator = Accelerator(cpu=is_cpu, deepspeed_plugin=plugin, fsdp_plugin=fsdp)
         assert self.accelerator.num_processes == dist.get_world_size()
-        model = build("llama", spec.layers, tied=False)
+        model = new_model(spec)
         optimizer = new_optimizer(spec, model)
         made = [model, optimizer] + ([new_scheduler(optimizer)] if spec.scheduler else [])
         self.model, self.optimizer, *schedulers = self.accelerator.prepare(*made)
@@ -146,7 +138,7 @@ class AccelerateLoop:
     def step(self, number: int) -> torch.Tensor:
         shift = random.randrange(VOCAB) + int(np.random.randint(VOCAB))
         tokens = (torch.randint(VOCAB, (self.spec.per_device_batch, 12)) + shift) % VOCAB
-        loss = self.model(**rows(tokens)).loss
+        loss = self.model(input_ids=tokens, labels=tokens).loss
         self.accelerator.backward(loss)
         self.optimizer.step()
         for scheduler in self.schedulers:
@@ -167,18 +159,18 @@ class AccelerateLoop:
             self.accelerator.unwrap_model(self.model).config.save_pretrained(folder)
         dist.barrier()
 
-    def load(self, folder: Path) -> int:
-        self.accelerator.load_state(str(folder))
+    def load(self, folder: str) -> int:
+        self.accelerator.load_state(folder)
         return self.meter.seen if self.spec.objects else self.spec.save_steps
 
 
-def run(spec: Spec, folder: Path) -> dict[int, float]:
-    set_seed(0)
+def run(spec: Loop, folder: Path) -> Losses:
     loop = EngineLoop(spec) if spec.client == "deepspeed" else AccelerateLoop(spec)
-    done = loop.load(folder / spec.resume_from) if spec.resume_from else 0
-    if spec.resume_from:
+    checkpoint = checkpoint_of(spec, folder)
+    done = loop.load(checkpoint) if checkpoint else 0
+    if checkpoint:
         held = {"engine": loop.engine} if isinstance(loop, EngineLoop) else {"accelerator": loop.accelerator}
-        llmtailor.attest(folder / spec.resume_from, **held, on_mismatch="stop")
+        llmtailor.attest(checkpoint, **held, on_mismatch="stop")
     losses = {}
     for number in range(done + 1, spec.steps + 1):
         loss = loop.step(number).float()
@@ -187,10 +179,9 @@ def run(spec: Spec, folder: Path) -> dict[int, float]:
         if number % spec.save_steps == 0:
             loop.save(folder / spec.name / f"checkpoint-{number}")
         if number == spec.dies_at:
-            dist.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
     return losses
 
 
 def main(specs_file: Path, folder: Path) -> None:
-    train_each(specs_file, folder, Spec, run)
+    train_each(specs_file, folder, run)

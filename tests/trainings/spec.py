@@ -1,31 +1,80 @@
-"""What one training run is: pure data, sent to the training processes as JSON."""
+"""What one training is: pure data, sent to the training processes as JSON. Each program has a kind of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+Kind = TypeVar("Kind", bound="Training")
+NEWEST = "newest"
+"""Of Lightning: what `newest_checkpoint` composes of the run's own saves, in the ranks that resume"""
 
 
 @dataclass(frozen=True)
-class Spec:
-    """One run of the stock Trainer. Checkpoints land in a folder named after the run."""
+class Training:
+    """What all programs share. Checkpoints are saved in a folder with the training's name."""
 
+    program: ClassVar[str]
+    """The module in this folder that trains"""
     name: str
-    arch: str = "llama"
-    tied: bool = False
+    _: KW_ONLY
+    ranks: int = 2
     layers: int = 3
-    dtype: str = "bf16"
+    tied: bool = False
+    dtype: str = "fp32"
     """``bf16``, ``fp16`` or ``fp32``"""
+    frozen: tuple[str, ...] = ()
+    """Globs over param names"""
+    per_device_batch: int = 3
+    """A resume on other ranks is comparable if the batch of all ranks stays the same."""
+    steps: int = 4
+    save_steps: int = 2
+    seed: int = 0
+    resume_from: str | None = None
+    """A checkpoint; a relative path starts from the folder of all runs."""
+    saver: str = ""
+    """The policy of llmtailor's saver, which then saves instead of the program; empty without it"""
+    dies_at: int = 0
+    """The step after which every rank is killed; 0 for none"""
+
+    def resumed(self: Kind, checkpoint: object, name: str, **changes: Any) -> Kind:
+        """The same training, continued from a checkpoint."""
+        return replace(self, name=name, resume_from=str(checkpoint), **changes)
+
+    @property
+    def folders(self) -> str:
+        """How a checkpoint of a step is named: a glob"""
+        return "checkpoint-{}"
+
+    @property
+    def has_saver(self) -> bool:
+        """Whether llmtailor itself saves, so that what is saved may change with it"""
+        return bool(self.saver)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"class": type(self).__name__, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Spec(Training):
+    """The stock Trainer, with DeepSpeed unless ``stage`` is 0."""
+
+    program = "trainer"
+    arch: str = "llama"
+    """``+lora`` behind it: PEFT trains an adapter, and the head whole."""
+    _: KW_ONLY
+    dtype: str = "bf16"
     optimizer: str = "hf"
     """``hf``: the Trainer's AdamW. ``ds_adamw``: torch's AdamW from the DeepSpeed config, one group.
     ``cpu_adam``: DeepSpeedCPUAdam with offloaded states, one group."""
     scheduler: str = "hf"
     """``hf``: linear decay. ``ds``: WarmupDecayLR from the DeepSpeed config."""
     groups: str = "default"
-    """``layer``: LLMTailor's 2L+x groups"""
+    """``layer``: LLMTailor's 2L+x groups. ``mixin``: the same by `LayerGroupsMixin`, for a model
+    that is loaded, which ZeRO-3 partitions at once."""
     stage: int = 3
-    """Of ZeRO: 1, 2 or 3"""
+    """Of ZeRO; 0: the Trainer without DeepSpeed"""
     round_robin: bool = False
     """``round_robin_gradients``, ZeRO-2 only"""
     parameter_alignment: bool = False
@@ -37,40 +86,124 @@ class Spec:
     """Optimizer states in CPU memory (``offload_optimizer``)"""
     sub_group_size: int | None = None
     clipping: bool = True
-    """``gradient_clipping`` is in the config; without it, DeepSpeed clips at its own default"""
+    """``gradient_clipping`` is in the config; without it, DeepSpeed clips at its own default."""
     gather: bool = True
     """Without it, ZeRO-3 writes no model.safetensors."""
+    load_universal: bool = False
+    """Resume with DeepSpeed's own loader of universal checkpoints."""
     max_shard_size: int | None = None
     """Bytes per safetensors shard"""
-    frozen: tuple[str, ...] = ()
-    """Globs over param names"""
     tokenizer: bool = False
     """Checkpoints hold tokenizer files."""
     extras: bool = False
     """Each MLP gets a one-element param and buffers that change with every step."""
+    dropout: float = 0.0
+    """Random numbers matter, and differ between the ranks."""
     per_device_batch: int = 2
-    """A resume on other ranks is comparable if the batch of all ranks stays the same."""
     steps: int = 6
-    save_steps: int = 2
-    seed: int = 0
-    resume_from: str | None = None
-    """A checkpoint folder; a relative path starts from the folder of all runs."""
     echo: bool = False
     """Write down what DeepSpeed holds before the first step."""
 
     def resumed(self, checkpoint: object, name: str, **changes: Any) -> Spec:
-        """The same training, going on from a checkpoint, with an echo."""
-        return replace(self, name=name, resume_from=str(checkpoint), echo=True, **changes)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The same training, continued from a checkpoint; DeepSpeed says what it has loaded."""
+        return super().resumed(checkpoint, name, **{"echo": self.stage > 0, **changes})
 
 
-def from_json(data: dict[str, Any]) -> Spec:
-    return Spec(**{**data, "frozen": tuple(data["frozen"])})
+@dataclass(frozen=True)
+class Job(Spec):
+    """The Trainer with the saver attached, alone or continuing what another has saved. Steps count from 1."""
+
+    program = "attached"
+    _: KW_ONLY
+    policy: Any = "parity"
+    """None: the saver is not attached."""
+    every: int | None = 2
+    """``save_steps`` of `attach`"""
+    options: dict[str, Any] | None = None
+    """More arguments of `attach`"""
+    arguments: dict[str, Any] | None = None
+    """More TrainingArguments, or others than usual"""
+    truth: bool = True
+    """At every save, write down what the process holds, and let the Trainer save a checkpoint of its own."""
+    goes_on: str | None = None
+    """Another job, whose partial checkpoints this one finds in its folder: a name, or the path of its folder"""
+    at: int | None = None
+    """The step at which to continue: `merge --run` composes it before the training starts."""
+    disturb: dict[str, Any] | None = None
+    """See `attached.Disturbance`."""
+    unguarded: bool = False
+    """Whether the optimizer does not wait for copies"""
+    fails: bool = False
+    """Whether the training ends with one of llmtailor's own errors, which is the result then."""
+    has_saver = True
 
 
-def by_name(specs: Iterable[Spec]) -> dict[str, Spec]:
+@dataclass(frozen=True)
+class Fsdp(Training):
+    """A training under FSDP, each kind saved by its framework's own functions."""
+
+    program = "fsdp"
+    kind: str = "trainer"
+    """``trainer``: the Trainer with FSDP2, through accelerate. ``full``: the same, with FULL_STATE_DICT. ``ddp``: the
+    Trainer with neither FSDP nor DeepSpeed.
+    ``fsdp1``: a loop with FSDP1 that saves by accelerate's functions. ``loop``: a loop that saves ``{model, optim}``.
+    ``columns``: the same, but matrices are saved as tensor parallelism cuts them. ``titan``: a loop that saves as
+    torchtitan does, flat, with its own counters. ``hf``: a loop that saves with `transformers.distributed`, weights in
+    safetensors."""
+
+    @property
+    def folders(self) -> str:
+        return "step-{}" if self.kind == "titan" else "checkpoint-{}"
+
+
+@dataclass(frozen=True)
+class Loop(Training):
+    """A loop without a Trainer."""
+
+    program = "loops"
+    client: str = "deepspeed"
+    """``deepspeed``: a loop that calls ``engine.save_checkpoint``. ``accelerate``: one that calls ``save_state``."""
+    _: KW_ONLY
+    dtype: str = "bf16"
+    stage: int = 3
+    """Of ZeRO; 0 without DeepSpeed"""
+    fsdp: bool = False
+    """Whether accelerate shards the model with FSDP2"""
+    scheduler: str = "torch"
+    """``torch``: a LambdaLR. ``deepspeed``: WarmupLR of the DeepSpeed config. Empty: none."""
+    tag: str = ""
+    """Of every save; empty for DeepSpeed's own, ``global_stepN``"""
+    named: bool = False
+    """Whether the optimizer gets ``named_parameters()``"""
+    objects: bool = False
+    """Whether an object is registered with accelerate for its checkpoints"""
+
+
+@dataclass(frozen=True)
+class Lightning(Training):
+    """Lightning's Trainer. An epoch has two steps, and Lightning saves at the end of each; the saver at each step."""
+
+    program = "lightning"
+    stage: int = 0
+    """Of ZeRO; 0 for DDP"""
+    groups: int = 1
+    """Param groups: one, or one for matrices and one without decay for vectors"""
+    norm: bool = False
+    """Whether the module also has a batch norm, an unused head and a frozen param"""
+
+    @property
+    def folders(self) -> str:
+        return "epoch=*-step={}.ckpt"
+
+
+KINDS = {kind.__name__: kind for kind in (Spec, Job, Fsdp, Loop, Lightning)}
+
+
+def from_json(data: dict[str, Any]) -> Any:
+    return KINDS[data.pop("class")](**data)
+
+
+def by_name(specs: Iterable[Kind]) -> dict[str, Kind]:
     specs = list(specs)
     named = {spec.name: spec for spec in specs}
     if len(named) != len(specs):

@@ -1,17 +1,9 @@
-"""Run trainings one after another in one process group: ``torchrun train.py SPECS.json FOLDER``, or see forkserver.py.
-
-The Trainer, DeepSpeed and the models are the stock ones. Importing them takes far longer than a tiny training,
-hence the batch. Each run leaves ``<FOLDER>/<name>/result.json``, written last.
-"""
+"""The stock Trainer, under DeepSpeed or without; also by ``torchrun trainer.py SPECS FOLDER``."""
 
 from __future__ import annotations
 
-import fnmatch
-import gc
-import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +12,27 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from llmtailor.saving import AttestResume
+from llmtailor.training import LayerGroupsMixin
+from trainings.common import (
+    DECAY,
+    DTYPES,
+    RATE,
+    Logs,
+    Losses,
+    Tokens,
+    arguments_of,
+    checkpoint_of,
+    new_model,
+    train_each,
+)
 from trainings.echo import Echo
 from trainings.forkserver import die_with_parent
-from trainings.models import VOCAB, add_extras, build, layer_groups, tokenizer
-from trainings.spec import Spec, from_json
-
-RATE, DECAY = 5e-3, 0.1
-
-
-class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Arithmetic progressions, so that there is something to learn; the same for every run and rank."""
-
-    def __len__(self) -> int:
-        return 256
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        tokens = (i + torch.arange(12) * (1 + i % 3)) % VOCAB
-        return {"input_ids": tokens, "labels": tokens}
+from trainings.models import layer_groups, tokenizer
+from trainings.spec import Spec
 
 
 class LayerGroups(Trainer):  # type: ignore[misc]
@@ -55,15 +48,8 @@ class LayerGroups(Trainer):  # type: ignore[misc]
         return self.optimizer
 
 
-class Losses(TrainerCallback):  # type: ignore[misc]
-    """What this process logged; the Trainer's own history also has the steps before a resume."""
-
-    def __init__(self) -> None:
-        self.logs: dict[int, dict[str, float]] = {}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.logs[state.global_step] = dict(logs)
+class LayerTrainer(LayerGroupsMixin, Trainer):  # type: ignore[misc]
+    pass
 
 
 def deepspeed_config(spec: Spec) -> dict[str, Any]:
@@ -102,72 +88,67 @@ def deepspeed_config(spec: Spec) -> dict[str, Any]:
             "type": "WarmupDecayLR",
             "params": {"warmup_max_lr": RATE, "warmup_num_steps": "auto", "total_num_steps": "auto"},
         }
+    if spec.load_universal:
+        config["checkpoint"] = {"load_universal": True}
     return config
 
 
-def arguments(spec: Spec, folder: Path) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(folder / spec.name),
-        deepspeed=deepspeed_config(spec),
-        bf16=spec.dtype == "bf16",
-        fp16=spec.dtype == "fp16",
-        use_cpu=True,
-        per_device_train_batch_size=spec.per_device_batch,
-        max_steps=spec.steps,
-        save_strategy="steps",
-        save_steps=spec.save_steps,
-        logging_steps=1,
-        lr_scheduler_type="linear",
-        learning_rate=RATE,
-        weight_decay=DECAY,
-        seed=spec.seed,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+def arguments(spec: Spec, folder: Path, **changes: Any) -> TrainingArguments:
+    if not spec.stage:  # forget that a training before this one used DeepSpeed
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        unset_hf_deepspeed_config()
+        return arguments_of(spec, folder, **changes)
+    get_accelerator().is_fp16_supported = lambda: True  # else DeepSpeed refuses fp16 on most CPUs
+    mixed = {"bf16": spec.dtype == "bf16", "fp16": spec.dtype == "fp16"}
+    return arguments_of(spec, folder, deepspeed=deepspeed_config(spec), **{**mixed, **changes})
 
 
-def train(spec: Spec, folder: Path) -> None:
-    began = time.monotonic()
-    args = arguments(spec, folder)
-    set_seed(spec.seed)
-    model = build(spec.arch, spec.layers, spec.tied)
-    if spec.extras:
-        add_extras(model)
-    for name, param in model.named_parameters():
-        if any(fnmatch.fnmatch(name, glob) for glob in spec.frozen):
-            param.requires_grad = False
+def new_trainer(spec: Spec, args: TrainingArguments, model: Any, kind: type[Trainer] | None = None) -> Any:
+    """A Trainer for the model, with `Logs` as its first callback."""
+    if not spec.stage:
+        model = model.to(DTYPES[spec.dtype])
     if spec.max_shard_size:
         save = model.save_pretrained
         model.save_pretrained = lambda *a, **kw: save(*a, **kw, max_shard_size=spec.max_shard_size)
-    kind = LayerGroups if spec.groups == "layer" else Trainer
-    losses = Losses()
-    trainer = kind(
+    return (kind or kind_of(spec))(
         model=model,
         args=args,
         train_dataset=Tokens(),
+        eval_dataset=Tokens(6),
         data_collator=default_data_collator,
         processing_class=tokenizer() if spec.tokenizer else None,
-        callbacks=[losses],
     )
+
+
+def kind_of(spec: Spec) -> type[Trainer]:
+    return {"default": Trainer, "layer": LayerGroups, "mixin": LayerTrainer}[spec.groups]
+
+
+def loaded(model: Any, stage: int, place: Path) -> Any:
+    """The model as `from_pretrained` loads it under a DeepSpeed config: with ZeRO-3 all its params are empty."""
+    model.save_pretrained(place)  # on rank 0
+    torch.distributed.barrier()
+    found = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    assert (stage == 3) == all(param.numel() == 0 for param in found.parameters())
+    return found
+
+
+def run(spec: Spec, folder: Path) -> Losses:
+    args, logs = arguments(spec, folder), Logs()
+    model = new_model(spec)
+    if spec.groups == "mixin":
+        model = loaded(model, spec.stage, folder / f"model-of-{spec.name}")
+    trainer = new_trainer(spec, args, model)
+    trainer.add_callback(logs)
     if spec.echo:
         trainer.add_callback(Echo(trainer, folder / spec.name))
     trainer.add_callback(AttestResume(on_mismatch="stop"))
-    trainer.train(resume_from_checkpoint=str(folder / spec.resume_from) if spec.resume_from else None)
-    if args.process_index == 0:
-        (folder / spec.name / "result.json").write_text(json.dumps(losses.logs, indent=1))
-        told = {step: log["loss"] for step, log in losses.logs.items()}
-        print(f"=== {spec.name}: done in {time.monotonic() - began:.1f} s, losses {told}", flush=True)
+    trainer.train(resume_from_checkpoint=checkpoint_of(spec, folder))
+    return logs.logs
 
 
 def main(specs_file: Path, folder: Path) -> None:
-    get_accelerator().is_fp16_supported = lambda: True  # else DeepSpeed refuses fp16 on most CPUs
-    for spec in map(from_json, json.loads(specs_file.read_text())):
-        print(f"=== {spec.name}", flush=True)
-        train(spec, folder)
-        gc.collect()  # engines are full of cycles
-        gc.freeze()  # what is left are modules: not to be searched again, which takes as long as the training
-    torch.distributed.barrier()
+    train_each(specs_file, folder, run)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import llmtailor  # noqa: E402
-import oracle.any  # noqa: E402
-from helpers.commands import run_here as run  # noqa: E402
-from helpers.states import read  # noqa: E402
-from llmtailor.errors import MismatchError, SourceError, TargetError  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import BUFFER, WEIGHT  # noqa: E402
-from llmtailor.recipe import Recipe, Select  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from oracle.zero3 import Snapshot  # noqa: E402
-from universal.converting import by_deepspeed, convert  # noqa: E402
+import llmtailor
+import oracle.any
+from helpers.commands import run_here as run
+from helpers.composing import convert, merge
+from helpers.states import read
+from llmtailor.errors import MismatchError, SourceError, TargetError
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import BUFFER, WEIGHT
+from llmtailor.recipe import Recipe, Select
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from oracle.deepspeed_tools import to_universal
+from oracle.zero3 import Snapshot
 
 NAMES = ["llama-extras-layer", "zero1-bf16opt"]
 LONG = ["llama", "llama-fp16", "llama-frozen", "llama-tied", "gpt-neox", "mixtral", "llama-sub-w3", "llama-ds-both"]
@@ -42,7 +42,7 @@ def same(one: Snapshot, other: Snapshot) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_deepspeeds_script_writes_is_read(runs, tmp_path, name):
     source = runs[name].checkpoint(2)
-    out = by_deepspeed(source, tmp_path / "checkpoint-2")
+    out = to_universal(source, tmp_path / "checkpoint-2")
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.level == RESUMABLE, verdict.findings
     index, wanted = index_checkpoint(out), oracle.any.load(source)
@@ -88,8 +88,7 @@ def test_a_composite_with_a_partial_checkpoint(runs, tmp_path, to):
     new, old = (oracle.any.load(runs["llama"].checkpoint(step)) for step in (4, 2))
     for base, odd, even_from, odd_from in ((partial, universal, old, new), (universal, partial, new, old)):
         out = tmp_path / f"out-{base.name}"
-        recipe = Recipe("x", "", base, (Select(odd, ("odd",), "x"),), None, None)
-        llmtailor.merge(recipe, out, llmtailor.Options(to=to))
+        merge(base, out, {"odd": odd}, to=to)
         if to == "universal":
             out = convert(out, tmp_path / f"back-{base.name}", to="deepspeed")
         held = oracle.any.load(out)
@@ -135,7 +134,7 @@ def test_what_can_not_be_one_is_refused(runs, tmp_path):
     with pytest.raises(MismatchError, match="needs a ZeRO stage"):
         convert(source, tmp_path / "out", to="universal", stage=0)
     with pytest.raises(SourceError, match="round_robin_gradients"):
-        index_checkpoint(by_deepspeed(runs["zero2-rr"].checkpoint(2), tmp_path / "rr"))
+        index_checkpoint(to_universal(runs["zero2-rr"].checkpoint(2), tmp_path / "rr"))
     inside = convert(source, tmp_path / "checkpoint-2", to="universal") / "global_step2_universal"
     with pytest.raises(SourceError, match="tag folder inside a universal checkpoint"):
         index_checkpoint(inside)

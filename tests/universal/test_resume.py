@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import oracle.any  # noqa: E402
-from dcp.conftest import Trained, trained  # noqa: E402, F401
-from helpers.states import assert_same_held, of_snapshot  # noqa: E402
-from oracle.zero3 import MOMENTS  # noqa: E402
-from trainings.catalogue import TWO_RANKS, TWO_RANKS_ANY  # noqa: E402
-from trainings.harness import train  # noqa: E402
-from universal.converting import by_deepspeed, convert  # noqa: E402
+from helpers.composing import convert_to_resume
+from helpers.states import assert_same_held, held_by, loaded_by
+from oracle.deepspeed_tools import to_universal
+from trainings.catalogue import DEEPSPEED
+from trainings.harness import Run
+from trainings.spec import Spec
 
 STEP = 2
-DEEPSPEED = TWO_RANKS | TWO_RANKS_ANY
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class Case:
     """A universal checkpoint, and the run that resumes from it."""
 
     source: str
-    """A run of real/runs.py or dcp/runs.py"""
+    """A run of trainings/catalogue.py"""
     stage: int
     ranks: int = 2
     is_own: bool = True
@@ -41,16 +37,16 @@ class Case:
     def __str__(self) -> str:
         return f"{self.source}-to-{self.stage}-on-{self.ranks}{'' if self.is_own else '-by-deepspeed'}"
 
-    def spec(self, out: Path) -> Any:
+    def spec(self, out: Path) -> Spec:
         own = DEEPSPEED.get(self.source)
         # with round_robin_gradients DeepSpeed's loader mixes up the params, as a notice says
-        changes = {"stage": self.stage, "steps": 4, "save_steps": 4, "round_robin": False}
-        spec = replace(own or TWO_RANKS["llama"], **changes)
+        changes = {"stage": self.stage, "steps": 4, "save_steps": 4, "round_robin": False, "load_universal": True}
         batch = (own.per_device_batch if own else 3) if self.ranks == 2 else 2
-        return spec.resumed(out, str(self), per_device_batch=batch)
+        base = own or DEEPSPEED["llama"]
+        return base.resumed(out, str(self), ranks=self.ranks, per_device_batch=batch, **changes)
 
 
-SHORT = [Case("llama", 3), Case("llama", 2), Case("zero1-bf16opt", 1), Case("ddp", 2)]
+SHORT = [Case("llama", 3), Case("llama", 2), Case("zero1-bf16opt", 1), Case("no-fsdp", 2)]
 LONG = [Case("llama", 3, is_own=False), Case("llama-ds-both", 3), Case("titan", 1)]
 LONG += [Case(name, stage) for name in ("llama-frozen", "llama-tied", "gpt-neox", "mixtral") for stage in (1, 2, 3)]
 LONG += [
@@ -65,48 +61,25 @@ CASES = [*(pytest.param(case, id=str(case)) for case in SHORT)]
 CASES += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in LONG]
 
 
-def source_of(case: Case, trained: Trained, runs: Any) -> Path:  # noqa: F811
-    return runs[case.source].checkpoint(STEP) if case.source in DEEPSPEED else trained.checkpoint(case.source, STEP)
-
-
 @pytest.fixture(scope="module")
-def resumed(request, trained, runs, tmp_path_factory) -> dict[str, Any]:  # noqa: F811
-    """Convert what the tests of this session ask for, and resume from all of it in two sets of ranks."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    cases = dict.fromkeys(item.callspec.params["case"] for item in items)
-    folder, found = tmp_path_factory.mktemp("converted"), {}
-    specs: dict[int, list[Any]] = {2: [], 3: []}
-    for case in cases:
-        source, out = source_of(case, trained, runs), folder / str(case) / f"checkpoint-{STEP}"
+def resumed(runs, train, selected, tmp_path_factory) -> dict[str, Run]:
+    """Convert what the tests of this session ask for, and resume from all of it."""
+    folder, specs = tmp_path_factory.mktemp("converted"), []
+    for case in (case for case in (*SHORT, *LONG) if case in selected):
+        source, out = runs.checkpoint(case.source, STEP), folder / str(case) / f"checkpoint-{STEP}"
         if case.is_own:
             dtype = None if case.source in DEEPSPEED else "BF16"
-            convert(source, out, dtype, to="universal", world_size=case.ranks)
+            convert_to_resume(source, out, dtype=dtype, to="universal", world_size=case.ranks)
         else:
-            by_deepspeed(source, out)
-        specs[case.ranks].append(case.spec(out))
-    for ranks, wanted in specs.items():
-        if wanted:
-            found |= train(wanted, ranks, tmp_path_factory.mktemp("resumed"), program="universal.train")
-    return found
+            to_universal(source, out)
+        specs.append(case.spec(out))
+    return train(specs)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_deepspeed_holds_what_the_source_held(trained, runs, resumed, case):  # noqa: F811
-    run = resumed[str(case)]
-    if case.source in DEEPSPEED:
-        wanted = of_snapshot(oracle.any.load(source_of(case, trained, runs)))
-    else:
-        wanted = trained[case.source].held[STEP]
-    if case.stage < 3:  # DeepSpeed can't be asked before a first step; this is what it saved back
-        held = of_snapshot(oracle.any.load(run.written_back))
-    else:
-        echo = run.echo
-        states = {
-            name: {"step": torch.tensor(echo["step"][name]), **{moment: echo[moment][name] for moment in MOMENTS}}
-            for name in echo["master"]
-        }
-        held = {"weights": echo["master"], "states": states}
-    assert_same_held(held, wanted)
+def test_deepspeed_holds_what_the_source_held(runs, resumed, case):
+    run, wanted = resumed[str(case)], held_by(runs[case.source], STEP)
+    assert_same_held(loaded_by(run, STEP), wanted)
     for name, weight in run.echo["weight"].items():
         if name in wanted["weights"]:
             assert torch.equal(weight, wanted["weights"][name].bfloat16()), name
@@ -118,16 +91,14 @@ def test_deepspeed_holds_what_the_source_held(trained, runs, resumed, case):  # 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_goes_on(trained, runs, resumed, case):  # noqa: F811
+def test_training_goes_on(runs, resumed, case):
     losses = resumed[str(case)].losses
     assert losses.keys() == {3, 4}
-    if case.source not in DEEPSPEED:
-        straight = trained[case.source].losses
-        if case.source == "ddp":  # the others see other samples
-            assert losses[3] == pytest.approx(straight[3], rel=1e-2)  # fp32 before, bf16 now
-        return
     straight = runs[case.source].losses
-    if case.ranks == 2:
+    if case.source not in DEEPSPEED:
+        if case.source == "no-fsdp":  # the others see other samples
+            assert losses[3] == pytest.approx(straight[3], rel=1e-2)  # fp32 before, bf16 now
+    elif case.ranks == 2:
         assert losses[3] == straight[3]
         is_exact = case.stage < 3 or case.source == "llama-ds-both"
         assert (losses[4] == straight[4]) == is_exact

@@ -8,9 +8,8 @@ import pytest
 
 from llmtailor.model.roles import EXP_AVG, MASTER
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, to_json, verify_checkpoint
-from trainings.catalogue import BATCHES
+from trainings.catalogue import DEEPSPEED
 
-NAMES = [name for batch in BATCHES.values() for name in batch]
 SAYS = {
     "llama-no-gather": "there are no weights",
     "zero1-elastic": "can't be resumed by stock DeepSpeed",
@@ -18,7 +17,7 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DEEPSPEED)
 def test_every_kind_of_run(runs, name):
     checkpoints = sorted(runs[name].folder.glob("checkpoint-*"))
     assert checkpoints

@@ -18,13 +18,12 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import llmtailor  # noqa: E402
-from dcp.conftest import trained  # noqa: E402, F401
+from helpers.composing import convert  # noqa: E402
 from llmtailor.errors import TailorError, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.findings import SEVERITIES  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from trainings.alone import train  # noqa: E402
-from universal.converting import convert  # noqa: E402
 from verify.damages import DCP, DEEPSPEED, TRAINER, UNIVERSAL, UNJUDGED, load_all, swap_states  # noqa: E402
 from verify.damaging import OTHER_STEP, STEP, Change, Table  # noqa: E402
 
@@ -121,27 +120,27 @@ def test_states_of_equal_shape_swapped_cannot_be_seen(plain, tmp_path):
     assert not verify_checkpoint(root, deep=True).findings
 
 
-def of_another_save(trained, run: str) -> Path:  # noqa: F811
-    return trained.checkpoint(run, 4) if run == "trainer" else trained.checkpoint("loop-w3")
+def of_another_save(runs, run: str) -> Path:
+    return runs.checkpoint(run, 4) if run == "trainer" else runs.checkpoint("loop-w3")
 
 
 @each("DCP: ", "loop")
-def test_dcp(title, change, told, run, trained, tmp_path):  # noqa: F811
-    check(title, change, told, trained.checkpoint(run), of_another_save(trained, run), tmp_path)
+def test_dcp(title, change, told, run, runs, tmp_path):
+    check(title, change, told, runs.checkpoint(run), of_another_save(runs, run), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("title", "change", "run"),
     [(*one.values[:2], one.values[3]) for one in rows("DCP: ", "loop") if one.values[3] in ("loop", "columns")],
 )
-def test_what_torch_does_with_it(title, change, run, trained, tmp_path):  # noqa: F811
+def test_what_torch_does_with_it(title, change, run, runs, tmp_path):
     """What the Trainer does takes a training to observe; it was read in its code."""
-    root = Path(shutil.copytree(trained.checkpoint(run), tmp_path / "checkpoint-2"))
-    change(root, of_another_save(trained, run))
+    root = Path(shutil.copytree(runs.checkpoint(run), tmp_path / "checkpoint-2"))
+    change(root, of_another_save(runs, run))
     stock = PAGE[title][3]
 
     def load(**options: bool) -> None:
-        state = load_all(trained.checkpoint(run))
+        state = load_all(runs.checkpoint(run))
         dcp.load(state, checkpoint_id=root, no_dist=True, planner=dcp.DefaultLoadPlanner(**options))
 
     try:
