@@ -58,7 +58,7 @@ class SharedFolder:
         folder.mkdir(parents=True, exist_ok=True)
         new = folder / f".{source.name}.llmtailor-new"
         new.unlink(missing_ok=True)
-        pieces = (Copy(Extent(source.name, 0, fact.num_bytes)),) if fact.num_bytes else ()
+        pieces = (Copy(Extent(source.name, 0, fact.num_bytes), source=0),) if fact.num_bytes else ()
         plan = Plan((str(source.parent),), (FileLayout(new.name, pieces),))
         (result,) = execute(plan, folder, Context(inline=True))
         with Files(folder) as files:

@@ -104,7 +104,7 @@ UNLIMITED = "does not limit how old a part can become; give max_staleness"
         (Custom(fails_late), 5, "at save 30: it raised KeyError(30)"),
         (Custom(lambda now: now.drift[EMBED]), 5, "at save 1: it raised TypeError"),
         (Custom(lambda now: {}), 5, "in 40 simulated saves it never chose a part"),
-        (Custom(lambda now: {CHANCE.choice(now.parts): "drawn"}), 5, "it answers differently at save"),
+        (Custom(lambda now: {CHANCE.choice(now.parts): "drawn"}), 5, "it chooses other parts at save"),
     ],
 )
 def test_what_is_refused(policy, given, told):

@@ -14,8 +14,6 @@ from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, is_complete, los
 from llmtailor.model.parts import Part
 from llmtailor.runs.gc import deletable, needed
 
-A, B, C = map(Part, ("layer 0", "layer 1", "norm"))
-
 
 @dataclass
 class Disk:
@@ -44,7 +42,8 @@ class Disk:
         return self
 
     def save(self, step: int, saved: str = "") -> None:
-        self.ledger = self.ledgers[step] = self.ledger.after(step, saved or self.parts, self.parts)
+        parts = [*map(Part, saved or self.parts)]
+        self.ledger = self.ledgers[step] = self.ledger.after(step, parts, [*map(Part, self.parts)])
         self.partial[step] = RunCheckpoint.saved(Path(f"step-{step:08}"), self.ledger)
 
     def _new_lineage(self) -> str:
