@@ -255,7 +255,7 @@ def test_a_composite_is_not_composed_again(run, tmp_path):
     structure = find_structure(composite)
     found = describe_checkpoint(composite, structure)
     saves = [describe_checkpoint(index_checkpoint(one), structure) for one in run.glob("partial/step-*")]
-    sources = sources_at([found, *saves], 8, [*masters])
+    sources = sources_at([found, *saves], 8, [*map(Part, masters)])
     assert {*sources.values()} == {found} and not newer_masters([found, *saves], sources)
 
     part = min(older, key=list(facts).index)
