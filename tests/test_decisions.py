@@ -138,7 +138,6 @@ MAY_ASK_FOR_THE_FORM = {
     "salvage/plan.py": "a full checkpoint needs no salvage; a file's checksum does not say which states it costs",
     "saving/deepspeed.py": "a live DeepSpeed engine cuts by its stage",
     "verify/values.py": "partial checkpoints have checksums of other files, and may lack what is zero elsewhere",
-    "verify/smoke.py": "starts DeepSpeed, or the plain Trainer",
     "verify/verify.py": "no stock resume reads a partial checkpoint, so it is judged as a source",
 }
 """The files outside of formats/ and loaders/ that ask for a stage, or whether something is partial or plain, and why"""

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,7 +68,7 @@ def attest(checkpoint: Path, program: tuple[str, ...], full: bool, as_json: bool
 
 def _run(words: list[str], environ: Mapping[str, str]) -> int:
     try:
-        process = subprocess.Popen(words, env=dict(environ), stdout=sys.stderr.fileno())
+        process = subprocess.Popen(words, env=dict(environ), stdout=2)  # stdout is for the result
     except OSError as error:
         raise StorageError.at(words[0], f"it can't be started: {error.strerror}", "check the file") from error
     try:

@@ -25,8 +25,8 @@ _NEVER = (
     "  fix: call attach or saver_for in the program, see docs/saving.md; python -I, -S and -E disable llmtailor run"
 )
 _NEVER_ATTESTED = (
-    "note: llmtailor run: no Python process on this machine imported transformers' Trainer, DeepSpeed or accelerate, so "
-    "nothing was attested.\n"
+    "note: llmtailor run: no Python process on this machine imported transformers' Trainer, DeepSpeed or accelerate, "
+    "so nothing was attested.\n"
     "  fix: call llmtailor.attest in the program, see docs/attest.md; python -I, -S and -E disable llmtailor run"
 )
 PROGRAM = click.argument(
