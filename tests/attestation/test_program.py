@@ -40,7 +40,8 @@ def loop(client, checkpoint, how):
         load, save, backward = accelerator.load_state, accelerator.save_state, accelerator.backward
     else:
         import deepspeed
-        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+        config["zero_allow_untested_optimizer"] = True
         model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
         load, save, backward, optimizer = model.load_checkpoint, model.save_checkpoint, model.backward, model
     if how != "save":
@@ -210,6 +211,7 @@ def test_what_is_refused(tmp_path, words, code, said):
     assert said in call(*words, code=code, cwd=tmp_path).stderr
 
 
+@pytest.mark.long
 def test_the_hooks_are_added_to_what_the_program_imports(tmp_path):
     """Without a launcher: a program that takes a step without resuming is ended."""
     step = "import torch; p = torch.nn.Parameter(torch.ones(2)); torch.optim.SGD([p]).step(); print('it trained on')"
