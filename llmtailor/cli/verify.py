@@ -78,7 +78,14 @@ def verify(
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
     with progress_bar(total, quiet=not deep, label="reading") as on_progress:
         verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client)
-    print_json(to_json(verdict)) if as_json else click.echo(to_text(verdict))
+    if as_json:
+        print_json(to_json(verdict))
+    else:
+        click.echo(to_text(verdict))
+        if verdict.is_resumable:
+            click.echo(
+                f"files only; llmtailor attest {verdict.name} -- PROGRAM compares what your training loads of them"
+            )
     ctx.exit(0 if verdict.is_intact else VerificationError.exit_code)
 
 

@@ -45,6 +45,7 @@ def test_a_clean_checkpoint(folder):
     assert done.stdout.splitlines() == [
         "run/checkpoint-100: resumable",
         "deepspeed-zero3, step 100, for 2 ranks; structure only, no tensor was read",
+        "files only; llmtailor attest run/checkpoint-100 -- PROGRAM compares what your training loads of them",
     ]
     deep = call(folder, "verify", "run/checkpoint-100", "--deep")
     assert (deep.returncode, deep.stderr) == (0, "")
