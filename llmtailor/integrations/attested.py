@@ -3,7 +3,7 @@
 The ``sitecustomize`` of ``llmtailor run`` calls `HOOKS` when the program imports the modules that load checkpoints and
 take steps. They are imported by launchers as well, so this module imports neither torch nor transformers.
 
-A Trainer is attested by a callback. Other loops are attested before the first optimizer step after
+A Trainer is attested by a callback, `launched.LaunchedAttest`. Other loops are attested before the first optimizer step after
 ``engine.load_checkpoint`` or accelerate's ``load_state``: nothing has changed their states before.
 """
 
@@ -66,12 +66,6 @@ def forget() -> None:
     _loaded.checkpoint, _loaded.attest = None, None
 
 
-def _hook_trainer(module: ModuleType) -> None:
-    from llmtailor.integrations.launched import LaunchedAttest
-
-    module.DEFAULT_CALLBACKS.append(LaunchedAttest)
-
-
 def _hook_engine(module: ModuleType) -> None:
     kind = module.DeepSpeedEngine
     load, step = kind.load_checkpoint, kind.step
@@ -120,7 +114,6 @@ def _hook_optimizer(module: ModuleType) -> None:
 
 
 HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
-    "transformers.trainer": _hook_trainer,
     "deepspeed.runtime.engine": _hook_engine,
     "accelerate.accelerator": _hook_accelerator,
     "torch.optim.optimizer": _hook_optimizer,
@@ -217,7 +210,8 @@ def end(task: Task, ranks: Ranks, found: Attestation) -> NoReturn:
 def end_with_error(task: Task, ranks: Ranks, error: Exception) -> NoReturn:
     """Write why nothing could be compared and end the program on all ranks."""
     if not isinstance(error, TailorError):
-        error = TailorError.at(task.checkpoint, f"it can't be attested: {type(error).__name__}: {error}")
+        fix = "check it with llmtailor verify; if it is resumable, this is a bug in llmtailor: please report it"
+        error = TailorError.at(task.checkpoint, f"it can't be attested: {type(error).__name__}: {error}", fix)
     problems: tuple[Problem, ...] = error.problems
     _end(task, ranks, {"exit_code": error.exit_code, "problems": [(one.where, one.what, one.fix) for one in problems]})
 

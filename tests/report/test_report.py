@@ -237,7 +237,7 @@ def test_attested_resumes(run):
     with (run / "partial" / "saves.jsonl").open("a") as log:
         log.writelines(json.dumps({"step": step, "attested": found}) + "\n" for step, found in [(30, one), (40, other)])
     page = report(run)
-    resumes = page.table("step", "verdict")
+    resumes = page.table("step", "checkpoint")
     assert resumes.column("verdict") == ["✓ the training that was saved", "✗ not the training that was saved"]
     assert resumes.column("states of the checkpoint") == ["1,572 of 1,572", "524 of 1,572"]
     assert resumes.column("compared") == ["a sample", "every byte"]

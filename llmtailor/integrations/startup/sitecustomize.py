@@ -65,16 +65,16 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         try:
-            if _IS_ATTESTED:
+            if self._name != _TRAINER:
                 from llmtailor.integrations.attested import HOOKS
 
                 HOOKS[self._name](module)
                 return
-            from llmtailor.integrations.launched import LaunchedSaving
+            from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving
         except ImportError as error:  # which a script may catch, and train without a saver
             fix = f"install llmtailor[train] for {sys.executable}"
             raise SystemExit(f"llmtailor run: the saver can't be imported ({error}); {fix}") from error
-        module.DEFAULT_CALLBACKS.append(LaunchedSaving)
+        module.DEFAULT_CALLBACKS.append(LaunchedAttest if _IS_ATTESTED else LaunchedSaving)
 
 
 def _import_hidden() -> None:
