@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from llmtailor.cli.command import command, notify, print_json
+from llmtailor.cli.command import command, print_json
 from llmtailor.cli.options import JSON, PATH
 from llmtailor.cli.run import PROGRAM, is_first_launcher, prepare
 from llmtailor.documents import document
@@ -57,13 +57,10 @@ def attest(checkpoint: Path, program: tuple[str, ...], full: bool, as_json: bool
         code = _run([found, *program[1:]], environ)
         made: dict[str, Any] | None = json.loads(result.read_text()) if result.is_file() else None
     if made is None:
-        if code == 0 and not is_first_launcher(environ):
-            notify("the launcher with rank 0 prints the result")
-            return
         what = f"PROGRAM ended with exit code {code} before its first optimizer step"
         fix = "see its output; it must resume with a Trainer, engine.load_checkpoint or accelerate's load_state"
         raise UsageError.at(checkpoint, what, fix)
-    _show(made, as_json)
+    _show(made, as_json, quiet=not is_first_launcher(environ))
 
 
 def _run(words: list[str], environ: Mapping[str, str]) -> int:
@@ -79,10 +76,11 @@ def _run(words: list[str], environ: Mapping[str, str]) -> int:
         raise
 
 
-def _show(made: Mapping[str, Any], as_json: bool) -> None:
+def _show(made: Mapping[str, Any], as_json: bool, quiet: bool) -> None:
     if "problems" in made:
         kind = next(one for one in BRANCHES if one.exit_code == made["exit_code"])
         raise kind([Problem(where, what, fix) for where, what, fix in made["problems"]])
-    print_json(document("attest/1", made["attested"])) if as_json else click.echo("\n".join(made["lines"]))
+    if not quiet:
+        print_json(document("attest/1", made["attested"])) if as_json else click.echo("\n".join(made["lines"]))
     if not made["is_same"]:
         click.get_current_context().exit(VerificationError.exit_code)

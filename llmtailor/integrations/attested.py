@@ -3,8 +3,8 @@
 The ``sitecustomize`` of ``llmtailor run`` calls `HOOKS` when the program imports the modules that load checkpoints and
 take steps. They are imported by launchers as well, so this module imports neither torch nor transformers.
 
-A Trainer is attested by a callback, `launched.LaunchedAttest`. Other loops are attested before the first optimizer step after
-``engine.load_checkpoint`` or accelerate's ``load_state``: nothing has changed their states before.
+A Trainer is attested by a callback, `launched.LaunchedAttest`. Other loops are attested before the first optimizer step
+after ``engine.load_checkpoint`` or accelerate's ``load_state``: nothing has changed their states before.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -40,7 +41,7 @@ class Task:
     checkpoint: str | None = None
     """The checkpoint that it must resume from; None if the training is to continue after it was attested"""
     result: str | None = None
-    """The file that rank 0 then writes"""
+    """The file that each rank then writes"""
 
     @classmethod
     def here(cls) -> Task:
@@ -219,9 +220,12 @@ def end_with_error(task: Task, ranks: Ranks, error: Exception) -> NoReturn:
 def _end(task: Task, ranks: Ranks, result: Mapping[str, object]) -> NoReturn:
     """End the process at once, with exit code 0 so that a launcher reports no failure: the program's own handlers could
     catch an exception, and threads could keep it alive."""
-    if ranks.is_first and task.result is not None:
-        Path(task.result).write_text(json.dumps(result))
-    ranks.part()
+    with suppress(OSError, RuntimeError):  # another node may lack the folder, and another rank may have died
+        if task.result is not None:  # all ranks write the same, because each node may have a launcher of its own
+            own = Path(f"{task.result}.{ranks.rank}")
+            own.write_text(json.dumps(result))
+            own.replace(task.result)
+        ranks.part()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
