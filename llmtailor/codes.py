@@ -96,9 +96,7 @@ class Code(Enum):
     MIXED_ATTEMPTS = "mixed-attempts", "sources are of different attempts of the run"
 
     # a trial resume
-    NOT_TRIED = "not-tried", "no trial resume was run"
-    RESUME_FAILS = "resume-fails", "a stock resume fails"
-    RESUME_DIFFERS = "resume-differs", "after a stock resume the engine's state differs from the files"
+    RESUME_DIFFERS = "resume-differs", "a resumed training does not hold the states of its checkpoint"
 
     # everything else
     OTHER = "other", "anything that programs need not tell apart"

@@ -138,7 +138,6 @@ MAY_ASK_FOR_THE_FORM = {
     "salvage/plan.py": "a full checkpoint needs no salvage; a file's checksum does not say which states it costs",
     "saving/deepspeed.py": "a live DeepSpeed engine cuts by its stage",
     "verify/values.py": "partial checkpoints have checksums of other files, and may lack what is zero elsewhere",
-    "verify/smoke.py": "starts DeepSpeed, or the plain Trainer",
     "verify/verify.py": "no stock resume reads a partial checkpoint, so it is judged as a source",
 }
 """The files outside of formats/ and loaders/ that ask for a stage, or whether something is partial or plain, and why"""
@@ -206,7 +205,7 @@ def test_an_error_of_an_output_is_known_only_if_the_same_file_of_a_source_has_it
 
 MOST_CALLS = {
     "names of parts are parsed": ({"Part"}, "model", 13),
-    "paths are asked whether they are in a store": ({"RemotePath"}, "storage", 15),
+    "paths are asked whether they are in a store": ({"RemotePath"}, "storage", 14),
 }
 """What is asked in too many places -> the functions, or the class that ``isinstance`` is called with; the room that may
 call them freely, and the most calls elsewhere.

@@ -12,7 +12,6 @@ NOWHERE = {
     "cli/main.py": "an interrupt, or a bug: there is no place to name",
     "ranks/board.py": "an interrupt, or a bug: there is no place to name",
     "engine/pool.py": "an interrupt has no place",
-    "verify/smoke.py": "an interrupt has no place",
 }
 """Files that may leave ``where`` empty in as many words, and why"""
 

@@ -172,17 +172,20 @@ def shout(lines: list[str]) -> None:
 
 
 def guarded(
-    call: Callable[[], Attestation | None], checkpoint: object, is_first: bool, on_mismatch: str
+    call: Callable[[], Attestation | None], checkpoint: object, is_first: bool, *, is_strict: bool = False
 ) -> Attestation | None:
-    """Return what an attestation returns; if it fails, only warn, unless a mismatch is to stop the training."""
+    """Return what an attestation returns; if it fails, only warn: what can't be attested is not another training.
+
+    ``is_strict`` raises every error.
+    """
     try:
         return call()
     except NotTheSame:
         raise
     except Exception as error:
-        if is_first:
-            logger.warning("%s: whether the training is the one that was saved is not known: %s", checkpoint, error)
-            logger.debug("", exc_info=True)
-        if on_mismatch == STOP:
+        if is_strict:
             raise
+        if is_first:
+            logger.warning("resumed from %s: not attested: %s", checkpoint, error)
+            logger.debug("", exc_info=True)
         return None

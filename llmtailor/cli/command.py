@@ -33,6 +33,7 @@ REMOVED: dict[tuple[str, str], str] = {
     ("policy", "--drift"): "omit it: it was only for the removed policy update; use adaptive",
     ("policy", "--svg"): "omit it, or draw a chart from --json",
     ("policy", "--force"): "omit it: no file is written",
+    ("verify", "--resume-smoke"): "use llmtailor attest CHECKPOINT -- PROGRAM: your program resumes, and is compared",
     ("thin", "--distributed"): _ALONE,
     ("verify", "--distributed"): _ALONE,
     ("salvage", "--distributed"): _ALONE,

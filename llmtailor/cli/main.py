@@ -18,6 +18,7 @@ _COMMANDS = {
     "merge": ("merge", "compose one resumable checkpoint from several"),
     "convert": ("merge", "convert a checkpoint to another format, number of GPUs or ZeRO stage"),
     "run": ("run", "run a training program with a saver"),
+    "attest": ("attest", "prove that a training program resumes a checkpoint correctly, and end it"),
     "recipe": ("merge", "write a recipe for a run's checkpoints, or explain one"),
     "inspect": ("verify", "describe a checkpoint"),
     "diff": ("diff", "show how two checkpoints differ"),

@@ -24,6 +24,14 @@ _NEVER = (
     "note: llmtailor run: no Python process on this machine imported transformers' Trainer, so no saver was added.\n"
     "  fix: call attach or saver_for in the program, see docs/saving.md; python -I, -S and -E disable llmtailor run"
 )
+_NEVER_ATTESTED = (
+    "note: llmtailor run: no Python process on this machine imported transformers' Trainer, DeepSpeed or accelerate, "
+    "so nothing was attested.\n"
+    "  fix: call llmtailor.attest in the program, see docs/attest.md; python -I, -S and -E disable llmtailor run"
+)
+PROGRAM = click.argument(
+    "program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- PROGRAM [ARGUMENTS]..."
+)
 
 
 @command(
@@ -54,13 +62,28 @@ _NEVER = (
     metavar="RUN_DIR",
     help="Compose the newest state of RUN_DIR first. Implies --on-restart compose.",
 )
-@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- PROGRAM [ARGUMENTS]...")
-def run(resume: Path | None, program: tuple[str, ...], **options: object) -> None:
+@click.option(
+    "--attest",
+    type=click.Choice(["sample", "full"]),
+    is_flag=False,
+    flag_value="sample",
+    help="Save nothing; only compare what PROGRAM has resumed with its checkpoint, by a sample or every byte.",
+)
+@click.option(
+    "--on-mismatch",
+    type=click.Choice(["warn", "stop"]),
+    help="If a resumed training does not hold its checkpoint: warn (the default), or stop it with exit code 7.",
+)
+@PROGRAM
+def run(resume: Path | None, attest: str | None, program: tuple[str, ...], **options: object) -> None:
     """Run a training PROGRAM with a saver in every transformers Trainer, in every rank.
 
     PROGRAM needs no change: the saver is added when it imports transformers, with the options given here or in the
     environment (LLMTAILOR_POLICY, ...; see docs/saving.md). A saver attached by the program takes precedence. The exit
     code is PROGRAM's.
+
+    With --attest, a resume by a Trainer, DeepSpeed's engine.load_checkpoint or accelerate's load_state is attested and
+    nothing is saved; see docs/attest.md.
 
     \b
     Examples:
@@ -68,17 +91,24 @@ def run(resume: Path | None, program: tuple[str, ...], **options: object) -> Non
       llmtailor run --save-steps 50 -- torchrun --nproc_per_node 8 train.py
       llmtailor run --save-steps 50 -- llamafactory-cli train config.yaml
       llmtailor run --save-steps auto --resume runs/x -- torchrun --max-restarts 3 train.py --output_dir runs/x
+      llmtailor run --attest --on-mismatch stop -- torchrun --nproc_per_node 8 train.py --resume
     """
     environ = dict(os.environ)
     given = {name: str(value) for name, value in options.items() if value is not None}
     if resume is not None:
         given["on_restart"] = "compose"
+    if attest is not None:
+        from llmtailor.integrations.attested import ATTESTING, Task
+
+        if useless := [f"--{name.replace('_', '-')}" for name in given if name != "on_mismatch"]:
+            raise UsageError.at("--attest", f"nothing is saved with it, so {useless[0]} has no effect", "omit one")
+        given["attest"], environ[ATTESTING] = attest, Task().to_text()
     prepare(environ, given)
     if (found := shutil.which(program[0])) is None:
         raise UsageError.at(program[0], "there is no such program", "check the name, or give its path")
     if resume is not None and is_first_launcher(environ):
         _compose(resume)
-    end = _watch(environ)
+    end = _watch(environ, _NEVER if attest is None else _NEVER_ATTESTED)
     try:
         os.execve(found, [*program], environ)
     except OSError as error:
@@ -101,7 +131,7 @@ def prepare(environ: MutableMapping[str, str], given: dict[str, str]) -> None:
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(_STARTUP), *paths]))
 
 
-def _watch(environ: MutableMapping[str, str]) -> int:
+def _watch(environ: MutableMapping[str, str], note: str) -> int:
     """Start a shell that prints a note, once PROGRAM has ended, if no process of it looked for the Trainer.
 
     PROGRAM replaces this process, so the note must come from another one. Return the end of a pipe that PROGRAM must
@@ -111,7 +141,7 @@ def _watch(environ: MutableMapping[str, str]) -> int:
     os.close(descriptor)
     script = 'exec 3<&0; (cat <&3; test -e "$1" && rm "$1" && echo "$2" >&2) >/dev/null &'
     read, end = os.pipe()
-    words = ["/bin/sh", "-c", script, "sh", environ[_UNASKED], _NEVER]
+    words = ["/bin/sh", "-c", script, "sh", environ[_UNASKED], note]
     subprocess.run(words, stdin=read, stdout=subprocess.DEVNULL, check=True, start_new_session=True)
     os.close(read)
     os.set_inheritable(end, True)

@@ -8,7 +8,7 @@ import click
 
 from llmtailor.cli.command import command, notify, print_json, progress_bar
 from llmtailor.cli.options import AT, FOR, JSON, LOCATION, RUN, TRUST_UNRECORDED
-from llmtailor.errors import UsageError, VerificationError
+from llmtailor.errors import VerificationError
 
 
 @command(
@@ -40,7 +40,6 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
 @command(
     {
         0: "CHECKPOINT is resumable, or partial and intact, possibly with warnings",
-        2: "also if --resume-smoke is impossible here",
         4: "it is not a checkpoint, or its kind is not supported",
         7: "CHECKPOINT is not resumable, or partial and damaged",
     }
@@ -49,7 +48,6 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
 @click.option(
     "--deep", is_flag=True, help="Also read every tensor: check values, checksums, and weights against masters."
 )
-@click.option("--resume-smoke", is_flag=True, help="Try a resume on CPU ranks with the stock engine.")
 @FOR
 @JSON
 @click.pass_context
@@ -57,7 +55,6 @@ def verify(
     ctx: click.Context,
     checkpoint: Path,
     deep: bool,
-    resume_smoke: bool,
     client: str | None,
     as_json: bool,
 ) -> None:
@@ -68,8 +65,7 @@ def verify(
 
     A partial checkpoint can't be resumed from directly. It is intact if it can be a source of a composite.
 
-    --resume-smoke builds the model from config.json, loads CHECKPOINT with the stock engine in one CPU process per
-    rank, and compares the loaded state with the files.
+    Whether your program holds these states once it has loaded them is for `llmtailor attest` to say.
 
     \b
     Examples:
@@ -77,21 +73,19 @@ def verify(
       llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
     """
-    from llmtailor.storage.remote import RemotePath
     from llmtailor.verify.verify import to_json, to_text, verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
     with progress_bar(total, quiet=not deep, label="reading") as on_progress:
         verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client)
-    if resume_smoke and isinstance(checkpoint, RemotePath):
-        raise UsageError.at(
-            "--resume-smoke", "it can't load a checkpoint from an object store", "copy it to this machine first"
-        )
-    if resume_smoke:
-        from llmtailor.verify.smoke import try_resume
-
-        verdict = try_resume(verdict)
-    print_json(to_json(verdict)) if as_json else click.echo(to_text(verdict))
+    if as_json:
+        print_json(to_json(verdict))
+    else:
+        click.echo(to_text(verdict))
+        if verdict.is_resumable:
+            click.echo(
+                f"files only; llmtailor attest {verdict.name} -- PROGRAM compares what your training loads of them"
+            )
     ctx.exit(0 if verdict.is_intact else VerificationError.exit_code)
 
 

@@ -1,4 +1,4 @@
-"""The saver that ``llmtailor run`` adds to every Trainer of a script.
+"""The callbacks that ``llmtailor run`` and ``llmtailor attest`` add to every Trainer of a script.
 
 transformers has no entry points and no option that names a callback. It has the list
 ``transformers.trainer.DEFAULT_CALLBACKS``: every Trainer gets one of each class in it. The option ``report_to`` knows
@@ -7,16 +7,25 @@ the names in a dict, to which the module `report_to` adds ours.
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from llmtailor.attestation.compare import Attestation
+from llmtailor.integrations.attested import Task, announce_or_leave, check_resumed, end, end_with_error, forget
 from llmtailor.integrations.report_to import NamedSaving
-from llmtailor.saving.callbacks import PartialSaving
+from llmtailor.saving.attesting import resumed_from
+from llmtailor.saving.callbacks import AttestResume, PartialSaving, find_trainer
+from llmtailor.saving.options import from_environment
+from llmtailor.saving.training import Ranks
 
 
 class LaunchedSaving(NamedSaving):
     """A saver with the options of the environment. It gives way to one that the script adds itself."""
 
     gives_way = True
+    _say = staticmethod(announce_or_leave)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -27,3 +36,44 @@ class LaunchedSaving(NamedSaving):
             handler.callbacks = [one for one in handler.callbacks if one is not self]
             return
         super().on_train_begin(args, state, control, **kwargs)
+
+
+class LaunchedAttest(AttestResume):
+    """Attests with the options of the environment; ends the program before its first step if that is its task.
+
+    It gives way to a saver of the script, which attests as well, unless the program is to be ended: then nothing is
+    saved.
+    """
+
+    def __init__(self) -> None:
+        given = from_environment(os.environ)
+        super().__init__(given.get("attest", "sample"), given.get("on_mismatch", "warn"))
+        self.task = Task.here()
+        self._found: list[Attestation] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        forget()
+        trainer = find_trainer(self)
+        callbacks = trainer.callback_handler.callbacks
+        if self.task.checkpoint is None:
+            if not any(isinstance(one, (PartialSaving, AttestResume)) and one is not self for one in callbacks):
+                self._begin(trainer, say=announce_or_leave)
+            return
+        # in place, because the Trainer iterates over this list; savers come later in it
+        callbacks[:] = [one for one in callbacks if not isinstance(one, PartialSaving)]
+        check_resumed(self.task, Ranks.here(), resumed_from(trainer))
+        try:
+            self._begin(trainer, say=lambda found, *_: self._found.append(found), is_strict=True)
+        except Exception as error:
+            end_with_error(self.task, Ranks.here(), error)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self._found and self.task.checkpoint is not None:
+            states, *random = self._found
+            more = [one for found in random for one in found.mismatches]
+            cause = states.cause or next((found.cause for found in random), None)
+            end(self.task, Ranks.here(), replace(states, mismatches=(*states.mismatches, *more), cause=cause))

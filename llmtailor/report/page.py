@@ -83,6 +83,17 @@ def page(facts: RunFacts) -> str:
                 )
                 for one in facts.checked
             ],
+            resumes=[
+                (
+                    f"{one.step:,}",
+                    one.checkpoint,
+                    "✓ the training that was saved" if one.is_same else "✗ not the training that was saved",
+                    f"{one.num_same:,} of {one.num_states:,}",
+                    "every byte" if one.how == "full" else "a sample",
+                    one.cause,
+                )
+                for one in facts.log.attested[-50:]
+            ],
             saves=_saves(columns, facts, resumed) if saves else None,
             ages=_ages(columns, rows, saves, resumed),
             drift=_drift(columns, rows, resumed),

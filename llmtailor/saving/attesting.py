@@ -75,7 +75,7 @@ def attest_loop(
         announce(found, ranks, options.on_mismatch)
         return found
 
-    guarded(run, checkpoint, ranks.is_first, options.on_mismatch)
+    guarded(run, checkpoint, ranks.is_first)
 
 
 def index_on_first(training: Training, checkpoint: Path, ranks: Ranks) -> CheckpointIndex:
@@ -212,10 +212,22 @@ class TrainerResume:
     Args:
         how, on_mismatch: the fields ``attest`` and ``on_mismatch`` of `SavingOptions`.
         write: adds a line to the record of the run; called on every rank.
+        say: takes each attestation, in place of `announce`.
+        is_strict: raise what prevents an attestation; else it is a warning.
     """
 
-    def __init__(self, trainer: Trainer, how: str, on_mismatch: str, write: Write | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        how: str,
+        on_mismatch: str,
+        write: Write | None = None,
+        *,
+        say: Callable[[Attestation, Ranks, str], None] = announce,
+        is_strict: bool = False,
+    ) -> None:
         self._trainer, self._how, self._on_mismatch, self._write = trainer, how, on_mismatch, write
+        self._say, self._is_strict = say, is_strict
         self._ranks = Ranks.here()
         self._index: CheckpointIndex | None = None
         self._losses = Losses()
@@ -231,12 +243,14 @@ class TrainerResume:
         checkpoint, trainer = resumed_from(self._trainer), self._trainer
         if checkpoint is None or self._how == OFF:
             return
-        guarded(lambda: self._begin(find_training(), checkpoint), checkpoint, self._ranks.is_first, self._on_mismatch)
+        begin = partial(self._begin, find_training, checkpoint)
+        guarded(begin, checkpoint, self._ranks.is_first, is_strict=self._is_strict)
         if self._index is not None:
             self._watch_rng(trainer)
 
-    def _begin(self, training: Training, checkpoint: Path) -> Attestation:
+    def _begin(self, find_training: Callable[[], Training], checkpoint: Path) -> Attestation:
         trainer = self._trainer
+        training = find_training()
         parts = parts_of(trainer)
         step = trainer.state.global_step
         try:
@@ -246,7 +260,7 @@ class TrainerResume:
                 raise
             found = lacking(display_name(checkpoint), files, self._how)
             self._record({"step": step, "attested": found.to_json()})
-            announce(found, self._ranks, self._on_mismatch)
+            self._say(found, self._ranks, self._on_mismatch)
             return found
         scheduler, scaler, counters = parts["scheduler"], parts["scaler"], {"global_step": step}
         with known_model(_facts_of(training)):
@@ -256,7 +270,7 @@ class TrainerResume:
         if self._ranks.is_first:
             self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), step, trainer.state.log_history))
         self._record({"step": step, "attested": found.to_json()})
-        announce(found, self._ranks, self._on_mismatch)
+        self._say(found, self._ranks, self._on_mismatch)
         return found
 
     def _record(self, line: Mapping[str, object]) -> None:
@@ -302,7 +316,7 @@ class TrainerResume:
             ),
         )
         self._record({"step": self._trainer.state.global_step, "attested": found.to_json()})
-        announce(found, ranks, self._on_mismatch)
+        self._say(found, ranks, self._on_mismatch)
 
     def step_ended(self) -> None:
         """Call it after each step."""

@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
+from llmtailor.attestation.check import announce
 from llmtailor.checkpoint.index import TRAINER
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problem, Problems, TailorError, UnsupportedCheckpoint, UsageError
@@ -255,6 +256,8 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
 
     gives_way = False
     """Whether another saver of the same Trainer takes its place"""
+    _say = staticmethod(announce)
+    """Takes what an attestation has found"""
 
     def __init__(
         self,
@@ -331,10 +334,11 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         )
         self._agree()
         training = self.saver.training
-        resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch, self.saver.record.log)
+        how, on_mismatch = self.options.attest, self.options.on_mismatch
+        resume = TrainerResume(trainer, how, on_mismatch, self.saver.record.log, say=self._say)
         try:
             resume.begin(lambda: training)
-        except TailorError:
+        except (TailorError, SystemExit):
             self.saver.close()
             raise
         self._resume = resume
@@ -514,8 +518,10 @@ class AttestResume(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        trainer = find_trainer(self)
-        self._resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch)
+        self._begin(find_trainer(self))
+
+    def _begin(self, trainer: Trainer, **how: Any) -> None:
+        self._resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch, **how)
         held = parts_of(trainer)
         live = (held["engine"], held["model"], held["optimizer"], held["scaler"])
         self._resume.begin(lambda: training_of(*live, LOADERS[TRAINER]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -259,6 +260,17 @@ class Ranks(Team):
         values: list[Any] = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]  # type: ignore[no-any-return]
+
+    def part(self) -> None:
+        """Wait until all ranks are here, so that each can end without an error on another one: no collective is under
+        way any more, and the process with the store ends last."""
+        if self.world_size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        for word in ("here", "leaving"):
+            store.set(f"llmtailor/{word}/{self.rank}", "")
+            if word == "here" or self.rank == 0:
+                store.wait([f"llmtailor/{word}/{rank}" for rank in range(self.world_size)], timedelta(seconds=60))
 
     def board(self) -> StoreBoard:
         """Return a new board for the threads of all ranks."""

@@ -589,4 +589,4 @@ def _not_compared(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, 
     names = [state.param for state in index.held if state.kind == WEIGHT and state.param not in known]
     if index.form.has_masters and names:
         what = f"the weights of {some(names)} have other names than the params, so were not compared with the masters"
-        yield Finding(index.name, what, "try a resume: --resume-smoke", Code.NOT_COMPARED, NOTE)
+        yield Finding(index.name, what, "compare what a resume holds: llmtailor attest", Code.NOT_COMPARED, NOTE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from llmtailor.loaders.rng import ACCELERATE_TABLE
 from llmtailor.loaders.stock_fields import Field
 from llmtailor.runs.scan import find_latest
 from llmtailor.verify.inspect import inspect_checkpoint
-from llmtailor.verify.smoke import try_resume
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from trainings.catalogue import LOOPS
 from trainings.harness import Runs
@@ -114,16 +112,6 @@ def test_a_field_of_the_random_states_that_is_off_is_told(field: Field, runs: Ru
         torch.save(states, root / "random_states_1.pkl")
         verdict = verify_checkpoint(root)
         assert [(one.severity, one.path) for one in verdict.findings] == [(WARNING, "random_states_1.pkl")], damage
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["engine-2", "accelerate-3"])
-def test_a_trial_resume_is_made_by_the_clients_call(name: str, runs: Runs, tmp_path: Path) -> None:
-    root = tmp_path / "checkpoint-2"
-    shutil.copytree(runs.checkpoint(name), root)
-    config = json.loads((runs.checkpoint("accelerate-3") / "config.json").read_text())
-    (root / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    assert try_resume(verify_checkpoint(root)).findings == ()
 
 
 @pytest.mark.parametrize("other", ["model_1.safetensors", "optimizer_1.bin", "pytorch_model_1/x", "optimizer_1/x"])

@@ -185,7 +185,6 @@ def test_outputs_in_a_store_are_never_replaced(url, run, tmp_path):
     ("words", "code", "told"),
     [
         *(([command, "faulty://bucket/run"], 2, "is a URL") for command in ("thin", "gc", "salvage")),
-        (["verify", "faulty://bucket/run/checkpoint-100", "--resume-smoke"], 2, "copy it to this machine first"),
         (["inspect", "faulty://bucket/nothing"], 4, "there is no such checkpoint folder"),
         (["inspect", "nonsense://bucket/nothing"], 2, "Protocol not known"),
     ],

@@ -230,6 +230,20 @@ def test_names_and_numbers_of_any_kind(run):
     assert "nan" not in page.text.lower().split()
 
 
+def test_attested_resumes(run):
+    assert "Resumes" not in report(run).text
+    one = {"checkpoint": "x/checkpoint-30", "is_same": True, "num_states": 1572, "num_same": 1572, "how": "sample"}
+    other = one | {"is_same": False, "num_same": 524, "how": "full", "cause": HOSTILE}
+    with (run / "partial" / "saves.jsonl").open("a") as log:
+        log.writelines(json.dumps({"step": step, "attested": found}) + "\n" for step, found in [(30, one), (40, other)])
+    page = report(run)
+    resumes = page.table("step", "checkpoint")
+    assert resumes.column("verdict") == ["✓ the training that was saved", "✗ not the training that was saved"]
+    assert resumes.column("states of the checkpoint") == ["1,572 of 1,572", "524 of 1,572"]
+    assert resumes.column("compared") == ["a sample", "every byte"]
+    assert "script" not in page.tags
+
+
 def test_two_thousand_saves(run):
     parts = ["embed_tokens", *(f"layer {number}" for number in range(126)), "norm", "lm_head"]
     last = dict.fromkeys(parts, 0)

@@ -45,6 +45,7 @@ def test_a_clean_checkpoint(folder):
     assert done.stdout.splitlines() == [
         "run/checkpoint-100: resumable",
         "deepspeed-zero3, step 100, for 2 ranks; structure only, no tensor was read",
+        "files only; llmtailor attest run/checkpoint-100 -- PROGRAM compares what your training loads of them",
     ]
     deep = call(folder, "verify", "run/checkpoint-100", "--deep")
     assert (deep.returncode, deep.stderr) == (0, "")
@@ -58,7 +59,8 @@ def test_warnings_resume(folder):
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0] == "run/checkpoint-100: resumable with warnings (1 warning, 1 note)"
-    assert [line.split(":")[0] for line in lines[2:]] == ["warning", "  fix", "note", "  fix"]
+    assert [line.split(":")[0] for line in lines[2:-1]] == ["warning", "  fix", "note", "  fix"]
+    assert lines[-1].startswith("files only; llmtailor attest run/checkpoint-100 -- PROGRAM")
 
 
 def test_errors_do_not(folder):

@@ -1,4 +1,4 @@
-"""Adds a saver to every Trainer of this process, once the script imports transformers.
+"""Adds a saver to every Trainer of this process, once the script imports transformers, or attests what it resumes.
 
 Python imports the first ``sitecustomize`` on its path at startup, in each rank that a launcher starts. This one needs
 nothing but the standard library, so that other programs of a job start as usual, and imports the ``sitecustomize``
@@ -17,41 +17,47 @@ from contextlib import suppress
 from types import ModuleType
 
 _TRAINER = "transformers.trainer"
+_IS_ATTESTED = bool(os.environ.get("LLMTAILOR_ATTESTING"))
+"""Whether nothing is saved, only attested: see llmtailor/integrations/attested.py"""
+_MODULES = {_TRAINER}
+if _IS_ATTESTED:
+    _MODULES |= {"deepspeed.runtime.engine", "accelerate.accelerator", "torch.optim.optimizer"}
 _UNASKED = "LLMTAILOR_UNASKED"
 """The variable with a file that is there as long as no process has looked for the Trainer: see llmtailor/cli/run.py"""
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH120 - pathlib costs every process milliseconds
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the module of the Trainer as usual, and lets `_Loader` load it."""
+    """Finds the module of the Trainer, and its like, as usual, and lets `_Loader` load it."""
 
     _is_looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _TRAINER or self._is_looking:
+        if fullname not in _MODULES or self._is_looking:
             return None
-        with suppress(OSError):
-            os.unlink(os.environ.get(_UNASKED, ""))  # noqa: PTH108
+        if fullname != "torch.optim.optimizer":  # which launchers import
+            with suppress(OSError):
+                os.unlink(os.environ.get(_UNASKED, ""))  # noqa: PTH108
         self._is_looking = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
             self._is_looking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, fullname)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module with another loader, and then adds the saver.
+    """Loads a module with another loader, and then adds the saver or what attests.
 
     Unlike an error in this file, one in llmtailor ends the script: it must not train without a saver unnoticed.
     """
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
+    def __init__(self, loader: importlib.abc.Loader, name: str) -> None:
+        self._loader, self._name = loader, name
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -59,11 +65,16 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         try:
-            from llmtailor.integrations.launched import LaunchedSaving
+            if self._name != _TRAINER:
+                from llmtailor.integrations.attested import HOOKS
+
+                HOOKS[self._name](module)
+                return
+            from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving
         except ImportError as error:  # which a script may catch, and train without a saver
             fix = f"install llmtailor[train] for {sys.executable}"
             raise SystemExit(f"llmtailor run: the saver can't be imported ({error}); {fix}") from error
-        module.DEFAULT_CALLBACKS.append(LaunchedSaving)
+        module.DEFAULT_CALLBACKS.append(LaunchedAttest if _IS_ATTESTED else LaunchedSaving)
 
 
 def _import_hidden() -> None:

@@ -1,0 +1,231 @@
+"""Attests a program that nobody edits, for ``llmtailor attest`` and ``llmtailor run --attest``.
+
+The ``sitecustomize`` of ``llmtailor run`` calls `HOOKS` when the program imports the modules that load checkpoints and
+take steps. They are imported by launchers as well, so this module imports neither torch nor transformers.
+
+A Trainer is attested by a callback, `launched.LaunchedAttest`. Other loops are attested before the first optimizer step
+after ``engine.load_checkpoint`` or accelerate's ``load_state``: nothing has changed their states before.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from llmtailor.errors import Problem, TailorError, UsageError
+
+if TYPE_CHECKING:
+    from llmtailor.attestation.compare import Attestation
+    from llmtailor.ranks.group import Team
+    from llmtailor.saving.training import Ranks
+
+logger = logging.getLogger("llmtailor.attest")
+ATTESTING = "LLMTAILOR_ATTESTING"
+"""The variable that makes a launched program attest instead of save: a JSON object, see `Task`"""
+_FIX_RESUME = "make PROGRAM resume from it, as by --resume_from_checkpoint, with an absolute path"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a launched program is to do."""
+
+    checkpoint: str | None = None
+    """The checkpoint that it must resume from; None if the training is to continue after it was attested"""
+    result: str | None = None
+    """The file that each rank then writes"""
+
+    @classmethod
+    def here(cls) -> Task:
+        return cls(**json.loads(os.environ.get(ATTESTING) or "{}"))
+
+    def to_text(self) -> str:
+        return json.dumps({"checkpoint": self.checkpoint, "result": self.result})
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What was loaded since the last optimizer step."""
+
+    checkpoint: Path | None = None
+    attest: Callable[[Path, str], Attestation] | None = None
+
+
+_loaded = _Loaded()
+
+
+def forget() -> None:
+    """Leave what was loaded to somebody else who attests it."""
+    _loaded.checkpoint, _loaded.attest = None, None
+
+
+def _hook_engine(module: ModuleType) -> None:
+    kind = module.DeepSpeedEngine
+    load, step = kind.load_checkpoint, kind.step
+
+    @wraps(load)
+    def loading(self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, load_dir, tag, *args, **kwargs)
+        if result[0] is not None:  # else it has only logged that there is no checkpoint
+            folder = Path(load_dir)
+            latest = folder / "latest"
+            is_newest = tag is None or (latest.is_file() and latest.read_text().strip() == str(tag))
+            _loaded.checkpoint = folder if is_newest else folder / str(tag)
+            _loaded.attest = lambda checkpoint, how: _attest_engine(self, checkpoint, how)
+        return result
+
+    @wraps(step)
+    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _before_step()
+        return step(self, *args, **kwargs)
+
+    kind.load_checkpoint, kind.step = loading, stepping
+
+
+def _hook_accelerator(module: ModuleType) -> None:
+    kind = module.Accelerator
+    load = kind.load_state
+
+    @wraps(load)
+    def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        folders: list[str] = []  # accelerate may choose the folder itself
+        hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(str(folder)))
+        try:
+            result = load(self, *args, **kwargs)
+        finally:
+            hook.remove()
+        if folders:
+            _loaded.checkpoint = Path(folders[-1])
+            _loaded.attest = lambda checkpoint, how: _attest_accelerator(self, checkpoint, how)
+        return result
+
+    kind.load_state = loading
+
+
+def _hook_optimizer(module: ModuleType) -> None:
+    module.register_optimizer_step_pre_hook(lambda *_: _before_step())
+
+
+HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
+    "deepspeed.runtime.engine": _hook_engine,
+    "accelerate.accelerator": _hook_accelerator,
+    "torch.optim.optimizer": _hook_optimizer,
+}
+"""Module -> what is called once it was imported"""
+
+
+def _attest_engine(engine: Any, checkpoint: Path, how: str) -> Attestation:
+    from llmtailor.checkpoint.index import DEEPSPEED
+    from llmtailor.loaders.loader import LOADERS
+    from llmtailor.saving.api import training_of
+    from llmtailor.saving.attesting import attest_training
+
+    return attest_training(training_of(engine, None, None, None, LOADERS[DEEPSPEED]), checkpoint, how)
+
+
+def _attest_accelerator(accelerator: Any, checkpoint: Path, how: str) -> Attestation:
+    from llmtailor.checkpoint.index import TRAINER
+    from llmtailor.loaders.loader import LOADERS
+    from llmtailor.saving.api import prepared, training_of
+    from llmtailor.saving.attesting import attest_training
+
+    one = prepared(accelerator)
+    training = training_of(one.engine, one.model, one.optimizer, one.scaler, LOADERS[TRAINER])
+    return attest_training(training, checkpoint, how, one.scheduler, one.scaler)
+
+
+def _before_step() -> None:
+    """Attest what was loaded, if anything, before an optimizer step."""
+    task, loaded, attest = Task.here(), _loaded.checkpoint, _loaded.attest
+    if attest is None and task.checkpoint is None:
+        return
+    from llmtailor.attestation.check import guarded
+    from llmtailor.saving.options import from_environment
+    from llmtailor.saving.training import Ranks
+
+    given, ranks = from_environment(os.environ), Ranks.here()
+    how, on_mismatch = given.get("attest", "sample"), given.get("on_mismatch", "warn")
+    forget()
+    if task.checkpoint is None:
+        assert attest is not None and loaded is not None
+
+        def run() -> Attestation:
+            found = attest(loaded, how)
+            announce_or_leave(found, ranks, on_mismatch)
+            return found
+
+        guarded(run, loaded, ranks.is_first)
+        return
+    check_resumed(task, ranks, loaded)
+    assert attest is not None and loaded is not None
+    try:
+        found = attest(loaded, how)
+    except Exception as error:
+        end_with_error(task, ranks, error)
+    end(task, ranks, found)
+
+
+def announce_or_leave(found: Attestation, ranks: Team, on_mismatch: str) -> None:
+    """Say what was found; if that is to stop the training, end this process as a command of llmtailor ends, without a
+    traceback on every rank."""
+    from llmtailor.attestation.check import NotTheSame, announce
+
+    try:
+        announce(found, ranks, on_mismatch)
+    except NotTheSame as error:
+        if ranks.is_first:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+
+
+def check_resumed(task: Task, ranks: Ranks, loaded: Path | None) -> None:
+    """End the program if it has not resumed from the checkpoint of its task."""
+    assert task.checkpoint is not None
+    wanted = Path(task.checkpoint).resolve()
+    if loaded is None:
+        what = "PROGRAM reached its first optimizer step without resuming"
+        fix = f"{_FIX_RESUME}; a loop that loads in its own way needs a call of llmtailor.attest instead"
+        end_with_error(task, ranks, UsageError.at(task.checkpoint, what, fix))
+    at = loaded.resolve()
+    if at != wanted and at.parent != wanted and wanted.parent != at:  # DeepSpeed's tag, or the folder with tags
+        end_with_error(
+            task, ranks, UsageError.at(task.checkpoint, f"PROGRAM has resumed from {loaded} instead", _FIX_RESUME)
+        )
+
+
+def end(task: Task, ranks: Ranks, found: Attestation) -> NoReturn:
+    """Write what was found and end the program on all ranks."""
+    from llmtailor.attestation.compare import lines_of
+
+    _end(task, ranks, {"is_same": found.is_same, "lines": lines_of(found), "attested": found.to_json()})
+
+
+def end_with_error(task: Task, ranks: Ranks, error: Exception) -> NoReturn:
+    """Write why nothing could be compared and end the program on all ranks."""
+    if not isinstance(error, TailorError):
+        fix = "check it with llmtailor verify; if it is resumable, this is a bug in llmtailor: please report it"
+        error = TailorError.at(task.checkpoint, f"it can't be attested: {type(error).__name__}: {error}", fix)
+    problems: tuple[Problem, ...] = error.problems
+    _end(task, ranks, {"exit_code": error.exit_code, "problems": [(one.where, one.what, one.fix) for one in problems]})
+
+
+def _end(task: Task, ranks: Ranks, result: Mapping[str, object]) -> NoReturn:
+    """End the process at once, with exit code 0 so that a launcher reports no failure: the program's own handlers could
+    catch an exception, and threads could keep it alive."""
+    with suppress(OSError, RuntimeError):  # another node may lack the folder, and another rank may have died
+        if task.result is not None:  # all ranks write the same, because each node may have a launcher of its own
+            own = Path(f"{task.result}.{ranks.rank}")
+            own.write_text(json.dumps(result))
+            own.replace(task.result)
+        ranks.part()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,220 @@
+"""``llmtailor attest`` and ``run --attest``: programs that know nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.real
+
+import transformers.trainer  # noqa: E402
+
+from attestation.test_trainer import STEP, Attached, NoOptimizer, NoRandom  # noqa: E402
+from helpers.commands import call  # noqa: E402
+from llmtailor.integrations.attested import ATTESTING, Task  # noqa: E402
+from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving  # noqa: E402
+from trainings.alone import train  # noqa: E402
+from trainings.harness import environment  # noqa: E402
+
+LOOP = """
+import sys, torch
+
+def loop(client, checkpoint, how):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    data = [torch.randn(4, 8) for _ in range(3)]
+    if client == "accelerate":
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        load, save, backward = accelerator.load_state, accelerator.save_state, accelerator.backward
+    else:
+        import deepspeed
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+        config["zero_allow_untested_optimizer"] = True
+        model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+        load, save, backward, optimizer = model.load_checkpoint, model.save_checkpoint, model.backward, model
+    if how != "save":
+        load(checkpoint, **({"load_optimizer_states": False} if how == "bad" and client == "deepspeed" else {}))
+    if how == "bad" and client == "accelerate":
+        optimizer.optimizer.state.clear()
+    for batch in data:
+        backward(model(batch).pow(2).mean())
+        optimizer.step()
+        if client == "accelerate":
+            scheduler.step()
+            optimizer.zero_grad()
+    if how == "save":
+        save(checkpoint)
+    print("it trained on")
+
+if __name__ == "__main__":
+    loop(*sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    return tmp_path / "loop.py"
+
+
+def llmtailor(*words):
+    command = [sys.executable, "-m", "llmtailor", *map(str, words)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def ranks(program, *words):
+    return ["--", sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, program, *words]
+
+
+def test_two_ranks_are_ended_before_their_first_step(tmp_path, program):
+    space: dict = {}
+    exec(LOOP.replace("__main__", "-"), space)
+    space["loop"]("accelerate", str(tmp_path / "saved"), "save")
+    done = llmtailor("attest", tmp_path / "saved", "--json", *ranks(program, "accelerate", tmp_path / "saved", "bad"))
+    assert done.returncode == 7, done.stderr
+    assert json.loads(done.stdout)["cause"] == "only the weights were loaded, not the optimizer's states"
+    assert "Traceback" not in done.stderr and "it trained on" not in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("client", ["accelerate", "deepspeed"])
+def test_loops_of_both_clients(tmp_path, program, client):
+    saved = tmp_path / "saved"
+    assert llmtailor("run", *ranks(program, client, saved, "save")).returncode == 0
+    for how, code in [("good", 0), ("bad", 7)]:
+        done = llmtailor("attest", saved, *ranks(program, client, saved, how))
+        assert done.returncode == code, done.stderr
+        assert ("NOT THE TRAINING" in done.stdout) == bool(code) and "Traceback" not in done.stderr
+        assert "it trained on" not in done.stderr
+    done = llmtailor("attest", saved, *ranks(program, client, saved, "save"))
+    assert (done.returncode, "reached its first optimizer step without resuming" in done.stderr) == (2, True)
+    done = llmtailor("run", "--attest=full", *ranks(program, client, saved, "good"))
+    assert done.returncode == 0 and "it trained on" in done.stdout
+    assert done.stderr.count("states are the checkpoint's (every byte)") == 1
+
+
+class Ended(BaseException):
+    """In place of the end of the process"""
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("straight")).folder
+
+
+@pytest.fixture
+def run(straight, tmp_path, monkeypatch):
+    """A run; in each Trainer of this process are the callbacks of a launched program."""
+    callbacks = [*transformers.trainer.DEFAULT_CALLBACKS, LaunchedAttest]
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", callbacks)
+    return shutil.copytree(straight, tmp_path / "run")
+
+
+def proof(run, monkeypatch, kind, resume_from):
+    def leave(code):
+        assert code == 0
+        raise Ended
+
+    result = run / "result.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", leave)
+        patch.setenv(ATTESTING, Task(str(run / f"checkpoint-{STEP}"), str(result)).to_text())
+        with pytest.raises(Ended):
+            train(run, kind=kind, resume_from=resume_from, steps=6)
+    return json.loads(result.read_text())
+
+
+class NoSchedule(transformers.Trainer):
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.lr_scheduler.last_epoch = 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        (Attached, None),
+        (NoRandom, "the random states were not restored on 1 of 1 ranks"),
+        (NoSchedule, "the schedule was restarted"),
+    ],
+)
+def test_a_trainer_is_ended_before_its_first_step(run, monkeypatch, kind, cause):
+    made = proof(run, monkeypatch, kind, run / f"checkpoint-{STEP}")
+    assert (made["is_same"], made["attested"]["cause"]) == (cause is None, cause)
+    assert not (run / "partial").exists(), "a saver of the program's saves nothing"
+
+
+@pytest.mark.parametrize(
+    ("resume_from", "what"),
+    [
+        (None, "PROGRAM reached its first optimizer step without resuming"),
+        ("checkpoint-4", "PROGRAM has resumed from"),
+    ],
+)
+def test_what_resumes_from_elsewhere_is_refused(run, monkeypatch, resume_from, what):
+    made = proof(run, monkeypatch, transformers.Trainer, resume_from and run / resume_from)
+    assert made["exit_code"] == 2 and made["problems"][0][1].startswith(what)
+
+
+@pytest.mark.parametrize("launched", [LaunchedAttest, LaunchedSaving])
+def test_stop_ends_a_launched_training_with_one_error(run, monkeypatch, capfd, launched):
+    callbacks = [one for one in transformers.trainer.DEFAULT_CALLBACKS if one is not LaunchedAttest]
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*callbacks, launched])
+    monkeypatch.setenv("LLMTAILOR_ON_MISMATCH", "stop")
+
+    class Plain(transformers.Trainer):
+        _load_optimizer_and_scheduler = NoOptimizer._load_optimizer_and_scheduler
+
+    with pytest.raises(SystemExit) as end:
+        train(run, kind=Plain, resume_from=run / f"checkpoint-{STEP}", steps=6)
+    assert end.value.code == 7
+    assert capfd.readouterr().err.count("error: ") == 1
+
+
+def test_stop_does_not_end_what_cant_be_attested(run, monkeypatch, caplog):
+    """Another optimizer's states can't be read, which says nothing about the training."""
+    monkeypatch.setenv("LLMTAILOR_ON_MISMATCH", "stop")
+
+    class Sgd(transformers.Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            return self.optimizer
+
+    train(run / "sgd", kind=Sgd)
+    train(run / "sgd", kind=Sgd, resume_from=run / "sgd" / f"checkpoint-{STEP}", steps=6)
+    assert f"checkpoint-{STEP}: not attested: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["attest", "missing", "--", "true"], 4, "it does not exist"),
+        (["attest", ".", "--", "no-such-program"], 2, "there is no such program"),
+        (["attest", ".", "--", "false"], 2, "PROGRAM ended with exit code 1 before its first optimizer step"),
+        (["run", "--attest", "--policy", "full", "--", "true"], 2, "nothing is saved with it, so --policy"),
+        (["run", "--on-mismatch", "shrug", "--", "true"], 2, "'warn', 'stop'"),
+    ],
+)
+def test_what_is_refused(tmp_path, words, code, said):
+    assert said in call(*words, code=code, cwd=tmp_path).stderr
+
+
+@pytest.mark.long
+def test_the_hooks_are_added_to_what_the_program_imports(tmp_path):
+    """Without a launcher: a program that takes a step without resuming is ended."""
+    step = "import torch; p = torch.nn.Parameter(torch.ones(2)); torch.optim.SGD([p]).step(); print('it trained on')"
+    (Path(tmp_path) / "program.py").write_text(step)
+    done = call("attest", tmp_path, "--", sys.executable, tmp_path / "program.py", code=2)
+    assert "reached its first optimizer step without resuming" in done.stderr
