@@ -309,6 +309,11 @@ def find_cause(facts: Facts) -> Cause | None:
             "strict=False",
             "params keep other values, and the optimizer continues as if they were right",
         )
+    if Kind.UNSAVED in masters:
+        return Cause(
+            "the checkpoint's files have no weights of that name: keys renamed, or left out when it was saved",
+            "the loader gave these params nothing, so they keep their initial values",
+        )
     if Kind.MISSING in moments:
         return Cause("the optimizer has states of some params only", "the others start anew in the optimizer")
     if Kind.ZERO in moments:

@@ -77,6 +77,8 @@ class Live:
     counters: Mapping[str, Any] = field(default_factory=dict)
     scale: Mapping[str, Any] | None = None
     """The state of a GradScaler"""
+    open_other: Callable[[Path], CheckpointIndex] = index_checkpoint
+    """Opens other checkpoints of the run"""
 
 
 def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
@@ -146,6 +148,8 @@ def _missing(
             entry = index.held[State(name, kind)]
             if is_moment(kind) and kind not in here and entry.is_here and not entry.is_all_zero:
                 runs = _shift(sample_runs(master.numel), master.begin)
+                if runs and runs[-1][1] > entry.numel:  # not one element per weight
+                    runs = sample_runs(entry.numel)
                 if any(read_elements(files, entry, runs)):
                     yield Difference(State(master.param, kind), Kind.MISSING)
 
@@ -156,6 +160,9 @@ def _compare(
     state, offset = State(one.param, one.kind), one.begin
     if one.kind == BUFFER and entry.numel > one.numel:  # those of each rank
         offset += (search.live.rank % max(1, entry.numel // one.numel)) * one.numel
+    if offset + one.numel > entry.numel:
+        shape = "x".join(map(str, entry.shape))
+        return Difference(state, Kind.CHANGED, f"{shape} in the checkpoint, {one.numel:,} elements in the training")
     worst: Kind | None = None
     for runs in all_runs(one.numel) if how == FULL else [sample_runs(one.numel, at_least)]:
         if not runs:
@@ -294,7 +301,7 @@ class Search:
 
     def _other_checkpoints(self) -> Iterator[tuple[str, CheckpointIndex]]:
         if self._others is None:
-            self._others = list(other_checkpoints(self.index))
+            self._others = list(other_checkpoints(self.index, self.live.open_other))
         yield from self._others
 
 
@@ -309,7 +316,9 @@ def _without_numbers(name: str) -> str:
     return "".join(one for one in name if not one.isdigit())
 
 
-def other_checkpoints(index: CheckpointIndex) -> Iterator[tuple[str, CheckpointIndex]]:
+def other_checkpoints(
+    index: CheckpointIndex, open_other: Callable[[Path], CheckpointIndex]
+) -> Iterator[tuple[str, CheckpointIndex]]:
     """Yield other checkpoints of the run, the nearest steps first; those that can't be read are left out."""
     found: dict[Path, int] = {}
     for folder in (index.root.parent, index.root):
@@ -321,7 +330,7 @@ def other_checkpoints(index: CheckpointIndex) -> Iterator[tuple[str, CheckpointI
     paths = [path for path in found if path.absolute() != index.root.absolute()]
     for path in sorted(paths, key=lambda path: abs(found[path] - index.global_step))[:MAX_OTHERS]:
         try:
-            other = index_checkpoint(path)
+            other = open_other(path)
         except (TailorError, OSError):
             continue
         if other.global_step != index.global_step:

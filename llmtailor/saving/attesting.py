@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmtailor.attestation.by_position import index_by_position
 from llmtailor.attestation.check import announce, attest_live, guarded, missing_files, open_index
 from llmtailor.attestation.compare import (
     OFF,
@@ -27,14 +28,16 @@ from llmtailor.attestation.read import Live, LiveFragment, compare_random
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.containers.json import read_json
-from llmtailor.errors import SourceError, TailorError
+from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.common.param_names import ModelFacts, known_model
-from llmtailor.formats.registry import display_name
+from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.runs.folder import RunFolder
+from llmtailor.saving.any_training import AnyTraining
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import DTYPES, bytes_of
+from llmtailor.saving.torch_training import PlainTraining, ShardedTraining
 from llmtailor.saving.training import Fragment, HasState, Ranks, Training, rng_tree
 from llmtailor.training import decaying_names
 
@@ -43,10 +46,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("llmtailor.attest")
 Write = Callable[[Mapping[str, object]], None]
+Attestable = Training | AnyTraining
 
 
 def attest_training(
-    training: Training,
+    training: Attestable,
     checkpoint: Path,
     how: str = SAMPLE,
     scheduler: HasState | None = None,
@@ -55,9 +59,23 @@ def attest_training(
 ) -> Attestation:
     """Compare a live training with a checkpoint, on all ranks. Raises SourceError, UnsupportedCheckpoint."""
     ranks = Ranks.here()
-    index = index_on_first(training, checkpoint, ranks)
-    with known_model(_facts_of(training)):
-        return attest_live(index, lambda: live_of(training, scheduler, scaler, counters), ranks, how)
+    opened = open_on_first(training, checkpoint, ranks)
+    return _attest(opened, ranks, how, scheduler, scaler, counters)
+
+
+def _attest(
+    opened: Opened,
+    ranks: Ranks,
+    how: str,
+    scheduler: HasState | None,
+    scaler: HasState | None,
+    counters: Mapping[str, Any],
+) -> Attestation:
+    def find_live() -> Live:
+        return replace(live_of(opened.training, scheduler, scaler, counters), open_other=opened.open_other)
+
+    with known_model(_facts_of(opened.training)):
+        return attest_live(opened.index, find_live, ranks, how)
 
 
 def attest_loop(
@@ -78,9 +96,41 @@ def attest_loop(
     guarded(run, checkpoint, ranks.is_first, options.on_mismatch)
 
 
-def index_on_first(training: Training, checkpoint: Path, ranks: Ranks) -> CheckpointIndex:
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint, and the training in the form in which it can be compared with it."""
+
+    index: CheckpointIndex
+    training: Attestable
+    open_other: Callable[[Path], CheckpointIndex] = index_checkpoint
+
+
+def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Opened:
+    """Return a checkpoint, read by rank 0: by names, or by position if it does not state which params it holds."""
+    try:
+        return Opened(_index_on_first(training, checkpoint, ranks), training)
+    except SourceError as error:
+        if isinstance(training, ShardedTraining) or not isinstance(training, (PlainTraining, AnyTraining)):
+            raise
+        if missing_files(error):
+            raise
+        try:
+            alike = AnyTraining(training.model, training.optimizer)
+            open_other = partial(index_by_position, live=alike.positions)
+            return Opened(ranks.on_first(lambda: open_other(_folder_of(checkpoint))), alike, open_other)
+        except SourceError as other:
+            if missing_files(other) or isinstance(error, UnsupportedCheckpoint):
+                raise other from error
+            raise error from None
+
+
+def _folder_of(checkpoint: Path) -> Path:
+    return checkpoint.parent if checkpoint.name == CKPT else checkpoint
+
+
+def _index_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> CheckpointIndex:
     """Return the index of a checkpoint, read by rank 0, which also knows the model already."""
-    folder = checkpoint.parent if checkpoint.name == CKPT else checkpoint
+    folder = _folder_of(checkpoint)
 
     def read() -> CheckpointIndex:
         try:
@@ -92,7 +142,7 @@ def index_on_first(training: Training, checkpoint: Path, ranks: Ranks) -> Checkp
     return ranks.on_first(read)
 
 
-def _facts_of(training: Training) -> ModelFacts:
+def _facts_of(training: Attestable) -> ModelFacts:
     params = {name: fact.shape for name, fact in training.params.items() if fact.role != "buffer"}
     tied = {name: stored for name, stored in training.tied.items() if stored in params}
     buffers = [name for name, fact in training.params.items() if fact.role == "buffer"]
@@ -100,7 +150,7 @@ def _facts_of(training: Training) -> ModelFacts:
 
 
 def live_of(
-    training: Training, scheduler: HasState | None, scaler: HasState | None, counters: Mapping[str, Any]
+    training: Attestable, scheduler: HasState | None, scaler: HasState | None, counters: Mapping[str, Any]
 ) -> Live:
     """Return what this process holds of a training, for `attestation`."""
     ranks, aliases = Ranks.here(), dict[str, list[str]]()
@@ -137,7 +187,7 @@ def live_of(
     )
 
 
-def _fragments(training: Training) -> Iterator[LiveFragment]:
+def _fragments(training: Attestable) -> Iterator[LiveFragment]:
     for one in training.present():
         if one.tensor.dtype not in DTYPES:
             continue
@@ -222,7 +272,7 @@ class TrainerResume:
         self._waits_for_rng = False
         self.found: Attestation | None = None
 
-    def begin(self, find_training: Callable[[], Training]) -> None:
+    def begin(self, find_training: Callable[[], Attestable]) -> None:
         """Attest the states; call it in ``on_train_begin``, on every rank. ``find_training`` returns the
         live training.
 
@@ -235,12 +285,13 @@ class TrainerResume:
         if self._index is not None:
             self._watch_rng(trainer)
 
-    def _begin(self, training: Training, checkpoint: Path) -> Attestation:
+    def _begin(self, training: Attestable, checkpoint: Path) -> Attestation:
         trainer = self._trainer
         parts = parts_of(trainer)
         step = trainer.state.global_step
         try:
-            self._index = index_on_first(training, checkpoint, self._ranks)
+            opened = open_on_first(training, checkpoint, self._ranks)
+            self._index = opened.index
         except SourceError as error:
             if not (files := missing_files(error)):
                 raise
@@ -248,10 +299,7 @@ class TrainerResume:
             self._record({"step": step, "attested": found.to_json()})
             announce(found, self._ranks, self._on_mismatch)
             return found
-        scheduler, scaler, counters = parts["scheduler"], parts["scaler"], {"global_step": step}
-        with known_model(_facts_of(training)):
-            live = partial(live_of, training, scheduler, scaler, counters)
-            found = attest_live(self._index, live, self._ranks, self._how)
+        found = _attest(opened, self._ranks, self._how, parts["scheduler"], parts["scaler"], {"global_step": step})
         self.found = found
         if self._ranks.is_first:
             self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), step, trainer.state.log_history))
