@@ -376,6 +376,15 @@ class Facts:
         return any(one.subject is Subject.SCHEDULE and one.is_alarm for one in self.mismatches)
 
 
+def rates_off_schedule(live: Sequence[float | None], scheduled: Sequence[float]) -> str | None:
+    """Return what is to be said of the learning rates after a step, by group, if they are not what the scheduler
+    computes; None if they are, or that is unknown."""
+    for number, (mine, other) in enumerate(zip(live, scheduled, strict=False)):
+        if mine is not None and not _alike(mine, other):
+            return f"the learning rate of param group {number} is {mine:g}, and the scheduler's is {other:g}"
+    return None
+
+
 def as_number(value: Any) -> float | None:
     value = plain(value)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
@@ -575,6 +584,8 @@ class Losses:
     before: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Step -> its log entry"""
     same: list[int] = field(default_factory=list)
+    has_seen: bool = False
+    """Whether a learning rate was compared"""
 
     def see(self, step: int, logs: Mapping[str, Any]) -> str | None:
         """Take a log entry of the new attempt; return what is to be said about it, if anything.
@@ -584,6 +595,11 @@ class Losses:
         ones show nothing.
         """
         old = self.before.get(step, {})
+        if not self.has_seen and "learning_rate" in old and "learning_rate" in logs:
+            self.has_seen = True
+            live, before = logs["learning_rate"], old["learning_rate"]
+            if not _alike(live, before):
+                return f"the learning rate of step {step} is {live:g}, {before:g} in the abandoned attempt"
         if "loss" not in old or "loss" not in logs or len(self.same) >= 2:
             return None
         if logs["loss"] == old["loss"]:

@@ -76,7 +76,7 @@ class Live:
     schedule: Mapping[str, Any] | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     scale: Mapping[str, Any] | None = None
-    """The state of a GradScaler"""
+    """The state of a GradScaler, or of DeepSpeed's loss scaler"""
     open_other: Callable[[Path], CheckpointIndex] = index_checkpoint
     """Opens other checkpoints of the run"""
 

@@ -224,7 +224,8 @@ def attest(
     is_loops = trainer is None and accelerator is None
     loader = LOADERS[DEEPSPEED if engine is not None and is_loops else TRAINER]
     training = attestable_of(engine, model, optimizer, scaler, loader)
-    attested = attest_training(training, Path(checkpoint), how, scheduler, scaler, counters)
+    is_accelerates = accelerator is not None
+    attested = attest_training(training, Path(checkpoint), how, scheduler, scaler, counters, with_random=is_accelerates)
     announce(attested, Ranks.here(), on_mismatch)
     return attested
 

@@ -22,7 +22,9 @@ from llmtailor.attestation.compare import (
     Cause,
     LiveGroup,
     Losses,
+    as_number,
     lacking,
+    rates_off_schedule,
 )
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
 from llmtailor.checkpoint.index import CheckpointIndex
@@ -56,11 +58,24 @@ def attest_training(
     scheduler: HasState | None = None,
     scaler: HasState | None = None,
     counters: Mapping[str, Any] = {},
+    *,
+    with_random: bool = False,
 ) -> Attestation:
-    """Compare a live training with a checkpoint, on all ranks. Raises SourceError, UnsupportedCheckpoint."""
+    """Compare a live training with a checkpoint, on all ranks; ``with_random`` also the random states, whose
+    differences are notes: the program may have drawn from them since.
+
+    Raises SourceError, UnsupportedCheckpoint."""
     ranks = Ranks.here()
     opened = open_on_first(training, checkpoint, ranks)
-    return _attest(opened, ranks, how, scheduler, scaler, counters)
+    found = _attest(opened, ranks, how, scheduler, scaler, counters)
+    if not with_random:
+        return found
+    mine = ranks.together(lambda: compare_random(opened.index, rng_tree(), ranks.rank, ranks.world_size))
+    drawn = [rank for rank, (differing, _) in enumerate(mine) if differing]
+    notes = dict.fromkeys(note for _, note in mine if note)
+    if drawn:
+        notes[f"random states of {len(drawn)} of {ranks.world_size} ranks: not restored, or drawn from since"] = None
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def _attest(
@@ -79,16 +94,21 @@ def _attest(
 
 
 def attest_loop(
-    training: Training, checkpoint: Path, options: SavingOptions, scheduler: HasState | None, write: Write
+    training: Attestable,
+    checkpoint: Path,
+    options: SavingOptions,
+    scheduler: HasState | None,
+    write: Write,
+    counters: Mapping[str, Any] = {},
 ) -> None:
-    """Attest what a loop with a saver has resumed, for the record and the log.
+    """Attest what a loop, or Lightning, has resumed, for the record and the log.
 
     Raises NotTheSame if it is another training and ``on_mismatch`` is ``stop``.
     """
     ranks = Ranks.here()
 
     def run() -> Attestation:
-        found = attest_training(training, checkpoint, options.attest, scheduler)
+        found = attest_training(training, checkpoint, options.attest, scheduler, None, counters)
         write(found.to_json())
         announce(found, ranks, options.on_mismatch)
         return found
@@ -183,8 +203,14 @@ def live_of(
         is_adapter=is_adapted(training.model),
         schedule=scheduler.state_dict() if scheduler is not None else None,
         counters={**counters, **more},
-        scale=scaler.state_dict() if scaler is not None else None,
+        scale=scaler.state_dict() if scaler is not None else _scale_of(engine),
     )
+
+
+def _scale_of(engine: Any) -> Mapping[str, Any] | None:
+    """Return the state of DeepSpeed's own loss scaler, which its optimizers save as an object."""
+    scaler = getattr(getattr(engine, "optimizer", None), "loss_scaler", None)
+    return None if scaler is None else getattr(scaler, "__dict__", None)
 
 
 def _fragments(training: Attestable) -> Iterator[LiveFragment]:
@@ -269,7 +295,7 @@ class TrainerResume:
         self._ranks = Ranks.here()
         self._index: CheckpointIndex | None = None
         self._losses = Losses()
-        self._waits_for_rng = False
+        self._waits_for_rng = self._has_stepped = False
         self.found: Attestation | None = None
 
     def begin(self, find_training: Callable[[], Attestable]) -> None:
@@ -354,6 +380,14 @@ class TrainerResume:
 
     def step_ended(self) -> None:
         """Call it after each step."""
+        if self._index is not None and not self._has_stepped:
+            self._has_stepped = True
+            rates = [as_number(group.get("lr")) for group in self._trainer.optimizer.param_groups]
+            said = rates_off_schedule(rates, rates_of(parts_of(self._trainer)["scheduler"]))
+            if said and self._ranks.is_first:
+                step = self._trainer.state.global_step
+                logger.warning("resumed from %s: after step %d %s", self._index.name, step, said)
+                self._record({"step": step, "rates": said})
         if self._waits_for_rng:
             self._waits_for_rng = False
             if self._ranks.is_first:

@@ -23,6 +23,9 @@ class Spec:
     layers: int = 3
     saver: str = ""
     """The policy of llmtailor's saver, which then saves at each step; empty for Lightning's own checkpoints only"""
+    fault: str = ""
+    """What of a loaded checkpoint is spoiled: ``schedule``, ``moments`` or ``weights``; without one, a resume that
+    does not hold its checkpoint stops"""
     dies_at: int = 0
     """The step after which every rank is killed; 0 for none"""
     per_device_batch: int = 3

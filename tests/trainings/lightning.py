@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from helpers.ranks import train_each
 from lightning_runs.spec import NEWEST, Spec
-from llmtailor.integrations.lightning import PartialSaving, newest_checkpoint
+from llmtailor.integrations.lightning import AttestResume, PartialSaving, newest_checkpoint
 from trainings.models import VOCAB, build
 
 RATE, LENGTH, EPOCH_STEPS = 5e-3, 12, 2
@@ -97,6 +97,24 @@ class Dying(pl.Callback):  # type: ignore[misc]
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Faulty(pl.Callback):  # type: ignore[misc]
+    """Spoils what Lightning loads."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.fault == "schedule":
+            checkpoint["lr_schedulers"][0]["last_epoch"] = 0
+        elif self.fault == "moments":
+            for state in checkpoint["optimizer_states"][0]["state"].values():
+                state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+        else:  # the weights are loaded already
+            for name, param in module.named_parameters():
+                if "mlp" in name:
+                    param.data += 0.01
+
+
 def new_strategy(spec: Spec) -> Any:
     if not spec.stage:
         return DDPStrategy(process_group_backend="gloo")
@@ -115,7 +133,8 @@ def run(spec: Spec, folder: Path) -> dict[int, float]:
     data = [(at + torch.arange(LENGTH) * (1 + at % 3)) % VOCAB for at in range(rows)]
     callbacks: list[Any] = [ModelCheckpoint(dirpath=out, every_n_train_steps=EPOCH_STEPS, save_top_k=-1)]
     if spec.saver:
-        callbacks.append(PartialSaving(spec.saver, 1, output_dir=out))
+        callbacks.append(PartialSaving(spec.saver, 1, output_dir=out, on_mismatch="warn" if spec.fault else "stop"))
+    callbacks.append(Faulty(spec.fault) if spec.fault else AttestResume(on_mismatch="stop"))
     if spec.dies_at:
         callbacks.append(Dying(spec))
     module = Module(spec)
