@@ -262,6 +262,20 @@ class Faults:
 
         return undo
 
+    def scale_changed(self) -> Undo:
+        scaler = self.one.engine.optimizer.loss_scaler
+        before, scaler.cur_scale = scaler.cur_scale, scaler.cur_scale * 4
+
+        def undo() -> None:
+            scaler.cur_scale = before
+
+        return undo
+
+    def random_drawn(self) -> Undo:
+        before = torch.get_rng_state()
+        torch.rand(3)
+        return lambda: torch.set_rng_state(before)
+
     def older_loaded(self) -> Undo:
         self.one.load(self.one.run / f"checkpoint-{self.one.step - 2}")
         return lambda: self.one.load(self.one.checkpoint)

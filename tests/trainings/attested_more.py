@@ -19,6 +19,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from transformers import TrainerCallback
 
 from lightning_runs.spec import Spec as LightningSpec
@@ -66,8 +67,8 @@ class InLightning(pl.Callback):  # type: ignore[misc]
         self.checkpoint, self.act = checkpoint, act
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        engine = getattr(trainer.strategy, "deepspeed_engine", None) if trainer.strategy.strategy_name else None
-        engine = engine if "deepspeed" in type(trainer.strategy).__name__.lower() else None
+        is_deepspeed = isinstance(trainer.strategy, DeepSpeedStrategy)
+        engine = trainer.strategy.deepspeed_engine if is_deepspeed else None
         held: dict[str, Any] = {"scheduler": trainer.lr_scheduler_configs[0].scheduler}
         if engine is not None:
             held |= {"engine": engine, "model": None, "optimizer": None}
