@@ -20,8 +20,9 @@ from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_mome
 from llmtailor.storage.casts import FLOATING, cast
 
 RUNS, RUN_ELEMENTS, MAX_RUNS = 8, 512, 64
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 18
 """Elements that a full comparison holds at once"""
+Buffer = bytes | bytearray
 OFF, SAMPLE, FULL = "off", "sample", "full"
 WARN, STOP = "warn", "stop"
 
@@ -116,7 +117,7 @@ def all_runs(numel: int) -> list[Runs]:
     return [((begin, min(begin + CHUNK_ELEMENTS, numel)),) for begin in range(0, numel, CHUNK_ELEMENTS)]
 
 
-def judge(live: bytes, live_dtype: str, saved: bytes, saved_dtype: str, precision: str) -> Kind | None:
+def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str, precision: str) -> Kind | None:
     """Return how elements differ from those of the checkpoint; None if they are the same.
 
     They are compared in the training's dtype, bit for bit. Values that were rounded to ``precision``, that of the

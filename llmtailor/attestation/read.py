@@ -11,6 +11,7 @@ from typing import Any
 from llmtailor.attestation.compare import (
     FULL,
     RUN_ELEMENTS,
+    Buffer,
     Difference,
     Findings,
     Kind,
@@ -181,7 +182,7 @@ def _compare(
     return None if worst is None else Difference(state, worst, _rounding(one, entry, search.live.precision))
 
 
-def _narrow(runs: Runs, mine: bytes, one: LiveFragment, saved: bytes, entry: TensorEntry) -> Runs:
+def _narrow(runs: Runs, mine: Buffer, one: LiveFragment, saved: Buffer, entry: TensorEntry) -> Runs:
     """Return few elements that differ, to look for elsewhere."""
     size, other, at = ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype], 0
     for begin, end in runs:
@@ -214,7 +215,7 @@ def _shift(runs: Runs, by: int) -> Runs:
     return tuple((begin + by, end + by) for begin, end in runs)
 
 
-def read_elements(files: Files, entry: TensorEntry, runs: Runs) -> bytes:
+def read_elements(files: Files, entry: TensorEntry, runs: Runs) -> Buffer:
     """Return elements of a state of a checkpoint; what no file holds is zero. Raises OSError, LookupError."""
     size = ITEMSIZE[entry.dtype]
     data = bytearray(sum(end - begin for begin, end in runs) * size)
@@ -224,7 +225,7 @@ def read_elements(files: Files, entry: TensorEntry, runs: Runs) -> bytes:
             low = at + (part.begin - begin) * size
             files.read_into(part.extent.path, part.extent.start, room[low : low + part.extent.num_bytes])
         at += (end - begin) * size
-    return bytes(data)
+    return data
 
 
 class Search:
@@ -251,7 +252,7 @@ class Search:
                     return Difference(state, how, detail)
         return Difference(state, kind, _rounding(one, entry, self.live.precision) if kind is Kind.ROUNDED else "")
 
-    def _candidates(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[Kind, str, bytes, str]]:
+    def _candidates(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[Kind, str, Buffer, str]]:
         for name, other in self._other_checkpoints():
             held = entry_of(other, State(one.param, one.kind), self.live.aliases)
             if held is not None and held.shape == entry.shape:
@@ -305,7 +306,7 @@ class Search:
         yield from self._others
 
 
-def _try(files: Files, held: TensorEntry, runs: Runs) -> bytes:
+def _try(files: Files, held: TensorEntry, runs: Runs) -> Buffer:
     try:
         return read_elements(files, held, runs)
     except (OSError, LookupError, IndexError):

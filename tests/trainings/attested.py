@@ -111,6 +111,15 @@ def exchanged(tensor: torch.Tensor, source: int) -> torch.Tensor | None:
     return found if found.shape == tensor.shape else None
 
 
+def begun_as(tensor: torch.Tensor, source: int) -> torch.Tensor:
+    """Return a flat tensor that begins with what a rank has in its place; DeepSpeed cuts padding off masters."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, tensor)
+    found, count = tensor.clone(), min(tensor.numel(), everybody[source].numel())
+    found[:count] = everybody[source][:count]
+    return found
+
+
 class Faults:
     """What may go wrong; each method changes the training and returns how to undo that."""
 
@@ -195,7 +204,7 @@ class Faults:
             for kinds in self.one.training._flats(self.one.engine.optimizer.state_dict())
             for flat in kinds.values()
         ]  # type: ignore[attr-defined]
-        return overwrite([Fragment("", "", 0, flat) for flat in flats], lambda one: exchanged(one.tensor, source))
+        return overwrite([Fragment("", "", 0, flat) for flat in flats], lambda one: begun_as(one.tensor, source))
 
     def masters_rounded(self) -> Undo:
         return overwrite(self.one.fragments("master"), lambda one: one.tensor.bfloat16().to(one.tensor.dtype))
@@ -225,7 +234,7 @@ class Faults:
         return undo
 
     def rate_changed(self) -> Undo:
-        group = self.draw.choice(self.one.torchs.param_groups)
+        group = self.draw.choice([one for one in self.one.torchs.param_groups if one["params"]])
         before, group["lr"] = group["lr"], group["lr"] * 3
 
         def undo() -> None:
