@@ -110,12 +110,16 @@ def plan_clean(ranks: int, folder: Path, loops: Loops, trained: Trained) -> list
     for stage in (1, 2, 3):
         spec = {**loops[f"engine-{stage}"].spec.to_json(), "scheduler": ""}  # theirs are of different kinds
         add(f"engine-{stage}", "loop", spec, engines, "--stage", stage)
-    sources = [loops.checkpoint(name, 4) for name in ("accelerate-2", "accelerate-ddp", "accelerate-fsdp")]
-    for name, stage in (("accelerate-2", 2), ("accelerate-3", 3)):
-        spec = {**loops[name].spec.to_json(), "objects": False, "scheduler": "torch"}
-        add(name, "loop", spec, sources, "--stage", stage)
+    of_dtype = {
+        "bf16": [loops.checkpoint("accelerate-2", step) for step in (2, 4)],
+        "fp32": [loops.checkpoint(name, 4) for name in ("accelerate-ddp", "accelerate-fsdp")],
+    }
+    for stage in (2, 3):
+        for dtype, sources in of_dtype.items():
+            spec = {**loops["accelerate-2"].spec.to_json(), "objects": False, "stage": stage, "dtype": dtype}
+            add(f"accelerate-{stage} {dtype}", "loop", spec, sources, "--stage", stage)
     fsdp = [trained.checkpoint(name, step) for name in ("loop", "loop-w3") for step in (2, 4)]
-    add("loop", "loop", trained["loop"].spec.to_json(), fsdp, "--to", "fsdp")
+    add("loop", "loop", trained["loop"].spec.to_json(), fsdp, "--to", "dcp")
     for name, others in (("zero1", ("zero2", "llama")), ("zero2", ("zero1", "llama")), ("llama", ("zero1", "zero2"))):
         spec, paths = runs[name].spec, [runs[other].checkpoint(4) for other in others]
         add(f"trainer {name}", "trainer", spec.to_json(), paths, "--stage", spec.stage)
