@@ -44,7 +44,7 @@ MAY_IMPORT = {
         "training",
     },
     "training": {"checkpoint", "model"},
-    "integrations": {*BASE, "loaders", "formats", "policies", "runs", "saving", "ranks", "attestation"},
+    "integrations": {*BASE, "containers", "loaders", "formats", "policies", "runs", "saving", "ranks", "attestation"},
     "report": {*BASE, "containers", "loaders", "formats", "recipe", "verify", "compose", "runs"},
     "cli": {
         *BASE,

@@ -27,11 +27,13 @@ from llmtailor.attestation.compare import (
     summarize,
 )
 from llmtailor.attestation.read import Live, compare_states
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.codes import Code
+from llmtailor.containers.unpickle import Call
 from llmtailor.errors import Problem, SourceError, VerificationError
+from llmtailor.formats.common.lightning import SCHEDULERS
 from llmtailor.formats.registry import survey_checkpoint
-from llmtailor.loaders.files import LATEST, SCALER, SCHEDULER
+from llmtailor.loaders.files import CKPT, LATEST, SCALER, SCHEDULER
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, State
 from llmtailor.ranks.group import Team
@@ -100,13 +102,10 @@ def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     in_groups, notes = compare_groups(index, live.groups)
     schedule, more = compare_schedule(live.schedule, saved_schedule(index) if live.schedule is not None else None)
     mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
-    saved_scale = index.train.trees.get(SCALER)
-    if live.scale and isinstance(saved_scale, Mapping):
-        mismatches += compare_counters(
-            Subject.SCALE,
-            {f"loss scale: {key}": live.scale[key] for key in ("scale", "_growth_tracker") if key in live.scale},
-            {f"loss scale: {key}": value for key, value in saved_scale.items()},
-        )
+    if live.scale:
+        scale = {f"loss scale: {key}": value for key, value in saved_scale(index).items()}
+        mine = {f"loss scale: {key}": live.scale[key] for key in _OF_SCALE if key in live.scale}
+        mismatches += compare_counters(Subject.SCALE, mine, scale)
     return replace(states, mismatches=tuple(mismatches), notes=(*states.notes, *notes, *more))
 
 
@@ -128,12 +127,30 @@ def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
 
 
 def saved_schedule(index: CheckpointIndex) -> Mapping[str, Any] | None:
-    """Return the scheduler's state: that of the loader's file, or that of DeepSpeed's model states."""
+    """Return the scheduler's state: that of the loader's file, of DeepSpeed's model states, or Lightning's one."""
     tree = index.train.trees.get(LOADERS[index.client].scheduler) or index.train.trees.get(SCHEDULER)
-    for one in (tree, *(model.get("lr_scheduler") for model in index.train.model[:1] if model)):
+    models = [model for model in index.train.model[:1] if model]
+    listed = [one.get(SCHEDULERS) for one in (index.train.trees.get(CKPT), *models) if isinstance(one, Mapping)]
+    of_lightning = [ones[0] for ones in listed if isinstance(ones, list) and len(ones) == 1]
+    for one in (tree, *(model.get("lr_scheduler") for model in models), *of_lightning):
         if isinstance(one, Mapping):
             return one
     return None
+
+
+_OF_SCALE = ("scale", "_growth_tracker", "cur_scale", "cur_iter")
+"""Of torch's GradScaler and of DeepSpeed's loss scalers"""
+
+
+def saved_scale(index: CheckpointIndex) -> Mapping[str, Any]:
+    """Return the state of the GradScaler, or of DeepSpeed's own loss scaler, which each rank has saved; empty if there
+    is none."""
+    if isinstance(tree := index.train.trees.get(SCALER), Mapping):
+        return tree
+    outer = (index.train.optim[0] or {}).get("optimizer_state_dict") if index.train.optim else None
+    scaler = outer.get("loss_scaler") if isinstance(outer, Mapping) else None
+    state = scaler.state if isinstance(scaler, Call) else None
+    return state if isinstance(state, Mapping) and index.form.framework == DEEPSPEED else {}
 
 
 def saved_counters(index: CheckpointIndex) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_mome
 from llmtailor.storage.casts import FLOATING, cast
 
 RUNS, RUN_ELEMENTS, MAX_RUNS = 8, 512, 64
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 18
 """Elements that a full comparison holds at once"""
+Buffer = bytes | bytearray
 OFF, SAMPLE, FULL = "off", "sample", "full"
 WARN, STOP = "warn", "stop"
 
@@ -116,7 +117,7 @@ def all_runs(numel: int) -> list[Runs]:
     return [((begin, min(begin + CHUNK_ELEMENTS, numel)),) for begin in range(0, numel, CHUNK_ELEMENTS)]
 
 
-def judge(live: bytes, live_dtype: str, saved: bytes, saved_dtype: str, precision: str) -> Kind | None:
+def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str, precision: str) -> Kind | None:
     """Return how elements differ from those of the checkpoint; None if they are the same.
 
     They are compared in the training's dtype, bit for bit. Values that were rounded to ``precision``, that of the
@@ -309,6 +310,11 @@ def find_cause(facts: Facts) -> Cause | None:
             "strict=False",
             "params keep other values, and the optimizer continues as if they were right",
         )
+    if Kind.UNSAVED in masters:
+        return Cause(
+            "the checkpoint's files have no weights of that name: keys renamed, or left out when it was saved",
+            "the loader gave these params nothing, so they keep their initial values",
+        )
     if Kind.MISSING in moments:
         return Cause("the optimizer has states of some params only", "the others start anew in the optimizer")
     if Kind.ZERO in moments:
@@ -369,6 +375,15 @@ class Facts:
     @property
     def schedule_restarted(self) -> bool:
         return any(one.subject is Subject.SCHEDULE and one.is_alarm for one in self.mismatches)
+
+
+def rates_off_schedule(live: Sequence[float | None], scheduled: Sequence[float]) -> str | None:
+    """Return what is to be said of the learning rates after a step, by group, if they are not what the scheduler
+    computes; None if they are, or that is unknown."""
+    for number, (mine, other) in enumerate(zip(live, scheduled, strict=False)):
+        if mine is not None and not _alike(mine, other):
+            return f"the learning rate of param group {number} is {mine:g}, and the scheduler's is {other:g}"
+    return None
 
 
 def as_number(value: Any) -> float | None:
@@ -570,6 +585,8 @@ class Losses:
     before: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Step -> its log entry"""
     same: list[int] = field(default_factory=list)
+    has_seen: bool = False
+    """Whether a learning rate was compared"""
 
     def see(self, step: int, logs: Mapping[str, Any]) -> str | None:
         """Take a log entry of the new attempt; return what is to be said about it, if anything.
@@ -579,6 +596,11 @@ class Losses:
         ones show nothing.
         """
         old = self.before.get(step, {})
+        if not self.has_seen and "learning_rate" in old and "learning_rate" in logs:
+            self.has_seen = True
+            live, before = logs["learning_rate"], old["learning_rate"]
+            if not _alike(live, before):
+                return f"the learning rate of step {step} is {live:g}, {before:g} in the abandoned attempt"
         if "loss" not in old or "loss" not in logs or len(self.same) >= 2:
             return None
         if logs["loss"] == old["loss"]:

@@ -11,6 +11,7 @@ from typing import Any
 from llmtailor.attestation.compare import (
     FULL,
     RUN_ELEMENTS,
+    Buffer,
     Difference,
     Findings,
     Kind,
@@ -76,7 +77,9 @@ class Live:
     schedule: Mapping[str, Any] | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     scale: Mapping[str, Any] | None = None
-    """The state of a GradScaler"""
+    """The state of a GradScaler, or of DeepSpeed's loss scaler"""
+    open_other: Callable[[Path], CheckpointIndex] = index_checkpoint
+    """Opens other checkpoints of the run"""
 
 
 def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
@@ -146,6 +149,8 @@ def _missing(
             entry = index.held[State(name, kind)]
             if is_moment(kind) and kind not in here and entry.is_here and not entry.is_all_zero:
                 runs = _shift(sample_runs(master.numel), master.begin)
+                if runs and runs[-1][1] > entry.numel:  # not one element per weight
+                    runs = sample_runs(entry.numel)
                 if any(read_elements(files, entry, runs)):
                     yield Difference(State(master.param, kind), Kind.MISSING)
 
@@ -156,6 +161,9 @@ def _compare(
     state, offset = State(one.param, one.kind), one.begin
     if one.kind == BUFFER and entry.numel > one.numel:  # those of each rank
         offset += (search.live.rank % max(1, entry.numel // one.numel)) * one.numel
+    if offset + one.numel > entry.numel:
+        shape = "x".join(map(str, entry.shape))
+        return Difference(state, Kind.CHANGED, f"{shape} in the checkpoint, {one.numel:,} elements in the training")
     worst: Kind | None = None
     for runs in all_runs(one.numel) if how == FULL else [sample_runs(one.numel, at_least)]:
         if not runs:
@@ -174,7 +182,7 @@ def _compare(
     return None if worst is None else Difference(state, worst, _rounding(one, entry, search.live.precision))
 
 
-def _narrow(runs: Runs, mine: bytes, one: LiveFragment, saved: bytes, entry: TensorEntry) -> Runs:
+def _narrow(runs: Runs, mine: Buffer, one: LiveFragment, saved: Buffer, entry: TensorEntry) -> Runs:
     """Return few elements that differ, to look for elsewhere."""
     size, other, at = ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype], 0
     for begin, end in runs:
@@ -207,7 +215,7 @@ def _shift(runs: Runs, by: int) -> Runs:
     return tuple((begin + by, end + by) for begin, end in runs)
 
 
-def read_elements(files: Files, entry: TensorEntry, runs: Runs) -> bytes:
+def read_elements(files: Files, entry: TensorEntry, runs: Runs) -> Buffer:
     """Return elements of a state of a checkpoint; what no file holds is zero. Raises OSError, LookupError."""
     size = ITEMSIZE[entry.dtype]
     data = bytearray(sum(end - begin for begin, end in runs) * size)
@@ -217,7 +225,7 @@ def read_elements(files: Files, entry: TensorEntry, runs: Runs) -> bytes:
             low = at + (part.begin - begin) * size
             files.read_into(part.extent.path, part.extent.start, room[low : low + part.extent.num_bytes])
         at += (end - begin) * size
-    return bytes(data)
+    return data
 
 
 class Search:
@@ -244,7 +252,7 @@ class Search:
                     return Difference(state, how, detail)
         return Difference(state, kind, _rounding(one, entry, self.live.precision) if kind is Kind.ROUNDED else "")
 
-    def _candidates(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[Kind, str, bytes, str]]:
+    def _candidates(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[Kind, str, Buffer, str]]:
         for name, other in self._other_checkpoints():
             held = entry_of(other, State(one.param, one.kind), self.live.aliases)
             if held is not None and held.shape == entry.shape:
@@ -294,11 +302,11 @@ class Search:
 
     def _other_checkpoints(self) -> Iterator[tuple[str, CheckpointIndex]]:
         if self._others is None:
-            self._others = list(other_checkpoints(self.index))
+            self._others = list(other_checkpoints(self.index, self.live.open_other))
         yield from self._others
 
 
-def _try(files: Files, held: TensorEntry, runs: Runs) -> bytes:
+def _try(files: Files, held: TensorEntry, runs: Runs) -> Buffer:
     try:
         return read_elements(files, held, runs)
     except (OSError, LookupError, IndexError):
@@ -309,7 +317,9 @@ def _without_numbers(name: str) -> str:
     return "".join(one for one in name if not one.isdigit())
 
 
-def other_checkpoints(index: CheckpointIndex) -> Iterator[tuple[str, CheckpointIndex]]:
+def other_checkpoints(
+    index: CheckpointIndex, open_other: Callable[[Path], CheckpointIndex]
+) -> Iterator[tuple[str, CheckpointIndex]]:
     """Yield other checkpoints of the run, the nearest steps first; those that can't be read are left out."""
     found: dict[Path, int] = {}
     for folder in (index.root.parent, index.root):
@@ -321,7 +331,7 @@ def other_checkpoints(index: CheckpointIndex) -> Iterator[tuple[str, CheckpointI
     paths = [path for path in found if path.absolute() != index.root.absolute()]
     for path in sorted(paths, key=lambda path: abs(found[path] - index.global_step))[:MAX_OTHERS]:
         try:
-            other = index_checkpoint(path)
+            other = open_other(path)
         except (TailorError, OSError):
             continue
         if other.global_step != index.global_step:

@@ -12,22 +12,28 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
+from llmtailor.attestation.compare import OFF
+from llmtailor.checkpoint.index import LIGHTNING
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
+from llmtailor.containers.json import read_json
+from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.scan import compose_newest
-from llmtailor.saving.api import SaverCallback, make_saver
+from llmtailor.saving.api import SaverCallback, attestable_of, make_saver
+from llmtailor.saving.attesting import Attestable, Write, attest_loop
 from llmtailor.saving.client_state import LightningClient
-from llmtailor.saving.options import SavingArguments
+from llmtailor.saving.options import SavingArguments, SavingOptions
+from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -90,14 +96,11 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close(trainer)
-        strategy, step = trainer.strategy, trainer.global_step
-        is_deepspeed = isinstance(strategy, DeepSpeedStrategy)
+        step = trainer.global_step
         _check(trainer)
         self.saver = make_saver(
             self.output_dir or trainer.default_root_dir,
-            engine=strategy.deepspeed_engine if is_deepspeed else None,
-            model=None if is_deepspeed else pl_module,
-            optimizer=None if is_deepspeed else trainer.optimizers[0],
+            *_parts_of(trainer, pl_module),
             beside=LightningClient(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False)),
             scaler=None,  # Lightning saves it
             tokenizer=None,
@@ -105,6 +108,12 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
             options=self.options,
         )
         self._saved_step = self._step = step
+        record, training = self.saver.record, self.saver.training
+        try:
+            _attest(trainer, training, self.options, lambda found: record.log({"step": step, "attested": found}))
+        except TailorError:
+            self._close(trainer)
+            raise
         self.saver.start(step, self._resumed_from(trainer.ckpt_path, step))
 
     def on_train_batch_end(
@@ -133,15 +142,58 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
             self.saver.close()
             self.saver = None
 
-    def _resumed_from(self, ckpt_path: object, step: int) -> Mapping[str, Any] | Path | None:
+    def _resumed_from(self, ckpt_path: object, step: int) -> Mapping[str, Any] | None:
         """Return the record of the attempt that a training continues; None if it begins."""
         if ckpt_path:
             path = Path(str(ckpt_path))
             folder = path.parent if path.name == CKPT else path
-            return folder if (folder / TRAINER_STATE).is_file() else {CALLBACKS: self._loaded}
+            has_state = (folder / TRAINER_STATE).is_file()
+            return read_json(folder / TRAINER_STATE, str(folder)) if has_state else {CALLBACKS: self._loaded}
         if not step:  # a training from scratch, maybe by another Trainer with the same callback
             return None
         return {CALLBACKS: {MARK: self._mark}} if self._mark else None  # of an earlier `fit` of the same Trainer
+
+
+class AttestResume(Callback):  # type: ignore[misc]
+    """Attests what a Trainer has resumed with ``fit(ckpt_path=...)``, without saving anything::
+
+        Trainer(callbacks=[AttestResume()])
+
+    Args:
+        attest: ``sample`` compares some elements of every state with the checkpoint, ``full`` every byte.
+        on_mismatch: ``warn``, or ``stop`` to end the training on all ranks.
+
+    Raises UsageError for other values, and, when training begins, NotTheSame.
+    """
+
+    def __init__(
+        self, attest: Literal["sample", "full"] = "sample", on_mismatch: Literal["warn", "stop"] = "warn"
+    ) -> None:
+        self.options = SavingOptions(attest=attest, on_mismatch=on_mismatch)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.ckpt_path:
+            _check(trainer)
+            _attest(trainer, attestable_of(*_parts_of(trainer, pl_module), None, LOADERS[LIGHTNING]), self.options)
+
+
+def _parts_of(trainer: Trainer, module: LightningModule) -> tuple[Any, Any, Any]:
+    """Return the engine, or the model and its optimizer."""
+    strategy = trainer.strategy
+    if isinstance(strategy, DeepSpeedStrategy):
+        return strategy.deepspeed_engine, None, None
+    return None, module, trainer.optimizers[0]
+
+
+def _attest(trainer: Trainer, training: Attestable, options: SavingOptions, write: Write = lambda found: None) -> None:
+    """Compare the training with the checkpoint that ``fit`` has loaded, if any. Lightning restores optimizers and loops
+    after ``on_fit_start`` and before ``on_train_start``; it saves no random states."""
+    if not trainer.ckpt_path or options.attest == OFF:
+        return
+    schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+    scheduler = schedulers[0] if len(schedulers) == 1 else None
+    counters = {"global_step": trainer.global_step}
+    attest_loop(training, as_path(str(trainer.ckpt_path)), options, scheduler, write, counters)
 
 
 def newest_checkpoint(output_dir: str | Path, world_size: int | None = None) -> str | None:

@@ -17,7 +17,8 @@ from llmtailor.checkpoint.index import DEEPSPEED, TRAINER
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.policies import DEFAULT_POLICY, Policy
-from llmtailor.saving.attesting import attest_training, parts_of
+from llmtailor.saving.any_training import AnyTraining
+from llmtailor.saving.attesting import Attestable, attest_training, parts_of
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
 from llmtailor.saving.options import ATTEST, ON_MISMATCH, Arguments, SavingArguments, SavingOptions, from_environment
 from llmtailor.saving.save import PendingSave, SaveFailed
@@ -139,6 +140,25 @@ def training_of(
     return kind(unwrap(model), optimizer, scaler)
 
 
+def attestable_of(
+    engine: DeepSpeedEngine | None,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    scaler: HasState | None,
+    client: Loader,
+) -> Attestable:
+    """Return a live training that is compared only, also one whose states can't be saved in parts.
+
+    Raises UnsupportedCheckpoint for one whose states can't be read either.
+    """
+    try:
+        return training_of(engine, model, optimizer, scaler, client)
+    except UnsupportedCheckpoint:
+        if model is None or optimizer is None:
+            raise
+        return AnyTraining(model, optimizer)
+
+
 def attest(
     checkpoint: str | Path,
     *,
@@ -203,8 +223,9 @@ def attest(
         scheduler, scaler = scheduler or one.scheduler, scaler or one.scaler
     is_loops = trainer is None and accelerator is None
     loader = LOADERS[DEEPSPEED if engine is not None and is_loops else TRAINER]
-    training = training_of(engine, model, optimizer, scaler, loader)
-    attested = attest_training(training, Path(checkpoint), how, scheduler, scaler, counters)
+    training = attestable_of(engine, model, optimizer, scaler, loader)
+    is_accelerates = accelerator is not None
+    attested = attest_training(training, Path(checkpoint), how, scheduler, scaler, counters, with_random=is_accelerates)
     announce(attested, Ranks.here(), on_mismatch)
     return attested
 

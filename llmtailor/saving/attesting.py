@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmtailor.attestation.by_position import index_by_position
 from llmtailor.attestation.check import announce, attest_live, guarded, missing_files, open_index
 from llmtailor.attestation.compare import (
     OFF,
@@ -21,20 +22,24 @@ from llmtailor.attestation.compare import (
     Cause,
     LiveGroup,
     Losses,
+    as_number,
     lacking,
+    rates_off_schedule,
 )
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.containers.json import read_json
-from llmtailor.errors import SourceError, TailorError
+from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.common.param_names import ModelFacts, known_model
-from llmtailor.formats.registry import display_name
+from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.runs.folder import RunFolder
+from llmtailor.saving.any_training import AnyTraining
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import DTYPES, bytes_of
+from llmtailor.saving.torch_training import PlainTraining, ShardedTraining
 from llmtailor.saving.training import Fragment, HasState, Ranks, Training, rng_tree
 from llmtailor.training import decaying_names
 
@@ -43,34 +48,67 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("llmtailor.attest")
 Write = Callable[[Mapping[str, object]], None]
+Attestable = Training | AnyTraining
 
 
 def attest_training(
-    training: Training,
+    training: Attestable,
     checkpoint: Path,
     how: str = SAMPLE,
     scheduler: HasState | None = None,
     scaler: HasState | None = None,
     counters: Mapping[str, Any] = {},
+    *,
+    with_random: bool = False,
 ) -> Attestation:
-    """Compare a live training with a checkpoint, on all ranks. Raises SourceError, UnsupportedCheckpoint."""
+    """Compare a live training with a checkpoint, on all ranks; ``with_random`` also the random states, whose
+    differences are notes: the program may have drawn from them since.
+
+    Raises SourceError, UnsupportedCheckpoint."""
     ranks = Ranks.here()
-    index = index_on_first(training, checkpoint, ranks)
-    with known_model(_facts_of(training)):
-        return attest_live(index, lambda: live_of(training, scheduler, scaler, counters), ranks, how)
+    opened = open_on_first(training, checkpoint, ranks)
+    found = _attest(opened, ranks, how, scheduler, scaler, counters)
+    if not with_random:
+        return found
+    mine = ranks.together(lambda: compare_random(opened.index, rng_tree(), ranks.rank, ranks.world_size))
+    drawn = [rank for rank, (differing, _) in enumerate(mine) if differing]
+    notes = dict.fromkeys(note for _, note in mine if note)
+    if drawn:
+        notes[f"random states of {len(drawn)} of {ranks.world_size} ranks: not restored, or drawn from since"] = None
+    return replace(found, notes=(*found.notes, *notes))
+
+
+def _attest(
+    opened: Opened,
+    ranks: Ranks,
+    how: str,
+    scheduler: HasState | None,
+    scaler: HasState | None,
+    counters: Mapping[str, Any],
+) -> Attestation:
+    def find_live() -> Live:
+        return replace(live_of(opened.training, scheduler, scaler, counters), open_other=opened.open_other)
+
+    with known_model(_facts_of(opened.training)):
+        return attest_live(opened.index, find_live, ranks, how)
 
 
 def attest_loop(
-    training: Training, checkpoint: Path, options: SavingOptions, scheduler: HasState | None, write: Write
+    training: Attestable,
+    checkpoint: Path,
+    options: SavingOptions,
+    scheduler: HasState | None,
+    write: Write,
+    counters: Mapping[str, Any] = {},
 ) -> None:
-    """Attest what a loop with a saver has resumed, for the record and the log.
+    """Attest what a loop, or Lightning, has resumed, for the record and the log.
 
     Raises NotTheSame if it is another training and ``on_mismatch`` is ``stop``.
     """
     ranks = Ranks.here()
 
     def run() -> Attestation:
-        found = attest_training(training, checkpoint, options.attest, scheduler)
+        found = attest_training(training, checkpoint, options.attest, scheduler, None, counters)
         write(found.to_json())
         announce(found, ranks, options.on_mismatch)
         return found
@@ -78,9 +116,41 @@ def attest_loop(
     guarded(run, checkpoint, ranks.is_first)
 
 
-def index_on_first(training: Training, checkpoint: Path, ranks: Ranks) -> CheckpointIndex:
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint, and the training in the form in which it can be compared with it."""
+
+    index: CheckpointIndex
+    training: Attestable
+    open_other: Callable[[Path], CheckpointIndex] = index_checkpoint
+
+
+def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Opened:
+    """Return a checkpoint, read by rank 0: by names, or by position if it does not state which params it holds."""
+    try:
+        return Opened(_index_on_first(training, checkpoint, ranks), training)
+    except SourceError as error:
+        if isinstance(training, ShardedTraining) or not isinstance(training, (PlainTraining, AnyTraining)):
+            raise
+        if missing_files(error):
+            raise
+        try:
+            alike = AnyTraining(training.model, training.optimizer)
+            open_other = partial(index_by_position, live=alike.positions)
+            return Opened(ranks.on_first(lambda: open_other(_folder_of(checkpoint))), alike, open_other)
+        except SourceError as other:
+            if missing_files(other) or isinstance(error, UnsupportedCheckpoint):
+                raise other from error
+            raise error from None
+
+
+def _folder_of(checkpoint: Path) -> Path:
+    return checkpoint.parent if checkpoint.name == CKPT else checkpoint
+
+
+def _index_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> CheckpointIndex:
     """Return the index of a checkpoint, read by rank 0, which also knows the model already."""
-    folder = checkpoint.parent if checkpoint.name == CKPT else checkpoint
+    folder = _folder_of(checkpoint)
 
     def read() -> CheckpointIndex:
         try:
@@ -92,7 +162,7 @@ def index_on_first(training: Training, checkpoint: Path, ranks: Ranks) -> Checkp
     return ranks.on_first(read)
 
 
-def _facts_of(training: Training) -> ModelFacts:
+def _facts_of(training: Attestable) -> ModelFacts:
     params = {name: fact.shape for name, fact in training.params.items() if fact.role != "buffer"}
     tied = {name: stored for name, stored in training.tied.items() if stored in params}
     buffers = [name for name, fact in training.params.items() if fact.role == "buffer"]
@@ -100,7 +170,7 @@ def _facts_of(training: Training) -> ModelFacts:
 
 
 def live_of(
-    training: Training, scheduler: HasState | None, scaler: HasState | None, counters: Mapping[str, Any]
+    training: Attestable, scheduler: HasState | None, scaler: HasState | None, counters: Mapping[str, Any]
 ) -> Live:
     """Return what this process holds of a training, for `attestation`."""
     ranks, aliases = Ranks.here(), dict[str, list[str]]()
@@ -133,11 +203,17 @@ def live_of(
         is_adapter=is_adapted(training.model),
         schedule=scheduler.state_dict() if scheduler is not None else None,
         counters={**counters, **more},
-        scale=scaler.state_dict() if scaler is not None else None,
+        scale=scaler.state_dict() if scaler is not None else _scale_of(engine),
     )
 
 
-def _fragments(training: Training) -> Iterator[LiveFragment]:
+def _scale_of(engine: Any) -> Mapping[str, Any] | None:
+    """Return the state of DeepSpeed's own loss scaler, which its optimizers save as an object."""
+    scaler = getattr(getattr(engine, "optimizer", None), "loss_scaler", None)
+    return None if scaler is None else getattr(scaler, "__dict__", None)
+
+
+def _fragments(training: Attestable) -> Iterator[LiveFragment]:
     for one in training.present():
         if one.tensor.dtype not in DTYPES:
             continue
@@ -231,10 +307,10 @@ class TrainerResume:
         self._ranks = Ranks.here()
         self._index: CheckpointIndex | None = None
         self._losses = Losses()
-        self._waits_for_rng = False
+        self._waits_for_rng = self._has_stepped = False
         self.found: Attestation | None = None
 
-    def begin(self, find_training: Callable[[], Training]) -> None:
+    def begin(self, find_training: Callable[[], Attestable]) -> None:
         """Attest the states; call it in ``on_train_begin``, on every rank. ``find_training`` returns the
         live training.
 
@@ -248,13 +324,14 @@ class TrainerResume:
         if self._index is not None:
             self._watch_rng(trainer)
 
-    def _begin(self, find_training: Callable[[], Training], checkpoint: Path) -> Attestation:
+    def _begin(self, find_training: Callable[[], Attestable], checkpoint: Path) -> Attestation:
         trainer = self._trainer
         training = find_training()
         parts = parts_of(trainer)
         step = trainer.state.global_step
         try:
-            self._index = index_on_first(training, checkpoint, self._ranks)
+            opened = open_on_first(training, checkpoint, self._ranks)
+            self._index = opened.index
         except SourceError as error:
             if not (files := missing_files(error)):
                 raise
@@ -262,10 +339,7 @@ class TrainerResume:
             self._record({"step": step, "attested": found.to_json()})
             self._say(found, self._ranks, self._on_mismatch)
             return found
-        scheduler, scaler, counters = parts["scheduler"], parts["scaler"], {"global_step": step}
-        with known_model(_facts_of(training)):
-            live = partial(live_of, training, scheduler, scaler, counters)
-            found = attest_live(self._index, live, self._ranks, self._how)
+        found = _attest(opened, self._ranks, self._how, parts["scheduler"], parts["scaler"], {"global_step": step})
         self.found = found
         if self._ranks.is_first:
             self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), step, trainer.state.log_history))
@@ -320,6 +394,14 @@ class TrainerResume:
 
     def step_ended(self) -> None:
         """Call it after each step."""
+        if self._index is not None and not self._has_stepped:
+            self._has_stepped = True
+            rates = [as_number(group.get("lr")) for group in self._trainer.optimizer.param_groups]
+            said = rates_off_schedule(rates, rates_of(parts_of(self._trainer)["scheduler"]))
+            if said and self._ranks.is_first:
+                step = self._trainer.state.global_step
+                logger.warning("resumed from %s: after step %d %s", self._index.name, step, said)
+                self._record({"step": step, "rates": said})
         if self._waits_for_rng:
             self._waits_for_rng = False
             if self._ranks.is_first:

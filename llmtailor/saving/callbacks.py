@@ -39,7 +39,7 @@ from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, make_saver, training_of
+from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, attestable_of, make_saver
 from llmtailor.saving.attesting import TrainerResume, parts_of
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
@@ -524,7 +524,7 @@ class AttestResume(TrainerCallback):  # type: ignore[misc]
         self._resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch, **how)
         held = parts_of(trainer)
         live = (held["engine"], held["model"], held["optimizer"], held["scaler"])
-        self._resume.begin(lambda: training_of(*live, LOADERS[TRAINER]))
+        self._resume.begin(lambda: attestable_of(*live, LOADERS[TRAINER]))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

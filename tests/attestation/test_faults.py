@@ -34,6 +34,7 @@ ZERO = {
     "flat_twice": ("of another rank", {"master", *ADAM}, "of another rank"),
     "forward_of_another_save": ("not the rounded master", {"master"}, "forward pass"),
     "counter_reset": ("DeepSpeed's global_steps is 0, 4", "", "global_steps"),
+    "scale_changed": ("loss scale: cur_scale is", "", "loss scale"),
     "masters_rounded": (),
 }
 SHARDED = {
@@ -48,7 +49,7 @@ CASES = {
     "engine-2": {**EVERYWHERE, **ZERO, "schedule_restarted": SCHEDULED["schedule_restarted"]},
     "engine-3": {**EVERYWHERE, **ZERO, **SCHEDULED},
     "accelerate-2": {**EVERYWHERE, **ZERO, **SCHEDULED},
-    "accelerate-ddp": {**EVERYWHERE, **SCHEDULED, **PLAIN},
+    "accelerate-ddp": {**EVERYWHERE, **SCHEDULED, **PLAIN, "random_drawn": ()},
     "accelerate-fsdp": {**EVERYWHERE, **SCHEDULED, **SHARDED},
     "hf": {**EVERYWHERE, **SCHEDULED, **SHARDED},
     "loop-frozen": {**EVERYWHERE, "frozen_changed": ("other values", {"frozen"}, "frozen params")},
@@ -84,3 +85,11 @@ def test_it_is_found_and_named(found, case, fault):
     else:
         assert not told["states"]
         assert [one for one in told["others"] if one["what"].startswith(how)]
+
+
+def test_random_states_of_accelerate_are_compared(found):
+    notes = {
+        fault: [note for note in told["notes"] if "random" in note] for fault, told in found["accelerate-ddp"].items()
+    }
+    assert not notes["clean"]
+    assert notes["random_drawn"] == ["random states of 2 of 2 ranks: not restored, or drawn from since"]

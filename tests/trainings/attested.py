@@ -109,6 +109,15 @@ def exchanged(tensor: torch.Tensor, source: int) -> torch.Tensor | None:
     return found if found.shape == tensor.shape else None
 
 
+def begun_as(tensor: torch.Tensor, source: int) -> torch.Tensor:
+    """Return a flat tensor that begins with what a rank has in its place; DeepSpeed cuts padding off masters."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, tensor)
+    found, count = tensor.clone(), min(tensor.numel(), everybody[source].numel())
+    found[:count] = everybody[source][:count]
+    return found
+
+
 class Faults:
     """What may go wrong; each method changes the training and returns how to undo that."""
 
@@ -193,7 +202,7 @@ class Faults:
             for kinds in self.one.training._flats(self.one.engine.optimizer.state_dict())
             for flat in kinds.values()
         ]  # type: ignore[attr-defined]
-        return overwrite([Fragment("", "", 0, flat) for flat in flats], lambda one: exchanged(one.tensor, source))
+        return overwrite([Fragment("", "", 0, flat) for flat in flats], lambda one: begun_as(one.tensor, source))
 
     def masters_rounded(self) -> Undo:
         return overwrite(self.one.fragments("master"), lambda one: one.tensor.bfloat16().to(one.tensor.dtype))
@@ -223,7 +232,7 @@ class Faults:
         return undo
 
     def rate_changed(self) -> Undo:
-        group = self.draw.choice(self.one.torchs.param_groups)
+        group = self.draw.choice([one for one in self.one.torchs.param_groups if one["params"]])
         before, group["lr"] = group["lr"], group["lr"] * 3
 
         def undo() -> None:
@@ -259,6 +268,20 @@ class Faults:
             engine.global_steps = before
 
         return undo
+
+    def scale_changed(self) -> Undo:
+        scaler = self.one.engine.optimizer.loss_scaler
+        before, scaler.cur_scale = scaler.cur_scale, scaler.cur_scale * 4
+
+        def undo() -> None:
+            scaler.cur_scale = before
+
+        return undo
+
+    def random_drawn(self) -> Undo:
+        before = torch.get_rng_state()
+        torch.rand(3)
+        return lambda: torch.set_rng_state(before)
 
     def older_loaded(self) -> Undo:
         self.one.load(self.one.run / f"checkpoint-{self.one.step - 2}")

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-from llmtailor.integrations.lightning import PartialSaving, newest_checkpoint
+from llmtailor.integrations.lightning import AttestResume, PartialSaving, newest_checkpoint
 from trainings.common import DECAY, RATE, Losses, Tokens, die, train_each
 from trainings.models import build
 from trainings.spec import NEWEST, Lightning
@@ -95,6 +95,24 @@ class Dying(pl.Callback):  # type: ignore[misc]
             die()
 
 
+class Faulty(pl.Callback):  # type: ignore[misc]
+    """Spoils what Lightning loads."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.fault == "schedule":
+            checkpoint["lr_schedulers"][0]["last_epoch"] = 0
+        elif self.fault == "moments":
+            for state in checkpoint["optimizer_states"][0]["state"].values():
+                state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+        else:  # the weights are loaded already
+            for name, param in module.named_parameters():
+                if "mlp" in name:
+                    param.data += 0.01
+
+
 def new_strategy(spec: Lightning) -> Any:
     if not spec.stage:
         return DDPStrategy(process_group_backend="gloo")
@@ -113,7 +131,8 @@ def run(spec: Lightning, folder: Path) -> Losses:
     data = [Tokens()[at]["input_ids"] for at in range(rows)]
     callbacks: list[Any] = [ModelCheckpoint(dirpath=out, every_n_train_steps=EPOCH_STEPS, save_top_k=-1)]
     if spec.saver:
-        callbacks.append(PartialSaving(spec.saver, 1, output_dir=out))
+        callbacks.append(PartialSaving(spec.saver, 1, output_dir=out, on_mismatch="warn" if spec.fault else "stop"))
+    callbacks.append(Faulty(spec.fault) if spec.fault else AttestResume(on_mismatch="stop"))
     if spec.dies_at:
         callbacks.append(Dying(spec))
     module = Module(spec)

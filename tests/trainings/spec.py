@@ -190,6 +190,9 @@ class Lightning(Training):
     """Param groups: one, or one for matrices and one without decay for vectors"""
     norm: bool = False
     """Whether the module also has a batch norm, an unused head and a frozen param"""
+    fault: str = ""
+    """What of a loaded checkpoint is spoiled: ``schedule``, ``moments`` or ``weights``; without one, a resume that
+    does not hold its checkpoint stops"""
 
     @property
     def folders(self) -> str:
@@ -200,7 +203,7 @@ KINDS = {kind.__name__: kind for kind in (Spec, Job, Fsdp, Loop, Lightning)}
 
 
 def from_json(data: dict[str, Any]) -> Any:
-    return KINDS[data.pop("class")](**data)
+    return KINDS[data["class"]](**{key: value for key, value in data.items() if key != "class"})
 
 
 def by_name(specs: Iterable[Kind]) -> dict[str, Kind]:

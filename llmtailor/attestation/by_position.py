@@ -1,0 +1,123 @@
+"""Checkpoints that don't say which params they hold, read for a training that is at hand.
+
+``optimizer.pt`` numbers params in the order of the optimizer's groups, and torch's ``load_state_dict`` gives each state
+to the param in its place; so the live optimizer says which param a number is. This reads any optimizer of torch's form,
+also one whose states are not elementwise, and any adapter of PEFT. It shows that the files were loaded, not that they
+are of this model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEntry, TrainState
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
+from llmtailor.codes import Code
+from llmtailor.containers.json import FileTrees, get, read_step, read_tensor
+from llmtailor.containers.safetensors import read_header
+from llmtailor.containers.torch_file import read_torch_file
+from llmtailor.containers.unpickle import as_number, as_tensor
+from llmtailor.errors import PathIn, Problems, SourceError, UnsupportedCheckpoint, damaged
+from llmtailor.formats.registry import display_name
+from llmtailor.loaders.files import rank_of
+from llmtailor.loaders.read import read_trainer_files
+from llmtailor.model.parts import Param
+from llmtailor.model.roles import BUFFER, KIND_OF_ROLE, WEIGHT, State
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """What of a live training says which params a checkpoint holds."""
+
+    params: Mapping[str, Param]
+    groups: Sequence[Sequence[str]]
+    """The params of each group of the optimizer, in its order"""
+    stored: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Param or buffer -> the file of an adapter that holds it, and its name there"""
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+def index_by_position(root: Path, live: Positions) -> CheckpointIndex:
+    """Return the index of a checkpoint without DeepSpeed or FSDP: each state at its place in the files.
+
+    Only the 4 bytes of each step are read. Raises SourceError for files that are missing or damaged, or have other
+    param groups than the training.
+    """
+    name, problems, trees = display_name(root), Problems(), FileTrees(root)
+    trainer = read_trainer_files(trees, name, problems)
+    problems.raise_if_any()
+    path = trainer.client.optimizer
+    where = PathIn(name, path)
+    if trainer.client.holds_all or path not in trainer.files:
+        raise damaged(where, "the file is missing", Code.FILE_MISSING)
+    tree = read_torch_file(root, path, where, any_names=True).tree  # nothing of it is written anywhere
+    states, groups = get(tree, "state", dict, where), get(tree, "param_groups", list, where)
+    numbers = [get(group, "params", list, where) for group in groups]
+    if [len(ones) for ones in numbers] != [len(names) for names in live.groups]:
+        what = f"its param groups have {_counts(numbers)} params, those of the training {_counts(live.groups)}"
+        fix = "resume with the optimizer that was saved; torch refuses to load this one"
+        raise SourceError.at(where, what, fix, Code.FIELD_CONFLICT)
+    held: dict[State, TensorEntry] = {}
+    sub_groups: list[SubGroup] = []
+    for group, (names, ids) in enumerate(zip(live.groups, numbers, strict=True)):
+        for param, number in zip(names, ids, strict=True):
+            entries = states.get(number, {})
+            step = entries.get("step", 0.0)
+            is_known = as_number(step) is not None or as_tensor(step) is not None
+            sub_groups.append(SubGroup(group, (param,), read_step(root, step, number, where) if is_known else 0.0))
+            held |= {State(param, kind): entry for kind, entry in _entries(entries, where)}
+    held |= dict(_weights(root, name, live, {state.param: one for state, one in trainer.weights.items()}))
+    return CheckpointIndex(
+        root,
+        name,
+        Form(TRAINER),
+        world_size=max((rank + 1 for one in trainer.files if (rank := rank_of(one)) is not None), default=1),
+        global_step=trainer.global_step if trainer.global_step is not None else _step_of(sub_groups),
+        precision="F32",
+        params=live.params,
+        tied=live.tied,
+        held=held,
+        groups=tuple(ParamGroup(tuple(names), one) for names, one in zip(live.groups, groups, strict=True)),
+        sub_groups=tuple(sub_groups),
+        files=trainer.files,
+        client=trainer.client.name,
+        train=TrainState(trees=trainer.trees),
+    )
+
+
+def _counts(groups: Sequence[Sequence[Any]]) -> str:
+    return " + ".join(str(len(group)) for group in groups)
+
+
+def _step_of(groups: Sequence[SubGroup]) -> int:
+    return int(max((one.step for one in groups), default=0))
+
+
+def _entries(state: Any, where: str) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield the tensors of a param's state; those of no plain form, such as quantized ones, can't be compared."""
+    for kind, node in state.items() if isinstance(state, dict) else ():
+        view = as_tensor(node)
+        if kind == "step" or not isinstance(kind, str) or view is None or not view.numel:
+            continue
+        try:
+            yield kind, read_tensor(node, kind, where).entry
+        except UnsupportedCheckpoint:  # not contiguous
+            continue
+
+
+def _weights(
+    root: Path, name: str, live: Positions, whole: Mapping[str, TensorEntry]
+) -> Iterator[tuple[State, TensorEntry]]:
+    files: dict[str, Mapping[str, TensorEntry]] = {}
+    for param, (path, key) in live.stored.items():
+        if path not in files:
+            files[path] = read_header(root, path, PathIn(name, path)).tensors
+        if key in files[path]:
+            yield State(param, KIND_OF_ROLE[live.params[param].role]), files[path][key]
+    for key, entry in whole.items():
+        if key not in live.stored:
+            kind = BUFFER if key in live.params and live.params[key].role == "buffer" else WEIGHT
+            yield State(key, kind), entry
