@@ -150,7 +150,6 @@ def run_seeded(case: dict[str, Any], root: Path) -> list[dict[str, Any]]:
 
 def main(plan: Path, folder: Path) -> None:
     deepspeed.init_distributed("gloo")
-    stock.build, stock.deepspeed_config = trainer_more.build, trainer_more.deepspeed_config  # type: ignore[assignment]
     cases: Sequence[dict[str, Any]] = json.loads(plan.read_text())
     for number, case in enumerate(cases):
         if "clean" in case:
