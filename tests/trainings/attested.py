@@ -232,7 +232,8 @@ class Faults:
         return undo
 
     def rate_changed(self) -> Undo:
-        group = self.draw.choice([one for one in self.one.torchs.param_groups if one["params"]])
+        groups = self.one.torchs.param_groups  # those of ZeRO-3 list no params, and PEFT leaves one empty
+        group = self.draw.choice([one for one in groups if one["params"]] or groups)
         before, group["lr"] = group["lr"], group["lr"] * 3
 
         def undo() -> None:
