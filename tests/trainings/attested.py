@@ -234,7 +234,7 @@ class Faults:
     def rate_changed(self) -> Undo:
         groups = self.one.torchs.param_groups  # those of ZeRO-3 list no params, and PEFT leaves one empty
         group = self.draw.choice([one for one in groups if one["params"]] or groups)
-        before, group["lr"] = group["lr"], group["lr"] * 3
+        before, group["lr"] = group["lr"], group["lr"] * 3 + 1e-4  # the end of a schedule has 0
 
         def undo() -> None:
             group["lr"] = before
