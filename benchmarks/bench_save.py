@@ -134,6 +134,7 @@ Columns
 def train(options: argparse.Namespace) -> None:
     """Be one rank: train a step, measure, report."""
     import torch
+
     sys.path.append(str(Path(__file__).parents[1] / "scripts"))
     from demo_train import deepspeed_config
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed

@@ -31,7 +31,7 @@ from transformers.trainer_utils import SaveStrategy
 from llmtailor.attestation.check import announce
 from llmtailor.checkpoint.index import TRAINER
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.errors import Problem, Problems, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import unsupported, unsupported_name
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
 from llmtailor.loaders.loader import LOADERS
@@ -494,7 +494,12 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
                 else:
                     states[name] = callback.state()
         trainer.state.save_to_json(str(folder / TRAINER_STATE))
-        torch.save(trainer.args, folder / TRAINING_ARGS)
+        path = folder / TRAINING_ARGS
+        try:
+            torch.save(trainer.args, path)
+        except RuntimeError as error:  # of torch's writer of files, for a full disk too
+            what = f"can't write: {(str(error).splitlines() or ['unknown'])[0]}"
+            raise StorageError.at(path, what, "free some space, or check the disk") from error
 
 
 class AttestResume(TrainerCallback):  # type: ignore[misc]
