@@ -95,7 +95,7 @@ class Code(Enum):
     UNRECORDED = "unrecorded", "a checkpoint does not say which attempt of the run wrote it"
     MIXED_ATTEMPTS = "mixed-attempts", "sources are of different attempts of the run"
 
-    # a trial resume
+    # an attested resume
     RESUME_DIFFERS = "resume-differs", "a resumed training does not hold the states of its checkpoint"
 
     # everything else

@@ -44,9 +44,13 @@ MAX_TEXT = 2000
 
 
 def printable(text: str) -> str:
-    """Return a text fit for a terminal: names in a hostile file may hold control characters, or be megabytes long."""
-    if len(text) > MAX_TEXT:
-        text = f"{text[:MAX_TEXT]} ..."
+    """Return a text fit for a terminal: names in a hostile file may hold control characters, or be megabytes long, so
+    they are cut after `MAX_TEXT` characters."""
+    return escaped(f"{text[:MAX_TEXT]} ..." if len(text) > MAX_TEXT else text)
+
+
+def escaped(text: str) -> str:
+    """Return a text with control characters escaped, whole."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 

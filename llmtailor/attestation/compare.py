@@ -291,7 +291,7 @@ def find_cause(facts: Facts) -> Cause | None:
             what = "the checkpoint has no scheduler.pt, and without it the Trainer loads no optimizer states either"
         elif facts.schedule_restarted:
             what = "optimizer.pt and scheduler.pt were not loaded, only the weights"
-        return Cause(what, "the optimizer starts anew: the next steps are much larger or smaller than they should be")
+        return Cause(what, "the optimizer restarts: its next steps are too large or too small")
     if Kind.OTHER_RANK in others:
         return Cause(
             "states of another rank were loaded: shards were swapped, or one was loaded twice",
@@ -316,9 +316,9 @@ def find_cause(facts: Facts) -> Cause | None:
             "the loader gave these params nothing, so they keep their initial values",
         )
     if Kind.MISSING in moments:
-        return Cause("the optimizer has states of some params only", "the others start anew in the optimizer")
+        return Cause("the optimizer has states of some params only", "the optimizer restarts for the others")
     if Kind.ZERO in moments:
-        return Cause("moments were reset to zero", "the optimizer starts anew for them")
+        return Cause("moments were reset to zero", "the optimizer restarts for them")
     if facts.schedule_restarted:
         return Cause("the schedule was restarted", "the learning rates of the next steps are those of its beginning")
     if Kind.FORWARD in others:
@@ -544,7 +544,7 @@ def summarize(
 def lacking(name: str, files: Sequence[str], how: str) -> Attestation:
     """Return the attestation of a checkpoint that lacks files, so that what it holds is not known."""
     what = f"the checkpoint lacks {some(files)}, which a resume needs"
-    cause = Cause(what, "what was in there starts anew, and whatever the loader skips without it")
+    cause = Cause(what, "what these files hold restarts, and so does whatever the loader skips without them")
     mismatches = tuple(Mismatch(Subject.FILE, file, None, None, True, Kind.LACKING) for file in files)
     return Attestation(name, 0, how, 0, (), mismatches, (), cause)
 

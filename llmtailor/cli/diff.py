@@ -68,7 +68,6 @@ def diff(a: Path, b: Path, by: str, kinds: tuple[str, ...], sort: str, top: int 
       llmtailor diff runs/x/checkpoint-300 runs/x/checkpoint-400 --by tensor --kind master --sort relative --top 20
       llmtailor diff runs/x/checkpoint-400 copy/checkpoint-400 >/dev/null && echo "the copy is exact"
     """
-    from llmtailor.cli.diff import diff_text, heat_map
     from llmtailor.formats.registry import index_checkpoint
     from llmtailor.verify.diff import diff_indexes, to_json
 

@@ -95,14 +95,15 @@ def run(resume: Path | None, attest: str | None, program: tuple[str, ...], **opt
     """
     environ = dict(os.environ)
     given = {name: str(value) for name, value in options.items() if value is not None}
-    if resume is not None:
-        given["on_restart"] = "compose"
     if attest is not None:
         from llmtailor.integrations.attested import ATTESTING, Task
 
-        if useless := [f"--{name.replace('_', '-')}" for name in given if name != "on_mismatch"]:
+        named = [*given, *(["resume"] if resume is not None else [])]
+        if useless := [f"--{name.replace('_', '-')}" for name in named if name != "on_mismatch"]:
             raise UsageError.at("--attest", f"nothing is saved with it, so {useless[0]} has no effect", "omit one")
         given["attest"], environ[ATTESTING] = attest, Task().to_text()
+    if resume is not None:
+        given["on_restart"] = "compose"
     prepare(environ, given)
     if (found := shutil.which(program[0])) is None:
         raise UsageError.at(program[0], "there is no such program", "check the name, or give its path")

@@ -73,6 +73,7 @@ def verify(
       llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
     """
+    from llmtailor.storage.remote import RemotePath
     from llmtailor.verify.verify import to_json, to_text, verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
@@ -82,7 +83,7 @@ def verify(
         print_json(to_json(verdict))
     else:
         click.echo(to_text(verdict))
-        if verdict.is_resumable:
+        if verdict.is_resumable and not isinstance(checkpoint, RemotePath):  # attesting needs it on this machine
             click.echo(
                 f"files only; llmtailor attest {verdict.name} -- PROGRAM compares what your training loads of them"
             )

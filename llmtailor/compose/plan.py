@@ -156,7 +156,7 @@ def plan_merge(
 
     Args:
         recipe: a parsed recipe, or the path of a YAML file.
-        out: the folder to write. None takes the recipe's ``output``, or else ``<base>-merged`` beside the base, or the
+        out: the folder to write. None takes the recipe's ``output``, or else ``<base>-merged`` next to the base, or the
             run's ``checkpoint-STEP`` if the base is one of its partial checkpoints.
         options: see `Options`.
         opened: sources that are open already.

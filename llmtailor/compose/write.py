@@ -687,7 +687,7 @@ def _known(piece: Piece, sources: Sequence[CheckpointIndex]) -> bytes:
     """Return the bytes of a piece, nothing for those of states, which a reader does not look at."""
     if isinstance(piece, Bytes):
         return piece.data
-    if isinstance(piece, Copy) and piece.state is None and piece.num_bytes <= MAX_BYTES:  # files beside the states
+    if isinstance(piece, Copy) and piece.state is None and piece.num_bytes <= MAX_BYTES:  # files other than the states
         index, extent = sources[piece.source], piece.extent
         with open_source(index.root / extent.path, PathIn(index.name, extent.path)) as source:
             return bytes(source.read(extent.start, extent.stop))

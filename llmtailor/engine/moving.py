@@ -146,7 +146,7 @@ def room_to_upload(num_bytes: Iterable[int]) -> int:
 class Upload:
     """The upload of an output, file by file, as they are made; a context manager around making them.
 
-    After an error in the block the marker stays, so that the next upload begins anew; but an output that was refused
+    After an error in the block the marker stays, so that the next upload starts over; but an output that was refused
     is removed.
 
     Args:
@@ -214,7 +214,7 @@ class Upload:
             return
         shutil.rmtree(self.out, ignore_errors=True)
         with suppress(OSError, TailorError):
-            self.out.remote.list()  # so that the same call begins anew
+            self.out.remote.list()  # so that the same call starts over
             if isinstance(error, (SourceError, VerificationError)):
                 clear(self.out)
 

@@ -1,7 +1,7 @@
 """The interface of a checkpoint format: its reader, its writer, and their arguments.
 
 A reader turns a folder into a `CheckpointIndex` with its `TrainState`. A writer turns the base's index, and what is
-`Wanted`, into the layouts of files. Each format is a folder beside this file; `formats.registry` lists them.
+`Wanted`, into the layouts of files. Each format is a module or folder next to this file; `formats.registry` lists them.
 
 What a reader returns, and what is done alike for all formats: the loader's files enter the index and are compared
 with it.

@@ -1,7 +1,7 @@
 """The checkpoint formats, and the entry point for a folder of any format.
 
-A format is a folder beside this file, with a reader (from a folder to a `CheckpointIndex`, its `TrainState` inside) and
-a writer (from these and `Wanted` to the layouts of files). To add one, write both and list them here.
+A format is a module or folder next to this file, with a reader (from a folder to a `CheckpointIndex`, its `TrainState`
+inside) and a writer (from these and `Wanted` to the layouts of files). To add one, write both and list them here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llmtailor.loaders.read import read_config
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.roles import BUFFER, FROZEN, WEIGHT, is_moment
-from llmtailor.storage.remote import UPLOADING, RemotePath
+from llmtailor.storage.remote import UPLOADING, RemotePath, as_remote
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,8 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
         return survey
     except OSError as error:
         fix = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
-        what = f"can't read {error.filename}: {error.strerror or error}"
+        at = "it" if error.filename is None else f"{as_remote(Path(error.filename)) or error.filename}"
+        what = f"can't read {at}: {error.strerror or error}"
         raise SourceError.at(name, what, fix, Code.FILE_UNREADABLE) from error
 
 
@@ -150,7 +151,7 @@ def lay_out_target(
     if family == TRAINER and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
         world_size = 1  # without random states, nothing in this format is of a rank
     if groups is None and UNIVERSAL in (family, base.form.family):
-        groups = base.groups  # whose sub-groups are laid out anew
+        groups = base.groups  # whose sub-groups are laid out again
     numels = {name: param.numel for name, param in base.params.items()}
     return lay_out_optimizer(
         base.layout, numels, settings, base.precision, world_size=world_size, stage=stage, groups=groups

@@ -265,7 +265,7 @@ class _Reader:
         if kind not in _REQUIRED:
             check_kind(kind, where)
         if path not in self.facts:
-            what = "the file is missing; a resume fails, or starts Adam anew"
+            what = "the file is missing; a resume fails, or Adam restarts"
             raise damaged(where, what, Code.FILE_MISSING)
         decoded, stem = self.trees.read(path, where), Path(path).stem
         if decoded.archive in {*NAME_OF.values(), *_REQUIRED} and decoded.archive != stem:

@@ -127,18 +127,19 @@ def _attest_engine(engine: Any, checkpoint: Path, how: str) -> Attestation:
     from llmtailor.loaders.loader import LOADERS
     from llmtailor.saving.api import training_of
     from llmtailor.saving.attesting import attest_training
+    from llmtailor.saving.training import Held
 
-    return attest_training(training_of(engine, None, None, None, LOADERS[DEEPSPEED]), checkpoint, how)
+    return attest_training(training_of(Held(engine), LOADERS[DEEPSPEED]), checkpoint, how)
 
 
 def _attest_accelerator(accelerator: Any, checkpoint: Path, how: str) -> Attestation:
     from llmtailor.checkpoint.index import TRAINER
     from llmtailor.loaders.loader import LOADERS
-    from llmtailor.saving.api import prepared, training_of
+    from llmtailor.saving.api import attestable_of, prepared
     from llmtailor.saving.attesting import attest_training
 
     one = prepared(accelerator)
-    training = training_of(one.engine, one.model, one.optimizer, one.scaler, LOADERS[TRAINER])
+    training = attestable_of(one, LOADERS[TRAINER])
     return attest_training(training, checkpoint, how, one.scheduler, one.scaler)
 
 
@@ -195,7 +196,9 @@ def check_resumed(task: Task, ranks: Ranks, loaded: Path | None) -> None:
         fix = f"{_FIX_RESUME}; a loop that loads in its own way needs a call of llmtailor.attest instead"
         end_with_error(task, ranks, UsageError.at(task.checkpoint, what, fix))
     at = loaded.resolve()
-    if at != wanted and at.parent != wanted and wanted.parent != at:  # DeepSpeed's tag, or the folder with tags
+    latest = at / "latest"  # DeepSpeed's: a tag folder can be named by the folder around it
+    is_tag = wanted.parent == at and latest.is_file() and latest.read_text().strip() == wanted.name
+    if at != wanted and not is_tag:
         end_with_error(
             task, ranks, UsageError.at(task.checkpoint, f"PROGRAM has resumed from {loaded} instead", _FIX_RESUME)
         )

@@ -22,9 +22,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from llmtailor.attestation.compare import OFF
 from llmtailor.checkpoint.index import LIGHTNING
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
-from llmtailor.loaders.files import CKPT, TRAINER_STATE
+from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
@@ -33,6 +32,8 @@ from llmtailor.saving.api import SaverCallback, attestable_of, make_saver
 from llmtailor.saving.attesting import Attestable, Write, attest_loop
 from llmtailor.saving.client_state import LightningClient
 from llmtailor.saving.options import SavingArguments, SavingOptions
+from llmtailor.saving.restart import trainer_state_of
+from llmtailor.saving.training import Held
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:
@@ -98,9 +99,12 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         self._close(trainer)
         step = trainer.global_step
         _check(trainer)
+        held = _parts_of(trainer, pl_module)
         self.saver = make_saver(
             self.output_dir or trainer.default_root_dir,
-            *_parts_of(trainer, pl_module),
+            engine=held.engine,
+            model=held.model,
+            optimizer=held.optimizer,
             beside=LightningClient(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False)),
             scaler=None,  # Lightning saves it
             tokenizer=None,
@@ -108,9 +112,9 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
             options=self.options,
         )
         self._saved_step = self._step = step
-        record, training = self.saver.record, self.saver.training
+        record, training = self.saver.record, self.saver.live
         try:
-            _attest(trainer, training, self.options, lambda found: record.log({"step": step, "attested": found}))
+            _attest(trainer, training, self.options, lambda found: record.append({"step": step, "attested": found}))
         except TailorError:
             self._close(trainer)
             raise
@@ -147,8 +151,8 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         if ckpt_path:
             path = Path(str(ckpt_path))
             folder = path.parent if path.name == CKPT else path
-            has_state = (folder / TRAINER_STATE).is_file()
-            return read_json(folder / TRAINER_STATE, str(folder)) if has_state else {CALLBACKS: self._loaded}
+            assert self.saver is not None
+            return self.saver.ranks.on_first(lambda: trainer_state_of(folder)) or {CALLBACKS: self._loaded}
         if not step:  # a training from scratch, maybe by another Trainer with the same callback
             return None
         return {CALLBACKS: {MARK: self._mark}} if self._mark else None  # of an earlier `fit` of the same Trainer
@@ -174,15 +178,14 @@ class AttestResume(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path:
             _check(trainer)
-            _attest(trainer, attestable_of(*_parts_of(trainer, pl_module), None, LOADERS[LIGHTNING]), self.options)
+            _attest(trainer, attestable_of(_parts_of(trainer, pl_module), LOADERS[LIGHTNING]), self.options)
 
 
-def _parts_of(trainer: Trainer, module: LightningModule) -> tuple[Any, Any, Any]:
-    """Return the engine, or the model and its optimizer."""
+def _parts_of(trainer: Trainer, module: LightningModule) -> Held:
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeedStrategy):
-        return strategy.deepspeed_engine, None, None
-    return None, module, trainer.optimizers[0]
+        return Held(strategy.deepspeed_engine)
+    return Held(None, module, trainer.optimizers[0])
 
 
 def _attest(trainer: Trainer, training: Attestable, options: SavingOptions, write: Write = lambda found: None) -> None:

@@ -94,7 +94,7 @@ def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) 
     """Return layouts of weight files like the base's. ZeRO-3 runs list each tied weight once, others by both names."""
     if not (base.has_weight_files and any(state.kind == WEIGHT for state in base.held)):
         return []  # files that a salvage can't use are not in its index
-    weights = read_weights(base.root, str(base.root))
+    weights = read_weights(base.root, base.name)
     relists = (base.form.stage == 3) != (stage == 3)
     if relists:
         weights = list_tied(weights, base.tied, stage < 3)
@@ -269,7 +269,7 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
         in_file = wanted.client != DEEPSPEED
         made = LOADERS[wanted.client].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
         what = f"{why}; {made} is made for step {step}, from the rates in the param groups"
-        fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others start anew"
+        fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others restart"
         if None in first:
             fix += "; the rates that they start from are not known, and are those of the run that resumes"
         notices.append(Problem(base.name, what, fix))

@@ -106,7 +106,7 @@ class ModelStructure:
     The parts are, in order: ``embed_tokens``, ``layer 0``.. ``layer L-1``, ``norm``, ``lm_head``, and then
     any other modules of the model, by name (``wpe``, ``visual.patch_embed``).
     With tied embeddings there is no part ``lm_head``: the tied name belongs to ``embed_tokens``.
-    `experts.split_experts` divides layers into ``layer 3 non-expert``, ``layer 3 expert 0``, ...
+    `find_parts.split_experts` divides layers into ``layer 3 non-expert``, ``layer 3 expert 0``, ...
     """
 
     part_of: Mapping[str, Part]

@@ -139,7 +139,7 @@ def check_policy(
     exceeds its promise, or the policy names unknown parts, raises, or chooses other parts when asked again; and if it
     never chooses any part.
     """
-    where = f"policy {policy.name}"
+    parts, where = tuple(map(Part, parts)), f"policy {policy.name}"
     if not parts:
         raise UsageError.at(where, "no part of the model is trainable", "unfreeze something before attaching")
     with _blaming(policy, "fix its worst_staleness, or return None there"):

@@ -344,7 +344,7 @@ class RankGroup(Team):
                 status, error = dict(self._own), self._own_error
             if not status["token"]:
                 return
-            for brief in (False, True):  # a full disk may still take less
+            for brief in (False, True) if error is not None else (False,):  # a full disk may still take less
                 more = {"error": to_json(error, brief=brief)} if error is not None else {}
                 with suppress(OSError):
                     self._board.post(str(self.rank), status | more)

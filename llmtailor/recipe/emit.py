@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from llmtailor.checkpoint.step_names import step_of
-from llmtailor.errors import Problem, RecipeError, printable
+from llmtailor.errors import Problem, RecipeError, escaped, printable
 from llmtailor.model.parts import ModelStructure, Part, condense, layer_part, with_layers
 from llmtailor.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
@@ -204,7 +204,7 @@ def _comment(texts: Sequence[str], indent: str = "") -> list[str]:
         head + row
         for text in texts
         for line in text.splitlines()
-        for row in textwrap.wrap(printable(line), _WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
+        for row in textwrap.wrap(escaped(line), _WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
     ]
 
 
@@ -221,7 +221,7 @@ def _quote(text: str) -> str:
     """Return a text as YAML, in double quotes if it would be read as something else."""
     if _PLAIN.fullmatch(text) and text.lower() != "null":
         return text
-    return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+    return '"' + escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
 def _age(step: int, base_step: int | None) -> str:

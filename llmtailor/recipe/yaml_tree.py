@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 
 import yaml
 
-from llmtailor.errors import Problem, RecipeError
+from llmtailor.errors import Problem, RecipeError, UsageError
 from llmtailor.model.parts import nearest
 from llmtailor.recipe.selectors import quote
 from llmtailor.storage.local import with_tag
@@ -216,7 +216,12 @@ class Value:
             return None
         expanded = _VARIABLE.sub(lambda match: match[1] or self.document.environ[match[2] or match[4]], text)
         if "://" in expanded:
-            return open_location(expanded)
+            try:
+                return open_location(expanded)
+            except UsageError as error:  # a URL of an unknown kind; a store that does not answer ends the command
+                for one in error.problems:
+                    self.refuse(one.what, one.fix)
+                return None
         return with_tag(Path(os.path.normpath(self.document.folder / expanded)))
 
     def _is_variable(self, match: re.Match[str]) -> bool:

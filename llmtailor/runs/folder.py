@@ -14,7 +14,7 @@
     RUN/partial/step-00000100                       a partial checkpoint; without a manifest, an unfinished save
     RUN/partial/step-00000100.abandoned             one of an abandoned attempt
     RUN/partial/.step-00000100.llmtailor-thinning   a partial checkpoint while ``thin`` writes it
-    RUN/partial/attempts.json                       the record of attempts, see `runs.attempts`
+    RUN/partial/attempts.json                       the record of attempts, see `RunFolder.attempts`
 
 Which attempt of a run a checkpoint belongs to, and whether that attempt was abandoned.
 

@@ -34,7 +34,6 @@ from llmtailor.model.parts import Part
 from llmtailor.recipe import ONLY_MOMENTS
 from llmtailor.runs.folder import Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
 from llmtailor.runs.scan import Scan, check_newest, scan_run
-from llmtailor.storage.local import as_path
 
 logger = logging.getLogger(__name__)
 BUG = "this is a bug in llmtailor: please report it; nothing was removed"
@@ -211,7 +210,7 @@ def plan_gc(run: str | Path, keep: int | None, *, trust_unrecorded: bool = False
     ``trust_unrecorded`` also counts full checkpoints that do not state their attempt.
     Raises SourceError if the newest checkpoint can't be used or no step can be composed.
     """
-    run = as_path(run).absolute()
+    run = Path(run).absolute()  # on this machine: it is changed in place
     scan = scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
     check_newest(scan)
     parts = scan.structure.parts

@@ -75,7 +75,6 @@ from llmtailor.recipe.selectors import select
 from llmtailor.runs.folder import RunFolder, files_in, freed_bytes, log_entries
 from llmtailor.runs.gc import BUG, StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, scan_run
-from llmtailor.storage.local import as_path
 
 _SCRIPT = re.compile(r"zero_to_\w+\.py")
 _OF_A_RESUME = (LATEST, LATEST_UNIVERSAL, OPTIMIZER, SCHEDULER, SCALER)
@@ -507,7 +506,7 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
     Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
     invalid strategy or selectors.
     """
-    run = as_path(run).absolute()
+    run = Path(run).absolute()  # on this machine: it is changed in place
     folder, scan = RunFolder(run), scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
     newest = scan.indexes[check_newest(scan)]
     structure, indexes = find_structure(newest), scan.indexes  # what is made here holds whole layers

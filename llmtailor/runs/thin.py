@@ -190,7 +190,7 @@ def _crcs(root: Path, wanted: Iterable[Sequence[Extent]], stop: Stop, on_progres
 def _writing(
     index: CheckpointIndex, target: Path, plan: Plan, stop: Stop, clone: Clone, on_progress: OnProgress
 ) -> Iterator[tuple[Path, dict[str, int], CopyStats]]:
-    """Write the files of a plan beside ``target``; yield their folder, CRC-32 by path, and how the bytes got there.
+    """Write the files of a plan next to ``target``; yield their folder, CRC-32 by path, and how the bytes got there.
 
     After the block, check that the checkpoint ``index`` is unchanged. After an error, nothing is left. Raises
     StorageError, SourceError, Interrupted or OSError.
@@ -236,8 +236,12 @@ def write_conversion(
         check_crcs(staging, crcs, stop, on_progress)
         made = index_checkpoint(staging, display_name(target))
         check_places(plan, made, source, *conversion.kept_params())
-    staging.rename(target)
-    fsync_folder(target.parent)
+    try:
+        staging.rename(target)
+        fsync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     return moved
 
 

@@ -38,7 +38,7 @@ from llmtailor.recipe import ONLY_MOMENTS, Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import scan_back
-from llmtailor.storage.local import as_path, read_source
+from llmtailor.storage.local import read_source
 from llmtailor.verify.verify import check_file, verify_checkpoint
 
 if TYPE_CHECKING:
@@ -441,7 +441,7 @@ def plan_salvage(
     is that of `Options`. Raises SourceError with all obstacles if there is no complete composite, and what `plan_merge`
     raises.
     """
-    run = as_path(run).absolute()
+    run = Path(run).absolute()  # on this machine: it is changed in place
     salvage = _choose(run, at, deep, fragments, on_progress, trust_unrecorded)
     if not salvage.choice.is_complete:
         raise _no_composite(salvage)

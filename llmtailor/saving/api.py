@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,9 +23,10 @@ from llmtailor.saving.client_state import AccelerateClient, ClientState, Trainer
 from llmtailor.saving.options import ATTEST, ON_MISMATCH, Arguments, SavingArguments, SavingOptions, from_environment
 from llmtailor.saving.save import PendingSave, SaveFailed
 from llmtailor.saving.saver import PartialSaver
-from llmtailor.saving.torch_training import PlainTraining, unwrap
-from llmtailor.saving.training import HasState, Pretrained, Ranks, Training
+from llmtailor.saving.torch_training import PlainTraining, ShardedTraining, unwrap
+from llmtailor.saving.training import HasState, Held, Pretrained, Ranks, Training
 from llmtailor.saving.writing import owners_of
+from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -114,49 +115,35 @@ def make_saver(
     is_tested: bool = False,
 ) -> PartialSaver:
     """Return a saver for a DeepSpeed engine, or for a model and its optimizer; see `PartialSaver`."""
-    training = training_of(engine, model, optimizer, scaler, beside.loader)
+    training = training_of(Held(engine, model, optimizer, scaler=scaler), beside.loader)
     carried = owners_of(training.model, tokenizer)
     return PartialSaver(
         output_dir, training, policy, beside=beside, carried=carried, options=options, is_tested=is_tested
     )
 
 
-def training_of(
-    engine: DeepSpeedEngine | None,
-    model: torch.nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    scaler: HasState | None,
-    client: Loader,
-) -> Training:
+def training_of(held: Held, loader: Loader) -> Training:
     """Return the live training of an engine, or of a model and its optimizer. Raises UnsupportedCheckpoint."""
-    if engine is not None:
+    if held.engine is not None:
         from llmtailor.saving.deepspeed import ZeroTraining
 
-        return ZeroTraining(engine, client)
-    assert model is not None and optimizer is not None, "without an engine"
-    kind = PlainTraining
-    if any(hasattr(param, "to_local") for param in model.parameters()):  # a DTensor
-        from llmtailor.saving.torch_training import ShardedTraining as kind
-    return kind(unwrap(model), optimizer, scaler)
+        return ZeroTraining(held.engine, loader)
+    assert held.model is not None and held.optimizer is not None, "without an engine"
+    is_sharded = any(hasattr(param, "to_local") for param in held.model.parameters())  # as DTensors
+    return (ShardedTraining if is_sharded else PlainTraining)(unwrap(held.model), held.optimizer, held.scaler)
 
 
-def attestable_of(
-    engine: DeepSpeedEngine | None,
-    model: torch.nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    scaler: HasState | None,
-    client: Loader,
-) -> Attestable:
+def attestable_of(held: Held, loader: Loader) -> Attestable:
     """Return a live training that is compared only, also one whose states can't be saved in parts.
 
     Raises UnsupportedCheckpoint for one whose states can't be read either.
     """
     try:
-        return training_of(engine, model, optimizer, scaler, client)
+        return training_of(held, loader)
     except UnsupportedCheckpoint:
-        if model is None or optimizer is None:
+        if held.engine is not None or held.model is None or held.optimizer is None:
             raise
-        return AnyTraining(model, optimizer)
+        return AnyTraining(held.model, held.optimizer)
 
 
 def attest(
@@ -212,20 +199,16 @@ def attest(
     if problems:
         raise UsageError(problems)
     counters: dict[str, Any] = {} if step is None else {"global_step": step}
+    held = Held(engine, model, optimizer, scheduler, scaler)
     if trainer is not None:
-        found = parts_of(trainer)
-        engine, model, optimizer = found["engine"], found["model"], found["optimizer"]
-        scheduler, scaler = found["scheduler"], found["scaler"]
-        counters = {"global_step": trainer.state.global_step}
+        held, counters = parts_of(trainer), {"global_step": trainer.state.global_step}
     elif accelerator is not None:
         one = prepared(accelerator)
-        engine, model, optimizer = one.engine, one.model, one.optimizer
-        scheduler, scaler = scheduler or one.scheduler, scaler or one.scaler
-    is_loops = trainer is None and accelerator is None
-    loader = LOADERS[DEEPSPEED if engine is not None and is_loops else TRAINER]
-    training = attestable_of(engine, model, optimizer, scaler, loader)
-    is_accelerates = accelerator is not None
-    attested = attest_training(training, Path(checkpoint), how, scheduler, scaler, counters, with_random=is_accelerates)
+        held = replace(one, scheduler=scheduler or one.scheduler, scaler=scaler or one.scaler)
+    is_engines = engine is not None  # else it is the Trainer's or accelerate's, with files of its own
+    training = attestable_of(held, LOADERS[DEEPSPEED if is_engines else TRAINER])
+    where, with_random = as_path(checkpoint), accelerator is not None
+    attested = attest_training(training, where, how, held.scheduler, held.scaler, counters, with_random=with_random)
     announce(attested, Ranks.here(), on_mismatch)
     return attested
 
@@ -263,23 +246,12 @@ class SaverCallback:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What an accelerator has prepared: an engine, or a model with its optimizer."""
-
-    engine: DeepSpeedEngine | None = None
-    model: torch.nn.Module | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler: HasState | None = None
-    scaler: HasState | None = None
-
-
-def prepared(accelerator: Accelerator) -> Prepared:
+def prepared(accelerator: Accelerator) -> Held:
     """Return what an accelerator has prepared, as accelerate 1.15 lists it."""
     if wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None):
         # one of the DeepSpeed config, or of DeepSpeed's kinds, is the engine's
         own = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
-        return Prepared(engine=wrapped.engine, scheduler=own[0] if own else None)
+        return Held(engine=wrapped.engine, scheduler=own[0] if own else None)
     if accelerator.distributed_type == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
         raise UnsupportedCheckpoint.at("accelerator", FSDP1, FSDP1_FIX)
     models, optimizers, schedulers = accelerator._models, accelerator._optimizers, accelerator._schedulers
@@ -295,4 +267,4 @@ def prepared(accelerator: Accelerator) -> Prepared:
         problems.append(Problem("accelerator", f"it has prepared {len(schedulers)} schedulers", "prepare one"))
     if problems:
         raise UsageError(problems)
-    return Prepared(None, models[0], optimizers[0], schedulers[0] if schedulers else None, accelerator.scaler)
+    return Held(None, models[0], optimizers[0], schedulers[0] if schedulers else None, accelerator.scaler)

@@ -40,7 +40,7 @@ from llmtailor.saving.model import is_adapted
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import DTYPES, bytes_of
 from llmtailor.saving.torch_training import PlainTraining, ShardedTraining
-from llmtailor.saving.training import Fragment, HasState, Ranks, Training, rng_tree
+from llmtailor.saving.training import Fragment, HasState, Held, Ranks, Training, rng_tree
 from llmtailor.training import decaying_names
 
 if TYPE_CHECKING:
@@ -250,19 +250,16 @@ def rates_of(scheduler: Any) -> list[float]:
         return []
 
 
-def parts_of(trainer: Trainer) -> dict[str, Any]:
-    """Return what of a Trainer is attested, by its names in `attest`."""
+def parts_of(trainer: Trainer) -> Held:
+    """Return what of a Trainer is attested."""
     engine: Any = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     scheduler = trainer.lr_scheduler
     if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper":
         scheduler = engine.lr_scheduler
-    return {
-        "engine": engine,
-        "model": None if engine is not None else trainer.model,
-        "optimizer": None if engine is not None else trainer.optimizer,
-        "scheduler": scheduler,
-        "scaler": getattr(trainer.accelerator, "scaler", None),
-    }
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    if engine is not None:
+        return Held(engine, scheduler=scheduler, scaler=scaler)
+    return Held(None, trainer.model, trainer.optimizer, scheduler, scaler)
 
 
 def resumed_from(trainer: Trainer) -> Path | None:
@@ -339,7 +336,7 @@ class TrainerResume:
             self._record({"step": step, "attested": found.to_json()})
             self._say(found, self._ranks, self._on_mismatch)
             return found
-        found = _attest(opened, self._ranks, self._how, parts["scheduler"], parts["scaler"], {"global_step": step})
+        found = _attest(opened, self._ranks, self._how, parts.scheduler, parts.scaler, {"global_step": step})
         self.found = found
         if self._ranks.is_first:
             self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), step, trainer.state.log_history))
@@ -397,7 +394,7 @@ class TrainerResume:
         if self._index is not None and not self._has_stepped:
             self._has_stepped = True
             rates = [as_number(group.get("lr")) for group in self._trainer.optimizer.param_groups]
-            said = rates_off_schedule(rates, rates_of(parts_of(self._trainer)["scheduler"]))
+            said = rates_off_schedule(rates, rates_of(parts_of(self._trainer).scheduler))
             if said and self._ranks.is_first:
                 step = self._trainer.state.global_step
                 logger.warning("resumed from %s: after step %d %s", self._index.name, step, said)

@@ -43,7 +43,7 @@ from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, attestable_of,
 from llmtailor.saving.attesting import TrainerResume, parts_of
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
-from llmtailor.saving.options import WHERE, SavingArguments, SavingOptions
+from llmtailor.saving.options import SAME_FIX, WHERE, SavingArguments, SavingOptions
 from llmtailor.saving.restart import resume_automatically
 from llmtailor.saving.torch_training import unwrap
 from llmtailor.saving.training import rng_tree
@@ -333,9 +333,9 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             is_tested=True,
         )
         self._agree()
-        training = self.saver.training
+        training = self.saver.live
         how, on_mismatch = self.options.attest, self.options.on_mismatch
-        resume = TrainerResume(trainer, how, on_mismatch, self.saver.record.log, say=self._say)
+        resume = TrainerResume(trainer, how, on_mismatch, self.saver.record.append, say=self._say)
         try:
             resume.begin(lambda: training)
         except (TailorError, SystemExit):
@@ -353,9 +353,8 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             "policy": (self.policy.name, repr(self.policy.settings())),
             **{name: getattr(self, name) for name in ("save_steps", "overhead", "on_restart")},
         }
-        fix = "give all ranks the same arguments and LLMTAILOR_ variables"
         try:
-            check_same(self.saver.ranks.gather(mine), dict.fromkeys(mine, (fix, UsageError)))
+            check_same(self.saver.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
         except UsageError:
             self.saver.close()
             raise
@@ -527,9 +526,7 @@ class AttestResume(TrainerCallback):  # type: ignore[misc]
 
     def _begin(self, trainer: Trainer, **how: Any) -> None:
         self._resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch, **how)
-        held = parts_of(trainer)
-        live = (held["engine"], held["model"], held["optimizer"], held["scaler"])
-        self._resume.begin(lambda: attestable_of(*live, LOADERS[TRAINER]))
+        self._resume.begin(lambda: attestable_of(parts_of(trainer), LOADERS[TRAINER]))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

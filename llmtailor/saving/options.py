@@ -17,6 +17,7 @@ MIN_HOST_BUFFER = 1 << 20
 PREFIX = "LLMTAILOR_"
 """Begins the names of the environment variables"""
 WHERE = "attach"
+SAME_FIX = "give all ranks the same arguments and LLMTAILOR_ variables"
 ATTEST, ON_MISMATCH = (OFF, SAMPLE, FULL), (WARN, STOP)
 
 

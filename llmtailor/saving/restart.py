@@ -23,6 +23,7 @@ from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import compose_newest, continues
 from llmtailor.saving.save import abandon_after
 from llmtailor.saving.training import Ranks, Training
+from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -91,8 +92,8 @@ def trainer_state_of(resumed_from: str | Path | Mapping[str, object] | None) -> 
     """Return the content of the ``trainer_state.json`` of a checkpoint; empty if there is no such file."""
     if resumed_from is None or isinstance(resumed_from, Mapping):
         return resumed_from
-    path = Path(resumed_from) / TRAINER_STATE
-    return read_json(path, str(path)) if path.is_file() else {}
+    path = as_path(resumed_from) / TRAINER_STATE
+    return read_json(path, f"{path}") if path.is_file() else {}
 
 
 def resume(

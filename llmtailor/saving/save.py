@@ -90,8 +90,9 @@ def abandon_after(folder: Path, step: int) -> None:
                 else:
                     later += line + b"\n"
         if kept != lines:
-            with (folder / ABANDONED_LOG).open("ab") as file:
-                file.write(later)
+            if later:
+                with (folder / ABANDONED_LOG).open("ab") as file:
+                    file.write(later)
             replace_durably(folder / LOG, kept)
 
 
@@ -125,7 +126,7 @@ class RunRecord:
         staging = options.staging_dir
         self.first = folder if staging is None else RunFolder(Path(staging).absolute())
         """Where saves are written"""
-        self.copier = open_tier(folder, self.first, options, ranks, self.board, self._append)
+        self.copier = open_tier(folder, self.first, options, ranks, self.board, self.append)
         self.write_timeout = options.write_timeout
         self.keep_composable = options.keep_composable
         self.is_begun = False
@@ -148,9 +149,9 @@ class RunRecord:
         if self.copier is not None:
             self.copier.add(line)
         else:
-            self._append(line)
+            self.append(line)
 
-    def _append(self, line: Mapping[str, object]) -> None:
+    def append(self, line: Mapping[str, object]) -> None:
         """Add a line now; ignore errors of the disk."""
         if self.ranks.is_first:
             with suppress(OSError), (self.folder.partial / LOG).open("ab+") as file:
@@ -166,7 +167,7 @@ class RunRecord:
         if self.copier is not None:
             self.copier.add(Finished(report.step, work.save_id, work.began, line, retire))
         elif self.ranks.is_first:
-            self._append(line)
+            self.append(line)
             retire()
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ class RunRecord:
                 error,
                 exc_info=None if isinstance(error, TailorError) else error,
             )
-            self._append({"step": step, "not_composable": str(error)})
+            self.append({"step": step, "not_composable": str(error)})
         self.is_proven = True
 
     def _retire(self, ledger: Ledger) -> list[int]:
@@ -424,7 +425,7 @@ class PendingSave:
         """Return the messages of these names once they are there."""
 
         def check() -> None:
-            if self._stops_training and self.is_stuck:
+            if self._stops_training and self._ranks.is_first and self.is_stuck:  # the others hear of it
                 self.give_up()
             if (why := self._given_up) is not None:
                 what = f"another rank's share was not complete; {why.what}"

@@ -25,7 +25,7 @@ import torch
 
 from llmtailor.attestation.compare import OFF
 from llmtailor.checkpoint.lineage import Ledger, Past
-from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.model.parts import Part
@@ -42,6 +42,7 @@ from llmtailor.policies import (
     state_of,
 )
 from llmtailor.ranks.board import as_error
+from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.attesting import attest_loop
 from llmtailor.saving.client_state import ClientState
@@ -54,7 +55,7 @@ from llmtailor.saving.model import (
     find_trained_parts,
     weigh,
 )
-from llmtailor.saving.options import SavingOptions
+from llmtailor.saving.options import SAME_FIX, SavingOptions
 from llmtailor.saving.restart import resume, trainer_state_of
 from llmtailor.saving.save import (
     PendingSave,
@@ -77,6 +78,7 @@ from llmtailor.saving.writing import (
     publish,
     sample_frozen,
 )
+from llmtailor.storage.local import as_path
 
 logger = logging.getLogger("llmtailor.saving")
 
@@ -131,7 +133,8 @@ class PartialSaver:
     ) -> None:
         self.options = options or SavingOptions()
         self.folder = RunFolder(Path(output_dir).absolute())
-        self._training = training
+        self.live = training
+        """The training itself; `training` cuts experts that are parts of their own"""
         self.policy = make_policy(policy)
         self.ranks = Ranks.here()
         self.carried = carried_files([*carried])
@@ -154,13 +157,15 @@ class PartialSaver:
         self._begun_at: int | None = None
         """The step that training began at, if `start` was called"""
         self.ranks.together(lambda: check_trees(self._trees(None)))
+        mine = {"attest": self.options.attest, "on_mismatch": self.options.on_mismatch}  # ranks branch on these
+        check_same(self.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
         self.ranks.on_first(self.folder.lock)
         self.record = RunRecord(self.folder, self.ranks, self.options, self.carried)
         self._arena = allocate_arena(training, self.options, self.ranks)
         """None if a save stops training until it is complete"""
         self._masters: frozenset[int] = frozenset()
         """Storages of the masters, as of a save that had others than known before"""
-        self._barrier = StepBarrier()
+        self._barrier = StepBarrier(waits=self._arena is not None)
         if self._arena is not None:
             finish_at_end(self, self._finish_until)
 
@@ -184,8 +189,9 @@ class PartialSaver:
             TargetError: training starts from scratch in a folder where another run has saved.
             SourceError, StorageError: the record of attempts cannot be read or written.
         """
-        if isinstance(resumed_from, (str, Path)) and self.options.attest != OFF:
-            self._attest(step, Path(resumed_from))
+        named = f"{resumed_from}" if isinstance(resumed_from, (str, Path)) else None
+        if self.options.attest != OFF and (checkpoint := self.ranks.from_first(named)) is not None:
+            self._attest(step, as_path(checkpoint))
         lineage, self._begun_at = self._new_id(), step
         if self.record.copier is not None:
             self.record.copier.catch_up(self.folder)
@@ -212,10 +218,9 @@ class PartialSaver:
         """Compare the training with the checkpoint that its loop names, before the first step."""
 
         def write(found: Mapping[str, object]) -> None:
-            self.record.log({"step": step, "attested": found})
+            self.record.append({"step": step, "attested": found})
 
-        scheduler = getattr(self._client, "scheduler", None)
-        attest_loop(self._training, checkpoint, self.options, scheduler, write)
+        attest_loop(self.live, checkpoint, self.options, self._client.scheduler, write)
 
     def has_state(self, step: int | None = None) -> bool:
         """Return whether the optimizer has made a step on all ranks, so that there are moments to save.
@@ -306,6 +311,8 @@ class PartialSaver:
     def close(self) -> None:
         """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
         self.finish()
+        self._settle()  # a save that is done holds the host buffer
+        self._arena = None
         release(self)
         self.record.close()
         self._barrier.remove()
@@ -423,8 +430,8 @@ class PartialSaver:
             return None
         snapshot = Snapshot(share.live, share.files, self._arena, self.options.write_timeout, work.began, share.check)
         if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
-            self._masters = frozenset(storage_of(one.tensor) for one in self._training.masters())
-        self._barrier.arm(snapshot, self._training.optimizers(), self._masters)
+            self._masters = frozenset(storage_of(one.tensor) for one in self.live.masters())
+        self._barrier.arm(snapshot, self.live.optimizers(), self._masters)
         return snapshot
 
     def _choose(self, step: int, changes: PartChanges) -> PartChoice:
@@ -508,7 +515,7 @@ class PartialSaver:
     def _forget(self) -> None:
         """Continue with another set of trained params, which no earlier save covers."""
         logger.warning("the set of trained params has changed; the next save holds every part")
-        self.model, self.training = find_trained_parts(self._training, self.ranks, self.options.experts)
+        self.model, self.training = find_trained_parts(self.live, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
         self.record.is_proven = False
         self.ledger = self.ledger.without(self.ledger.held_by.keys())

@@ -392,14 +392,15 @@ class StepBarrier:
 
     torch calls the hook before ``step`` of every optimizer of the process, also before DeepSpeed's updates: once
     per param group (ZeRO-1/2) or sub-group (ZeRO-3), each time with the masters that it is going to write. The Trainer
-    has no callback there: with DeepSpeed its ``on_pre_optimizer_step`` comes after the update.
+    has no callback there: with DeepSpeed its ``on_pre_optimizer_step`` comes after the update. Without ``waits``
+    there is no hook: saves stop training anyway.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = True) -> None:
         self._snapshot: Snapshot | None = None
         self._optimizers: Collection[object] = ()
         self._masters: frozenset[int] = frozenset()
-        self._hook = register_optimizer_step_pre_hook(not_compiled(self._before_step))
+        self._hook = register_optimizer_step_pre_hook(not_compiled(self._before_step)) if waits else None
 
     def arm(self, snapshot: Snapshot, optimizers: Collection[object], masters: frozenset[int]) -> None:
         """Delay the next steps of ``optimizers``, and of any other that writes masters in these storages, until it is
@@ -420,7 +421,8 @@ class StepBarrier:
             self._snapshot.wait(())
 
     def remove(self) -> None:
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     def _written_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return the storages of an optimizer's params; 0 for one that has none of its own, as some subclasses do."""

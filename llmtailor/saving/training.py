@@ -78,6 +78,18 @@ class HasState(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a program holds of a training: an engine, or a model with its optimizer."""
+
+    engine: Any = None
+    """A DeepSpeedEngine"""
+    model: torch.nn.Module | None = None
+    optimizer: Any = None
+    scheduler: HasState | None = None
+    scaler: HasState | None = None
+
+
 class Pretrained(Protocol):
     """A tokenizer, processor or config of transformers, or anything that saves itself into a folder."""
 

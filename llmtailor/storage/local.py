@@ -37,7 +37,7 @@ from pathlib import Path
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, StorageError, damaged
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.remote import EndsEarly, RemotePath, as_remote, open_location
+from llmtailor.storage.remote import EndsEarly, RemotePath, as_remote, known_location, open_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,15 @@ def _stored(path: Path) -> RemotePath | None:
     return remote if remote is not None and remote.remote.holds(remote.key) else None
 
 
-def as_path(given: str | Path) -> Path:
-    """Return what callers of the public API give: a path, or the text of one or of a URL."""
-    return given if isinstance(given, Path) else open_location(given)
+def as_path(given: str | os.PathLike[str]) -> Path:
+    """Return what callers of the public API give: a path, or the text of one or of a URL, which is listed again."""
+    if isinstance(given, Path):
+        return given
+    is_known = known_location(os.fspath(given))
+    path = open_location(os.fspath(given))
+    if is_known and isinstance(path, RemotePath):
+        path.remote.list()
+    return path
 
 
 def absolute(path: Path) -> Path:
@@ -378,7 +384,7 @@ class OpenFile:
     def stream(self, start: int, stop: int, chunk_bytes: int = 0) -> Iterator[memoryview]:
         """Yield the bytes in order; of a file of this machine, in one buffer. Raises EndsEarly, or another OSError."""
         if self.stored is None:
-            yield from chunks(self.fd, memoryview(bytearray(chunk_bytes)), start, stop)
+            yield from chunks(self.fd, memoryview(bytearray(min(chunk_bytes, stop - start))), start, stop)
         else:
             for data in self.stored.remote.stream(self.stored.key, start, stop):
                 yield memoryview(data)

@@ -265,13 +265,17 @@ class RemotePath(PosixPath):
     @property
     def is_inside(self) -> bool:
         """Whether it is the folder or in it: nothing else is listed"""
-        return not self.key.startswith("..")
+        return self.key != ".." and not self.key.startswith("../")
 
     def __format__(self, spec: str) -> str:
-        return format(f"{self.remote.url}/{self.key}".rstrip("/") if self.is_absolute() else str(self), spec)
+        is_url = self.is_absolute() and self.is_inside  # else it is on this machine, as the staging folder is
+        return format(f"{self.remote.url}/{self.key}".rstrip("/") if is_url else str(self), spec)
 
     def __repr__(self) -> str:
         return f"RemotePath({f'{self}'!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:  # another process opens the URL
+        return open_location, (f"{self}",)
 
 
 def open_location(text: str) -> Path:
@@ -297,23 +301,30 @@ def as_remote(path: Path) -> RemotePath | None:
         return path
     if _made is None or not path.is_relative_to(_made):
         return None
-    return next((type(root)(path) for root in _opened.values() if path.is_relative_to(root)), None)
+    return next((type(root)(path) for root in list(_opened.values()) if path.is_relative_to(root)), None)
 
 
+_opening = threading.Lock()
 _opened: dict[str, RemotePath] = {}
 """By URL: a folder that is opened again, or is in an opened one, has the same cache"""
 
 
+def known_location(url: str) -> bool:
+    """Return whether the folder of a URL, or one around it, was opened before."""
+    return any(url.rstrip("/") == one or url.startswith(f"{one}/") for one in list(_opened))
+
+
 def _open(url: str) -> Path:
-    for known, root in _opened.items():
-        if url == known or url.startswith(f"{known}/"):
-            return root / url[len(known) :].strip("/")
-    path = _folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / (url.rpartition("/")[2] or "root")
-    path.parent.mkdir()
-    remote = RemoteFolder(url, path)
-    remote.list()
-    _opened[url] = type("RemotePath", (RemotePath,), {"remote": remote})(path)
-    return _opened[url]
+    with _opening:
+        for known, root in _opened.items():
+            if url == known or url.startswith(f"{known}/"):
+                return root / url[len(known) :].strip("/")
+        path = _folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / (url.rpartition("/")[2] or "root")
+        path.parent.mkdir(exist_ok=True)  # a listing may have failed before
+        remote = RemoteFolder(url, path)
+        remote.list()
+        _opened[url] = type("RemotePath", (RemotePath,), {"remote": remote})(path)
+        return _opened[url]
 
 
 def _folder() -> Path:

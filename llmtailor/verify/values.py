@@ -220,7 +220,7 @@ class Stream:
     state: State
     held: TensorEntry
     checks: tuple[str, ...] = (NOT_FINITE,)
-    """The problems that `bad_values.find` looks for"""
+    """The problems that `find_bad_values` looks for"""
     begin: int = 0
     """The element of the bundle at which it begins: a fused param is saved in pieces"""
     is_copy: bool = False
@@ -589,4 +589,5 @@ def _not_compared(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, 
     names = [state.param for state in index.held if state.kind == WEIGHT and state.param not in known]
     if index.form.has_masters and names:
         what = f"the weights of {some(names)} have other names than the params, so were not compared with the masters"
-        yield Finding(index.name, what, "compare what a resume holds: llmtailor attest", Code.NOT_COMPARED, NOTE)
+        fix = "compare what a resume holds: llmtailor attest (of a checkpoint on this machine)"
+        yield Finding(index.name, what, fix, Code.NOT_COMPARED, NOTE)

@@ -63,7 +63,7 @@ def test_each_tag_is_a_checkpoint(tags: Path, runs: Runs, tmp_path: Path) -> Non
 def test_a_wrong_tag_is_told_with_the_right_ones(tags: Path) -> None:
     with pytest.raises(SourceError, match=r"has no tag global_step9\n.*are global_step2, global_step4"):
         index_checkpoint(with_tag(Path(f"{tags}@global_step9")))
-    with pytest.raises(SourceError, match=r"beside it are global_step2, global_step4"):
+    with pytest.raises(SourceError, match=r"next to it are global_step2, global_step4"):
         index_checkpoint(tags / "global_step9")
 
 
@@ -174,7 +174,7 @@ def test_folders_of_a_loop_are_a_run(newest: str, runs: Runs, tmp_path: Path) ->
     assert find_latest(run).path == run / newest
     with pytest.raises(SourceError, match=f"name one of step_2, {newest}, step_9 inside it"):
         index_checkpoint(run)
-    with pytest.raises(SourceError, match=f"beside it are step_2, {newest}, step_9"):
+    with pytest.raises(SourceError, match=f"next to it are step_2, {newest}, step_9"):
         index_checkpoint(run / "step_5")
     call("merge", "--run", tmp_path / "run", tmp_path / "out", "--strategy", "parity")
     assert verify_checkpoint(tmp_path / "out", deep=True).level == RESUMABLE

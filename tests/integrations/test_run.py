@@ -183,7 +183,7 @@ def test_a_program_whose_python_lacks_llmtailor_does_not_train(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "llmtailor.integrations", None)
     runpy.run_path(str(_STARTUP / "sitecustomize.py"))
-    with pytest.raises(SystemExit, match=r"the saver can't be imported .*; install llmtailor\[train\] for"):
+    with pytest.raises(SystemExit, match=r"llmtailor can't be imported .*; install llmtailor\[train\] for"):
         importlib.import_module("transformers.trainer")
 
 

@@ -302,6 +302,7 @@ output: out/checkpoint-400
 
 
 ODD_NAME = "model.layers.0.a, b}: #"
+TEMPLATE = "{% for one in messages %}" + "{{ one.content }} " * 200 + "{% endfor %}"
 SLICE = "slices: [{sources: [{model: a, layer_range: [0, 1]}]}]"
 
 
@@ -312,6 +313,8 @@ SLICE = "slices: [{sources: [{model: a, layer_range: [0, 1]}]}]"
          {"parts": [{"from": "a", "select": ["norm", *mlp(1, 2, 3)]}]}),
         ("tokenizer_source: tok/x\nchat_template: |\n  {% if a %}: #x\n    {{ b }}\ndtype: half\n", llama(1),
          {"tokenizer_source": "tok/x", "chat_template": "{% if a %}: #x\n  {{ b }}\n", "dtype": "float16"}),
+        # longer than what messages show of a text
+        (f"chat_template: '{TEMPLATE}'", llama(1), {"chat_template": TEMPLATE}),
         # sources that nothing comes from are left out
         ("parts: [{from: a, select: all}, {from: b, select: all}]", llama(2),
          {"parts": [{"from": "b", "select": "all"}]}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import itertools
 import json
+import pickle
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,8 @@ from helpers.checkpoints import SMALL, make
 from helpers.commands import forget_urls, run_here
 from helpers.faulty import FaultyFileSystem, failing
 from llmtailor.compose import write as writing
-from llmtailor.errors import StorageError, TargetError, VerificationError
+from llmtailor.errors import StorageError, TailorError, TargetError, VerificationError
+from llmtailor.runs.gc import plan_gc
 from llmtailor.storage import remote
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.remote import UPLOADING
@@ -403,3 +405,32 @@ def test_functions_of_the_public_api_take_text(run, url):
         assert llmtailor.diff(f"{root}/checkpoint-90", f"{root}/checkpoint-100").steps == (90, 100)
         found = llmtailor.find_latest(root).path
         assert found is not None and found.name == "checkpoint-100"
+
+
+def test_a_url_whose_listing_failed_is_opened_again(url, monkeypatch):
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(FaultyFileSystem, "find", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("busy")))
+        for _ in range(2):
+            with pytest.raises(StorageError, match="can't list it"):
+                remote.open_location(url)
+    assert remote.open_location(url).is_dir()
+
+
+def test_a_url_that_is_given_as_text_is_listed_again(run, url):
+    """A program may look for new checkpoints again and again."""
+    shown = llmtailor.find_latest(url).path
+    fsspec.filesystem("faulty").rm(f"/bucket/run/{shown.name}", recursive=True)
+    assert llmtailor.find_latest(url).path.name == "checkpoint-90"
+
+
+def test_a_path_of_a_store_is_pickled_as_its_url(url):
+    path = remote.open_location(url) / "checkpoint-100"
+    again = pickle.loads(pickle.dumps(path))
+    assert f"{again}" == f"{path}" and again == path and again.remote is path.remote
+
+
+def test_a_run_in_a_store_is_not_changed(url):
+    """What would be removed are files of its local cache."""
+    with pytest.raises(TailorError, match="does not exist"):
+        plan_gc(url, 1)
+    assert fsspec.filesystem("faulty").exists("/bucket/run/checkpoint-100")

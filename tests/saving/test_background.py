@@ -6,11 +6,13 @@ import copy
 import ctypes
 import errno
 import fcntl
+import gc
 import json
 import os
 import signal
 import threading
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -424,6 +426,17 @@ def test_only_this_process_has_the_memory_of_the_copies():
     if not (child := os.fork()):
         os._exit(len(mapped()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_closed_saver_holds_no_host_buffer(tmp_path):
+    """The next saver of the process allocates its own."""
+    loop = Loop(tmp_path).start()
+    loop.make_saves()
+    buffer = weakref.ref(loop.saver._arena)
+    assert buffer() is not None
+    loop.saver.close()
+    gc.collect()
+    assert buffer() is None
 
 
 @pytest.mark.parametrize("arena_bytes", [1 << 20, 1 << 23], ids=["small buffer", "large buffer"])

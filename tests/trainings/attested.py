@@ -23,7 +23,7 @@ from transformers import set_seed
 
 import llmtailor
 from llmtailor.saving.api import prepared, training_of
-from llmtailor.saving.training import Fragment
+from llmtailor.saving.training import Fragment, Held
 from trainings.fsdp import KINDS, Loop
 from trainings.loops import AccelerateLoop, EngineLoop
 from trainings.spec import Fsdp, from_json
@@ -61,7 +61,7 @@ class Resumed:
         self.engine, self.optimizer, self.model = engine, optimizer, model
         from llmtailor.loaders.loader import LOADERS
 
-        self.training = training_of(engine, model, optimizer, None, LOADERS["trainer"])
+        self.training = training_of(Held(engine, model, optimizer), LOADERS["trainer"])
         if not self.is_fsdp and self.scheduler is not None:
             self.scheduler = getattr(self.scheduler, "scheduler", self.scheduler)
 

@@ -26,6 +26,7 @@ from llmtailor.loaders.loader import LOADERS
 from llmtailor.saving.api import training_of
 from llmtailor.saving.attesting import parts_of
 from llmtailor.saving.callbacks import find_trainer
+from llmtailor.saving.training import Held
 from trainings import lightning
 from trainings import trainer as stock
 from trainings.attested import Faults, Resumed
@@ -41,11 +42,11 @@ class Done(Exception):
 class Here(Resumed):
     """A training that a trainer has loaded."""
 
-    def __init__(self, given: dict[str, Any], parts: dict[str, Any], checkpoint: Path) -> None:
+    def __init__(self, given: dict[str, Any], held: Held, checkpoint: Path) -> None:
         self.given, self.checkpoint = given, checkpoint
-        self.engine, self.model, self.optimizer = parts["engine"], parts["model"], parts["optimizer"]
-        self.scheduler = parts["scheduler"]
-        self.training = training_of(self.engine, self.model, self.optimizer, None, LOADERS["trainer"])
+        self.engine, self.model, self.optimizer = held.engine, held.model, held.optimizer
+        self.scheduler: Any = held.scheduler
+        self.training = training_of(held, LOADERS["trainer"])
 
 
 Act = Callable[[Here], None]
@@ -66,14 +67,19 @@ class InLightning(pl.Callback):  # type: ignore[misc]
         self.checkpoint, self.act = checkpoint, act
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        is_deepspeed = isinstance(trainer.strategy, DeepSpeedStrategy)
-        engine = trainer.strategy.deepspeed_engine if is_deepspeed else None
-        held: dict[str, Any] = {"scheduler": trainer.lr_scheduler_configs[0].scheduler}
-        if engine is not None:
-            held |= {"engine": engine, "model": None, "optimizer": None}
+        is_deepspeed, scheduler = (
+            isinstance(trainer.strategy, DeepSpeedStrategy),
+            trainer.lr_scheduler_configs[0].scheduler,
+        )
+        if is_deepspeed:
+            held = Held(trainer.strategy.deepspeed_engine, scheduler=scheduler)
         else:
-            held |= {"engine": None, "model": module, "optimizer": trainer.optimizers[0]}
-        given = {key: one for key, one in held.items() if one is not None} | {"step": trainer.global_step}
+            held = Held(None, module, trainer.optimizers[0], scheduler)
+        given = {
+            key: one
+            for key, one in {key: getattr(held, key) for key in ("engine", "model", "optimizer", "scheduler")}.items()
+            if one is not None
+        } | {"step": trainer.global_step}
         self.act(Here(given, held, self.checkpoint))
         raise Done
 

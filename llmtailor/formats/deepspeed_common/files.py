@@ -218,7 +218,7 @@ def _why_not_there(root: Path) -> tuple[str, str]:
         if there:
             return f"{printable(folder)} has no tag {printable(tag)}", f"its tags are {', '.join(there[-5:])}"
     near = _checkpoints_in(root.parent)
-    hint = f"; beside it are {', '.join(near[-5:])}" if near else ""
+    hint = f"; next to it are {', '.join(near[-5:])}" if near else ""
     return "there is no such checkpoint folder", f"check the path{hint}"
 
 

@@ -73,7 +73,7 @@ class _Loader(importlib.abc.Loader):
             from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving
         except ImportError as error:  # which a script may catch, and train without a saver
             fix = f"install llmtailor[train] for {sys.executable}"
-            raise SystemExit(f"llmtailor run: the saver can't be imported ({error}); {fix}") from error
+            raise SystemExit(f"llmtailor can't be imported ({error}); {fix}") from error
         module.DEFAULT_CALLBACKS.append(LaunchedAttest if _IS_ATTESTED else LaunchedSaving)
 
 
