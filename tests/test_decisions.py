@@ -205,7 +205,7 @@ def test_an_error_of_an_output_is_known_only_if_the_same_file_of_a_source_has_it
 
 MOST_CALLS = {
     "names of parts are parsed": ({"Part"}, "model", 13),
-    "paths are asked whether they are in a store": ({"RemotePath"}, "storage", 14),
+    "paths are asked whether they are in a store": ({"RemotePath"}, "storage", 15),
 }
 """What is asked in too many places -> the functions, or the class that ``isinstance`` is called with; the room that may
 call them freely, and the most calls elsewhere.

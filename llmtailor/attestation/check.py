@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from llmtailor import attestation
 from llmtailor.attestation.compare import (
     STOP,
     Attestation,
@@ -33,11 +34,12 @@ from llmtailor.containers.unpickle import Call
 from llmtailor.errors import Problem, SourceError, VerificationError
 from llmtailor.formats.common.lightning import SCHEDULERS
 from llmtailor.formats.registry import survey_checkpoint
-from llmtailor.loaders.files import CKPT, LATEST, SCALER, SCHEDULER
+from llmtailor.loaders.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, State
 from llmtailor.ranks.group import Team
 
+_T = TypeVar("_T")
 logger = logging.getLogger("llmtailor.attest")
 _FIX = (
     "read the cause; then load the checkpoint completely, or use another one (llmtailor verify lists its problems). To "
@@ -154,7 +156,10 @@ def saved_scale(index: CheckpointIndex) -> Mapping[str, Any]:
 
 
 def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
-    counters: dict[str, Any] = {"global_step": index.global_step}
+    """Return the counters that the checkpoint states. A step that is only known from the optimizer's is none: it does
+    not count steps that a GradScaler has skipped."""
+    is_stated = any(index.train.model) or {TRAINER_STATE, CKPT} & index.files.keys()
+    counters: dict[str, Any] = {"global_step": index.global_step} if is_stated else {}
     for model in index.train.model[:1]:
         if model:
             counters |= {f"DeepSpeed's {key}": model.get(key) for key in ("global_steps", "skipped_steps")}
@@ -163,6 +168,8 @@ def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
 
 def announce(found: Attestation, ranks: Team, on_mismatch: str) -> None:
     """Say on rank 0 what was found; raise NotTheSame on every rank if it differs and ``on_mismatch`` is ``stop``."""
+    if attestation.take is not None:
+        attestation.take(found, ranks)
     lines = lines_of(found)
     if ranks.is_first:
         if found.is_same:
@@ -188,9 +195,7 @@ def shout(lines: list[str]) -> None:
     print("\n".join(["", bar, *lines, bar, ""]), file=sys.stderr, flush=True)
 
 
-def guarded(
-    call: Callable[[], Attestation | None], checkpoint: object, is_first: bool, *, is_strict: bool = False
-) -> Attestation | None:
+def guarded(call: Callable[[], _T | None], checkpoint: object, is_first: bool, *, is_strict: bool = False) -> _T | None:
     """Return what an attestation returns; if it fails, only warn: what can't be attested is not another training.
 
     ``is_strict`` raises every error.

@@ -49,6 +49,8 @@ from llmtailor.loaders.files import (
     OPTIMIZER,
     SCALER,
     SCHEDULER,
+    Holds,
+    holds,
     is_pickled_weights,
     is_sign_of,
 )
@@ -67,11 +69,14 @@ _AS_SAFETENSORS = (
 
 
 def detects(root: Path) -> bool:
-    """Return whether this is, or was, a checkpoint without DeepSpeed or FSDP; `survey` reports gaps."""
+    """Return whether this is, or was, a checkpoint without DeepSpeed or FSDP; `read` reports what is missing."""
     names = {path.name for path in root.iterdir()} if root.is_dir() else set()
     if names.intersection(_OF_OTHERS) or any(name.startswith("global_step") for name in names):
         return False
-    return any(name in (OPTIMIZER, SCHEDULER) or is_sign_of(ACCELERATE, name) for name in names)
+    return any(
+        name in (OPTIMIZER, SCHEDULER) or (is_sign_of(ACCELERATE, name) and not holds(name, Holds.OBJECTS))
+        for name in names
+    )
 
 
 def read(root: Path, name: str, client: str | None = None) -> Draft:

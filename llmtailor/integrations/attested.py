@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from llmtailor import attestation
 from llmtailor.errors import Problem, TailorError, UsageError
 
 if TYPE_CHECKING:
@@ -57,9 +58,12 @@ class _Loaded:
 
     checkpoint: Path | None = None
     attest: Callable[[Path, str], Attestation] | None = None
+    is_making_states: bool = False
+    """Whether torch makes an optimizer's states by a step with a rate of 0, to load them"""
 
 
 _loaded = _Loaded()
+_task: Task | None = None
 
 
 def forget() -> None:
@@ -112,12 +116,43 @@ def _hook_accelerator(module: ModuleType) -> None:
 
 def _hook_optimizer(module: ModuleType) -> None:
     module.register_optimizer_step_pre_hook(lambda *_: _before_step())
+    if _here().checkpoint is not None:
+        attestation.take, attestation.before_saving = _take, _before_step
+
+
+def _hook_state_dict(module: Any) -> None:
+    make = module._init_optim_state
+
+    @wraps(make)
+    def making(*args: Any, **kwargs: Any) -> Any:
+        _loaded.is_making_states = True
+        try:
+            return make(*args, **kwargs)
+        finally:
+            _loaded.is_making_states = False
+
+    module._init_optim_state = making
+
+
+def _take(found: Attestation, ranks: Ranks) -> None:
+    """End the program with what it has attested itself."""
+    task = _here()
+    check_resumed(task, ranks, Path(found.checkpoint))
+    end(task, ranks, found)
+
+
+def _here() -> Task:
+    """Return the task of this process, which its environment does not change."""
+    global _task
+    _task = _task or Task.here()
+    return _task
 
 
 HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
     "deepspeed.runtime.engine": _hook_engine,
     "accelerate.accelerator": _hook_accelerator,
     "torch.optim.optimizer": _hook_optimizer,
+    "torch.distributed.checkpoint.state_dict": _hook_state_dict,
 }
 """Module -> what is called once it was imported"""
 
@@ -145,8 +180,8 @@ def _attest_accelerator(accelerator: Any, checkpoint: Path, how: str) -> Attesta
 
 def _before_step() -> None:
     """Attest what was loaded, if anything, before an optimizer step."""
-    task, loaded, attest = Task.here(), _loaded.checkpoint, _loaded.attest
-    if attest is None and task.checkpoint is None:
+    task, loaded, attest = _here(), _loaded.checkpoint, _loaded.attest
+    if _loaded.is_making_states or (attest is None and task.checkpoint is None):
         return
     from llmtailor.attestation.check import guarded
     from llmtailor.saving.options import from_environment
@@ -193,7 +228,7 @@ def check_resumed(task: Task, ranks: Ranks, loaded: Path | None) -> None:
     wanted = Path(task.checkpoint).resolve()
     if loaded is None:
         what = "PROGRAM reached its first optimizer step without resuming"
-        fix = f"{_FIX_RESUME}; a loop that loads in its own way needs a call of llmtailor.attest instead"
+        fix = f"{_FIX_RESUME}; if it loads in its own way, call llmtailor.attest after loading"
         end_with_error(task, ranks, UsageError.at(task.checkpoint, what, fix))
     at = loaded.resolve()
     latest = at / "latest"  # DeepSpeed's: a tag folder can be named by the folder around it

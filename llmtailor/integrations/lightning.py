@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,7 +114,9 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         self._saved_step = self._step = step
         record, training = self.saver.record, self.saver.live
         try:
-            _attest(trainer, training, self.options, lambda found: record.append({"step": step, "attested": found}))
+            _attest(
+                trainer, lambda: training, self.options, lambda found: record.append({"step": step, "attested": found})
+            )
         except TailorError:
             self._close(trainer)
             raise
@@ -177,8 +179,7 @@ class AttestResume(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path:
-            _check(trainer)
-            _attest(trainer, attestable_of(_parts_of(trainer, pl_module), LOADERS[LIGHTNING]), self.options)
+            _attest(trainer, lambda: _attestable(trainer, pl_module), self.options)
 
 
 def _parts_of(trainer: Trainer, module: LightningModule) -> Held:
@@ -188,7 +189,17 @@ def _parts_of(trainer: Trainer, module: LightningModule) -> Held:
     return Held(None, module, trainer.optimizers[0])
 
 
-def _attest(trainer: Trainer, training: Attestable, options: SavingOptions, write: Write = lambda found: None) -> None:
+def _attestable(trainer: Trainer, module: LightningModule) -> Attestable:
+    _check(trainer, "AttestResume")
+    return attestable_of(_parts_of(trainer, module), LOADERS[LIGHTNING])
+
+
+def _attest(
+    trainer: Trainer,
+    find_training: Callable[[], Attestable],
+    options: SavingOptions,
+    write: Write = lambda found: None,
+) -> None:
     """Compare the training with the checkpoint that ``fit`` has loaded, if any. Lightning restores optimizers and loops
     after ``on_fit_start`` and before ``on_train_start``; it saves no random states."""
     if not trainer.ckpt_path or options.attest == OFF:
@@ -196,7 +207,7 @@ def _attest(trainer: Trainer, training: Attestable, options: SavingOptions, writ
     schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
     scheduler = schedulers[0] if len(schedulers) == 1 else None
     counters = {"global_step": trainer.global_step}
-    attest_loop(training, as_path(str(trainer.ckpt_path)), options, scheduler, write, counters)
+    attest_loop(find_training, as_path(str(trainer.ckpt_path)), options, scheduler, write, counters)
 
 
 def newest_checkpoint(output_dir: str | Path, world_size: int | None = None) -> str | None:
@@ -236,14 +247,14 @@ def _is_first() -> bool:
     return not rank_zero_only.rank and (by_launcher or not LightningEnvironment().node_rank())
 
 
-def _check(trainer: Trainer) -> None:
-    """Raise UnsupportedCheckpoint, with every reason, for a training whose states can't be saved."""
+def _check(trainer: Trainer, where: str = _WHERE) -> None:
+    """Raise UnsupportedCheckpoint, with every reason, for a training whose states can't be read."""
     problems = []
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):  # DeepSpeed's is a DDPStrategy
-        what = f"the states of a {type(trainer.strategy).__name__} can't be saved in parts"
-        problems.append(Problem(_WHERE, what, "train on one device, with ddp, or with deepspeed"))
+        what = f"the states of a {type(trainer.strategy).__name__} can't be read"
+        problems.append(Problem(where, what, "train on one device, with ddp, or with deepspeed"))
     elif len(trainer.optimizers) != 1:
         what = f"the training has {len(trainer.optimizers)} optimizers"
-        problems.append(Problem(_WHERE, what, "configure one for all params"))
+        problems.append(Problem(where, what, "configure one for all params"))
     if problems:
         raise UnsupportedCheckpoint(problems)

@@ -145,7 +145,7 @@ LOADERS = {
 
 
 def loader_of(index: CheckpointIndex) -> Loader:
-    """Return the client of a checkpoint."""
+    """Return the loader of a checkpoint."""
     return LOADERS[index.client]
 
 
@@ -195,7 +195,7 @@ def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
     if base.client == LIGHTNING:
         what, fix = "only Lightning resumes from the names of a LightningModule's params", "leave out --layout"
     elif family == DCP:
-        what = "a folder of torch.distributed.checkpoint has no files of a client"
+        what = "a folder of torch.distributed.checkpoint has no files of a loader"
         fix = "leave out --layout, or name another format with --to: deepspeed, universal, trainer or fsdp"
     elif layout == LIGHTNING:
         what = "it lacks the progress of Lightning's loops, and the names of a LightningModule"

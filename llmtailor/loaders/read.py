@@ -95,8 +95,8 @@ def read_trainer_files(
     is_the_trainers = content is None or is_of_trainer(content)
     entries = [f"{path.name}/" if path.is_dir() else path.name for path in there]
     below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
-    detected = detect_loader([*entries, *below], is_the_trainers if TRAINER_STATE in files else None, is_engines)
-    loader = LOADERS[client] if client else detected
+    is_stated = is_the_trainers if TRAINER_STATE in files else None
+    loader = LOADERS[client] if client else detect_loader([*entries, *below], is_stated, is_engines)
     if loader.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
         what = f"accelerate has saved several models or optimizers: {some(others)}"
         fix = "leave it out; checkpoints of one model and one optimizer can be composed"

@@ -60,24 +60,31 @@ class Team(ABC):
         OSError becomes StorageError. An unexpected exception is raised unchanged on its own rank, and as a TailorError
         on the others.
         """
-        return self._call(call, self.world_size)
-
-    def on_first(self, call: Callable[[], _T]) -> _T:
-        """Make a call on rank 0 and return its result on every rank; raises as `together` does."""
-        return self._call(lambda: call() if self.is_first else None, 1)[0]  # type: ignore[return-value]
-
-    def _call(self, call: Callable[[], _T], num_callers: int) -> list[_T]:
-        result, refusal, bug = None, None, None
-        try:
-            result = call()
-        except Exception as error:
-            refusal, bug = to_json(as_error(error)), None if isinstance(error, (TailorError, OSError)) else error
+        result, refusal, bug = self._try(call)
         results = self.gather((result, refusal))
         if bug is not None:
             raise bug
         if refusals := {rank: from_json(one) for rank, (_, one) in enumerate(results) if one is not None}:
-            raise merged(refusals, num_callers)
+            raise merged(refusals, self.world_size)
         return [result for result, _ in results]  # type: ignore[misc]
+
+    def on_first(self, call: Callable[[], _T]) -> _T:
+        """Make a call on rank 0 and return its result on every rank; raises as `together` does."""
+        result, refusal, bug = self._try(call) if self.is_first else (None, None, None)
+        result, refusal = self.from_first((result, refusal))
+        if bug is not None:
+            raise bug
+        if refusal is not None:
+            raise merged({0: from_json(refusal)}, 1)
+        return result  # type: ignore[return-value]
+
+    @staticmethod
+    def _try(call: Callable[[], _T]) -> tuple[_T | None, dict[str, Any] | None, Exception | None]:
+        """Return a call's result, or its error for other ranks; an unexpected exception as well."""
+        try:
+            return call(), None, None
+        except Exception as error:
+            return None, to_json(as_error(error)), None if isinstance(error, (TailorError, OSError)) else error
 
 
 def check_same(

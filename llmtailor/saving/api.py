@@ -138,6 +138,9 @@ def attestable_of(held: Held, loader: Loader) -> Attestable:
 
     Raises UnsupportedCheckpoint for one whose states can't be read either.
     """
+    modules = held.model.modules() if held.model is not None else ()
+    if any(type(one).__name__ == "FullyShardedDataParallel" for one in modules):
+        raise UnsupportedCheckpoint.at("attest", "the flat tensors of FSDP version 1 can't be compared", FSDP1_FIX)
     try:
         return training_of(held, loader)
     except UnsupportedCheckpoint:

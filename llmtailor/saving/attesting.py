@@ -94,7 +94,7 @@ def _attest(
 
 
 def attest_loop(
-    training: Attestable,
+    find_training: Callable[[], Attestable],
     checkpoint: Path,
     options: SavingOptions,
     scheduler: HasState | None,
@@ -103,12 +103,12 @@ def attest_loop(
 ) -> None:
     """Attest what a loop, or Lightning, has resumed, for the record and the log.
 
-    Raises NotTheSame if it is another training and ``on_mismatch`` is ``stop``.
+    What can't be attested is a warning. Raises NotTheSame if it is another training and ``on_mismatch`` is ``stop``.
     """
     ranks = Ranks.here()
 
     def run() -> Attestation:
-        found = attest_training(training, checkpoint, options.attest, scheduler, None, counters)
+        found = attest_training(find_training(), checkpoint, options.attest, scheduler, None, counters)
         write(found.to_json())
         announce(found, ranks, options.on_mismatch)
         return found
@@ -318,7 +318,7 @@ class TrainerResume:
             return
         begin = partial(self._begin, find_training, checkpoint)
         guarded(begin, checkpoint, self._ranks.is_first, is_strict=self._is_strict)
-        if self._index is not None:
+        if self._index is not None and not trainer.args.ignore_data_skip:
             self._watch_rng(trainer)
 
     def _begin(self, find_training: Callable[[], Attestable], checkpoint: Path) -> Attestation:
@@ -328,7 +328,6 @@ class TrainerResume:
         step = trainer.state.global_step
         try:
             opened = open_on_first(training, checkpoint, self._ranks)
-            self._index = opened.index
         except SourceError as error:
             if not (files := missing_files(error)):
                 raise
@@ -337,7 +336,9 @@ class TrainerResume:
             self._say(found, self._ranks, self._on_mismatch)
             return found
         found = _attest(opened, self._ranks, self._how, parts.scheduler, parts.scaler, {"global_step": step})
-        self.found = found
+        if trainer.args.ignore_data_skip:
+            found = replace(found, notes=(*found.notes, "random states: ignore_data_skip does not restore them"))
+        self.found, self._index = found, opened.index
         if self._ranks.is_first:
             self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), step, trainer.state.log_history))
         self._record({"step": step, "attested": found.to_json()})
@@ -360,21 +361,21 @@ class TrainerResume:
             if self._waits_for_rng:
                 self._waits_for_rng = False
                 trainer._load_rng_state = load
-                self._attest_rng()
+                assert self._index is not None
+                guarded(self._attest_rng, self._index.name, self._ranks.is_first, is_strict=self._is_strict)
             return result
 
         trainer._load_rng_state = loading
 
     def _attest_rng(self) -> None:
         index, ranks = self._index, self._ranks
-        assert index is not None
+        assert index is not None and self.found is not None
         mine = ranks.together(lambda: compare_random(index, rng_tree(), ranks.rank, ranks.world_size))
         mismatches = [(rank, one) for rank, (found, _) in enumerate(mine) for one in found]
         if not mismatches:
             if ranks.is_first and (note := next((note for _, note in mine if note), "")):
                 logger.warning("resumed from %s: not compared: %s", index.name, note)
             return
-        assert self.found is not None
         where = sorted({rank for rank, _ in mismatches})
         what = "the random states were not restored"
         found = replace(
@@ -401,19 +402,14 @@ class TrainerResume:
                 self._record({"step": step, "rates": said})
         if self._waits_for_rng:
             self._waits_for_rng = False
-            if self._ranks.is_first:
-                why = " (ignore_data_skip)" if self._trainer.args.ignore_data_skip else ""
-                name = self._index.name if self._index is not None else ""
-                logger.warning("resumed from %s: the random states were not restored%s", name, why)
+            if self._ranks.is_first and self._index is not None:
+                logger.warning("resumed from %s: the random states were not restored", self._index.name)
 
     def logged(self, step: int, logs: Mapping[str, Any]) -> None:
         """Call it with each entry of the log."""
         if self._ranks.is_first and (said := self._losses.see(step, logs)):
             logger.warning("%s", said)
-            self._record_on_first({"step": step, "losses": said})
-
-    def _record_on_first(self, line: Mapping[str, object]) -> None:
-        self._record(line)
+            self._record({"step": step, "losses": said})
 
 
 def abandoned_log(run: Path, step: int, history: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:

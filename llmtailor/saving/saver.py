@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from llmtailor import attestation
 from llmtailor.attestation.compare import OFF
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import UnsupportedCheckpoint, UsageError
@@ -192,6 +193,8 @@ class PartialSaver:
         named = f"{resumed_from}" if isinstance(resumed_from, (str, Path)) else None
         if self.options.attest != OFF and (checkpoint := self.ranks.from_first(named)) is not None:
             self._attest(step, as_path(checkpoint))
+        if attestation.before_saving is not None:
+            attestation.before_saving()
         lineage, self._begun_at = self._new_id(), step
         if self.record.copier is not None:
             self.record.copier.catch_up(self.folder)
@@ -220,7 +223,7 @@ class PartialSaver:
         def write(found: Mapping[str, object]) -> None:
             self.record.append({"step": step, "attested": found})
 
-        attest_loop(self.live, checkpoint, self.options, self._client.scheduler, write)
+        attest_loop(lambda: self.live, checkpoint, self.options, self._client.scheduler, write)
 
     def has_state(self, step: int | None = None) -> bool:
         """Return whether the optimizer has made a step on all ranks, so that there are moments to save.

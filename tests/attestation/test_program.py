@@ -33,9 +33,11 @@ def loop(client, checkpoint, how):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     data = [torch.randn(4, 8) for _ in range(3)]
-    if client == "accelerate":
-        from accelerate import Accelerator
-        accelerator = Accelerator(cpu=True)
+    if client in ("accelerate", "fsdp"):
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        sharding = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP",
+                                                  state_dict_type="SHARDED_STATE_DICT", reshard_after_forward=True)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=sharding if client == "fsdp" else None)
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         load, save, backward = accelerator.load_state, accelerator.save_state, accelerator.backward
     else:
@@ -46,12 +48,15 @@ def loop(client, checkpoint, how):
         load, save, backward, optimizer = model.load_checkpoint, model.save_checkpoint, model.backward, model
     if how != "save":
         load(checkpoint, **({"load_optimizer_states": False} if how == "bad" and client == "deepspeed" else {}))
-    if how == "bad" and client == "accelerate":
+    if how == "bad" and client != "deepspeed":
         optimizer.optimizer.state.clear()
+    if how == "own":
+        import llmtailor
+        llmtailor.attest(checkpoint, accelerator=accelerator, on_mismatch="stop")
     for batch in data:
         backward(model(batch).pow(2).mean())
         optimizer.step()
-        if client == "accelerate":
+        if client != "deepspeed":
             scheduler.step()
             optimizer.zero_grad()
     if how == "save":
@@ -89,8 +94,25 @@ def test_two_ranks_are_ended_before_their_first_step(tmp_path, program):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("client", ["accelerate", "deepspeed"])
-def test_loops_of_both_clients(tmp_path, program, client):
+def test_a_loop_may_attest_itself(tmp_path, program):
+    """Its own report is taken, whatever it would do about it."""
+    saved = tmp_path / "saved"
+    assert llmtailor("run", *ranks(program, "accelerate", saved, "save")).returncode == 0
+    assert llmtailor("attest", saved, *ranks(program, "accelerate", saved, "own")).returncode == 0
+    states = torch.load(saved / "optimizer.bin", weights_only=False)
+    states["param_groups"][0]["lr"] = 0.5
+    torch.save(states, saved / "optimizer.bin")
+    text = program.read_text().replace(
+        "        import llmtailor\n", "        import llmtailor; scheduler.last_epoch = 0\n"
+    )
+    program.write_text(text)
+    done = llmtailor("attest", saved, *ranks(program, "accelerate", saved, "own"))
+    assert done.returncode == 7 and "it trained on" not in done.stderr, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("client", ["accelerate", "fsdp", "deepspeed"])
+def test_loops_of_all_clients(tmp_path, program, client):
     saved = tmp_path / "saved"
     assert llmtailor("run", *ranks(program, client, saved, "save")).returncode == 0
     for how, code in [("good", 0), ("bad", 7)]:

@@ -123,7 +123,8 @@ def index_with_weights(
         fix = "if they were trained, their states are lost: leave this checkpoint out"
         what = f"it has no state of {some(frozen)}: assumed to be frozen"
         findings.append(Finding(where, what, fix, Code.STATE_MISSING))
-    world_size = max((rank + 1 for path in trainer.files if (rank := rank_of(path)) is not None), default=1)
+    ranks = [rank_of(path) for path in trainer.files] if trainer.client.saves_rng else []
+    world_size = max((rank + 1 for rank in ranks if rank is not None), default=1)
     index = replace(
         index,
         world_size=world_size,

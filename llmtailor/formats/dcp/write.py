@@ -77,19 +77,23 @@ class FolderBuilder:
         self._entries[_key(path)] = Entry(path, dtype, shape, tuple(chunks))
 
     def add(self, path: KeyPath, value: Any) -> None:
-        """Add a value whole on one rank; a tensor with its own storage."""
-        view, dtype = as_tensor(value), ""
-        shape: tuple[int, ...] = ()
-        if view is not None:
-            dtype, shape = view.storage.dtype, view.shape
-            value = make_tensor(dtype, shape, view.storage.content)
-        chunk = Chunk((0,) * len(shape), shape, self._put(self._take_turn(), value))
-        self._entries[_key(path)] = Entry(path, dtype, shape, (chunk,))
+        """Add a value whole on one rank; a tensor that has its storage for itself, as a tensor."""
+        view = as_tensor(value)
+        if view is None:
+            self.add_object(path, value)
+            return
+        tensor = make_tensor(view.storage.dtype, view.shape, view.storage.content)
+        chunk = Chunk((0,) * len(view.shape), view.shape, self._put(self._take_turn(), tensor))
+        self._entries[_key(path)] = Entry(path, view.storage.dtype, view.shape, (chunk,))
+
+    def add_object(self, path: KeyPath, value: Any) -> None:
+        """Add a value as a pickle, whatever it is."""
+        self._entries[_key(path)] = Entry(path, chunks=(Chunk((), (), self._put(self._take_turn(), value)),))
 
     def add_entry(self, entry: DcpEntry) -> None:
         """Add a value of the base, its tensors cut as they are."""
         if not entry.is_tensor:
-            self.add(entry.path, entry.content)
+            self.add_object(entry.path, entry.content)
             return
         dtype, shape, boxes = entry.content
         chunks = []
@@ -325,7 +329,7 @@ class _Target:
                 folder.add_entry(entry)
         if isinstance(tree, dict):
             for name, value in tree.items():
-                folder.add((LR_SCHEDULER, str(name)), value)
+                folder.add_object((LR_SCHEDULER, str(name)), value)
 
     def add_roles(self, folder: FolderBuilder) -> None:
         """Add the names of floating-point buffers, and tied names: both look like frozen params to a later reader."""

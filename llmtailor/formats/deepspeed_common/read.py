@@ -153,7 +153,8 @@ def draft_of_engine(
     ``trained`` are the places of the trained params' states, ``steps`` those of each sub-group, ``rests`` what each
     rank's ``optim_states`` hold besides states.
     """
-    usual, config = next(shard for shard in model if shard is not None), optim.ds_config
+    usual, config = first_of(model), optim.ds_config
+    assert usual is not None, "one can be used"
     params: dict[str, Param] = {}
     held: dict[State, TensorEntry] = {}
     for param, kind, entry in (*trained, *(_rest3(files, usual, model) if files.is_zero3 else _rest12(usual))):
@@ -356,7 +357,7 @@ def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -
 
 
 def uses_round_robin(ds_config: Mapping[str, Any], stage: int, variant: str) -> bool:
-    """Return whether ``round_robin_gradients`` has dealt out a group's params; BF16_Optimizer ignores the setting."""
+    """Return whether ``round_robin_gradients`` has distributed a group's params; BF16_Optimizer ignores the setting."""
     dealt = section(ds_config, "zero_optimization").get("round_robin_gradients") is True
     return dealt and variant != "bf16_optimizer" and stage < 3
 
@@ -454,7 +455,7 @@ def _order_groups(
 ) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
     """Return the param groups, in the optimizer's order, and the sub-groups, which have these steps.
 
-    If ``round_robin_gradients`` has dealt out the params of a group to the ranks, that is undone.
+    If ``round_robin_gradients`` has distributed the params of a group over the ranks, that is undone.
     """
     dealt_to = model.world_size if uses_round_robin(optim.ds_config, optim.stage, optim.variant) else 1
     group_of = {flat_id: group for group, (owned, _) in enumerate(optim.groups) for flat_id in owned}
@@ -503,9 +504,8 @@ def _check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
     made = read_manifest(index.root, index.name)
     if made is not None and (0 not in steps or 0 in made.steps.values()):
         return
-    what = (
-        f"the model states are from step {expected} (skipped ones aside), the optimizer states from step {max(steps):g}"
-    )
+    model = f"the model states are from step {expected} (without skipped ones)"
+    what = f"{model}, the optimizer states from step {max(steps):g}"
     raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
 
 

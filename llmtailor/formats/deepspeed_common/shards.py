@@ -246,7 +246,7 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         _refuse_others(state, [hyper for _, hyper in groups], where)
         owned = [list(ids) for ids, _ in groups]
         if [*chain(*owned)] != [*range(len(masters))] or not (is_zero3 or len(groups) == len(masters)):
-            what = f"it has {len(masters)} master tensors, but the param groups own {owned}"
+            what = f"it has {len(masters)} flat masters, but the param groups own {owned}, in this order"
             raise damaged(where, what, Code.FIELD_CONFLICT)
     if unexpected := [key for key in state if key not in range(len(masters))]:
         what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"

@@ -35,7 +35,7 @@ from llmtailor.containers.torch_file import TorchFile, Undecoded
 from llmtailor.containers.unpickle import as_ints, check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt, damaged
 from llmtailor.findings import Finding
-from llmtailor.formats.common.lightning import read_optimizer_tree, without_states
+from llmtailor.formats.common.lightning import STATE_DICT, read_optimizer_tree, without_states
 from llmtailor.formats.common.optimizer import parse_optimizer, read_optimizer
 from llmtailor.formats.common.states import make_index
 from llmtailor.formats.deepspeed_common.files import ShardFiles
@@ -294,6 +294,7 @@ def _read_plain(partial: Partial, client: str | None) -> Draft:
     where = PathIn(name, trainer.client.optimizer)
     if trainer.client.holds_all and (tree := trainer.trees.get(where.path)) is not None:
         optimizer = parse_optimizer(partial.root, read_optimizer_tree(tree, where), where)
+        get(tree, STATE_DICT, dict, where)  # which `without_states` takes for granted
         trainer = replace(trainer, trees={**trainer.trees, where.path: without_states(tree)})
     else:
         optimizer = read_optimizer(partial, where)
@@ -372,4 +373,4 @@ def _hold(partial: Partial, of_optimizer: Mapping[State, TensorEntry]) -> Iterat
         elif fact.role == "buffer":
             held = bundle.tensors[f"{BUFFER}/{param}"]
             if held.numel:  # rank 0's, for all ranks, as in the Trainer
-                yield State(param, BUFFER), buffer_on_ranks(held.dtype, held.shape, (_extent(held),) * world_size)
+                yield State(param, BUFFER), buffer_on_ranks(held.dtype, fact.shape, (_extent(held),) * world_size)

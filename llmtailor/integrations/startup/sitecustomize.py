@@ -21,7 +21,8 @@ _IS_ATTESTED = bool(os.environ.get("LLMTAILOR_ATTESTING"))
 """Whether nothing is saved, only attested: see llmtailor/integrations/attested.py"""
 _MODULES = {_TRAINER}
 if _IS_ATTESTED:
-    _MODULES |= {"deepspeed.runtime.engine", "accelerate.accelerator", "torch.optim.optimizer"}
+    _MODULES |= {"deepspeed.runtime.engine", "accelerate.accelerator"}
+    _MODULES |= {"torch.optim.optimizer", "torch.distributed.checkpoint.state_dict"}
 _UNASKED = "LLMTAILOR_UNASKED"
 """The variable with a file that is there as long as no process has looked for the Trainer: see llmtailor/cli/run.py"""
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH120 - pathlib costs every process milliseconds
@@ -37,7 +38,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in _MODULES or self._is_looking:
             return None
-        if fullname != "torch.optim.optimizer":  # which launchers import
+        if not fullname.startswith("torch."):  # which launchers import
             with suppress(OSError):
                 os.unlink(os.environ.get(_UNASKED, ""))  # noqa: PTH108
         self._is_looking = True
