@@ -93,7 +93,7 @@ def _counts(groups: Sequence[Sequence[Any]]) -> str:
 
 
 def _step_of(groups: Sequence[SubGroup]) -> int:
-    return int(max((one.step for one in groups), default=0))
+    return int(max((one.step for one in groups if one.step is not None), default=0))
 
 
 def _entries(state: Any, where: str) -> Iterator[tuple[str, TensorEntry]]:

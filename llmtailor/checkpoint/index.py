@@ -349,8 +349,12 @@ class CheckpointIndex:
         return math.fsum(steps for _, steps in found) if all(at == step for at, _ in found) else None
 
     def steps(self) -> dict[str, float]:
-        """Return the optimizer's ``step`` of every trainable param."""
-        return {param: one.step for one in self.sub_groups for param in one.params}
+        """Return the optimizer's ``step`` of every trainable param for which it counts steps."""
+        return {param: one.step for one in self.sub_groups if one.step is not None for param in one.params}
+
+    def scalars(self) -> dict[str, Mapping[str, Any]]:
+        """Return the other single values that the optimizer keeps of each trainable param."""
+        return {param: one.scalars for one in self.sub_groups for param in one.params}
 
 
 @dataclass(frozen=True, slots=True)

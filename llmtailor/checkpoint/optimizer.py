@@ -11,7 +11,7 @@ cut into equal partitions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmtailor.model.roles import ITEMSIZE
@@ -55,9 +55,13 @@ class SubGroup:
 
     group: int
     params: tuple[str, ...]
-    step: float = 0.0
+    step: float | None = 0.0
+    """None for an optimizer that counts no steps of them, such as SGD or Muon"""
     gaps: tuple[int, ...] = ()
     """ZeRO-1/2 with ``parameter_alignment``: elements of the gap after each param; empty for none."""
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    """States that are no tensors with dimensions, but for ``step``: name -> a number, None, text, or a tensor's node
+    with its bytes"""
 
 
 @dataclass(frozen=True, slots=True)

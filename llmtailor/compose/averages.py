@@ -1,15 +1,16 @@
-"""What several sources determine together: averages, and Adam's ``step`` of a sub-group. Pure.
+"""What several sources determine together: averages, and the optimizer's ``step`` of a sub-group. Pure.
 
 A sub-group whose params all come with the same step gets that step, so in layer-aligned groups each layer keeps its
 own. Where steps differ, no single one is right for all: the base's step stays, the moments are kept as they are, and
-the bias correction of the other params is wrong by the factor given here.
+the bias correction of the other params is wrong by the factor given here. Other scalars of a sub-group are treated
+likewise.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
@@ -17,6 +18,7 @@ from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.sources import AVERAGE, RESET, Cut, Mix, Sources, Weights
 from llmtailor.containers.unpickle import as_number
 from llmtailor.errors import MismatchError, Problem, some
+from llmtailor.loaders.stock_fields import keeps_as_adam
 from llmtailor.model.parts import condense
 from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State, is_moment
 from llmtailor.recipe import Average, Origin
@@ -31,44 +33,53 @@ class StepChoice:
     """The step of a sub-group, and the other steps of its params' moments."""
 
     flat_id: int
-    step: float
+    step: float | None
+    """None if the optimizer does not count steps of them"""
     others: tuple[float, ...]
     worst_factor: float
     """The factor, of those farthest from 1, by which the bias correction scales the first update of the params with
     another step; 1 means no effect."""
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    """The other scalars of the sub-group"""
 
 
 def choose_steps(
     indexes: Sequence[CheckpointIndex], sources: Sources, base: int, target: OptimizerLayout
 ) -> tuple[StepChoice, ...]:
     """Return the step of every sub-group of the target."""
-    steps = [index.steps() for index in indexes]
+    steps, scalars = [index.steps() for index in indexes], [index.scalars() for index in indexes]
     choices = []
     for flat_id, flat in enumerate(target.sub_groups):
         # the steps of each param's moments: with their newest source, or 0 if they are reset
         brought = {
             param: {0.0}
             if sources.moments_of(param) == RESET
-            else {steps[source][param] for source in sources.moments_from(param)}
+            else {steps[source][param] for source in sources.moments_from(param) if param in steps[source]}
             for param in flat.params
+            if param in steps[base]
         }
         every = {step for some in brought.values() for step in some}
-        own = {steps[base][param] for param in flat.params}
-        step = every.pop() if len(every) == 1 else max(own, default=0.0)
+        own = {steps[base][param] for param in brought}
+        step = every.pop() if len(every) == 1 else max(own, default=None if flat.params else 0.0)
         # averaged moments are made for the step that was chosen
         kept = (some for param, some in brought.items() if sources.moments_of(param) != AVERAGE)
-        others = tuple(sorted({other for some in kept for other in some} - {step}))
+        others = tuple(sorted({other for some in kept for other in some if other != step}))
         betas = betas_of(target.groups[flat.group].hyper)
-        factors = [bias_factor(other, step, *betas) for other in others] if betas else []
+        factors = [bias_factor(other, step, *betas) for other in others] if betas and step is not None else []
         worst = max(factors, key=lambda factor: abs(math.log(factor)), default=1.0)
-        choices.append(StepChoice(flat_id, step, others, worst))
+        from_one = {source for param in flat.params for source in sources.moments_from(param)}
+        number = from_one.pop() if len(from_one) == 1 else base
+        of_first = scalars[number].get(flat.params[0], {}) if flat.params else {}
+        choices.append(StepChoice(flat_id, step, others, worst, of_first))
     return tuple(choices)
 
 
 def with_steps(target: OptimizerLayout, choices: Sequence[StepChoice]) -> OptimizerLayout:
-    """Return the layout with the chosen steps in its sub-groups."""
+    """Return the layout with the chosen steps and scalars in its sub-groups."""
     pairs = zip(target.sub_groups, choices, strict=True)
-    return replace(target, sub_groups=tuple(replace(one, step=choice.step) for one, choice in pairs))
+    return replace(
+        target, sub_groups=tuple(replace(one, step=choice.step, scalars=choice.scalars) for one, choice in pairs)
+    )
 
 
 def rebase_scales(
@@ -89,8 +100,8 @@ def rebase_scales(
             if sources.moments_of(param) in (AVERAGE, RESET):
                 continue
             for source in sources.moments_from(param):
-                own = steps[source][param]
-                if betas and own != choice.step and own > 0:
+                own = steps[source].get(param, 0.0)
+                if betas and choice.step is not None and own != choice.step and own > 0:
                     for kind, beta in zip((EXP_AVG, EXP_AVG_SQ), betas, strict=True):
                         scales[State(param, kind), source] = (1 - beta**choice.step) / (1 - beta**own)
     return scales
@@ -203,6 +214,7 @@ def with_sums(
     problems = [*_partly_reset(sources, target, steps)]
     step_of = [index.steps() for index in indexes]
     betas_in = [{param: betas_of(group.hyper) for group in index.groups for param in group.params} for index in indexes]
+    reason: tuple[str, str] | None
     unfit: dict[tuple[str, str], list[str]] = {}
     for choice, flat in zip(steps, target.sub_groups, strict=True):
         betas = betas_of(target.groups[flat.group].hyper)
@@ -210,8 +222,11 @@ def with_sums(
             mix = sources.averages.get(param)
             if mix is None:
                 continue
-            if mix.moments == RESET:
+            if mix.moments == RESET and keeps_as_adam(kinds.get(param, ()), target.groups[flat.group].hyper):
                 sums |= {State(param, kind): () for kind in kinds.get(param, ())}
+            elif mix.moments == RESET and kinds.get(param):
+                reason = "what the optimizer starts from is not known, so moments can't be reset", "use moments: newest"
+                unfit.setdefault(reason, []).append(param)
             if mix.moments != AVERAGE:
                 continue
             made = [(step_of[number].get(param, 0.0), betas_in[number].get(param)) for number, _ in mix.weights]
@@ -222,7 +237,7 @@ def with_sums(
             for kind, beta in zip((EXP_AVG, EXP_AVG_SQ), betas, strict=True):
                 if kind in kinds.get(param, ()):
                     own = [step for step, _ in made]
-                    sums[State(param, kind)] = _debiased(mix.weights, own, choice.step, beta)
+                    sums[State(param, kind)] = _debiased(mix.weights, own, choice.step or 0.0, beta)
     problems += [Problem("moments", f"{what}: {some(params)}", fix) for (what, fix), params in unfit.items()]
     if problems:
         raise MismatchError(problems)
@@ -244,7 +259,7 @@ def _why_not(
     kinds: Sequence[str],
     betas: tuple[float, float] | None,
     made: Sequence[tuple[float, tuple[float, float] | None]],
-    step: float,
+    step: float | None,
 ) -> tuple[str, str] | None:
     """Return why moments can't be averaged, and the fix; None if they can.
 

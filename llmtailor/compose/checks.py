@@ -75,9 +75,24 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
         for state, held in theirs.items()
         if state in mine and mine[state].live_dtype != held.live_dtype
     ]
+    unlike_states = [
+        f"{state.kind} of {state.param} {list(mine[state].shape)} instead of {list(held.shape)}"
+        for state, held in theirs.items()
+        if state in mine and state.kind != BUFFER and mine[state].shape != held.shape
+    ]
+    moments = {state for state in mine.keys() ^ theirs.keys() if is_moment(state.kind)}
     if kinds != wanted:
         what = f"it holds {', '.join(sorted(kinds))}, the base {', '.join(sorted(wanted))}"
         differ(f"the kinds of state differ: {what}", "use checkpoints of the same optimizer")
+    elif moments:
+        listed = some(sorted(f"{state.kind} of {state.param}" for state in moments))
+        differ(
+            f"the optimizer's states differ: only one of the two has {listed}", "use checkpoints of the same optimizer"
+        )
+    elif unlike_states:
+        differ(
+            f"shapes of the optimizer's states differ: {some(unlike_states)}", "use checkpoints of the same optimizer"
+        )
     elif dtypes:
         differ(f"dtypes differ from the base's: {some(dtypes)}")
     return found
@@ -128,7 +143,7 @@ def check_one_step(choices: Sequence[StepChoice]) -> None:
     """Raise MismatchError if params of one sub-group have different steps, which ``--step source`` can't resolve."""
     mixed = [choice for choice in choices if choice.others]
     if mixed:
-        steps = sorted({step for choice in mixed for step in (choice.step, *choice.others)})
+        steps = sorted({step for choice in mixed for step in (choice.step, *choice.others) if step is not None})
         raise MismatchError.at(
             "--step source",
             f"{len(mixed)} of {len(choices)} sub-groups, which have one step each, mix params from steps "

@@ -215,7 +215,8 @@ def plan_merge(
     layouts, about_weights = writer.lay_out(reference, wanted)
     layouts += (*tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, reference, [stated_attempt(index.root) for index in indexes], base)
-    layouts, about_lags = state_lags(layouts, reference, (one.step for one in target.sub_groups if one.params), family)
+    counted = [one.step for one in target.sub_groups if one.params and one.step is not None]
+    layouts, about_lags = state_lags(layouts, reference, counted, family)
     scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
     plan = plan_composite(layouts, indexes, sources, base, scales)
     check_filled(plan, indexes, sources)
@@ -238,7 +239,7 @@ def plan_merge(
         world_size=target.world_size,
         parts=part_rows(plan, choice.structure, indexes, sources, base),
         sources=source_rows(plan, indexes, base),
-        steps=tuple(StepRow(choice.flat_id, choice.step, choice.others) for choice in steps),
+        steps=tuple(StepRow(one.flat_id, one.step, one.others) for one in steps if one.step is not None),
         files=tuple(FileRow(file.path, file.num_bytes) for file in plan.files),
         num_bytes=plan.num_bytes,
         needed_bytes=room_to_upload(file.num_bytes for file in plan.files) + SPARE_BYTES

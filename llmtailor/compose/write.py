@@ -542,7 +542,8 @@ def check_written(composition: Composition, staging: Path) -> None:
     if (
         written.params != wanted.params
         or written.world_size != composition.target.world_size
-        or [(one.params, one.step) for one in written.sub_groups] != [(one.params, one.step) for one in wanted_groups]
+        or [(one.params, one.step, one.scalars) for one in written.sub_groups]
+        != [(one.params, one.step, one.scalars) for one in wanted_groups]
         or len(written.groups) != len(composition.target.groups)
         # a format may add hyperparameters that its loader asks for
         or any({**have.hyper, **want.hyper} != have.hyper for have, want in pairs)

@@ -190,34 +190,33 @@ def as_dict(value: Any, what: str, where: str) -> dict[Any, Any]:
     return value
 
 
-def read_elementwise(
-    state: dict[Any, Any], numel: int | None, flat_id: int, where: str
-) -> tuple[dict[str, Tensor], Any]:
-    """Return a sub-group's state as flat tensors, all with ``numel`` elements if that is given, and the step."""
+def read_elementwise(state: dict[Any, Any], numel: int | None, flat_id: int, where: str) -> dict[str, Tensor]:
+    """Return the flat tensors of a sub-group's state, all with ``numel`` elements if that is given.
+
+    Left out are the step, and what is no tensor or has no dimensions. Raises UnsupportedCheckpoint for states that are
+    not elementwise: in a flat tensor of several params, which is cut anywhere, they belong to none of them.
+    """
     kinds = {}
     for kind, node in state.items():
-        if kind == "step":
-            continue
         name, view = f"{kind} of sub-group {flat_id}", as_tensor(node)
-        is_flat = view is not None and len(view.shape) == 1
-        if not is_flat and kind not in _OF_ADAM:  # those are elementwise whatever their shape
-            have = f"has shape {list(view.shape)}" if view else "is not a tensor"
+        if kind in _OF_ADAM and view is None:
+            raise damaged(where, f"{name} is not a tensor", Code.FIELD_TYPE)
+        if kind == "step" or view is None or not view.shape:
+            continue
+        is_flat = len(view.shape) == 1 and view.storage.dtype in FLOATING
+        if kind not in _OF_ADAM and (not is_flat or numel not in (None, view.numel)):  # those are, whatever their shape
+            have = f"is {view.storage.dtype} with shape {list(view.shape)}"
             raise UnsupportedCheckpoint.at(
                 where,
-                f"optimizer state {kind} {have}; only states with one element per element of the params are supported",
-                "use AdamW, DeepSpeedCPUAdam or another optimizer with elementwise state",
+                f"optimizer state {kind} {have}, which is not one value for each element of the params: it can't be "
+                "assigned to params, whose elements DeepSpeed joins and cuts anywhere",
+                "resume on as many ranks with the training itself; to compose checkpoints, train without DeepSpeed, or "
+                "with an optimizer with elementwise states",
             )
-        if view is None:
-            raise damaged(where, f"{name} is not a tensor", Code.FIELD_TYPE)
         if numel not in (None, view.numel):
             raise damaged(where, f"{name} has {view.numel} elements instead of {numel}", Code.STATE_SIZE)
         kinds[check_kind(kind, where)] = read_tensor(node, f"state[{flat_id}][{kind}]", where)
-    if "step" not in state and _OF_ADAM & kinds.keys():
-        raise damaged(where, f"the step of sub-group {flat_id} is missing", Code.FIELD_MISSING)
-    if "step" not in state:
-        what = f"sub-group {flat_id} has no step; Adam-like optimizers keep one"
-        raise UnsupportedCheckpoint.at(where, what, "leave this checkpoint out")
-    return kinds, state["step"]
+    return kinds
 
 
 _OPTION_BYTES = 1024

@@ -1,11 +1,8 @@
-"""Optimizers other than Adam, recognized by what they keep: in files, or in a training before their first step. Pure.
+"""Optimizers whose states can't be composed: recognized in files, and in a training before their first step. Pure.
 
-The rule: a state that some params have and others lack is damage. A state that no param has means another optimizer.
-Its checkpoint may be healthy, so it is refused once, by its likely name. Seen in torch 2.13, transformers 5.23,
-bitsandbytes 0.50, torchao 0.18, schedulefree 1.4.1, grokadamw 0.1.2, galore_torch 1.0, apollo_torch 1.0.3, came_pytorch
-0.1.3, adam-mini 1.1.1, torch-optimi 0.3.3, lomo-optim 0.1.
-
-In a training, an optimizer that is not named here is judged by its states after the first step: `Training.has_state`.
+Any optimizer is read whose state dict holds tensors and numbers for each param, see `checkpoint.schema`. What remains
+holds objects, or has its states elsewhere. Seen in torch 2.13, transformers 5.23, bitsandbytes 0.50, torchao 0.18,
+grokadamw 0.1.2, galore_torch 1.0, apollo_torch 1.0.3, lomo-optim 0.1.
 """
 
 from __future__ import annotations
@@ -15,14 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from llmtailor.containers.unpickle import as_tensor
 from llmtailor.errors import AnotherOptimizer, ObjectKeys, Problem, UnsafePickle, some
-from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
 
-_RULE = (
-    "its checkpoints can be neither judged nor composed; only optimizers like Adam can, with a step and one element of "
-    "state per element of the params"
-)
-_FIX = "resume with the training itself; to compose checkpoints, train with AdamW"
+_RULE = "its checkpoints can be neither judged nor composed; the states of each param must be tensors and numbers"
+_FIX = "resume with the training itself; to compose checkpoints, train with another optimizer"
 _NOT_RESUMED = "no stock resume loads its states; to resume, and to compose checkpoints, train with AdamW"
 BITSANDBYTES = "__bnb_optimizer_quant_state__"
 """bitsandbytes nests its tensors under this key of a param's state in files, not in memory."""
@@ -37,60 +31,26 @@ _BESIDE = {
 }
 """What torch names for tensors of such classes"""
 
-_BY_STATE = {
-    BITSANDBYTES: "an optimizer of bitsandbytes",
-    "qmap1": "an 8-bit optimizer of bitsandbytes",
-    "exp_avg_res_row": "CAME",
-    "exp_avg_sq_row": "Adafactor",
-    "row_var": "torch's Adafactor",
-    "vmean": "Adam-mini",
-    "mu_product": "NAdam",
-    "ax": "ASGD",
-    "kahan_comp": "an optimizer of optimi",
-    "scaled_grad": "APOLLO",
-    "projector": "GaLore",
-}
-"""States that only optimizers have whose states can't be composed -> optimizer"""
-_BY_OPTION = {
-    "grokking_signal_fns": "GrokAdamW",
-    "weight_lr_power": "a schedule-free optimizer",
-    "use_muon": "Muon with Adam for some params",
-    "ns_steps": "Muon",
-    "nesterov": "SGD",
-    "t_beta3": "an optimizer of bitsandbytes",
-}
-"""Options of param groups -> optimizer. Some of them may also have states that can be composed."""
+_BY_STATE = {"scaled_grad": "APOLLO", "projector": "GaLore", "GG": "SOAP"}
+"""State that only one optimizer keeps -> optimizer"""
 
 
-def refuse_others(
-    states: Collection[Collection[str]], options: Collection[str], where: str, *, has_objects: bool = False
-) -> None:
-    """Raise AnotherOptimizer for an optimizer whose states can't be composed, and not for a damaged Adam.
-
-    ``states`` are the kinds of state of each param, ``step`` among them, ``options`` those of all param groups,
-    ``has_objects`` whether some state is neither a tensor nor a number.
-    """
-    unlike = {frozenset(one) for one in states if one}
-    every: frozenset[str] = frozenset().union(*unlike)
-    if not every:
-        is_known = has_adams_options(options)
-    elif keeps_as_adam(every, options):
-        is_known = True
-    else:
-        is_nested = all(one <= other or other <= one for one in unlike for other in unlike)
-        is_known = is_nested and {"step"} < every and not (has_objects or every & _BY_STATE.keys())
-    if not is_known:
-        raise another(every, options, where)
+def refuse_objects(state: Mapping[Any, Any], where: str) -> None:
+    """Raise AnotherOptimizer for states that are neither tensors nor numbers. ``state`` has those of each param."""
+    states = [one for one in state.values() if isinstance(one, dict)]
+    objects = {f"{kind}" for one in states for kind, value in one.items() if not is_plain(value)}
+    if objects:
+        named = [name for key, name in _BY_STATE.items() if any(key in one for one in states)]
+        keeps = f"it keeps objects or lists of tensors in {some(sorted(objects))}"
+        what = f"its optimizer is {[*named, 'of an unknown kind'][0]} ({keeps}): {_RULE}"
+        raise AnotherOptimizer.at(where, what, _FIX)
 
 
-def another(kinds: Collection[str], options: Collection[str], where: str, why: str = "") -> AnotherOptimizer:
-    """Return the error for another optimizer than Adam, with its likely name, and ``why`` it is one."""
-    named = [name for key, name in _BY_STATE.items() if key in kinds]
-    named += [name for key, name in _BY_OPTION.items() if key in options]
-    shown = [*kinds] or {*options} - {"params", "lr", "initial_lr", "weight_decay"}
-    keeps = f"it keeps {some(sorted(shown))}" if kinds else f"it keeps no states, and has {some(sorted(shown))}"
-    what = f"its optimizer is {[*named, 'unlike Adam'][0]} ({why or keeps}): {_RULE}"
-    return AnotherOptimizer.at(where, what, _FIX)
+def is_plain(value: Any) -> bool:
+    """Return whether a state is a tensor, a number, None, text, or a few numbers."""
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(one, (int, float)) for one in value)
+    return isinstance(value, (int, float, str, type(None))) or as_tensor(value) is not None
 
 
 @contextmanager

@@ -30,9 +30,11 @@ from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer, read_optimizer
 from llmtailor.formats.common.param_names import ModelFacts, describe_model, has_names
 from llmtailor.formats.common.states import (
+    NO_STATES,
     check_masters,
     check_steps,
     index_with_weights,
+    keeps_nothing,
     kinds_by_param,
     lay_out_master_weights,
     listed_buffers,
@@ -227,8 +229,7 @@ def _check_base(base: CheckpointIndex, client: str) -> None:
         what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
         fix = "use a base whose run used the Trainer's scheduler"
         problems.append(Problem(PathIn(base.name, SCHEDULER), what, fix))
-    if not kinds_by_param(base):
-        what = "its optimizer has made no step yet, so it has no states"
-        problems.append(Problem(base.name, what, "use a later checkpoint as base"))
+    if not (kinds_by_param(base) or keeps_nothing(base)):
+        problems.append(Problem(base.name, NO_STATES, "use a later checkpoint as base"))
     if problems:
         raise SourceError(problems)

@@ -73,7 +73,7 @@ from llmtailor.formats.deepspeed_common.write import (
     make_stage,
     model_states,
     scaling_nodes,
-    step_node,
+    step_nodes,
     unknown,
 )
 from llmtailor.formats.format import Draft
@@ -285,7 +285,11 @@ class _Reader:
         return replace(tensor, shape=shape)
 
     def step(
-        self, flat_id: int, shapes: _Shapes, stored: Mapping[str, _StoredParam], general_steps: Mapping[int, float]
+        self,
+        flat_id: int,
+        shapes: _Shapes,
+        stored: Mapping[str, _StoredParam],
+        general_steps: Mapping[int, float | None],
     ) -> float:
         """Return the step of a sub-group; add to the problems if its params have different ones."""
         where = PathIn(self.name, f"{self.folder}{GLOBAL_STATE}")
@@ -340,11 +344,13 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
 
 def _check_base(base: CheckpointIndex) -> None:
     problems = []
-    if lacking := [param for param in base.steps() if State(param, EXP_AVG) not in base.held]:
-        what = f"it has no moments of {some(lacking)}, which a universal checkpoint needs"
-        problems.append(Problem(base.name, what, "use a later checkpoint as base"))
+    trained = [param for group in base.group_params for param in group]
+    moments = _REQUIRED[1:]
+    if lacking := [param for param in trained if any(State(param, kind) not in base.held for kind in moments)]:
+        what = f"it has no {' or '.join(moments)} of {some(lacking)}, which a universal checkpoint needs"
+        problems.append(Problem(base.name, what, "use a later checkpoint as base, or another format for its optimizer"))
     no_name = re.compile(r"\.{0,2}|.*[/\0].*", re.DOTALL)
-    if unfit := [one for one in base.steps() if no_name.fullmatch(one) or len(one.encode()) > _MAX_NAME_BYTES]:
+    if unfit := [one for one in trained if no_name.fullmatch(one) or len(one.encode()) > _MAX_NAME_BYTES]:
         what = f"{some(unfit)} can't be the names of folders, as a universal checkpoint has them"
         problems.append(Problem(base.name, what, "stay with another format"))
     if problems:
@@ -367,11 +373,12 @@ def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayou
         for param in one.params:
             folder = f"{tag}/{FOLDER}/{param}"
             shape = target.base.params[param].shape
-            for kind in (MASTER, *target.kinds):
+            for kind in (MASTER, *target.kinds_in(one)):
                 state = State(param, kind)
                 tensor = state_tensor(state, target.dtype(state), shape)
                 yield lay_out_torch_file(f"{folder}/{NAME_OF.get(kind, kind)}.pt", {"cat_dim": 0, "param": tensor})
-            yield lay_out_torch_file(f"{folder}/{STEP}.pt", step_node(target, number))
+            for name, node in step_nodes(target, number).items():
+                yield lay_out_torch_file(f"{folder}/{name}.pt", node)
 
 
 def _global_state(target: ZeroTarget, rest: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,7 +402,7 @@ def _global_state(target: ZeroTarget, rest: Mapping[str, Any]) -> dict[str, Any]
         "ds_version": rest.get("ds_version") or DS_VERSION,
         "param_groups": groups,
         "optimizer_state_dict": {
-            "state": {number: {STEP: step_node(target, number)} for number in range(len(layout.sub_groups))},
+            "state": {number: step_nodes(target, number) for number in range(len(layout.sub_groups))},
             "param_groups": shared,
         },
     }

@@ -122,7 +122,7 @@ def describe(index: CheckpointIndex) -> Inspection:
         "num_trainable_params": sum(param.numel for param in index.params.values() if param.role == "trainable"),
         "num_tensors": {role: roles.count(role) for role in ("trainable", "frozen", "buffer")},
         "param_groups": [_group(index, number) for number in range(len(index.groups))],
-        "optimizer_steps": sorted({one.step for one in index.sub_groups}),
+        "optimizer_steps": sorted(set(index.steps().values())),
         "parts": [
             {
                 "part": part,

@@ -61,7 +61,9 @@ def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[
         ("the world size", index.world_size, manifest.world_size),
     ]
     for number, flat in enumerate(index.sub_groups):
-        numbers.append((f"Adam's step of sub-group {number}", flat.step, manifest.steps.get(number, flat.step)))
+        if flat.step is not None:
+            written_step = manifest.steps.get(number, flat.step)
+            numbers.append((f"the optimizer's step of sub-group {number}", flat.step, written_step))
     for what, have, written in numbers:
         if have != written:
             text = f"{what} was {_number(written)} when written, and is now {_number(have)}"

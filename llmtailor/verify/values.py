@@ -118,14 +118,14 @@ def find_zeroed(index: CheckpointIndex, not_zero: Collection[State]) -> Iterator
     stepped = [
         flat
         for flat in index.sub_groups
-        if flat.step > 0 and any(index.params[param].numel for param in flat.params)
+        if flat.step and any(index.params[param].numel for param in flat.params)
         if State(flat.params[0], EXP_AVG_SQ) in index.held
     ]
     for kind in (EXP_AVG, EXP_AVG_SQ):
         zeroed = [flat for flat in stepped if not any(State(param, kind) in not_zero for param in flat.params)]
         if zeroed:
             params = tuple(param for flat in zeroed for param in flat.params)
-            what = f"{kind} of {some(params)} is all zero after {zeroed[0].step:g} steps of Adam"
+            what = f"{kind} of {some(params)} is all zero after {zeroed[0].step or 0:g} steps of Adam"
             severity = ERROR if len(zeroed) == len(stepped) else WARNING
             yield Finding(
                 index.name, what, f"a resume restarts Adam there; {_OTHER_SAVE}", Code.ALL_ZERO, severity, params

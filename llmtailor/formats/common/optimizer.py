@@ -2,12 +2,15 @@
 
 ::
 
-    state          {id: {step, exp_avg, exp_avg_sq}}       tensors in the shape and dtype of the param
+    state          {id: {step, exp_avg, exp_avg_sq}}       of Adam, tensors in the shape and dtype of the param
     param_groups   [{lr, betas, .., params: [ids]}]        an extra key may list the params' names
 
 A stock resume checks little more than the number of ids: swapped states stay swapped in training (reading out of
 bounds if their shapes differ), which is refused here. A param that has had no gradient yet has no state, and before the
 first step none has. Adam would start from zeros, so these are its moments here, at step 0.
+
+What other optimizers keep is read as it is, see `checkpoint.schema`: tensors of any shape, and scalars. Params may have
+different kinds of state, as with Muon for the matrices and Adam for the rest.
 
 Also what a resume without DeepSpeed reads of ``optimizer.pt``, and its consistency rules. Pure.
 """
@@ -38,9 +41,8 @@ from llmtailor.containers.json import (
 from llmtailor.containers.unpickle import as_ints, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.other_optimizers import another, flattened, naming_others, refuse_others
+from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
 from llmtailor.loaders.stock_fields import (
-    ADAM_KINDS,
     EACH,
     Field,
     FieldType,
@@ -49,8 +51,10 @@ from llmtailor.loaders.stock_fields import (
     decays_vectors_alone,
     find_refused,
     has,
+    has_adams_options,
     is_adam,
     is_number,
+    keeps_as_adam,
     keys_below,
     optimizer_fields,
 )
@@ -86,6 +90,9 @@ def _check_groups(
 
 
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
+SHAPED_AS_PARAM = frozenset(("exp_avg", "state2", "z"))
+"""States that have the shape of the param wherever they occur beside others: Adafactor's and CAME's first moment,
+bitsandbytes' second state, and the point that schedule-free optimizers move"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +107,28 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """The content of ``optimizer.pt``. All states have the same kinds."""
+    """The content of ``optimizer.pt``."""
 
     groups: tuple[SavedGroup, ...]
     kinds: Mapping[int, Mapping[str, Tensor]]
-    """id -> kind -> tensor; all kinds of an id have one shape. Empty for a param that has had no gradient yet"""
-    steps: Mapping[int, float]
-    """0 for a param that has had no gradient yet"""
+    """id -> kind -> tensor. Empty for a param that has had no gradient yet, or of which the optimizer keeps nothing"""
+    scalars: Mapping[int, Mapping[str, Any]]
+    """id -> kind -> a number, None, text, or the node of a tensor without dimensions; without the step"""
+    steps: Mapping[int, float | None]
+    """0 for a param of Adam that has had no gradient yet; None for one whose steps are not counted"""
     step_is_tensor: bool
     findings: tuple[Finding, ...] = ()
     """What makes a resume fail, or change, without preventing reading"""
     zeroed: tuple[str, ...] = ()
-    """The kinds that a param gets with its first gradient, as zeros"""
+    """Adam: the kinds that a param gets with its first gradient, as zeros"""
 
     def shape(self, number: int) -> tuple[int, ...] | None:
-        """Return the shape of the param with this id; None if it has no state."""
-        return next((tensor.shape for tensor in self.kinds[number].values()), None)
+        """Return the shape of the param with this id; None if its states don't show it."""
+        kinds = self.kinds[number]
+        shapes = {tensor.shape for tensor in kinds.values()}
+        if len(shapes) > 1 or not SHAPED_AS_PARAM.isdisjoint(kinds):
+            shapes = {kinds[kind].shape for kind in SHAPED_AS_PARAM if kind in kinds}
+        return next(iter(shapes)) if len(shapes) == 1 else None
 
 
 def read_optimizer(trees: Trees, where: PathIn) -> SavedOptimizer:
@@ -144,7 +157,7 @@ def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
     if isinstance(tree, dict) and isinstance(state := tree.get("state"), dict):
         kept = {number: flattened(one) if isinstance(one, dict) else one for number, one in state.items() if one != {}}
         tree = {**tree, "state": kept}
-        _refuse_others(kept, keys_below(tree, "param_groups"), where)
+        refuse_objects(kept, where)
     findings = [*find_refused(tree, where), *check_fields(tree, OPTIMIZER_TABLE, where)]
     try:
         saved = _read(root, tree, where)
@@ -158,34 +171,28 @@ def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
     return replace(saved, findings=(*findings, *_check_groups(hyper, ids, shapes, where)))
 
 
-def _refuse_others(state: Mapping[Any, Any], options: Collection[str], where: str) -> None:
-    states = [one for one in state.values() if isinstance(one, dict)]
-    has_objects = any(kind != "step" and as_tensor(value) is None for one in states for kind, value in one.items())
-    refuse_others([{*map(str, one)} for one in states], {*map(str, options)}, where, has_objects=has_objects)
-
-
 def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     state = get(tree, "state", dict, where)
     groups = tuple(_read_group(root, group, where) for group in get(tree, "param_groups", list, where))
     ids = [number for group in groups for number in group.ids]
     _check_ids(ids, state, where)
     options = keys_below(tree, "param_groups")
-    kinds = _read_all(state, [number for number in ids if number in state], options, where)
-    wanted = next(iter(kinds.values()), dict.fromkeys(_OF_ADAM)).keys()
-    if others := [number for number, tensors in kinds.items() if tensors.keys() != wanted]:
-        raise damaged(where, f"the state of {_some(others)} has other kinds than {', '.join(wanted)}")
-    if len(kinds) < len(ids) and not ADAM_KINDS.issuperset(wanted):
-        what = "some params have no states yet, and what the optimizer starts from is not known"
-        raise another(wanted, options, where, what)
-    steps = {
-        number: read_step(root, state[number]["step"], number, where) if number in kinds else 0.0 for number in ids
-    }
+    nodes = {number: as_dict(state[number], f"state[{number}]", where) for number in ids if number in state}
+    kinds = {number: _read_kinds(node, number, where) for number, node in nodes.items()}
+    scalars = {number: _read_scalars(root, node, kinds[number], where) for number, node in nodes.items()}
+    counted = {number: node["step"] for number, node in nodes.items() if "step" in node}
+    _check_kinds(kinds, counted, options, where)
+    known = frozenset().union(*kinds.values())
+    is_zeroed = keeps_as_adam(known, options) if known else has_adams_options(options)
+    zeroed = (*next(iter(kinds.values()), _OF_ADAM),) if is_zeroed else ()
+    steps = {number: read_step(root, node, number, where) for number, node in counted.items()}
     return SavedOptimizer(
         groups,
         {number: kinds.get(number, {}) for number in ids},
-        steps,
-        all(as_tensor(state[number]["step"]) for number in kinds),
-        zeroed=tuple(wanted),
+        {number: scalars.get(number, {}) for number in ids},
+        {number: steps.get(number, 0.0 if is_zeroed and number not in nodes else None) for number in ids},
+        all(as_tensor(node) for node in counted.values()),
+        zeroed=zeroed,
     )
 
 
@@ -219,45 +226,57 @@ def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
         raise SourceError(problems)
 
 
-def _read_all(
-    state: Mapping[Any, Any], ids: list[int], options: Collection[str], where: str
-) -> dict[int, dict[str, Tensor]]:
-    """Return all states. Non-elementwise ones are damage if only some are; if all are, it is another optimizer."""
-    kinds: dict[int, dict[str, Tensor]] = {}
-    others: list[Problem] = []
-    for number in ids:
-        found = _read_kinds(as_dict(state[number], f"state[{number}]", where), number, where)
-        if isinstance(found, Problem):
-            others.append(found)
-        else:
-            kinds[number] = found
-    if others and not kinds:
-        raise another(frozenset().union(*(state[number] for number in ids)), options, where, others[0].what)
-    if others:
-        raise SourceError(others)
-    return kinds
-
-
-def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Tensor] | Problem:
-    """Return one id's tensors except the step, or why they are not the states of an optimizer like Adam."""
-    kinds: dict[str, Tensor] = {}
-    for kind, node in state.items():
-        if kind == "step":
-            continue
-        if as_tensor(node) is None:
-            return Problem(where, f"state {kind} of id {number} is not a tensor", COPY_FILE, Code.STATE_SIZE)
-        kinds[check_kind(kind, where)] = read_tensor(node, f"state[{number}][{kind}]", where)
-    if "step" not in state or not kinds:
-        what = f"id {number} has no {'moments' if 'step' in state else 'step of its own'}"
-        return Problem(where, what, COPY_FILE, Code.STATE_SIZE)
+def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Tensor]:
+    """Return one id's tensors, without those that have no dimensions if others have."""
+    views = {kind: view for kind, node in state.items() if kind != "step" and (view := as_tensor(node)) is not None}
+    has_dims = any(view.shape for view in views.values())
+    kinds = {
+        check_kind(kind, where): read_tensor(state[kind], f"state[{number}][{kind}]", where)
+        for kind, view in views.items()
+        if view.shape or not has_dims
+    }
     if integers := [kind for kind in _OF_ADAM if kind in kinds and kinds[kind].dtype not in FLOATING]:
         what = f"{integers[0]} of id {number} is {kinds[integers[0]].dtype}, not floating-point"
         raise damaged(where, what, Code.STATE_DTYPE)
-    if len({tensor.shape for tensor in kinds.values()}) > 1:
-        shapes = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in kinds.items())
-        what = f"the states of id {number} have different shapes ({shapes})"
-        return Problem(where, what, COPY_FILE, Code.STATE_SIZE)
     return kinds
+
+
+def _read_scalars(root: Path, state: dict[Any, Any], kinds: Collection[str], where: str) -> dict[str, Any]:
+    rest = {kind: value for kind, value in state.items() if kind != "step" and kind not in kinds}
+    return {check_kind(kind, where): read_option(root, value, where) for kind, value in rest.items()}
+
+
+def _check_kinds(
+    kinds: Mapping[int, Mapping[str, Tensor]], counted: Collection[int], options: Collection[str], where: str
+) -> None:
+    """Raise SourceError for states that are missing, or have another shape than others of the same param.
+
+    An optimizer may keep other kinds of state for some params. Damage is what it never does: to keep less for a param
+    than for another if all of it is elementwise, to count steps of some params with the same states only, and, of
+    Adam, states in another shape than the param's.
+    """
+    problems: list[Problem] = []
+    is_adam = keeps_as_adam(frozenset().union(*kinds.values()), options)
+    for number, tensors in kinds.items():
+        shapes = {tensor.shape for tensor in tensors.values()}
+        if len(shapes) > 1 and is_adam:
+            listed = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in tensors.items())
+            what = f"the states of id {number} have different shapes ({listed})"
+            problems.append(Problem(where, what, COPY_FILE, Code.STATE_SIZE))
+    by_kinds: dict[frozenset[str], list[int]] = {}
+    for number, tensors in kinds.items():
+        by_kinds.setdefault(frozenset(tensors), []).append(number)
+    are_elementwise = all(len({tensor.shape for tensor in tensors.values()}) < 2 for tensors in kinds.values())
+    for have, numbers in by_kinds.items():
+        uncounted = [number for number in numbers if number not in counted] if have else []
+        if uncounted and (len(uncounted) < len(numbers) or (is_adam and "step" not in options)):
+            what = f"{_some(uncounted)} has no step of its own"
+            problems.append(Problem(where, what, COPY_FILE, Code.STATE_MISSING))
+        if lacking := {kind for other in by_kinds if have < other for kind in other - have} if are_elementwise else ():
+            what = f"the state of {_some(numbers)} lacks {some(sorted(lacking))}, which others have"
+            problems.append(Problem(where, what, COPY_FILE, Code.STATE_MISSING))
+    if problems:
+        raise SourceError(problems)
 
 
 def _some(ids: list[Any]) -> str:

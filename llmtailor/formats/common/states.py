@@ -33,8 +33,10 @@ from llmtailor.formats.weights import adapter_file, new_weights
 from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, rank_of
 from llmtailor.loaders.read import TrainerFiles, compare_global_step
 from llmtailor.loaders.scheduler import read_scheduler
+from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
+from llmtailor.storage.casts import FLOATING
 
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
@@ -46,11 +48,14 @@ TIED_KEY = "tied"
 
 def _find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:
     """Yield a finding on params without a state, which an optimizer of torch gives a param with its first gradient."""
-    lacking = dict.fromkeys(state.param for state, held in index.held.items() if held.is_all_zero)
+    zero = {state.param for state, held in index.held.items() if held.is_all_zero}
+    having = {state.param for state in index.held if is_moment(state.kind)} - zero
+    params = [param for one in index.sub_groups for param in one.params]
+    lacking = [param for param in params if param not in having] if having or zero else []
     if lacking:
         fix = "nothing, if it has had no gradient yet, as in an unused head; if it was trained, its moments are lost"
         what = f"the optimizer has no state of {some(lacking)}: a resume starts from zero moments there"
-        if len(lacking) == len(index.steps()):
+        if not having:
             what, fix = "the optimizer has no states, as before its first step", "nothing, if it has made no step yet"
         yield Finding(where, what, fix, Code.STATE_MISSING)
 
@@ -74,7 +79,7 @@ def make_index(
     zero: dict[State, TensorEntry] = {}
     for at, (names, saved) in enumerate(zip(groups, optimizer.groups, strict=True)):
         for param, number in zip(names, saved.ids, strict=True):
-            sub_groups.append(SubGroup(at, (param,), optimizer.steps[number]))
+            sub_groups.append(SubGroup(at, (param,), optimizer.steps[number], scalars=optimizer.scalars[number]))
             kinds = optimizer.kinds[number]
             held |= {State(param, kind): one.entry for kind, one in kinds.items()}
             for kind in () if kinds else optimizer.zeroed:
@@ -85,7 +90,7 @@ def make_index(
         name=name,
         form=Form(TRAINER),
         world_size=1,
-        global_step=int(max(optimizer.steps.values())),
+        global_step=int(max((step for step in optimizer.steps.values() if step is not None), default=0)),
         precision="F32",
         params=params,
         tied=tied,
@@ -172,7 +177,7 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
     where = PathIn(name, client.optimizer)
     fix = f"copy {client.optimizer} and {client.scheduler} again; they come from different saves"
     if not of_step:
-        if counted > 0:
+        if counted > 0 and not (keeps_nothing(index) or kinds_by_param(index)):
             what = f"the optimizer has no states, but the schedule is at step {counted}"
             raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     elif not usual.intersection(of_step):
@@ -209,9 +214,6 @@ def listed_buffers(root: Path, name: str) -> set[str]:
     return {buffer for names in listed for buffer in names.split(",") if buffer}
 
 
-_NOT_OF_THE_OPTIMIZER = {WEIGHT, MASTER, FROZEN, MODULE, BUFFER}
-
-
 def check_masters(dtype: str | None, allow_split: bool) -> None:
     """Raise MismatchError for options that don't apply if the weights are the master weights."""
     problems = []
@@ -226,17 +228,32 @@ def check_masters(dtype: str | None, allow_split: bool) -> None:
 
 
 def kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
-    """Return the elementwise states of the optimizer, by param and kind."""
+    """Return the optimizer's states with elements, by param and kind."""
     kinds: dict[str, dict[str, TensorEntry]] = {}
     for state, held in base.held.items():
-        if state.kind not in _NOT_OF_THE_OPTIMIZER:
+        if is_moment(state.kind):
             kinds.setdefault(state.param, {})[state.kind] = held
     return kinds
 
 
+NO_STATES = "its optimizer has made no step yet, so it has no states"
+
+
+def keeps_nothing(base: CheckpointIndex) -> bool:
+    """Return whether an optimizer without states may be of a kind that has none, such as SGD without momentum."""
+    return not any(has_adams_options(group.hyper) for group in base.groups)
+
+
+def is_adam(base: CheckpointIndex) -> bool:
+    """Return whether the optimizer is Adam, by its states and the options of its groups."""
+    kinds = {state.kind for state in base.held if is_moment(state.kind)}
+    return keeps_as_adam(kinds, {option for group in base.groups for option in group.hyper})
+
+
 def written_dtype(base: CheckpointIndex, held: TensorEntry | None) -> str:
     """Return the dtype of a param's states where weights are the masters: those of a ZeRO base become fp32."""
-    return "F32" if base.form.has_masters or held is None else held.live_dtype
+    is_as_held = held is not None and (held.dtype not in FLOATING or not base.form.has_masters)
+    return held.live_dtype if held is not None and is_as_held else "F32"
 
 
 def state_nodes(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, dict[str, Any]]:
@@ -244,10 +261,11 @@ def state_nodes(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, dic
     kinds = kinds_by_param(base)
     return {
         param: {
-            "step": step_node(base, one.step, param),
+            **({} if one.step is None else {"step": step_node(base, one.step, param)}),
+            **one.scalars,
             **{
                 kind: state_tensor(State(param, kind), written_dtype(base, held), held.shape)
-                for kind, held in kinds[param].items()
+                for kind, held in kinds.get(param, {}).items()
             },
         }
         for one in layout.sub_groups  # one for each param, through the groups
@@ -262,7 +280,8 @@ def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout, *, is_partial
         listed = {**group.hyper, SAVED_NAMES: [*group.params]} if is_partial else with_names(group.hyper, group.params)
         nodes.append({**listed, "params": list(range(first, first + len(group.params)))})
         first += len(group.params)
-    return {"state": dict(enumerate(state_nodes(base, layout).values())), "param_groups": nodes}
+    states = enumerate(state_nodes(base, layout).values())
+    return {"state": {number: node for number, node in states if node}, "param_groups": nodes}
 
 
 def step_node(base: CheckpointIndex, step: float, what: str) -> Any:

@@ -28,6 +28,7 @@ from llmtailor.containers.json import check_kind
 from llmtailor.errors import COPY_CHECKPOINT, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.dcp.folder import Stored
+from llmtailor.loaders.stock_fields import has_adams_options
 
 STATE, GROUPS = "state", "param_groups"
 BUFFERS = ("llmtailor", "buffers")
@@ -62,7 +63,7 @@ class Optimizer:
     tensors: dict[str, dict[str, Stored]] = field(default_factory=dict)
     """Param -> kind, ``step`` included -> tensor"""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Param -> kind -> a state that is not a tensor: a step as an int"""
+    """Param -> kind -> a state that is not a tensor: a number, None, text"""
     groups: tuple[ParamGroup, ...] = ()
     is_flat: bool = False
 
@@ -168,7 +169,8 @@ def _check_owned(optimizer: Optimizer, where: str) -> None:
     if twice := [param for param, count in owned.items() if count > 1]:
         what = f"the param groups own {some(twice)} twice"
         problems.append(Problem(where, what, COPY_CHECKPOINT, Code.FIELD_CONFLICT))
-    if lost := [param for param in owned if param not in states]:
+    lost = [param for param in owned if param not in states]
+    if lost and has_adams_options({option for group in optimizer.groups for option in group.hyper}):
         what = f"the optimizer states of {some(lost)} are missing"
         fix = f"a resume fails, or silently restarts Adam there {_PARTIAL_LOAD}"
         problems.append(Problem(where, what, fix, Code.STATE_MISSING))

@@ -44,7 +44,16 @@ from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import FLOATING, FileTrees, Tensor, read_option, read_step, read_tied
 from llmtailor.containers.unpickle import SmallTensor
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
+from llmtailor.errors import (
+    COPY_CHECKPOINT,
+    PathIn,
+    Problem,
+    Problems,
+    SourceError,
+    UnsupportedCheckpoint,
+    attempt,
+    some,
+)
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.states import listed_buffers, listed_ties
 from llmtailor.formats.dcp.folder import (
@@ -60,16 +69,22 @@ from llmtailor.formats.dcp.folder import (
 )
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
 from llmtailor.formats.format import Draft, usual_dtype
-from llmtailor.formats.other_optimizers import refuse_others
+from llmtailor.formats.other_optimizers import refuse_objects
 from llmtailor.formats.provenance import read_manifest
 from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
 from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
+from llmtailor.loaders.stock_fields import ADAM_KINDS, keeps_as_adam
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, EXP_AVG, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.storage.local import open_source
 
 _COPY_BACK = "copy it back, or leave this checkpoint out"
 _MIXED = "silent: copy the whole checkpoint again; its files come from different saves"
+
+
+def is_scalar(stored: Stored) -> bool:
+    """Return whether a state of the optimizer is a tensor without dimensions."""
+    return not stored.held.shape
 
 
 def compare_steps(
@@ -86,6 +101,8 @@ def compare_steps(
         if stored := optimizer.tensors.get(param, {}).get("step"):
             path = next(iter(stored.held.place.cover(0, 1))).extent.path
             of_file.setdefault(path, set()).add(step)
+    if not steps:
+        return
     found = {frozenset(one) for one in of_file.values()}
     if len(found) > 1 and not frozenset.intersection(*found):
         listed = ", ".join(f"{path}: {max(own):g}" for path, own in list(of_file.items())[:3])
@@ -249,7 +266,7 @@ class _Indexing:
         folder = self.folders.optimizer
         optimizer, rest = sort_keys(folder.tensors, folder.objects, self.optimizer_where, self._option)
         trained = [param for group in optimizer.groups for param in group.params]
-        self._refuse_others(optimizer, trained)
+        refuse_objects(optimizer.numbers, self.optimizer_where)
         prefix, weights, others = self._weights(rest, trained)
         self._check_states(optimizer, weights)
         steps = self._steps(optimizer, trained)
@@ -282,7 +299,7 @@ class _Indexing:
             held=held,
             groups=groups,
             sub_groups=tuple(
-                SubGroup(number, (param,), steps[param])
+                SubGroup(number, (param,), steps.get(param), scalars=self._scalars(optimizer, param))
                 for number, group in enumerate(groups)
                 for param in group.params
             ),
@@ -290,7 +307,7 @@ class _Indexing:
             unreadable=self.folders.unreadable,
             client=DCP,
             train=TrainState(
-                all("step" in optimizer.tensors.get(param, {}) for param in trained),
+                all("step" in optimizer.tensors.get(param, {}) for param in trained if param in steps),
                 tuple(weights),
                 dcp=DcpKeyLayout(prefix, optimizer.prefix, optimizer.is_flat, self.folders.form, others),
             ),
@@ -320,35 +337,36 @@ class _Indexing:
         _, _, others = split_model(rest, (), self.optimizer_where, is_alone=False) if rest else ("", {}, {})
         return prefix, weights, {**more, **others}
 
-    def _refuse_others(self, optimizer: Optimizer, trained: list[str]) -> None:
-        numbers = [optimizer.numbers.get(param, {}) for param in trained]
-        kinds = [one | optimizer.tensors.get(param, {}) for one, param in zip(numbers, trained, strict=True)]
-        options = {option for group in optimizer.groups for option in group.hyper}
-        has_objects = any(one.keys() - {"step"} for one in numbers)
-        refuse_others(kinds, options, self.optimizer_where, has_objects=has_objects)
+    def _scalars(self, optimizer: Optimizer, param: str) -> dict[str, Any]:
+        tensors = optimizer.tensors.get(param, {})
+        values = {**optimizer.numbers.get(param, {}), **{kind: one for kind, one in tensors.items() if is_scalar(one)}}
+        return {kind: self._option(value) for kind, value in values.items() if kind != "step"}
 
     def _check_states(self, optimizer: Optimizer, weights: Mapping[str, Stored]) -> None:
         problems, kinds_of = [], dict[frozenset[str], list[str]]()
+        is_elementwise = True
         for param, kinds in optimizer.tensors.items():
             shape = weights[param].held.shape
             kinds_of.setdefault(frozenset(kinds) - {"step"}, []).append(param)
             for kind, stored in kinds.items():
-                if kind != "step" and stored.held.shape != shape:
+                if kind == "step" or is_scalar(stored) or stored.held.shape == shape:
+                    continue
+                is_elementwise = False
+                if kind in ADAM_KINDS:
                     what = f"{kind} of {param} has shape {list(stored.held.shape)}, the param {list(shape)}"
-                    problems.append(Problem(self.optimizer_where, what, _ADAM, Code.STATE_SIZE))
-        if len(kinds_of) > 1:
-            usual = max(kinds_of, key=lambda kinds: len(kinds_of[kinds]))
-            for have, params in kinds_of.items():
-                for kind in usual - have:
-                    what = f"{kind} of {some(params)} is missing"
-                    problems.append(Problem(self.optimizer_where, what, _PARTIAL_LOAD, Code.STATE_MISSING))
+                    problems.append(Problem(self.optimizer_where, what, COPY_CHECKPOINT, Code.STATE_SIZE))
+        for have, params in kinds_of.items() if is_elementwise else ():
+            for kind in sorted({kind for other in kinds_of if have < other for kind in other - have}):
+                what = f"{kind} of {some(params)} is missing"
+                problems.append(Problem(self.optimizer_where, what, _PARTIAL_LOAD, Code.STATE_MISSING))
         if problems:
             raise SourceError(problems)
-        if not any(kinds_of):
-            raise UnsupportedCheckpoint.at(self.optimizer_where, "its optimizer has no moments", _ADAM)
 
     def _steps(self, optimizer: Optimizer, trained: list[str]) -> dict[str, float]:
         steps, lost, unknown = dict[str, float](), list[str](), list[str]()
+        options = {option for group in optimizer.groups for option in group.hyper}
+        kinds = frozenset[str]().union(*optimizer.tensors.values(), *optimizer.numbers.values())
+        is_counted = "step" in kinds and keeps_as_adam(kinds, options)
         for number, param in enumerate(trained):
             node: Any = optimizer.numbers.get(param, {}).get("step")
             if stored := optimizer.tensors.get(param, {}).get("step"):
@@ -358,11 +376,12 @@ class _Indexing:
                     continue
                 node = Tensor(stored.held.dtype, stored.held.shape, extent)
             if node is None:
-                lost.append(param)
+                if is_counted:
+                    lost.append(param)
                 continue
             steps[param] = read_step(self.root, node, number, self.optimizer_where)
         if lost:
-            what = f"Adam's step of {some(lost)} is missing"
+            what = f"the optimizer's step of {some(lost)} is missing"
             raise SourceError.at(self.optimizer_where, what, _PARTIAL_LOAD, Code.STATE_MISSING)
         return steps | dict.fromkeys(unknown, max(steps.values(), default=0.0))  # all are alike but in a composite
 
@@ -405,13 +424,14 @@ class _Indexing:
     ) -> tuple[dict[str, Param], dict[State, TensorEntry]]:
         params: dict[str, Param] = {}
         held: dict[State, TensorEntry] = {}
+        trained = {param for group in optimizer.groups for param in group.params}
         for name, stored in weights.items():
             weight = stored.held
-            if name in optimizer.tensors:
+            if name in trained:
                 params[name] = Param(name, weight.shape, "trainable")
                 held[State(name, MASTER)] = weight
-                kinds = optimizer.tensors[name].items()
-                held |= {State(name, kind): one.held for kind, one in kinds if kind != "step"}
+                kinds = optimizer.tensors.get(name, {}).items()
+                held |= {State(name, kind): one.held for kind, one in kinds if kind != "step" and not is_scalar(one)}
             elif name not in tied:
                 params[name] = Param(name, weight.shape, "frozen")
                 held[State(name, FROZEN)] = weight
@@ -438,7 +458,7 @@ class _Indexing:
         manifest = attempt(lambda: read_manifest(self.root, self.name), self.problems)
         if manifest is not None:  # a composite may mix steps, and nothing else says which of them it resumes at
             return manifest.global_step
-        newest = int(max(steps.values()))
+        newest = int(max(steps.values(), default=0))
         named = step_of(self.root)
         return named if named in set(steps.values()) else newest
 
@@ -460,5 +480,4 @@ class _Indexing:
             yield Finding(self.optimizer_where, what, fix, Code.STATE_MISSING)
 
 
-_ADAM = "use AdamW, or another optimizer with one element of state for each element of the params"
 _PARTIAL_LOAD = "a resume fails, or silently restarts it with allow_partial_load; copy the checkpoint again"

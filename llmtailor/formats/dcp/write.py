@@ -23,13 +23,17 @@ from llmtailor.checkpoint.index import DCP, FSDP, FULL, SHARDS, CheckpointIndex,
 from llmtailor.checkpoint.layout import Copy, FileLayout, Piece
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Absent
+from llmtailor.checkpoint.schema import refuse_cuts
 from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, cut_rows, lay_out_metadata
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
 from llmtailor.containers.unpickle import as_tensor, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.states import (
+    NO_STATES,
     check_masters,
+    is_adam,
+    keeps_nothing,
     kinds_by_param,
     lay_out_master_weights,
     state_nodes,
@@ -147,6 +151,8 @@ class DcpWriter:
         Raises UnsupportedCheckpoint or MismatchError for a base that can't be stored in this format.
         """
         _check_base(base)
+        if self.family == FSDP and (problems := refuse_cuts(base, "--to fsdp")):
+            raise MismatchError(problems)
         style = base.train.dcp if base.train.dcp and base.form.framework == self.family else _STYLES[self.family]
         if style.is_flat and len(merge_alike(wanted.layout.groups)) != len(wanted.layout.groups):
             what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
@@ -193,9 +199,8 @@ def _check_base(base: CheckpointIndex) -> None:
     if lost and not problems:
         what = f"it does not hold the values of {some(lost)} under the model's own names"
         problems.append(Problem(base.name, what, "use a base that was saved with them"))
-    if not kinds_by_param(base):
-        what = "its optimizer has made no step yet, so it has no states"
-        problems.append(Problem(base.name, what, "use a later checkpoint as base"))
+    if not (kinds_by_param(base) or keeps_nothing(base)):
+        problems.append(Problem(base.name, NO_STATES, "use a later checkpoint as base"))
     if problems:
         raise UnsupportedCheckpoint(problems)
 
@@ -274,13 +279,18 @@ class _Target:
         base, layout = self.base, self.wanted.layout
         kinds = kinds_by_param(base)
         steps = {param: one.step for one in layout.sub_groups for param in one.params}
-        for group in layout.groups:
-            for param in group.params:
-                shape = base.params[param].shape
-                for kind, held in kinds[param].items():
-                    path = self._path(STATE, param, kind)
-                    folder.add_state(path, State(param, kind), written_dtype(base, held), shape)
-                folder.add(self._path(STATE, param, "step"), step_node(base, steps[param], param))
+        scalars = {param: one.scalars for one in layout.sub_groups for param in one.params}
+        for param in (param for group in layout.groups for param in group.params):
+            for kind, held in kinds.get(param, {}).items():
+                path, state, dtype = self._path(STATE, param, kind), State(param, kind), written_dtype(base, held)
+                if held.shape == base.params[param].shape:
+                    folder.add_state(path, state, dtype, held.shape)
+                else:
+                    folder.add(path, state_tensor(state, dtype, held.shape))
+            for kind, value in scalars[param].items():
+                folder.add(self._path(STATE, param, kind), value)
+            if (step := steps[param]) is not None:
+                folder.add(self._path(STATE, param, "step"), step_node(base, step, param))
         for number, group in enumerate(layout.groups):
             options = self.options(group, number)
             if self.style.is_flat:
@@ -314,7 +324,9 @@ class _Target:
         return {**own, **self._defaults(), **group.hyper}
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the options that torch's AdamW has and DeepSpeed's own optimizers don't save."""
+        """Return the options that torch's AdamW has and DeepSpeed's own optimizers don't save; none for others."""
+        if not is_adam(self.base):
+            return {}
         made = self.base.train.ds_config.get("optimizer")
         if not isinstance(made, dict) or str(made.get("type")).lower() != "adam":
             return ADAMW
@@ -344,7 +356,7 @@ class _Target:
         if self.base.form.has_masters:
             what = "its weights are written as the fp32 master weights; loss scale, counters and ds_config are left out"
             found.append(Problem(self.base.name, what, "resume with a model in fp32, and mixed precision as before"))
-        added = sorted(set(ADAMW) - {key for group in self.wanted.layout.groups for key in group.hyper})
+        added = sorted(self._defaults().keys() - {key for group in self.wanted.layout.groups for key in group.hyper})
         if added and not self.base.train.dcp:
             what = f"its param groups lack options that torch's AdamW asks for: {', '.join(added)}"
             found.append(Problem(self.base.name, what, "nothing; they get AdamW's defaults"))

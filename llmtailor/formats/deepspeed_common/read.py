@@ -122,6 +122,7 @@ def read_shards(
         model,
         trained=_trained(files, usual, sample, optim, cuts),
         steps=[*sample.steps.values()],
+        scalars=sample.scalars,
         rests=[None if shard is None else shard.rest for shard in optim],
         facts=facts,
         unreadable={*files.missing, *(path for path, shard in zip(files.optim, optim, strict=True) if shard is None)},
@@ -140,7 +141,8 @@ def draft_of_engine(
     model: Sequence[ModelShard | None],
     *,
     trained: _Placed,
-    steps: Sequence[float],
+    steps: Sequence[float | None],
+    scalars: Sequence[Mapping[str, Any]] = (),
     rests: Sequence[Mapping[str, Any] | None],
     facts: Mapping[str, FileFact],
     unreadable: Iterable[str],
@@ -150,8 +152,8 @@ def draft_of_engine(
 ) -> Draft:
     """Return the draft of a checkpoint with DeepSpeed's model states; at least one of them can be used.
 
-    ``trained`` are the places of the trained params' states, ``steps`` those of each sub-group, ``rests`` what each
-    rank's ``optim_states`` hold besides states.
+    ``trained`` are the places of the trained params' states, ``steps`` and ``scalars`` those of each sub-group,
+    ``rests`` what each rank's ``optim_states`` hold besides states.
     """
     usual, config = first_of(model), optim.ds_config
     assert usual is not None, "one can be used"
@@ -161,7 +163,7 @@ def draft_of_engine(
         params[param.name] = param
         if entry is not None:
             held[State(param.name, kind)] = entry
-    groups, sub_groups = _order_groups(optim, usual, steps)
+    groups, sub_groups = _order_groups(optim, usual, steps, scalars or ({},) * len(steps))
     second: set[str] = set()  # ZeRO-1/2's module has second places of trainable params, tied names, frozen fragments
     if framework == DEEPSPEED and not files.is_zero3:
         second = {*chain(*usual.param_shapes), *usual.tied, *usual.fragments}
@@ -451,9 +453,10 @@ def _rest12(model: ModelShard) -> _Placed:
 
 
 def _order_groups(
-    optim: OptimShard, model: ModelShard, steps: Sequence[float]
+    optim: OptimShard, model: ModelShard, steps: Sequence[float | None], scalars: Sequence[Mapping[str, Any]]
 ) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
-    """Return the param groups, in the optimizer's order, and the sub-groups, which have these steps.
+    """Return the param groups, in the optimizer's order, and the sub-groups, which have these steps and
+    scalars.
 
     If ``round_robin_gradients`` has distributed the params of a group over the ranks, that is undone.
     """
@@ -461,8 +464,8 @@ def _order_groups(
     group_of = {flat_id: group for group, (owned, _) in enumerate(optim.groups) for flat_id in owned}
     gaps = optim.gaps if any(map(any, optim.gaps)) else ((),) * len(model.param_shapes)
     cut = tuple(
-        SubGroup(group_of[flat_id], tuple(params), step, gap)
-        for flat_id, (params, step, gap) in enumerate(zip(model.param_shapes, steps, gaps, strict=True))
+        SubGroup(group_of[flat_id], tuple(params), step, gap, one)
+        for flat_id, (params, step, gap, one) in enumerate(zip(model.param_shapes, steps, gaps, scalars, strict=True))
     )
     dealt = (zip(round_robin(len(one.params), dealt_to), one.params, strict=True) for one in cut)
     orders = [[name for _, name in sorted(numbered)] for numbered in dealt]
@@ -497,7 +500,7 @@ def _check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
     if tag_step not in (None, index.global_step):
         what = f"the model states are from step {index.global_step}, but the tag folder says {tag_step}"
         raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
-    steps = {one.step for one in index.sub_groups}
+    steps = set(index.steps().values())
     expected = index.global_step - index.zero.skipped_steps  # fp16: no step when the gradients overflow
     if not steps or any(expected - lag in steps for lag in lags):
         return
@@ -589,7 +592,7 @@ def _find_contradictions(
     """
     model, optim = (PathIn(index.name, paths[0]) for paths in (files.model, files.optim))
     where = PathIn(index.name, files.tag)
-    steps = sorted({one.step for one in index.sub_groups})
+    steps = sorted(set(index.steps().values()))
     expected = index.global_step - index.zero.skipped_steps
     usual = {expected - lag for lag in step_lags}
     # all flat ids make their steps together; only a composite mixes them

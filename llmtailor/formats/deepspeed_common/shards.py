@@ -50,11 +50,10 @@ from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_te
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, damaged, some
 from llmtailor.findings import Finding
 from llmtailor.formats.deepspeed_common.files import ShardFiles, check_archive, unsupported_parallelism
-from llmtailor.formats.other_optimizers import naming_others, refuse_others
+from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
 from llmtailor.loaders.files import ADAPTER_CONFIG
 from llmtailor.loaders.scheduler import SchedulerFacts, read_scheduler
 from llmtailor.loaders.stock_fields import (
-    ADAM_KINDS,
     ANYTHING,
     FLAG,
     FROM_ZERO,
@@ -65,7 +64,9 @@ from llmtailor.loaders.stock_fields import (
     count,
     facts_of_rank,
     find,
+    has_adams_options,
     is_a,
+    keeps_as_adam,
     number,
     optimizer_fields,
 )
@@ -155,8 +156,8 @@ class OptimShard(Shard):
     groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
     """For each param group: the sub-groups that it owns, and its hyperparameters. Those of elastic checkpoints have
     none, which these do not store."""
-    steps: Mapping[int, float]
-    """Sub-group -> step"""
+    steps: Mapping[int, float | None]
+    """Sub-group -> step; None for one whose steps are not counted"""
     step_is_tensor: bool
     """Whether the step is a tensor, rather than an int; True for an empty state, which shows neither"""
     ds_config: Mapping[str, Any] = field(default_factory=dict)
@@ -165,6 +166,8 @@ class OptimShard(Shard):
     flats: tuple[Mapping[str, Tensor], ...] = ()
     """Per sub-group: kind -> flat tensor; ``master`` and every elementwise state of the optimizer. In ZeRO-1/2, lengths
     differ by the padding saved with some kinds."""
+    scalars: tuple[Mapping[str, Any], ...] = ()
+    """Per sub-group: the optimizer's other single values"""
     gaps: tuple[tuple[int, ...], ...] = ()
     """Per group and param: elements of alignment after it (``parameter_alignment``)"""
     mappings: tuple[dict[str, tuple[Any, Any]], ...] = ()
@@ -243,7 +246,7 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         inner = get(outer, inner_key, dict, where)
         groups = tuple(read_param_group(root, group, where) for group in get(inner, "param_groups", list, where))
         state = get(inner, "state", dict, where)
-        _refuse_others(state, [hyper for _, hyper in groups], where)
+        refuse_objects(state, where)
         owned = [list(ids) for ids, _ in groups]
         if [*chain(*owned)] != [*range(len(masters))] or not (is_zero3 or len(groups) == len(masters)):
             what = f"it has {len(masters)} flat masters, but the param groups own {owned}, in this order"
@@ -252,23 +255,36 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"
         raise damaged(where, what, Code.FIELD_UNKNOWN)
     flats: list[Mapping[str, Tensor]] = []
-    steps, step_is_tensor = dict[int, float](), True
+    steps, step_is_tensor = dict[int, float | None](), True
+    options = {str(option) for _, hyper in groups for option in hyper}
+    state = {flat_id: flattened(one) if isinstance(one, dict) else one for flat_id, one in state.items()}
+    scalars: list[Mapping[str, Any]] = []
     for flat_id, master in enumerate(masters):
         if not state:  # fp16, and every step so far has overflowed
             flats.append({MASTER: master})
-            steps[flat_id] = 0.0
+            steps[flat_id] = 0.0 if elastic or has_adams_options(options) else None
+            scalars.append({})
             continue
         if flat_id not in state:
             what = f"the optimizer state of {sub_group} {flat_id} is missing; a resume would restart Adam for it"
             raise damaged(where, what, Code.STATE_MISSING)
         states, numel = as_dict(state[flat_id], f"state[{flat_id}]", where), master.numel if is_zero3 else None
-        kinds, step = fields.read_elementwise(states, numel, flat_id, where)
+        kinds = fields.read_elementwise(states, numel, flat_id, where)
         flats.append({MASTER: master, **kinds})
-        step_is_tensor = not isinstance(step, (int, float))
-        steps[flat_id] = fields.read_step(root, step, flat_id, where)
-        if flats[-1].keys() != flats[0].keys():
-            have = f"{', '.join(flats[-1])}, but sub-group 0 has {', '.join(flats[0])}"
-            raise damaged(where, f"sub-group {flat_id} has the states {have}", Code.STATE_MISSING)
+        step = states.get("step")
+        rest = {str(kind): one for kind, one in states.items() if kind != "step" and kind not in kinds}
+        scalars.append({kind: fields.read_option(root, one, where) for kind, one in rest.items()})
+        if step is None and keeps_as_adam(kinds, options) and "step" not in options:
+            raise damaged(where, f"the step of sub-group {flat_id} is missing", Code.FIELD_MISSING)
+        if step is not None:
+            step_is_tensor = not isinstance(step, (int, float))
+        steps[flat_id] = None if step is None else fields.read_step(root, step, flat_id, where)
+        if lacking := next((other.keys() - kinds.keys() for other in flats if flats[-1].keys() < other.keys()), ()):
+            what = f"sub-group {flat_id} lacks the state {some(sorted(lacking))}, which others have"
+            raise damaged(where, what, Code.STATE_MISSING)
+        if extra := next((kinds.keys() - other.keys() for other in flats if other.keys() < flats[-1].keys()), ()):
+            what = f"sub-group {flat_id} has the state {some(sorted(extra))}, which others lack"
+            raise damaged(where, what, Code.STATE_MISSING)
     gaps = () if is_zero3 else outer.get("param_alignment_paddings") or ()
     if not isinstance(gaps, (list, tuple)):
         raise damaged(where, "param_alignment_paddings is not a list", Code.FIELD_TYPE)
@@ -295,21 +311,13 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         flats=tuple(flats),
         steps=steps,
         step_is_tensor=step_is_tensor,
+        scalars=tuple(scalars),
         groups=groups,
         gaps=all_gaps,
         mappings=_mappings(outer.get("param_slice_mappings")),
         has_group_step="base_optimizer_state_step" in outer,
         ds_config=as_dict(tree.get("ds_config", {}), "ds_config", where),
     )
-
-
-def _refuse_others(state: Mapping[Any, Any], groups: list[Mapping[str, Any]], where: str) -> None:
-    options = {str(option) for hyper in groups for option in hyper}
-    states = [one for one in state.values() if isinstance(one, dict)]
-    views = [as_tensor(node) for one in states for kind, node in one.items() if kind not in ADAM_KINDS]
-    has_objects = any(view is None or len(view.shape) != 1 for view in views)
-    if state or "betas" not in options:  # without states, fp16 has overflowed
-        refuse_others([{*map(str, one)} for one in states], options, where, has_objects=has_objects)
 
 
 def _check_zero3(outer: dict[str, Any], where: str) -> None:

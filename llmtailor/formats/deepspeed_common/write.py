@@ -26,12 +26,14 @@ from typing import Any
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
+from llmtailor.checkpoint.schema import refuse_cuts
 from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Content, TorchLayout, pickle_content
 from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor, state_tensor
-from llmtailor.errors import Problem, UnsupportedCheckpoint, some
+from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.lightning import regrouped
+from llmtailor.formats.common.states import kinds_by_param
 from llmtailor.formats.deepspeed_common.files import model_name, optim_name
 from llmtailor.formats.deepspeed_common.shards import section
 from llmtailor.formats.weights import lay_out_missing_weights
@@ -109,7 +111,6 @@ def new_engine(base: CheckpointIndex, stage: int, precision: str) -> TrainState:
 
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 _PADDING = "ZeRO-1/2 padding and alignment"
-_NOT_MOMENTS = (WEIGHT, MASTER, FROZEN, BUFFER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +121,19 @@ class ZeroTarget:
     layout: OptimizerLayout
     precision: str
     """Dtype of the weights in training"""
-    kinds: tuple[str, ...]
-    """Elementwise states of the optimizer; none in fp16 while every step so far has overflowed"""
+    kinds: Mapping[str, tuple[str, ...]]
+    """Trained param -> the optimizer's states of it; none in fp16 while every step so far has overflowed"""
     client: Loader
     """Whose loader will look for the tag folder"""
 
     @classmethod
     def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str, client: str) -> ZeroTarget:
-        trained = next((param for one in base.sub_groups for param in one.params), None)
-        kinds = (state.kind for state in base.held if state.param == trained and state.kind not in _NOT_MOMENTS)
-        return cls(base, layout, precision, tuple(kinds), LOADERS[client])
+        kinds = {param: (*states,) for param, states in kinds_by_param(base).items()}
+        return cls(base, layout, precision, kinds, LOADERS[client])
+
+    def kinds_in(self, one: SubGroup) -> tuple[str, ...]:
+        """Return the states that the optimizer keeps of a sub-group, the same of each of its params."""
+        return next((self.kinds[param] for param in one.params if param in self.kinds), ())
 
     @property
     def tag(self) -> str:
@@ -178,6 +182,20 @@ class ZeroTarget:
         return Ordered((param, Call(Global("torch", "Size"), (self.base.params[param].shape,))) for param in params)
 
 
+def refuse_states(base: CheckpointIndex, layout: OptimizerLayout) -> None:
+    """Raise MismatchError, with every reason, for states that flat tensors of several params can't hold."""
+    problems = refuse_cuts(base, "--to deepspeed")
+    kinds = {param: {*states} for param, states in kinds_by_param(base).items()}
+    for number, one in enumerate(layout.sub_groups):
+        found = {frozenset(kinds.get(param, ())) for param in one.params if base.params[param].numel}
+        if len(found) > 1:
+            listed = " and ".join(some(sorted(each)) or "none" for each in found)
+            what = f"params of sub-group {number} have different states of the optimizer: {listed}"
+            problems.append(Problem("--groups", what, "keep the base's param groups, which separate them"))
+    if problems:
+        raise MismatchError(problems)
+
+
 def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree of one rank's ``optim_states``; ``rest`` is the base's, whose unknown keys are kept.
 
@@ -193,12 +211,17 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
 
     is_bf16 = base.zero.settings.fp32_gradients and stage == 1
     state = {
-        number: {"step": step_node(target, number), **{kind: flat(one, kind) for kind in target.kinds}}
+        number: {
+            **step_nodes(target, number),
+            **one.scalars,
+            **{kind: flat(one, kind) for kind in target.kinds_in(one)},
+        }
         for number, one in enumerate(cut)
     }
     masters = [flat(one, MASTER) for one in cut]
     groups = [{**group.hyper, "params": layout.of_group(at)} for at, group in enumerate(layout.groups)]
-    optimizer = {"state": state if target.kinds else {}, "param_groups": groups}
+    kept = {number: node for number, node in state.items() if node} if target.kinds else {}
+    optimizer = {"state": kept, "param_groups": groups}
     stage_node, scaling = {"zero_stage": make_stage(stage)}, scaling_nodes(outer, stage == 3 or bool(base.form.stage))
     around = target.adapted({key: value for key, value in rest.items() if key != "optimizer_state_dict"})
     if stage == 3:
@@ -227,9 +250,13 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
     return {**around, "optimizer_state_dict": made}
 
 
-def step_node(target: ZeroTarget, number: int) -> Any:
-    """Return the step of a sub-group, in the form of torch's AdamW or of DeepSpeedCPUAdam."""
+def step_nodes(target: ZeroTarget, number: int) -> dict[str, Any]:
+    """Return the step of a sub-group, if it is counted, in the form of torch's AdamW or of DeepSpeedCPUAdam."""
     step = target.layout.sub_groups[number].step
+    return {} if step is None else {"step": _step_node(target, step, number)}
+
+
+def _step_node(target: ZeroTarget, step: float, number: int) -> Any:
     if not target.base.train.step_is_tensor:
         return int(step)
     return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of sub-group {number}"),))
@@ -439,6 +466,7 @@ def lay_out_engine(
         precision = dtype = wanted.dtype or base.precision
         leave_out = frozenset((SCALER, LATEST))
         _check_plain_base(base, precision)
+    refuse_states(base, wanted.layout)
     target, train = ZeroTarget.of(base, wanted.layout, precision, wanted.client), base.train
     if not train.optim:
         train = new_engine(base, target.layout.stage, precision)

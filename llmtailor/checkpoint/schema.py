@@ -1,0 +1,102 @@
+"""What an optimizer keeps of each param: the kinds of its states, and what can be done with each. Pure.
+
+The kinds are read from what is there, in files and in trainings; no list of optimizers decides. Of a param with the
+shape ``[m, n]``, optimizers keep (torch 2.13, transformers 5.23, bitsandbytes 0.50, torchao 0.18, CAME 0.1.3)::
+
+    elementwise   [m, n], floating-point       Adam's exp_avg, Muon's momentum_buffer; can be cut like the param
+    blockwise     [m, n] integers, with scales of blocks and tables of codes: bitsandbytes' state1, absmax1 and qmap1
+    factored      [m], [n], [m, 1] or [1, n]   Adafactor's exp_avg_sq_row and exp_avg_sq_col
+    scalar        a number, None, or a tensor without dimensions: step, CAME's RMS, NAdam's mu_product
+    opaque        any other tensor             AdEMAMix's state1 [2, m, n], Shampoo's preconditioners
+
+States that are not elementwise stay with their param: they are copied whole, and only a layout that keeps params whole
+can hold them. Scalars are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from llmtailor.errors import Problem, some
+from llmtailor.model.roles import is_moment
+from llmtailor.storage.casts import FLOATING
+
+if TYPE_CHECKING:
+    from llmtailor.checkpoint.index import CheckpointIndex
+
+
+class StateKind(Enum):
+    """What the elements of a state are of."""
+
+    ELEMENTWISE = "elementwise"
+    BLOCKWISE = "blockwise"
+    FACTORED = "factored"
+    SCALAR = "scalar"
+    OPAQUE = "opaque"
+
+
+def kinds_of(shape: tuple[int, ...], states: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, StateKind]:
+    """Return what each state of a param is; ``states`` are its tensors by name, as dtype and shape."""
+    has_codes = any(dtype not in FLOATING and math.prod(held) >= math.prod(shape) for dtype, held in states.values())
+    return {name: _kind_of(shape, dtype, held, has_codes) for name, (dtype, held) in states.items()}
+
+
+def _kind_of(shape: tuple[int, ...], dtype: str, held: tuple[int, ...], has_codes: bool) -> StateKind:
+    if held == shape and dtype in FLOATING:
+        return StateKind.ELEMENTWISE
+    if has_codes:
+        return StateKind.BLOCKWISE
+    if not held:
+        return StateKind.SCALAR
+    lines = {(*shape[:-1],), (*shape[:-2], *shape[-1:]), (*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:])}
+    return StateKind.FACTORED if len(shape) > 1 and held in lines else StateKind.OPAQUE
+
+
+def units(index: CheckpointIndex, params: Collection[str] | None = None) -> dict[str, dict[str, StateKind]]:
+    """Return the params with states that are not elementwise, and what these are; of all trained params, or these."""
+    of_param: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for state, held in index.held.items():
+        if is_moment(state.kind) and (params is None or state.param in params):
+            of_param.setdefault(state.param, {})[state.kind] = held.live_dtype, held.shape
+    found: dict[str, dict[str, StateKind]] = {}
+    for param, states in of_param.items():
+        others = kinds_of(index.params[param].shape, states)
+        others = {name: kind for name, kind in others.items() if kind is not StateKind.ELEMENTWISE}
+        if others:
+            found[param] = others
+    return found
+
+
+def refuse_cuts(index: CheckpointIndex, where: str, params: Collection[str] | None = None) -> list[Problem]:
+    """Return why a layout that cuts params can't hold the states of a checkpoint: one problem for each kind of state.
+
+    Args:
+        index: the checkpoint.
+        where: the option, or the checkpoint, that asks for such a layout.
+        params: those that are cut; None for all.
+    """
+    by_kind: dict[tuple[StateKind, str], list[str]] = {}
+    for param, others in units(index, params).items():
+        for name, kind in others.items():
+            by_kind.setdefault((kind, name), []).append(param)
+    problems = []
+    for kind in dict.fromkeys(kind for kind, _ in by_kind):
+        names = [name for one, name in by_kind if one is kind]
+        some_params = next(params for (one, _), params in by_kind.items() if one is kind)
+        what = (
+            f"the optimizer of {index.name} keeps {some(sorted(names))} of {some(some_params)}, {_IN_WORDS[kind]}: "
+            f"they can't be cut with the params"
+        )
+        problems.append(Problem(where, what, "keep the format of the base, which holds params whole"))
+    return problems
+
+
+_IN_WORDS = {
+    StateKind.BLOCKWISE: "in blocks of elements with a scale each",
+    StateKind.FACTORED: "one value for each row or column",
+    StateKind.SCALAR: "one value for the param",
+    StateKind.OPAQUE: "in a shape of its own",
+}
