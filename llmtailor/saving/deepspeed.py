@@ -16,10 +16,11 @@ import torch
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.checkpoint.optimizer import lay_out_vector, part_size
 from llmtailor.errors import Problem, UnsupportedCheckpoint
-from llmtailor.formats.other_optimizers import unsupported
+from llmtailor.formats.other_optimizers import flattened, is_plain, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.loaders.files import WHOLE_MODEL
 from llmtailor.loaders.loader import LOADERS, Loader
+from llmtailor.loaders.stock_fields import has_adams_options
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.training import (
@@ -30,13 +31,14 @@ from llmtailor.saving.training import (
     Ranks,
     StoredElsewhere,
     describe,
-    is_elementwise,
+    is_plain_tensor,
     persistent_buffers,
     tied_names,
+    with_elements,
 )
 
 _WHERE = "DeepSpeed"
-_ELEMENTWISE = "use AdamW, DeepSpeedCPUAdam or another optimizer with elementwise state"
+_ELEMENTWISE = "use an optimizer with elementwise states, such as AdamW, Muon or Lion, or train without DeepSpeed"
 
 
 class ZeroTraining:
@@ -92,7 +94,9 @@ class ZeroTraining:
         return bool(self.engine.global_steps - self.engine.skipped_steps > self._steps_before)
 
     def has_state(self) -> bool:
-        return bool(self._flats(self.zero.state_dict())[0].keys() - {MASTER})
+        has_states = any(flat.keys() - {MASTER} for flat in self._flats(self.zero.state_dict()))
+        groups = self.zero.optimizer.param_groups
+        return has_states or (self.has_stepped() and not any(has_adams_options(group) for group in groups))
 
     def optimizers(self) -> Collection[object]:
         # ZeRO-3 steps what a partial offload leaves on the GPU with a second optimizer
@@ -212,13 +216,18 @@ class ZeroTraining:
         masters, inner = self._keys
         states, flats = saved[inner]["state"], []
         for flat_id, master in enumerate(saved[masters]):
-            kinds = {kind: value for kind, value in states.get(flat_id, {}).items() if kind != "step"}
-            for kind, value in kinds.items():
-                if not is_elementwise(value) or value.numel() < master.numel():
-                    what = f"the optimizer's state {kind} is not elementwise"
+            known = flattened(states.get(flat_id, {}))
+            kinds = with_elements(known)
+            for kind, value in known.items():
+                is_flat = kind not in kinds or (
+                    is_plain_tensor(value) and value.is_floating_point() and value.numel() >= master.numel()
+                )
+                if not is_flat or not (isinstance(value, torch.Tensor) or is_plain(value)):
+                    what = (
+                        f"the optimizer's state {kind} is not one value for each element of the params, which "
+                        "DeepSpeed joins and cuts anywhere"
+                    )
                     raise UnsupportedCheckpoint.at(_WHERE, what, _ELEMENTWISE)
-            if kinds and "step" not in states[flat_id]:
-                raise UnsupportedCheckpoint.at(_WHERE, "the optimizer has no step count", _ELEMENTWISE)
             flats.append({kind: flat.detach() for kind, flat in {MASTER: master, **kinds}.items()})
         return flats
 
@@ -255,10 +264,7 @@ class ZeroTraining:
         outer.pop("param_slice_mappings", None)  # follows from the layout, and is wrong under round_robin_gradients
         masters, inner = self._keys
         outer[masters] = [Omitted.of(flat) for flat in outer[masters]]
-        states = {
-            flat_id: {kind: value if kind == "step" else Omitted.of(value) for kind, value in kinds.items()}
-            for flat_id, kinds in outer[inner]["state"].items()
-        }
+        states = {flat_id: Omitted.all_of(flattened(kinds)) for flat_id, kinds in outer[inner]["state"].items()}
         outer[inner] = {**outer[inner], "state": states}
         return {"optimizer_state_dict": outer, "ds_config": self.engine.config, "ds_version": _version()}
 

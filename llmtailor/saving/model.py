@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.mergekit_data import naming_of, on_disk
@@ -56,6 +57,9 @@ class _InPieces:
             if one.param not in self._names:
                 yield one
                 continue
+            if one.shape is not None:
+                what = f"the optimizer's state {one.kind} of {one.param} can't be divided among its experts"
+                raise UnsupportedCheckpoint.at("experts", what, "leave out experts, so that layers are saved whole")
             for name in self._names[one.param]:
                 piece = self._pieces[name]
                 begin, end = max(one.begin, piece.begin), min(one.begin + one.tensor.numel(), piece.end)
@@ -322,7 +326,7 @@ class Drift:
     def _squares(self, fragments: Iterable[Fragment]) -> Iterator[tuple[str, list[float]]]:
         found_at: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         for one in fragments:
-            if one.kind in (MASTER, EXP_AVG_SQ):
+            if one.kind in (MASTER, EXP_AVG_SQ) and one.shape is None:
                 found_at.setdefault((one.param, one.begin), {})[one.kind] = one.tensor
         known = [(at, states) for at, states in found_at.items() if at in self._kept]
         by_device: dict[torch.device, list[tuple[tuple[str, int], dict[str, torch.Tensor]]]] = {}

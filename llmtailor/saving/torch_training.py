@@ -14,15 +14,16 @@ from llmtailor.balance import deal
 from llmtailor.checkpoint.index import FSDP
 from llmtailor.checkpoint.optimizer import SAVED_NAMES
 from llmtailor.errors import Problem, UnsupportedCheckpoint
-from llmtailor.formats.other_optimizers import UNSAVED_FIX, unsupported
+from llmtailor.formats.other_optimizers import UNSAVED_FIX, flattened, is_plain, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.weights import NAMING
 from llmtailor.loaders.files import OPTIMIZER, SCALER
+from llmtailor.loaders.stock_fields import ADAM_KINDS, has_adams_options
 from llmtailor.model.mergekit_data import on_disk
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER
 from llmtailor.saving.model import Names, is_adapted, saved_names
-from llmtailor.saving.snapshot import not_compiled
+from llmtailor.saving.snapshot import DTYPES, not_compiled
 from llmtailor.saving.training import (
     Fragment,
     FrozenFile,
@@ -31,14 +32,13 @@ from llmtailor.saving.training import (
     Ranks,
     describe,
     dominant,
-    is_elementwise,
+    is_plain_tensor,
     persistent_buffers,
     tied_names,
+    with_elements,
 )
 
 _PEFT = "PEFT"
-_ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-_FREEZE = "freeze it (requires_grad_(False)) and leave it out of the optimizer, or use AdamW"
 
 
 class PlainTraining:
@@ -95,11 +95,12 @@ class PlainTraining:
         return self.scaler is not None
 
     def has_state(self) -> bool:
-        if not any(self._saved(name) for name in self._names()):
-            return False
-        for name in self._names():
-            self._state_of(name)
-        return True
+        states = [self._state_of(name) for name in self._names()]
+        return any(states) or (self.has_stepped() and not self._may_be_late())
+
+    def _may_be_late(self) -> bool:
+        """Return whether the optimizer is one that makes states at its first step with gradients."""
+        return any(has_adams_options(group) for group in self.optimizer.param_groups)
 
     def _names(self) -> list[str]:
         return [name for group in self._groups for name in group]
@@ -113,9 +114,8 @@ class PlainTraining:
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
         for name, begin in self._mine(params):
             yield Fragment(name, MASTER, begin, self._elements(self._live[name]))
-            for kind, value in self._state_of(name).items():
-                if kind != "step":
-                    yield Fragment(name, kind, begin, self._elements(value))
+            for kind, value in with_elements(self._state_of(name)).items():
+                yield self._fragment(name, kind, begin, value)
 
     def masters(self) -> Iterator[Fragment]:
         trained = [name for name, fact in self.params.items() if fact.role == "trainable"]
@@ -129,9 +129,14 @@ class PlainTraining:
                 yield Fragment(name, kind, 0, self._elements(self.model.get_buffer(name)))
                 continue
             yield Fragment(name, kind, begin, self._elements(self._live[name]))
-            for state, value in self._saved(name).items() if kind == MASTER else ():
-                if isinstance(value, torch.Tensor) and value.shape == self._live[name].shape and state != "step":
-                    yield Fragment(name, state, begin, self._elements(value))
+            for state, value in with_elements(self._saved(name)).items() if kind == MASTER else ():
+                if is_plain_tensor(value):
+                    yield self._fragment(name, state, begin, value)
+
+    def _fragment(self, name: str, kind: str, begin: int, value: torch.Tensor) -> Fragment:
+        if value.shape == self._live[name].shape and value.is_floating_point():
+            return Fragment(name, kind, begin, self._elements(value))
+        return Fragment(name, kind, 0, self._elements(value), tuple(value.shape))
 
     def weight_of(self, master: Fragment) -> torch.Tensor | None:
         return None  # the optimizer updates the weights themselves
@@ -186,18 +191,19 @@ class PlainTraining:
 
     def _saved(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = self.optimizer.state.get(self._live[name]) or {}
-        return found
+        return flattened(found)
 
     def _state_of(self, name: str) -> dict[str, Any]:
-        """Return the state of a param, including ``step``.
+        """Return the state of a param, including ``step``; empty for one that the optimizer keeps nothing of.
 
-        A param that has had no gradient yet has none; zeros have the same effect, because Adam starts from them.
+        A param that has had no gradient yet has none; if others have Adam's, zeros have the same effect, because Adam
+        starts from them.
         """
         state, param = self._saved(name), self._live[name]
         if not state:
-            like = next(found for other in self._names() if (found := self._saved(other)))
-            if not like.keys() <= _ADAM:
-                raise UnsupportedCheckpoint.at(self._where, f"it has no state of {name}: no gradient yet", _FREEZE)
+            like: dict[str, Any] = next((found for other in self._names() if (found := self._saved(other))), {})
+            if not (like.keys() <= ADAM_KINDS and self._may_be_late()):
+                return {}
             return {
                 kind: (torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
                 if kind == "step"
@@ -205,17 +211,17 @@ class PlainTraining:
                 for kind, value in like.items()
             }
         for kind, value in state.items():
-            if kind == "step":
-                continue
-            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-                what = f"its state {kind} of {name} has another shape"
-                raise UnsupportedCheckpoint.at(self._where, what, UNSAVED_FIX)
-            if not is_elementwise(value):
-                what = f"its state {kind} of {name} is quantized, or another form of tensor ({type(value).__name__})"
-                raise UnsupportedCheckpoint.at(self._where, what, UNSAVED_FIX)
-        if state.keys() <= {"step"} or "step" not in state:
-            raise UnsupportedCheckpoint.at(self._where, f"it has no moments or no step of {name}", UNSAVED_FIX)
+            if why := self._why_not(name, value):
+                raise UnsupportedCheckpoint.at(self._where, f"its state {kind} of {name} {why}", UNSAVED_FIX)
         return state
+
+    def _why_not(self, name: str, value: Any) -> str | None:
+        """Return why a state of a param can't be saved; None if it can."""
+        if not isinstance(value, torch.Tensor):
+            return None if is_plain(value) else f"is neither a tensor nor a number ({type(value).__name__})"
+        if not is_plain_tensor(value):
+            return f"is quantized, or another form of tensor ({type(value).__name__})"
+        return None if value.dtype in DTYPES else f"is {value.dtype}"
 
     def _optimizer_tree(self) -> dict[str, Any]:
         groups = self.optimizer.state_dict()["param_groups"]
@@ -223,10 +229,7 @@ class PlainTraining:
         numbers = [number for group in groups for number in group["params"]]
         states = {number: self._state_of(name) for number, name in zip(numbers, names, strict=False)}
         return {
-            "state": {
-                number: {kind: value if kind == "step" else Omitted.of(value) for kind, value in state.items()}
-                for number, state in states.items()
-            },
+            "state": {number: Omitted.all_of(state) for number, state in states.items() if state},
             "param_groups": [
                 {**group, SAVED_NAMES: list(names)} for group, names in zip(groups, self._groups, strict=True)
             ],
@@ -336,6 +339,12 @@ class ShardedTraining(PlainTraining):
         if not torch.Size(shape).numel():
             return None
         return offset[0] * torch.Size(param.shape[1:]).numel() if shape else 0
+
+    def _why_not(self, name: str, value: Any) -> str | None:
+        param, is_state = self._live[name], isinstance(value, torch.Tensor) and value.dim()
+        if is_state and isinstance(param, DTensor) and (type(value) is not DTensor or value.shape != param.shape):
+            return f"has the shape {[*value.shape]}, which can't be cut as the param is"
+        return super()._why_not(name, value)
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
         return super()._elements(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

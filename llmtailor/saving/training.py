@@ -22,13 +22,18 @@ from llmtailor.saving.snapshot import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements of a state that this rank has: a one-dimensional view of a live tensor, without padding."""
+    """Elements of a state that this rank has: a one-dimensional view of a live tensor, without padding.
+
+    A state that is not elementwise is one fragment, on one rank.
+    """
 
     param: str
     kind: str
     begin: int
     """Index of the first element in the flattened param"""
     tensor: torch.Tensor
+    shape: tuple[int, ...] | None = None
+    """Shape of a state that is not elementwise; see `checkpoint.schema`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,12 @@ class Omitted:
     def of(cls, state: Any) -> Any:
         """Return what stands for an optimizer's state in a tree: a value that is no tensor stays."""
         return cls(state.dtype, tuple(state.shape)) if isinstance(state, torch.Tensor) else state
+
+    @classmethod
+    def all_of(cls, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what stands for all states of a param, or of a flat tensor: single values stay."""
+        large = with_elements(states)
+        return {kind: cls.of(value) if kind in large else value for kind, value in states.items()}
 
 
 @dataclass(slots=True)
@@ -121,7 +132,7 @@ class Training(Protocol):
         """Return whether the set of trained params has changed since the last call; ``params`` has the new one."""
 
     def has_state(self) -> bool:
-        """Return whether there are moments to save. Raises UnsupportedCheckpoint if they are not elementwise."""
+        """Return whether the optimizer has made its states. Raises UnsupportedCheckpoint if they can't be saved."""
 
     def has_stepped(self) -> bool:
         """Return whether the optimizer has made a step since this object was created."""
@@ -201,7 +212,15 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     return DTYPES[tensor.dtype]
 
 
-def is_elementwise(value: Any) -> bool:
+def with_elements(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors among the states of a param that are saved by element: not the step, and not those without
+    dimensions if others have some."""
+    tensors = {kind: one for kind, one in states.items() if kind != "step" and isinstance(one, torch.Tensor)}
+    has_dims = any(one.dim() for one in tensors.values())
+    return {kind: one for kind, one in tensors.items() if one.dim() or not has_dims}
+
+
+def is_plain_tensor(value: Any) -> bool:
     """Return whether a state is a tensor whose elements are what it stores.
 
     A quantized state, such as torchao's, is a tensor subclass with codes and scales inside, which claims the param's

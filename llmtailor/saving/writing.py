@@ -38,7 +38,7 @@ from llmtailor.formats.partial.write import Bundle
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
-from llmtailor.model.roles import BUFFER, MASTER
+from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.snapshot import (
@@ -112,11 +112,15 @@ def lay_out_share(
         name, begin = (piece.param, piece.begin + one.begin) if piece else (one.param, one.begin)
         if one.kind == MASTER:
             written_with[name] = storage_of(one.tensor)
-        dtype = moments if one.kind != MASTER and one.tensor.dtype == torch.float32 else None
+        dtype = moments if one.kind in (EXP_AVG, EXP_AVG_SQ) and one.tensor.dtype == torch.float32 else None
         # the states of a sub-group after each other, as the optimizer writes them
         group = groups.setdefault(written_with[name], len(groups))
         storage = f"{group:08}.{kinds.setdefault(one.kind, len(kinds)):02}"
-        bundle.add_fragment(live.entry(f"{one.kind}/{name}", one.tensor, dtype, written_with[name], storage), begin)
+        entry = live.entry(f"{one.kind}/{name}", one.tensor, dtype, written_with[name], storage)
+        if one.shape is None:
+            bundle.add_fragment(entry, begin)
+        else:
+            bundle.add_whole(replace(entry, shape=one.shape))
     for name, tensor in training.buffers().items():
         bundle.entries.append(live.entry(f"{BUFFER}/{name}", tensor.detach().clone()))
     for stock, tree in trees.items():

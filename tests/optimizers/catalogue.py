@@ -63,7 +63,9 @@ class WithAdam(torch.optim.Optimizer):
                 if group["use_muon"]:
                     buffer = state.setdefault("momentum_buffer", torch.zeros_like(param))
                     buffer.lerp_(param.grad, 1 - group["momentum"])
-                    param.add_(torch.linalg.svd(buffer, full_matrices=False)[0].sum() * 0 + buffer.sign(), alpha=-group["lr"])
+                    param.add_(
+                        torch.linalg.svd(buffer, full_matrices=False)[0].sum() * 0 + buffer.sign(), alpha=-group["lr"]
+                    )
                     continue
                 state["step"] = state.get("step", 0) + 1
                 first = state.setdefault("exp_avg", torch.zeros_like(param))

@@ -25,6 +25,11 @@ EAGER = {"experts_implementation": "eager"}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", GQA),
+    # its matrices have at least 4096 elements, from where optimizers with 8-bit states quantize them
+    "wide": (
+        "Llama",
+        {**COMMON, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4},
+    ),
     "qwen2": ("Qwen2", GQA),
     "qwen3": ("Qwen3", GQA),
     "mistral": ("Mistral", GQA),

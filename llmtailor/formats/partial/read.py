@@ -157,14 +157,20 @@ def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mappin
 def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> dict[State, TensorEntry]:
     """Join the ranks' fragments of each state. Raises SourceError for those that do not tile what the save holds."""
     found: dict[State, list[tuple[int, int, str, int, str]]] = {}
+    whole: dict[State, TensorEntry] = {}
     for path, file in files.items():
         try:
             begins = read_strict_json(file.metadata.get("begin", "{}").encode())
-            if not isinstance(begins, dict):
-                raise ValueError("begin is not a mapping")
+            keys = read_strict_json(file.metadata.get("whole", "[]").encode())
+            if not isinstance(begins, dict) or not isinstance(keys, list):
+                raise ValueError("begin is not a mapping, or whole not a list")
             for key, held in file.tensors.items():
                 kind, _, param = key.partition("/")
                 if kind in _NOT_FRAGMENTS or param not in begins:
+                    continue
+                if key in keys:
+                    if whole.setdefault(State(param, kind), held) is not held:
+                        raise ValueError(f"another rank also has all of {key}")
                     continue
                 start = _extent(held).start
                 for begin, end in _runs(begins.get(key, begins[param]), held.numel):
@@ -172,7 +178,7 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
                     start += (end - begin) * ITEMSIZE[held.dtype]
         except (ValueError, RecursionError) as error:
             raise SourceError.at(PathIn(name, path), f"its metadata is damaged ({error})", _FIX) from error
-    joined: dict[State, TensorEntry] = {}
+    joined = dict(whole)
     problems: list[Problem] = []
     wanted = {kind: manifest.runs_of(kind) for kind in dict.fromkeys(state.kind for state in found)}
     for state, fragments in found.items():

@@ -57,6 +57,7 @@ from llmtailor.loaders.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, Part, SavedAs
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, WEIGHT, State, is_moment
+from llmtailor.storage.casts import FLOATING
 
 
 @dataclass(slots=True)
@@ -69,6 +70,13 @@ class Bundle:
     _runs: dict[str, tuple[int, list[list[int]]]] = field(default_factory=dict)
     """Key of a tensor of fragments -> its position among the entries, and the first and the last + 1 of each of their
     runs of elements"""
+    _whole: list[str] = field(default_factory=list)
+    """Keys of states that are not elementwise, which are here in their own shapes"""
+
+    def add_whole(self, entry: Entry) -> None:
+        """Add a state that is not elementwise."""
+        self._whole.append(entry.key)
+        self.entries.append(entry)
 
     def add_fragment(self, entry: Entry, begin: int) -> None:
         """Add elements of a state, from ``begin`` on; those of the same key follow each other in one tensor."""
@@ -114,6 +122,7 @@ class Bundle:
             "schema": SCHEMA_BUNDLE,
             **facts,
             "begin": to_text(begin),
+            **({"whole": to_text(self._whole)} if self._whole else {}),
             **{TREE + stock: text for stock, text in self.trees.items()},
         }
         return BundleLayout(self.path, self.entries, metadata)
@@ -281,6 +290,10 @@ def _add_fragments(
             if param not in params and (param not in masters or is_moment(state.kind)):
                 continue
             held = index.held[state]
+            if held.shape != index.params[param].shape or held.dtype not in FLOATING:
+                slots = (Slot(state, held.dtype, 0, held.numel),) if held.numel else ()
+                bundles[0].add_whole(Entry(f"{state.kind}/{param}", held.dtype, held.shape, slots))
+                continue
             for rank, begin, end in cut(held):
                 slot = Slot(state, held.dtype, begin, end)
                 entry = Entry(f"{state.kind}/{param}", held.dtype, (end - begin,), (slot,))
