@@ -125,7 +125,7 @@ class SavedOptimizer:
     def shape(self, number: int) -> tuple[int, ...] | None:
         """Return the shape of the param with this id; None if its states don't show it."""
         kinds = self.kinds[number]
-        shapes = {tensor.shape for tensor in kinds.values()}
+        shapes = {tensor.shape for kind, tensor in kinds.items() if not kind.endswith(("_row", "_col"))}
         if len(shapes) > 1 or not SHAPED_AS_PARAM.isdisjoint(kinds):
             shapes = {kinds[kind].shape for kind in SHAPED_AS_PARAM if kind in kinds}
         return next(iter(shapes)) if len(shapes) == 1 else None

@@ -367,6 +367,9 @@ def _hold(partial: Partial, of_optimizer: Mapping[State, TensorEntry]) -> Iterat
         fact = params[state.param]
         yield State(state.param, MASTER), TensorEntry(fact.dtype, fact.shape, _ABSENT)
         yield state, held
+    for param, fact in params.items():  # also those of which the optimizer keeps nothing
+        if fact.role == "trainable":
+            yield State(param, MASTER), TensorEntry(fact.dtype, fact.shape, _ABSENT)
     bundle, whole = partial.files[bundle_name(0, world_size)], partial.files.get(frozen_name(0, 1))
     is_kept = whole or partial.files.keys() & {frozen_name(0, world_size)}
     for param, fact in params.items():
