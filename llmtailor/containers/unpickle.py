@@ -241,6 +241,55 @@ class SmallTensor(Call):
         return self.dtype, self.shape, self.data
 
 
+QUANTIZED = {
+    "torchao.optim.subclass_8bit": {"OptimState8bit"},
+    "torchao.optim.subclass_4bit": {"OptimState4bit"},
+    "torchao.optim.subclass_fp8": {"OptimStateFp8"},
+}
+"""Classes of tensors that have the param's shape and consist of inner tensors (codes, scales), as torchao 0.18 pickles
+them: ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, class, (class, dtype, shape, ...), {name: inner tensor})``"""
+_REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+
+
+class Quantized(Call):
+    """The node of a quantized tensor without its inner tensors: it equals every other one of the same form."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, node: object) -> tuple[Quantized, dict[str, Any]] | None:
+        """Return a quantized tensor's node without inner tensors, and these by name; None for another node."""
+        if not (isinstance(node, Call) and node.func == _REBUILD_TYPED and isinstance(node.args, tuple)):
+            return None
+        match node.args:
+            case (func, Global() as kind, tuple() as args, dict() as state) if func == _REBUILD_WRAPPER:
+                if kind.name not in QUANTIZED.get(kind.module, ()):
+                    return None
+                inner = {str(name): one for name, one in state.items() if as_tensor(one) is not None}
+                return cls(node.func, (func, kind, args, {**state, **dict.fromkeys(inner)})), inner
+        return None
+
+    def filled(self, inner: Mapping[str, Any]) -> Call:
+        """Return the node with these inner tensors."""
+        *before, state = self.args
+        return Call(self.func, (*before, {**state, **inner}))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Quantized) and _as_values(self.args) == _as_values(other.args)
+
+    def __hash__(self) -> int:
+        return hash(self.args[1])
+
+
+def _as_values(node: object) -> object:
+    """Return a node as something that compares by value."""
+    if isinstance(node, Call):
+        return node.func, _as_values(node.args), _as_values(node.state)
+    if isinstance(node, dict):
+        return {key: _as_values(one) for key, one in node.items()}
+    return [*map(_as_values, node)] if isinstance(node, (list, tuple)) else node
+
+
 def as_number(node: object) -> float | None:
     """Return a number, or that of a tensor of one element with known bytes; None for anything else."""
     if isinstance(node, SmallTensor):
@@ -555,7 +604,14 @@ ALLOWED: dict[str, set[str]] = {
     "_codecs": {"encode"},
     "torch": {"Size", "Tensor", "device", *TORCH_DTYPES, *STORAGE_DTYPES},
     "torch.nn.parameter": {"Parameter"},
-    "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"},
+    "torch._utils": {
+        "_rebuild_tensor_v2",
+        "_rebuild_parameter",
+        "_rebuild_parameter_with_state",
+        "_rebuild_wrapper_subclass",
+    },
+    "torch.serialization": {"_get_layout"},
+    **QUANTIZED,
     "torch._tensor": {"_rebuild_from_type_v2"},
     **_NUMPY,
     # DeepSpeed's own, under their paths since 0.14; written back by name

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.containers.unpickle import as_tensor
+from llmtailor.containers.unpickle import Quantized, as_tensor
 from llmtailor.errors import AnotherOptimizer, ObjectKeys, Problem, UnsafePickle, some
 
 _RULE = "its checkpoints can be neither judged nor composed; the states of each param must be tensors and numbers"
@@ -21,9 +21,8 @@ _NOT_RESUMED = "no stock resume loads its states; to resume, and to compose chec
 BITSANDBYTES = "__bnb_optimizer_quant_state__"
 """bitsandbytes nests its tensors under this key of a param's state in files, not in memory."""
 
-_LOW_BIT = "a low-bit optimizer of torchao"
 _PROJECTING = {"galore_torch": "GaLore", "apollo_torch": "APOLLO"}
-_BY_PACKAGE = {"torchao": _LOW_BIT, **_PROJECTING}
+_BY_PACKAGE = {"torchao": "of another version of torchao", **_PROJECTING}
 """Package of a class that a pickle names -> optimizer"""
 _BESIDE = {
     *(("torch.serialization", "_get_layout"), ("torch.storage", "UntypedStorage")),
@@ -47,10 +46,14 @@ def refuse_objects(state: Mapping[Any, Any], where: str) -> None:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a state is a tensor, a number, None, text, or a few numbers."""
+    """Return whether a state is a tensor, perhaps quantized, a number, None, text, or a few numbers."""
     if isinstance(value, (list, tuple)):
         return all(isinstance(one, (int, float)) for one in value)
-    return isinstance(value, (int, float, str, type(None))) or as_tensor(value) is not None
+    return (
+        isinstance(value, (int, float, str, type(None)))
+        or as_tensor(value) is not None
+        or Quantized.of(value) is not None
+    )
 
 
 @contextmanager
@@ -67,7 +70,7 @@ def naming_others(where: str) -> Iterator[None]:
         if None in found or len(found) != 1:
             raise
         [optimizer] = found
-        fix = _FIX if optimizer == _LOW_BIT else _NOT_RESUMED  # weights_only=True refuses the others' classes
+        fix = _NOT_RESUMED if optimizer in _PROJECTING.values() else _FIX  # whose classes weights_only=True refuses
         what = f"its optimizer is {optimizer} (it keeps {some(sorted(map('.'.join, classes)))}): {_RULE}"
         raise AnotherOptimizer.at(where, what, fix) from error
 

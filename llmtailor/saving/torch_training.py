@@ -33,6 +33,7 @@ from llmtailor.saving.training import (
     describe,
     dominant,
     is_plain_tensor,
+    is_quantized,
     persistent_buffers,
     tied_names,
     with_elements,
@@ -219,6 +220,8 @@ class PlainTraining:
         """Return why a state of a param can't be saved; None if it can."""
         if not isinstance(value, torch.Tensor):
             return None if is_plain(value) else f"is neither a tensor nor a number ({type(value).__name__})"
+        if is_quantized(value):
+            return None
         if not is_plain_tensor(value):
             return f"is quantized, or another form of tensor ({type(value).__name__})"
         return None if value.dtype in DTYPES else f"is {value.dtype}"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from llmtailor.containers.unpickle import QUANTIZED, Call
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.ranks.board import OwnStore, StoreBoard
@@ -58,9 +59,18 @@ class Omitted:
 
     @classmethod
     def all_of(cls, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what stands for all states of a param, or of a flat tensor: single values stay."""
+        """Return what stands for all states of a param, or of a flat tensor: single values stay, and of quantized
+        tensors what is not an inner tensor."""
         large = with_elements(states)
-        return {kind: cls.of(value) if kind in large else value for kind, value in states.items()}
+        return {
+            kind: cls._quantized(value) if is_quantized(value) else cls.of(value) if kind in large else value
+            for kind, value in states.items()
+        }
+
+    @classmethod
+    def _quantized(cls, value: Any) -> Call:
+        func, (rebuild, kind, args, attributes) = value.__reduce_ex__(2)[:2]
+        return Call(func, (rebuild, kind, args, {name: cls.of(one) for name, one in attributes.items()}))
 
 
 @dataclass(slots=True)
@@ -214,10 +224,20 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 def with_elements(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors among the states of a param that are saved by element: not the step, and not those without
-    dimensions if others have some."""
-    tensors = {kind: one for kind, one in states.items() if kind != "step" and isinstance(one, torch.Tensor)}
+    dimensions if others have some; of quantized tensors the inner ones."""
+    tensors: dict[str, torch.Tensor] = {}
+    for kind, one in states.items():
+        if is_quantized(one):
+            tensors |= {f"{kind}.{name}": getattr(one, name) for name in one.__tensor_flatten__()[0]}
+        elif kind != "step" and isinstance(one, torch.Tensor):
+            tensors[kind] = one
     has_dims = any(one.dim() for one in tensors.values())
     return {kind: one for kind, one in tensors.items() if one.dim() or not has_dims}
+
+
+def is_quantized(value: Any) -> bool:
+    """Return whether a state is a tensor of torchao's with inner tensors."""
+    return type(value).__name__ in QUANTIZED.get(type(value).__module__, ())
 
 
 def is_plain_tensor(value: Any) -> bool:

@@ -38,7 +38,7 @@ from llmtailor.containers.json import (
     read_step,
     read_tensor,
 )
-from llmtailor.containers.unpickle import as_ints, as_tensor
+from llmtailor.containers.unpickle import Quantized, as_ints, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
@@ -227,7 +227,9 @@ def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
 
 
 def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Tensor]:
-    """Return one id's tensors, without those that have no dimensions if others have."""
+    """Return one id's tensors, without those that have no dimensions if others have; of quantized ones the inner
+    tensors, as ``exp_avg.codes``."""
+    state = with_inner(state)
     views = {kind: view for kind, node in state.items() if kind != "step" and (view := as_tensor(node)) is not None}
     has_dims = any(view.shape for view in views.values())
     kinds = {
@@ -242,8 +244,22 @@ def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Ten
 
 
 def _read_scalars(root: Path, state: dict[Any, Any], kinds: Collection[str], where: str) -> dict[str, Any]:
-    rest = {kind: value for kind, value in state.items() if kind != "step" and kind not in kinds}
-    return {check_kind(kind, where): read_option(root, value, where) for kind, value in rest.items()}
+    scalars = {}
+    for kind, value in state.items():
+        if found := Quantized.of(value):
+            scalars[check_kind(kind, where)] = found[0]
+        elif kind != "step" and kind not in kinds:
+            scalars[check_kind(kind, where)] = read_option(root, value, where)
+    return scalars
+
+
+def with_inner(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the states of a param with inner tensors in place of quantized ones."""
+    found: dict[Any, Any] = {}
+    for kind, value in state.items():
+        quantized = Quantized.of(value)
+        found |= {f"{kind}.{name}": one for name, one in quantized[1].items()} if quantized else {kind: value}
+    return found
 
 
 def _check_kinds(

@@ -23,7 +23,7 @@ from llmtailor.checkpoint.placement import AllZero
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_strict_json, read_tied
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
-from llmtailor.containers.unpickle import make_tensor, state_tensor
+from llmtailor.containers.unpickle import Quantized, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer
@@ -259,18 +259,21 @@ def written_dtype(base: CheckpointIndex, held: TensorEntry | None) -> str:
 def state_nodes(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, dict[str, Any]]:
     """Return the node of each trained param's states, with the step, in the order of the groups."""
     kinds = kinds_by_param(base)
-    return {
-        param: {
-            **({} if one.step is None else {"step": step_node(base, one.step, param)}),
-            **one.scalars,
-            **{
+    nodes: dict[str, dict[str, Any]] = {}
+    for one in layout.sub_groups:  # one for each param, through the groups
+        for param in one.params:
+            tensors = {
                 kind: state_tensor(State(param, kind), written_dtype(base, held), held.shape)
                 for kind, held in kinds.get(param, {}).items()
-            },
-        }
-        for one in layout.sub_groups  # one for each param, through the groups
-        for param in one.params
-    }
+            }
+            node: dict[str, Any] = {} if one.step is None else {"step": step_node(base, one.step, param)}
+            for kind, value in one.scalars.items():
+                if isinstance(value, Quantized):
+                    names = [name for name in tensors if name.startswith(f"{kind}.")]
+                    value = value.filled({name.removeprefix(f"{kind}."): tensors.pop(name) for name in names})
+                node[kind] = value
+            nodes[param] = node | tensors
+    return nodes
 
 
 def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout, *, is_partial: bool = False) -> dict[str, Any]:

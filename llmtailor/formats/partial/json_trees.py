@@ -147,7 +147,10 @@ def _node_of(value: Any) -> Global | Call:
     if isinstance(value, type) or callable(value):
         return _allowed(getattr(value, "__module__", None), getattr(value, "__qualname__", None))
     # as Python 3.11.7 does; 3.11.2 names getattr
-    reduced = (type(value), (value.value,)) if isinstance(value, Enum) else value.__reduce_ex__(2)
+    registered = copyreg.dispatch_table.get(type(value))  # e.g. for torch.layout
+    reduced: Any = registered(value) if registered else value.__reduce_ex__(2)
+    if isinstance(value, Enum):
+        reduced = (type(value), (value.value,))
     if isinstance(reduced, str):  # the name of a constant in its module, e.g. a torch.dtype
         return _allowed(type(value).__module__, reduced)
     func, args, state, appends, items = (*reduced, None, None, None)[:5]
