@@ -16,8 +16,8 @@ from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.optimizer import NAME_KEYS
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.errors import counted, some
-from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
-from llmtailor.storage.casts import FLOATING, cast
+from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_moment
+from llmtailor.storage.casts import cast
 
 RUNS, RUN_ELEMENTS, MAX_RUNS = 8, 512, 64
 CHUNK_ELEMENTS = 1 << 18

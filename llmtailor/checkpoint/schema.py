@@ -21,8 +21,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from llmtailor.errors import Problem, some
-from llmtailor.model.roles import is_moment
-from llmtailor.storage.casts import FLOATING
+from llmtailor.model.roles import FLOATING, is_moment
 
 if TYPE_CHECKING:
     from llmtailor.checkpoint.index import CheckpointIndex

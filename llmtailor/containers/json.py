@@ -21,7 +21,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.torch_file import TorchFile, Undecoded, open_torch_file, read_torch_file
 from llmtailor.containers.unpickle import SmallTensor, TensorView, as_shape, as_tensor
 from llmtailor.errors import UnsupportedCheckpoint, damaged
-from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT
+from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT
 from llmtailor.storage.local import open_source, read_source
 
 MAX_BYTES = 64 << 20
@@ -99,7 +99,6 @@ def is_count(value: Any) -> bool:
 
 _STEP_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 """torch writes the first; a resume also accepts the others."""
-FLOATING = ("F64", "F32", "F16", "BF16")
 _OF_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _OUR_KINDS = (WEIGHT, MASTER, FROZEN, MODULE, BUFFER)
 

@@ -16,7 +16,7 @@ from typing import Any
 from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
-from llmtailor.containers.json import FLOATING, FileTrees, check_name, get, get_count, read_tensor
+from llmtailor.containers.json import FileTrees, check_name, get, get_count, read_tensor
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.containers.unpickle import Ordered, as_tensor, state_tensor
 from llmtailor.errors import PathIn, Problem, Problems, attempt
@@ -32,7 +32,7 @@ from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.loaders.scheduler import check_scheduler, compare_scheduler, read_scheduler
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files
-from llmtailor.model.roles import KIND_OF_ROLE, WEIGHT, State
+from llmtailor.model.roles import FLOATING, KIND_OF_ROLE, WEIGHT, State
 
 _SUFFIX = ".ckpt"
 _COUNTER = "num_batches_tracked"

@@ -49,11 +49,8 @@ def is_plain(value: Any) -> bool:
     """Return whether a state is a tensor, perhaps quantized, a number, None, text, or a few numbers."""
     if isinstance(value, (list, tuple)):
         return all(isinstance(one, (int, float)) for one in value)
-    return (
-        isinstance(value, (int, float, str, type(None)))
-        or as_tensor(value) is not None
-        or Quantized.of(value) is not None
-    )
+    is_tensor = as_tensor(value) is not None or Quantized.of(value) is not None
+    return is_tensor or isinstance(value, (int, float, str, type(None)))
 
 
 @contextmanager

@@ -253,6 +253,8 @@ ITEMSIZE = {
     "C64": 8,
 }
 """Bytes per element, by the dtype names of the safetensors format, which llmtailor uses everywhere"""
+FLOATING = frozenset(("F64", "F32", "F16", "BF16"))
+"""The dtypes that weights and moments are trained in"""
 
 
 _NO_MOMENTS = frozenset((MASTER, WEIGHT, MODULE, FROZEN, BUFFER))

@@ -33,8 +33,19 @@ from llmtailor.errors import MismatchError, PathIn, Problem, UsageError
 from llmtailor.formats.registry import find_structure, index_checkpoint, with_experts
 from llmtailor.loaders.files import CONFIG, TRAINER_STATE, Holds, holds, is_rng_file, is_tokenizer_file
 from llmtailor.model.parts import ModelStructure, Part, condense, nearest
-from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State, place_of
-from llmtailor.storage.casts import FLOATING, cast, widen
+from llmtailor.model.roles import (
+    BUFFER,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    FLOATING,
+    FROZEN,
+    ITEMSIZE,
+    MASTER,
+    WEIGHT,
+    State,
+    place_of,
+)
+from llmtailor.storage.casts import cast, widen
 from llmtailor.storage.local import Files, as_path, open_source, read_source
 from llmtailor.verify.values import BLOCK_ELEMENTS, CHUNK_ELEMENTS, bits_of
 

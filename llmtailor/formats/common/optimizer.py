@@ -27,7 +27,6 @@ from typing import Any
 from llmtailor.checkpoint.optimizer import NAME_KEYS, SAVED_NAMES
 from llmtailor.codes import Code
 from llmtailor.containers.json import (
-    FLOATING,
     Tensor,
     Trees,
     as_dict,
@@ -58,6 +57,7 @@ from llmtailor.loaders.stock_fields import (
     keys_below,
     optimizer_fields,
 )
+from llmtailor.model.roles import FLOATING
 
 _STEP = FieldType("step", lambda value: is_number(value) or as_tensor(value) is not None)
 

@@ -31,11 +31,12 @@ from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.codes import Code
-from llmtailor.containers.json import FLOATING, read_json
+from llmtailor.containers.json import read_json
 from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problem, SourceError, Unanswered, UnsupportedCheckpoint, some
 from llmtailor.formats.common.optimizer import SavedOptimizer
 from llmtailor.loaders.files import CONFIG
 from llmtailor.model.parts import Param
+from llmtailor.model.roles import FLOATING
 from llmtailor.timing import time_limit, too_slow
 
 TIMEOUT_S = 300

@@ -35,8 +35,7 @@ from llmtailor.loaders.read import TrainerFiles, compare_global_step
 from llmtailor.loaders.scheduler import read_scheduler
 from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
-from llmtailor.storage.casts import FLOATING
+from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_moment
 
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""

@@ -42,7 +42,7 @@ from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
-from llmtailor.containers.json import FLOATING, FileTrees, Tensor, read_option, read_step, read_tied
+from llmtailor.containers.json import FileTrees, Tensor, read_option, read_step, read_tied
 from llmtailor.containers.unpickle import SmallTensor
 from llmtailor.errors import (
     COPY_CHECKPOINT,
@@ -75,7 +75,7 @@ from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
 from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
 from llmtailor.loaders.stock_fields import ADAM_KINDS, keeps_as_adam
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, EXP_AVG, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, EXP_AVG, FLOATING, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.storage.local import open_source
 
 _COPY_BACK = "copy it back, or leave this checkpoint out"

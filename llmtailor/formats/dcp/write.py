@@ -27,7 +27,7 @@ from llmtailor.checkpoint.schema import refuse_cuts
 from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, cut_rows, lay_out_metadata
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
-from llmtailor.containers.unpickle import as_tensor, make_tensor, state_tensor
+from llmtailor.containers.unpickle import Quantized, as_tensor, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.states import (
     NO_STATES,
@@ -151,7 +151,8 @@ class DcpWriter:
         Raises UnsupportedCheckpoint or MismatchError for a base that can't be stored in this format.
         """
         _check_base(base)
-        if self.family == FSDP and (problems := refuse_cuts(base, "--to fsdp")):
+        is_quantized = any(isinstance(value, Quantized) for one in base.sub_groups for value in one.scalars.values())
+        if (self.family == FSDP or is_quantized) and (problems := refuse_cuts(base, f"--to {self.family}")):
             raise MismatchError(problems)
         style = base.train.dcp if base.train.dcp and base.form.framework == self.family else _STYLES[self.family]
         if style.is_flat and len(merge_alike(wanted.layout.groups)) != len(wanted.layout.groups):
@@ -199,8 +200,9 @@ def _check_base(base: CheckpointIndex) -> None:
     if lost and not problems:
         what = f"it does not hold the values of {some(lost)} under the model's own names"
         problems.append(Problem(base.name, what, "use a base that was saved with them"))
-    if not (kinds_by_param(base) or keeps_nothing(base)):
-        problems.append(Problem(base.name, NO_STATES, "use a later checkpoint as base"))
+    if not kinds_by_param(base):
+        what = "its optimizer keeps no states, and torch loads no such folder" if keeps_nothing(base) else NO_STATES
+        problems.append(Problem(base.name, what, "use a later checkpoint as base, or another format"))
     if problems:
         raise UnsupportedCheckpoint(problems)
 

@@ -186,7 +186,7 @@ def refuse_states(base: CheckpointIndex, layout: OptimizerLayout) -> None:
     """Raise MismatchError, with every reason, for states that flat tensors of several params can't hold."""
     problems = refuse_cuts(base, "--to deepspeed")
     kinds = {param: {*states} for param, states in kinds_by_param(base).items()}
-    for number, one in enumerate(layout.sub_groups):
+    for number, one in enumerate(() if problems else layout.sub_groups):
         found = {frozenset(kinds.get(param, ())) for param in one.params if base.params[param].numel}
         if len(found) > 1:
             listed = " and ".join(some(sorted(each)) or "none" for each in found)

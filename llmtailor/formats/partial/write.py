@@ -56,8 +56,7 @@ from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, Part, SavedAs
-from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, WEIGHT, State, is_moment
-from llmtailor.storage.casts import FLOATING
+from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, KIND_OF_ROLE, MASTER, WEIGHT, State, is_moment
 
 
 @dataclass(slots=True)
