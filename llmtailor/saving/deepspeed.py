@@ -16,7 +16,7 @@ import torch
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.checkpoint.optimizer import lay_out_vector, part_size
 from llmtailor.errors import Problem, UnsupportedCheckpoint
-from llmtailor.formats.other_optimizers import flattened, is_plain, unsupported
+from llmtailor.formats.other_optimizers import flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.loaders.files import WHOLE_MODEL
 from llmtailor.loaders.loader import LOADERS, Loader
@@ -222,7 +222,7 @@ class ZeroTraining:
                 is_flat = kind not in kinds or (
                     is_plain_tensor(value) and value.is_floating_point() and value.numel() >= master.numel()
                 )
-                if not is_flat or not (isinstance(value, torch.Tensor) or is_plain(value)):
+                if not is_flat or not (isinstance(value, torch.Tensor) or is_storable(value)):
                     what = (
                         f"the optimizer's state {kind} is not one value for each element of the params, which "
                         "DeepSpeed joins and cuts anywhere"

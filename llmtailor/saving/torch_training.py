@@ -14,7 +14,7 @@ from llmtailor.balance import deal
 from llmtailor.checkpoint.index import FSDP
 from llmtailor.checkpoint.optimizer import SAVED_NAMES
 from llmtailor.errors import Problem, UnsupportedCheckpoint
-from llmtailor.formats.other_optimizers import UNSAVED_FIX, flattened, is_plain, unsupported
+from llmtailor.formats.other_optimizers import UNSAVED_FIX, flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.weights import NAMING
 from llmtailor.loaders.files import OPTIMIZER, SCALER
@@ -219,7 +219,7 @@ class PlainTraining:
     def _why_not(self, name: str, value: Any) -> str | None:
         """Return why a state of a param can't be saved; None if it can."""
         if not isinstance(value, torch.Tensor):
-            return None if is_plain(value) else f"is neither a tensor nor a number ({type(value).__name__})"
+            return None if is_storable(value) else f"is neither a tensor nor a number ({type(value).__name__})"
         if is_quantized(value):
             return None
         if not is_plain_tensor(value):

@@ -63,9 +63,8 @@ class WithAdam(torch.optim.Optimizer):
                 if group["use_muon"]:
                     buffer = state.setdefault("momentum_buffer", torch.zeros_like(param))
                     buffer.lerp_(param.grad, 1 - group["momentum"])
-                    param.add_(
-                        torch.linalg.svd(buffer, full_matrices=False)[0].sum() * 0 + buffer.sign(), alpha=-group["lr"]
-                    )
+                    left, _, right = torch.linalg.svd(buffer, full_matrices=False)
+                    param.add_(left @ right, alpha=-group["lr"])
                     continue
                 state["step"] = state.get("step", 0) + 1
                 first = state.setdefault("exp_avg", torch.zeros_like(param))
@@ -76,10 +75,12 @@ class WithAdam(torch.optim.Optimizer):
 
 
 def muon_with_adam(model: Any) -> Any:
-    named = [*model.named_parameters()]
-    matrices = [param for name, param in named if param.ndim > 1 and "embed" not in name and "lm_head" not in name]
-    rest = [param for _, param in named if not any(param is one for one in matrices)]
-    return WithAdam([{"params": matrices, "use_muon": True, "momentum": 0.9}, {"params": rest, "use_muon": False}])
+    named = dict(model.named_parameters())
+    others = ("embed_tokens", "lm_head")
+    matrices = [name for name, param in named.items() if param.ndim > 1 and not any(one in name for one in others)]
+    names = [matrices, [name for name in named if name not in matrices]]
+    groups = [{"params": [named[name] for name in listed], "lt_params": listed} for listed in names]
+    return WithAdam([{**groups[0], "use_muon": True, "momentum": 0.9}, {**groups[1], "use_muon": False}])
 
 
 def muon_and_adamw(model: Any) -> Any:

@@ -1,0 +1,129 @@
+"""Checkpoints of real optimizers compose, convert and resume to the last bit, whatever they keep.
+
+The oracle takes each param's whole entry of ``optimizer.pt`` from the checkpoint that the recipe names, by torch alone.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.cases import mostly_long
+from helpers.commands import run_here
+from trainings.alone import Alone
+from trainings.optimizers import ALL
+
+pytestmark = pytest.mark.real
+
+NESTED = "__bnb_optimizer_quant_state__"
+SHORT = (
+    "SGD", "SGD momentum", "NAdam", "Muon with Adam", "adafactor", "adamw_bnb_8bit", "ademamix", "adamw_torch_4bit",
+    "schedule_free_adamw", "optimi Lion",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda inner: inner))
+
+
+def plain(value: Any) -> Any:
+    """Return a state with inner tensors in place of quantized ones, flat as in memory."""
+    if isinstance(value, dict):
+        flat = {key: one for key, one in value.items() if key != NESTED}
+        return {key: plain(one) for key, one in {**flat, **value.get(NESTED, {})}.items()}
+    if type(value).__module__.startswith("torchao"):
+        names, rest = value.__tensor_flatten__()
+        return type(value).__name__, rest, {name: getattr(value, name) for name in names}
+    return value
+
+
+def assert_same(one: Any, other: Any, where: str = "") -> None:
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key, value in one.items():
+            assert_same(value, other[key], f"{where}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for number, (value, same) in enumerate(zip(one, other, strict=True)):
+            assert_same(value, same, f"{where}[{number}]")
+    else:
+        assert one == other or one != one, where
+
+
+class Saved:
+    """What the files of a checkpoint hold, by name of the param, read by torch."""
+
+    def __init__(self, root: Path, order: list[str] | None = None) -> None:
+        tree = torch.load(root / "optimizer.pt", weights_only=False)
+        self.groups = [
+            {key: value for key, value in group.items() if key not in ("lt_params", "params")}
+            for group in tree["param_groups"]
+        ]
+        listed = [name for group in tree["param_groups"] for name in group.get("lt_params", ())]
+        self.order = listed or order or []
+        self.states = {name: plain(tree["state"].get(number, {})) for number, name in enumerate(self.order)}
+        self.weights = load_file(root / "model.safetensors")
+
+
+def compose(folder: Path, base: Path, older: Path) -> Path:
+    """Merge layer 0 and the embeddings of an older checkpoint into a base."""
+    recipe, out = folder / "recipe.yaml", folder / "composed" / base.name
+    parts = {"base_model": str(base), "merge_method": "passthrough"}
+    older_parts = [{"from": str(older), "select": ["embed_tokens", "layers.0"]}]
+    recipe.write_text(json.dumps({**parts, "parts": older_parts}))
+    done = run_here("merge", recipe, out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.parametrize("name", mostly_long(ALL, *SHORT))
+def test_an_optimizer(name, tmp_path):
+    run, saved = begin(tmp_path / "run", name), begin(tmp_path / "saved", name, {"save_steps": 1, "policy": "full"})
+    run.train()
+    saved.train()
+    saved.finish()
+    base, older = run.checkpoint(3), run.checkpoint(2)
+    converted = tmp_path / "converted" / base.name
+    for args in (("verify", base, "--deep"), ("convert", base, converted), ("verify", converted, "--deep")):
+        done = run_here(*args)
+        assert done.returncode == 0, done.stderr + done.stdout
+    copy = Saved(converted)
+    new, old = Saved(base, copy.order), Saved(older, copy.order)
+    assert_same(copy.states, new.states)
+    assert_same(copy.groups, new.groups)
+
+    out = compose(tmp_path, base, older)
+    composed = Saved(out)
+    for param in composed.order:
+        source = old if "embed_tokens" in param or ".layers.0." in param else new
+        assert_same(composed.states[param], source.states[param], param)
+        assert_same(composed.weights[param], source.weights[param], param)
+    assert_same(composed.groups, new.groups)
+    assert run_here("verify", out, "--deep").returncode == 0
+
+    rebuilt = tmp_path / "rebuilt" / base.name
+    done = run_here("merge", "--run", saved.folder, "--at", "3", rebuilt)
+    assert done.returncode == 0, done.stderr
+    assert_same(Saved(rebuilt).states, new.states)
+    assert_same(Saved(rebuilt).weights, new.weights)
+    resumed = begin(tmp_path / "resumed", name, {"save_steps": 9, "attest": "full", "on_mismatch": "stop"})
+    resumed.train(rebuilt)
+    assert resumed.losses == {4: run.losses[4]}
+
+
+def begin(folder: Path, name: str, attached: dict[str, Any] | None = None) -> Alone:
+    """Return a training of four steps that saves each."""
+    often = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
+    made = {**often, **ALL[name].given()}
+    run = Alone(folder, attached, arch="wide", layers=2, rows=64, learning_rate=1e-3, **made)
+    run.trainer.remove_callback(run.truth)  # quantized states can't be copied
+    return run
