@@ -251,8 +251,8 @@ def end_with_error(task: Task, ranks: Ranks, error: Exception) -> NoReturn:
     if not isinstance(error, TailorError):
         fix = "check it with llmtailor verify; if it is resumable, this is a bug in llmtailor: please report it"
         error = TailorError.at(task.checkpoint, f"it can't be attested: {type(error).__name__}: {error}", fix)
-    problems: tuple[Problem, ...] = error.problems
-    _end(task, ranks, {"exit_code": error.exit_code, "problems": [(one.where, one.what, one.fix) for one in problems]})
+    problems = [problem_to_json(one) for one in error.problems]
+    _end(task, ranks, {"exit_code": error.exit_code, "problems": problems})
 
 
 def _end(task: Task, ranks: Ranks, result: Mapping[str, object]) -> NoReturn:
