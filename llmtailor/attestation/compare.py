@@ -633,7 +633,7 @@ class Losses:
             if len(self.same) == 2:
                 first, second = self.same
                 what = f"the losses of steps {first} and {second} equal those of the abandoned attempt"
-                return f"{what}: the resume is proven"
+                return f"{what}: strong evidence that the resume is right"
             return None
         self.before = {}
         return f"the loss of step {step} is {logs['loss']:g}, {old['loss']:g} in the abandoned attempt"

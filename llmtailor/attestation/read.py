@@ -372,11 +372,11 @@ class Search:
                     break
                 if saved := self._try(self._files, held, runs):
                     known.setdefault(_as_live(saved, held.dtype, one.dtype), param)
-        param = self._by_value[key].get(mine)
-        if param is None or param == one.param:
+        found = self._by_value[key].get(mine)
+        if found is None or found == one.param:
             return None
-        is_part = _without_numbers(param) == _without_numbers(one.param)
-        return Kind.OTHER_PART if is_part else Kind.PERMUTED, param
+        is_part = _without_numbers(found) == _without_numbers(one.param)
+        return Kind.OTHER_PART if is_part else Kind.PERMUTED, found
 
     def _shares(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[int, TensorEntry, Runs]]:
         """Yield where the same elements of the shares of other ranks are: rank, state and elements."""

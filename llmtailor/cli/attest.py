@@ -17,7 +17,8 @@ from llmtailor.cli.command import command, print_json
 from llmtailor.cli.options import JSON, PATH
 from llmtailor.cli.run import PROGRAM, is_first_launcher, prepare
 from llmtailor.documents import document
-from llmtailor.errors import BRANCHES, SourceError, StorageError, UsageError, VerificationError
+from llmtailor.errors import SourceError, StorageError, UsageError, VerificationError
+from llmtailor.ranks.board import from_json
 
 
 @command(
@@ -78,8 +79,7 @@ def _run(words: list[str], environ: Mapping[str, str]) -> int:
 
 def _show(made: Mapping[str, Any], as_json: bool, quiet: bool) -> None:
     if "problems" in made:
-        kind = next(one for one in BRANCHES if one.exit_code == made["exit_code"])
-        raise kind(map(problem_from_json, made["problems"]))
+        raise from_json(made)
     if not quiet:
         print_json(document("attest/1", made["attested"])) if as_json else click.echo("\n".join(made["lines"]))
     if not made["is_same"]:

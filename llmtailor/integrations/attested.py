@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtailor import attestation
-from llmtailor.errors import Problem, TailorError, UsageError
+from llmtailor.errors import TailorError, UsageError
 
 if TYPE_CHECKING:
     from llmtailor.attestation.compare import Attestation
@@ -248,11 +248,12 @@ def end(task: Task, ranks: Ranks, found: Attestation) -> NoReturn:
 
 def end_with_error(task: Task, ranks: Ranks, error: Exception) -> NoReturn:
     """Write why nothing could be compared and end the program on all ranks."""
+    from llmtailor.ranks.board import to_json
+
     if not isinstance(error, TailorError):
         fix = "check it with llmtailor verify; if it is resumable, this is a bug in llmtailor: please report it"
         error = TailorError.at(task.checkpoint, f"it can't be attested: {type(error).__name__}: {error}", fix)
-    problems = [problem_to_json(one) for one in error.problems]
-    _end(task, ranks, {"exit_code": error.exit_code, "problems": problems})
+    _end(task, ranks, to_json(error))
 
 
 def _end(task: Task, ranks: Ranks, result: Mapping[str, object]) -> NoReturn:

@@ -187,7 +187,7 @@ def test_a_trainer_is_ended_before_its_first_step(run, monkeypatch, kind, cause)
 )
 def test_what_resumes_from_elsewhere_is_refused(run, monkeypatch, resume_from, what):
     made = proof(run, monkeypatch, transformers.Trainer, resume_from and run / resume_from)
-    assert made["exit_code"] == 2 and made["problems"][0][1].startswith(what)
+    assert made["exit_code"] == 2 and made["problems"][0]["what"].startswith(what)
 
 
 @pytest.mark.parametrize("launched", [LaunchedAttest, LaunchedSaving])
