@@ -37,8 +37,8 @@ def attest(checkpoint: Path, program: tuple[str, ...], full: bool, as_json: bool
     """Run a training PROGRAM until it has resumed from CHECKPOINT, compare what it holds, and end it.
 
     PROGRAM needs no change. It loads CHECKPOINT with its own code, on all of its ranks, through a transformers Trainer,
-    DeepSpeed's engine.load_checkpoint or accelerate's load_state. It ends before its first optimizer step and saves
-    nothing; its own output goes to stderr.
+    DeepSpeed's engine.load_checkpoint, accelerate's load_state or Lightning's fit. It ends before its first optimizer
+    step and saves nothing; its own output goes to stderr.
 
     \b
     Examples:
@@ -59,7 +59,7 @@ def attest(checkpoint: Path, program: tuple[str, ...], full: bool, as_json: bool
         made: dict[str, Any] | None = json.loads(result.read_text()) if result.is_file() else None
     if made is None:
         what = f"PROGRAM ended with exit code {code} before its first optimizer step"
-        fix = "see its output; it must resume with a Trainer, engine.load_checkpoint or accelerate's load_state"
+        fix = "see its output; it must resume with a Trainer, Lightning, engine.load_checkpoint or load_state"
         raise UsageError.at(checkpoint, what, fix)
     _show(made, as_json, quiet=not is_first_launcher(environ))
 

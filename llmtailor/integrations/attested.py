@@ -3,8 +3,9 @@
 The ``sitecustomize`` of ``llmtailor run`` calls `HOOKS` when the program imports the modules that load checkpoints and
 take steps. They are imported by launchers as well, so this module imports neither torch nor transformers.
 
-A Trainer is attested by a callback, `launched.LaunchedAttest`. Other loops are attested before the first optimizer step
-after ``engine.load_checkpoint`` or accelerate's ``load_state``: nothing has changed their states before.
+A Trainer is attested by a callback, `launched.LaunchedAttest`, and Lightning's by `lightning.LaunchedAttest`. Other
+loops are attested before the first optimizer step after ``engine.load_checkpoint`` or accelerate's ``load_state``:
+nothing has changed their states before.
 """
 
 from __future__ import annotations
@@ -134,6 +135,21 @@ def _hook_state_dict(module: Any) -> None:
     module._init_optim_state = making
 
 
+def _hook_lightning(module: ModuleType) -> None:
+    kind = module.Trainer
+    fit = kind.fit
+
+    @wraps(fit)
+    def fitting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from llmtailor.integrations.lightning import LaunchedAttest
+
+        if not any(isinstance(one, LaunchedAttest) for one in self.callbacks):
+            self.callbacks.insert(0, LaunchedAttest())  # before savers
+        return fit(self, *args, **kwargs)
+
+    kind.fit = fitting
+
+
 def _take(found: Attestation, ranks: Ranks) -> None:
     """End the program with what it has attested itself."""
     task = _here()
@@ -153,6 +169,7 @@ HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
     "accelerate.accelerator": _hook_accelerator,
     "torch.optim.optimizer": _hook_optimizer,
     "torch.distributed.checkpoint.state_dict": _hook_state_dict,
+    "lightning.pytorch.trainer.trainer": _hook_lightning,
 }
 """Module -> what is called once it was imported"""
 
@@ -217,9 +234,14 @@ def announce_or_leave(found: Attestation, ranks: Team, on_mismatch: str) -> None
     try:
         announce(found, ranks, on_mismatch)
     except NotTheSame as error:
-        if ranks.is_first:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(error.exit_code) from None
+        leave(error, ranks)
+
+
+def leave(error: TailorError, ranks: Team) -> NoReturn:
+    """End this process with an error that rank 0 prints."""
+    if ranks.is_first:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code) from None
 
 
 def check_resumed(task: Task, ranks: Ranks, loaded: Path | None) -> None:

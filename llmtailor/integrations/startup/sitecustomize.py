@@ -21,7 +21,7 @@ _IS_ATTESTED = bool(os.environ.get("LLMTAILOR_ATTESTING"))
 """Whether nothing is saved, only attested: see llmtailor/integrations/attested.py"""
 _MODULES = {_TRAINER}
 if _IS_ATTESTED:
-    _MODULES |= {"deepspeed.runtime.engine", "accelerate.accelerator"}
+    _MODULES |= {"deepspeed.runtime.engine", "accelerate.accelerator", "lightning.pytorch.trainer.trainer"}
     _MODULES |= {"torch.optim.optimizer", "torch.distributed.checkpoint.state_dict"}
 _UNASKED = "LLMTAILOR_UNASKED"
 """The variable with a file that is there as long as no process has looked for the Trainer: see llmtailor/cli/run.py"""
