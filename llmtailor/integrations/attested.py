@@ -135,21 +135,6 @@ def _hook_state_dict(module: Any) -> None:
     module._init_optim_state = making
 
 
-def _hook_lightning(module: ModuleType) -> None:
-    kind = module.Trainer
-    fit = kind.fit
-
-    @wraps(fit)
-    def fitting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from llmtailor.integrations.lightning import LaunchedAttest
-
-        if not any(isinstance(one, LaunchedAttest) for one in self.callbacks):
-            self.callbacks.insert(0, LaunchedAttest())  # before savers
-        return fit(self, *args, **kwargs)
-
-    kind.fit = fitting
-
-
 def _take(found: Attestation, ranks: Ranks) -> None:
     """End the program with what it has attested itself."""
     task = _here()
@@ -169,7 +154,6 @@ HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
     "accelerate.accelerator": _hook_accelerator,
     "torch.optim.optimizer": _hook_optimizer,
     "torch.distributed.checkpoint.state_dict": _hook_state_dict,
-    "lightning.pytorch.trainer.trainer": _hook_lightning,
 }
 """Module -> what is called once it was imported"""
 
