@@ -89,9 +89,13 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
     """Return a file's header, checked against the size of the file. Raises SourceError if they don't match."""
     with open_source(root / path, where) as file:
         size = file.num_bytes
-        length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else -1
+        if size < 8:
+            what = f"the file is truncated: {size} bytes, fewer than the 8 that every safetensors file begins with"
+            raise damaged(where, what, Code.FILE_DAMAGED)
+        [length] = struct.unpack("<Q", file.read(0, 8))
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise damaged(where, f"the safetensors header is damaged (it has {length} bytes, the file {size})")
+            what = f"the safetensors header is damaged (it has {length} bytes, the file {size})"
+            raise damaged(where, what, Code.FILE_DAMAGED)
         text = file.read(8, 8 + length)
     try:
         header = read_strict_json(text)
