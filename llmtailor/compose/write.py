@@ -74,7 +74,16 @@ from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
 
+logger = logging.getLogger(__name__)
 SCHEMA_MANIFEST = "llmtailor.manifest/1"
+_COMMAND = "start all ranks with the same command in the same environment"
+_WAIT = "wait until the sources are complete on all nodes, then rerun the command"
+_MUST_BE_SAME = {
+    "version of llmtailor": (_COMMAND, UsageError),
+    "recipe or options": (_COMMAND, UsageError),
+    "sizes or times of the sources' files": (_WAIT, SourceError),
+    "content of the sources": (_COMMAND, SourceError),
+}
 
 
 def make_manifest(
@@ -174,17 +183,6 @@ def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> d
             num_bytes, crc = about.files[path]
             stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
     return stated
-
-
-logger = logging.getLogger(__name__)
-_COMMAND = "start all ranks with the same command in the same environment"
-_WAIT = "wait until the sources are complete on all nodes, then rerun the command"
-_MUST_BE_SAME = {
-    "version of llmtailor": (_COMMAND, UsageError),
-    "recipe or options": (_COMMAND, UsageError),
-    "sizes or times of the sources' files": (_WAIT, SourceError),
-    "content of the sources": (_COMMAND, SourceError),
-}
 
 
 @contextmanager

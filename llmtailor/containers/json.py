@@ -1,8 +1,7 @@
-"""Untrusted JSON and names: bounded in size, and every malformed value is a SourceError.
+"""Checked access to untrusted content: JSON, names, and the object trees of stock files.
 
-Typed access to decoded object trees: every wrong or missing value is a SourceError with its location.
-
-A reader of stock files as object trees, from the files themselves or from a partial checkpoint.
+Everything is bounded in size, and each missing or malformed value is a SourceError with its location. `Trees` reads the
+object trees, from the files themselves or from a partial checkpoint.
 """
 
 from __future__ import annotations

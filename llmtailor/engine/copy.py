@@ -5,7 +5,6 @@ moved as one range, and a long range does not pass through the buffer (`engine.m
 durable, its worker continues with the next. The CRC-32 of every byte is computed on the way: for the zip records, the
 files and the states. What an earlier run wrote is read back by the same pieces, so only its size and CRC need be
 recorded.
-
 """
 
 from __future__ import annotations
@@ -33,6 +32,16 @@ from llmtailor.storage.checksums import combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.storage.remote import STORE_WORKERS, RemotePath
 from llmtailor.timing import Stopwatch
+
+logger = logging.getLogger(__name__)
+MARK_BYTES = 256 << 20
+"""A long file is made durable, and marked in the journal, each time it grows by this much. This runs in parallel with
+the writing and costs no time: the disk has less to do at the end."""
+MIN_DIRECT_BYTES = 4 << 20
+"""Smaller files gain nothing by bypassing the page cache"""
+CHUNK_ELEMENTS = BUFFER_BYTES // 16
+"""So that the fp64 sum and a term fit into a core's cache"""
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 class WriteProgress:
@@ -73,10 +82,6 @@ class _Ranges:
         return self.done[(piece.start, piece.stop)]
 
 
-CHUNK_ELEMENTS = BUFFER_BYTES // 16
-"""So that the fp64 sum and a term fit into a core's cache"""
-
-
 def blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
     """Yield the bytes of a piece in order. Raises SourceError or StorageError as `SourceFiles.read_into` does."""
     from llmtailor.storage.casts import add  # numpy takes a while
@@ -113,15 +118,6 @@ def _sum_again(plan: Plan, pieces: Sequence[tuple[Blend, int]], files: Collectio
         if crc != wanted:
             suspects = {sources.where(one) for one in piece.terms if (one.source, one.extent.path) in files}
             raise SourceError(problem for where in sorted(suspects) for problem in changed(where).problems)
-
-
-logger = logging.getLogger(__name__)
-MARK_BYTES = 256 << 20
-"""A long file is made durable, and marked in the journal, each time it grows by this much. This runs in parallel with
-the writing and costs no time: the disk has less to do at the end."""
-
-MIN_DIRECT_BYTES = 4 << 20
-"""Smaller files gain nothing by bypassing the page cache"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +390,3 @@ def _checksums(pieces: Iterable[Piece], data: Iterator[memoryview], stop: Stop) 
             crc = crc32(part, crc)
             left -= len(part)
         yield crc
-
-
-_ZEROS = memoryview(bytes(1 << 20))

@@ -33,6 +33,15 @@ from llmtailor.storage.local import (
 )
 from llmtailor.storage.remote import RemotePath
 
+logger = logging.getLogger(__name__)
+JOURNAL, OWNER, OLD, RANKS = "journal", "owner", "old", "ranks"
+_ATTEMPTS = 100
+"""Attempts to lock a staging folder that other processes keep removing"""
+_LEAVING_S, _RETRY_S = 10.0, 0.1
+"""How long the ranks of an earlier merge may take to notice that it has ended, and the time between two checks"""
+SPARE_BYTES = 16 << 20
+"""Free space needed for folders, manifest and file system overhead, in addition to the bytes of a plan"""
+
 
 def put_in_place(new: Path, target: Path, aside: Mapping[Path, Path]) -> None:
     """Rename a finished folder to ``target``, and other folders, possibly including ``target``, to other names.
@@ -84,14 +93,6 @@ def replace_old(new: Path, out: Path, aside: Path, replaces: Entries) -> None:
     except TargetError:
         replace_folder(old, out, new)
         raise
-
-
-logger = logging.getLogger(__name__)
-JOURNAL, OWNER, OLD, RANKS = "journal", "owner", "old", "ranks"
-_ATTEMPTS = 100
-"""Attempts to lock a staging folder that other processes keep removing"""
-_LEAVING_S, _RETRY_S = 10.0, 0.1
-"""How long the ranks of an earlier merge may take to notice that it has ended, and the time between two looks"""
 
 
 def check_target(out: Path, sources: list[Path], replace: bool) -> None:
@@ -409,10 +410,6 @@ def remove_left_over(out: Path) -> None:
     with left_over(out) as is_unused:
         if is_unused and staging_folder(out).exists():
             shutil.rmtree(staging_folder(out))
-
-
-SPARE_BYTES = 16 << 20
-"""Free space needed for folders, manifest and file system overhead, in addition to the bytes of a plan"""
 
 
 def space_for(plan: Plan, clone: Clone) -> int:

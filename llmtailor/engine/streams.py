@@ -16,15 +16,7 @@ from llmtailor.checkpoint.layout import BLOCK_BYTES, Cast, Copy, Plan, Term
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import (
-    Changed,
-    FileFact,
-    Files,
-    OpenFile,
-    bypass_cache,
-    chunks,
-    write_all,
-)
+from llmtailor.storage.local import Changed, FileFact, Files, OpenFile, bypass_cache, chunks, write_all
 from llmtailor.storage.remote import EndsEarly
 
 BUFFER_BYTES = 512 << 10

@@ -25,7 +25,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import FileTrees, read_json
 from llmtailor.containers.safetensors import SINGLE
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
+from llmtailor.errors import COPY_BACK, PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer, read_optimizer
 from llmtailor.formats.common.param_names import ModelFacts, describe_model, has_names
@@ -61,7 +61,6 @@ from llmtailor.loaders.write import Wanted, lay_out_trainer_files, synthesize_fi
 OTHER_WEIGHTS = "pytorch_model.bin"
 _OF_OTHERS = (*ENGINE_FILES, "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
 """Files and folders of a DeepSpeed or FSDP checkpoint"""
-_COPY_BACK = "copy it back, or leave this checkpoint out"
 _AS_SAFETENSORS = (
     "save in safetensors form (the default of the Trainer and of accelerate); or load this checkpoint with what saved "
     "it, and save it again so"
@@ -167,7 +166,7 @@ def _check_complete(trainer: TrainerFiles, weights: Mapping[str, TensorEntry] | 
     problems = []
     if trainer.client.needs_scheduler and trainer.client.scheduler not in trainer.files:
         what = "the file is missing; without it a resume silently loads neither the schedule nor the optimizer"
-        problems.append(Problem(PathIn(name, SCHEDULER), what, _COPY_BACK, Code.FILE_MISSING))
+        problems.append(Problem(PathIn(name, SCHEDULER), what, COPY_BACK, Code.FILE_MISSING))
     if weights is not None and not weights:
         fix = "save in safetensors form; without DeepSpeed the weights are what the optimizer updates"
         problems.append(Problem(name, "there are no weights in safetensors form", fix, Code.WEIGHTS_MISSING))

@@ -110,7 +110,8 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
         return survey
     except OSError as error:
         fix = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
-        at = "it" if error.filename is None else f"{as_remote(Path(error.filename)) or error.filename}"
+        path = None if error.filename is None else Path(f"{error.filename}")  # which is a number for a descriptor
+        at = f"{as_remote(path) or path}" if path is not None else "it"
         what = f"can't read {at}: {error.strerror or error}"
         raise SourceError.at(name, what, fix, Code.FILE_UNREADABLE) from error
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, TensorEntry, TrainState
+from llmtailor.checkpoint.index import BF16_OPTIMIZER, PLAIN, UNIVERSAL, CheckpointIndex, TensorEntry, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import NAME_KEYS, OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
@@ -135,7 +135,7 @@ def read_global_state(trees: Trees, path: str, where: str) -> OptimShard:
         facts=facts_of_rank(wrapped, table),
         findings=tuple(check_fields(wrapped, table, where)),
         stage=stage,
-        variant="plain" if "zero_stage" in tree else "bf16_optimizer",
+        variant=PLAIN if "zero_stage" in tree else BF16_OPTIMIZER,
         groups=groups,
         steps=steps,
         step_is_tensor=step_is_tensor,

@@ -16,7 +16,7 @@ from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_header
-from llmtailor.errors import PathIn, Problem, SourceError, some
+from llmtailor.errors import COPY_BACK, PathIn, Problem, SourceError, some
 from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG
 from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
@@ -83,7 +83,6 @@ def _shard(tensors: Iterable[tuple[str, TensorEntry]]) -> list[tuple[str, dict[s
 
 
 NAMING = Naming(r"(?<=\.lora_magnitude_vector)\.default\.weight$|(\.modules_to_save)?\.default(?=\.[^.]+$)|\.default$")
-_COPY = "copy it back, or leave this checkpoint out"
 _EXPORT_ADAPTER = "nothing, to resume; to export the adapter, call trainer.save_model() after the resume"
 
 
@@ -125,7 +124,9 @@ def read_adapter(root: Path, name: str, trained: Iterable[str]) -> dict[str, Ten
     """
     where = PathIn(name, ADAPTER)
     if not (root / ADAPTER).exists():
-        raise SourceError.at(where, "the file is missing; without DeepSpeed it is what the optimizer updates", _COPY)
+        raise SourceError.at(
+            where, "the file is missing; without DeepSpeed it is what the optimizer updates", COPY_BACK
+        )
     named = {tensor.name: param for param in trained for tensor in on_disk(Param(param, (), "trainable"), NAMING)}
     return {named.get(tensor, tensor): held for tensor, held in read_header(root, ADAPTER, where).tensors.items()}
 

@@ -167,10 +167,11 @@ def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bo
 
 
 def choose_loader(base: CheckpointIndex, family: str, to: str | None, layout: str | None = None) -> str:
-    """Return the client of an output of a family of formats, which ``--to`` and ``--layout`` named or not.
+    """Return the loader of an output: ``layout`` if it is given, else the base's where it can read the format.
 
-    Raises MismatchError for a format that another client reads, or a client that can't have the states of the base: no
-    other model has the names of a LightningModule.
+    ``family`` is the output's family of formats, ``to`` and ``layout`` the options ``--to`` and ``--layout``. Raises
+    MismatchError for a format that another loader reads, or for a loader that can't resume from the base's states: only
+    Lightning takes the names of a LightningModule.
     """
     if layout is not None and not base.client == layout == LIGHTNING:
         _check_layout(base, family, layout)

@@ -23,15 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from llmtailor.errors import Problem, ranges
-from llmtailor.model.parts import (
-    EMBED,
-    HEAD,
-    NORM,
-    ModelStructure,
-    Part,
-    layer_part,
-    nearest,
-)
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, Part, layer_part, nearest
 from llmtailor.model.roles import is_aside, place_of
 from llmtailor.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
 

@@ -26,8 +26,11 @@ from typing import Any
 
 from llmtailor.checkpoint.index import (
     ACCELERATE,
+    BF16_OPTIMIZER,
     DEEPSPEED,
+    ELASTIC,
     LIGHTNING,
+    PLAIN,
     CheckpointIndex,
     Form,
     TensorEntry,
@@ -299,7 +302,7 @@ def _wrong_flats(model: ModelShard, cuts: Sequence[_Cut]) -> Callable[[int, Opti
         else:
             for flat_id, (flat, cut) in enumerate(zip(shard.flats, cuts, strict=True)):
                 for kind in flat if shard.stage < 3 else [MASTER]:  # all of ZeRO-3's have the same length
-                    stripped = shard.variant == "elastic" or (shard.variant == "plain" and kind == MASTER)
+                    stripped = shard.variant == ELASTIC or (shard.variant == PLAIN and kind == MASTER)
                     have, length = flat[kind].numel, cut.length(rank, stripped)
                     if have != length:
                         yield f"{kind} of sub-group {flat_id} has {have} elements instead of {length}"
@@ -359,7 +362,7 @@ def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -
 def uses_round_robin(ds_config: Mapping[str, Any], stage: int, variant: str) -> bool:
     """Return whether ``round_robin_gradients`` has distributed a group's params; BF16_Optimizer ignores the setting."""
     dealt = section(ds_config, "zero_optimization").get("round_robin_gradients") is True
-    return dealt and variant != "bf16_optimizer" and stage < 3
+    return dealt and variant != BF16_OPTIMIZER and stage < 3
 
 
 def _check_whole_module(model: ModelShard, where: str) -> None:
@@ -477,7 +480,7 @@ def _read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> Ze
     offloaded = section(zero, "offload_optimizer").get("device") == "cpu"
     size = zero.get("sub_group_size")
     known = type(size) is int or (isinstance(size, float) and math.isfinite(size))  # JSON may have 1e9
-    fp32_gradients = variant == "bf16_optimizer" or (is_bf16 and not offloaded and gradients in ("fp32", "float32"))
+    fp32_gradients = variant == BF16_OPTIMIZER or (is_bf16 and not offloaded and gradients in ("fp32", "float32"))
     return ZeroSettings(
         sub_group_size=int(size) if known else ZeroSettings().sub_group_size,  # type: ignore[arg-type]
         round_robin=zero.get("round_robin_gradients") is True,
@@ -515,7 +518,7 @@ def _odd_shards(sample: OptimShard, world_size: int, where: str) -> Iterator[Fin
         what = f"partition_count is {counts}, but the model states say {world_size} ranks saved them"
         fix = "a resume does not read it, but DeepSpeed's tools do; copy the optim_states again"
         yield Finding(where, what, fix, Code.PARTITION_COUNT, WARNING)
-    if sample.variant == "elastic" and not sample.has_group_step:
+    if sample.variant == ELASTIC and not sample.has_group_step:
         what = "elastic checkpoints of an optimizer that keeps its step per param can't be resumed by stock DeepSpeed"
         fix = "train without elastic_checkpoint; recipes can still use this checkpoint's states"
         yield Finding(where, what, fix, Code.ELASTIC, ERROR)

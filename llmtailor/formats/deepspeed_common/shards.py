@@ -42,6 +42,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from llmtailor.checkpoint.index import BF16_OPTIMIZER, ELASTIC, PLAIN
 from llmtailor.codes import Code
 from llmtailor.containers import json as fields
 from llmtailor.containers.json import Tensor, Trees, as_dict, check_name, get, get_count, is_count, read_tensor
@@ -151,7 +152,7 @@ class OptimShard(Shard):
     stage: int
     """BF16_Optimizer counts as 1"""
     variant: str
-    """``plain``, ``bf16_optimizer`` or ``elastic``"""
+    """`PLAIN`, `BF16_OPTIMIZER` or `ELASTIC`"""
     groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
     """For each param group: the sub-groups that it owns, and its hyperparameters. Those of elastic checkpoints have
     none, which these do not store."""
@@ -290,7 +291,7 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         facts={**alike, **facts_of_rank(tree, table)},
         findings=tuple(check_fields(tree, table, where)),
         stage=stage,
-        variant="elastic" if elastic else "plain" if "zero_stage" in outer else "bf16_optimizer",
+        variant=ELASTIC if elastic else PLAIN if "zero_stage" in outer else BF16_OPTIMIZER,
         partition_counts=counts,
         flats=tuple(flats),
         steps=steps,

@@ -11,7 +11,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex, DcpEntry, DcpKeyLayout, TensorEntry
+from llmtailor.checkpoint.index import (
+    DCP,
+    ELASTIC,
+    FSDP,
+    UNIVERSAL,
+    CheckpointIndex,
+    DcpEntry,
+    DcpKeyLayout,
+    TensorEntry,
+)
 from llmtailor.checkpoint.layout import Copy, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.optimizer import part_size
 from llmtailor.containers.dcp import cut_rows
@@ -146,7 +155,7 @@ def check_can_be_partial(index: CheckpointIndex) -> None:
     has_weight_files = index.has_weight_files and any(state.kind == WEIGHT for state in index.held)
     if reason is None and _saved_as(index) is None and has_weight_files:
         reason = "its weight files hold tensors that are not params of the model, or follow an unknown naming rule"
-    if index.form.variant == "elastic":
+    if index.form.variant == ELASTIC:
         reason = "an elastic checkpoint holds no hyperparameters, so nothing resumes from it"
     if reason:
         raise UnsupportedCheckpoint.at(index.name, f"it can't become partial: {reason}", "leave it as it is")
