@@ -260,22 +260,6 @@ def write_together(
     return results
 
 
-def read_together(
-    group: RankGroup,
-    composition: Composition,
-    results: Sequence[FileResult],
-    on_progress: Callable[[int], None],
-    stop: Stop,
-) -> dict[SourcePath, str]:
-    """On rank 0, return the digests of all source files that were read, each read again by one of the ranks.
-
-    Raises what `read_again` raises, on whatever rank.
-    """
-    group.from_first([_to_json(one) for one in results])
-    found = group.collect(_read(group, composition, results, on_progress, stop))
-    return dict(sorted(((number, path), digest) for share in found for number, path, digest in share))
-
-
 def write_share(composition: Composition, identity: Identity, group: RankGroup, stop: Stop) -> CopyStats:
     """On a rank other than 0, write its share, and return when rank 0 has published the output.
 
@@ -509,7 +493,9 @@ def _check_sources(
     wanted = composition.plan.summary.read
     if composition.options.checksum:
         if group is not None:
-            return read_together(group, composition, results, on_progress, stop)
+            group.from_first([_to_json(one) for one in results])
+            shares = group.collect(_read(group, composition, results, on_progress, stop))
+            return dict(sorted(((number, path), digest) for share in shares for number, path, digest in share))
         return read_again(composition.plan, results, wanted, on_progress, stop, stated_checksums(composition, wanted))
     read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)
     return {}

@@ -19,6 +19,7 @@ from llmtailor.checkpoint.layout import BLOCK_BYTES, Bytes, FileLayout, Fill, Pi
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
+from llmtailor.containers.unpickle import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, Problems, SourceError, attempt, damaged
 from llmtailor.model.roles import ITEMSIZE, WEIGHT, State
 from llmtailor.storage.local import open_source
@@ -27,8 +28,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 32 << 20
 """The library's own limit is 100 MB. A tensor takes about 100 bytes, and Python's objects up to 20 times the header."""
-MAX_DIMENSIONS = 64
-"""torch's limit"""
 
 
 @dataclass(frozen=True, slots=True)

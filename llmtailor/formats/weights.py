@@ -1,9 +1,9 @@
-"""Weight files for a composite whose base has none that are usable, laid out from the facts on its params.
+"""Weight files for a composite whose base has no usable ones, laid out from the facts on its params; also adapters.
 
-A PEFT run saves only its adapter, as ``adapter_model.safetensors``. The checkpoint holds only the trained params, not
-the model below them. On disk, a param's name omits the adapter's (``lora_A.default.weight`` is
-``lora_A.weight``). The file in the root is that of the adapter ``default``; others have their own folders. A resume
-with DeepSpeed reads none of these; without DeepSpeed the file holds the master weights. Checked against peft 0.21.
+A PEFT run saves only the trained params, as ``adapter_model.safetensors``, not the model below them. On disk, a param's
+name omits the adapter's (``lora_A.default.weight`` is ``lora_A.weight``). The file in the root is that of the adapter
+``default``; others have their own folders. A resume with DeepSpeed reads none of these; without DeepSpeed the file
+holds the master weights. Checked against peft 0.21.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def new_weights(
 ) -> tuple[WeightFile, ...]:
     """Return the layout of all params and buffers as weight files. Nothing of the folder is read.
 
-    Their names are those that the checkpoint says the run would use, or else those that ``naming`` gives.
-    ``dtype`` is that of params; None gives them those of the training run: its precision, and for a frozen param that
-    of its stored values. Buffers keep theirs. ``list_tied`` also lists tied names, as ZeRO-1/2 runs do.
+    Their names are those that the checkpoint records, or else those that ``naming`` gives. ``dtype`` is that of params;
+    None uses the run's precision, and for frozen params the dtype of their stored values. Buffers keep theirs.
+    ``list_tied`` also lists tied names, as ZeRO-1/2 runs do.
     """
     tensors: dict[str, TensorEntry] = {}
     filled_by: dict[str, tuple[State, int]] = {}

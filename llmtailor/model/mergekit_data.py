@@ -70,7 +70,6 @@ def read_definition(definition: Mapping[str, Any]) -> ArchHints | None:
 
 
 def _definitions(architecture: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the definitions that mention an architecture."""
     for path in _files():
         try:
             text = path.read_text(encoding="utf-8")

@@ -186,10 +186,7 @@ def _writing(
 
 
 def write_conversion(
-    conversion: Conversion,
-    stop: Stop,
-    on_progress: OnProgress = lambda num_bytes: None,
-    clone: Clone = "never",
+    conversion: Conversion, stop: Stop, on_progress: OnProgress = lambda num_bytes: None, clone: Clone = "never"
 ) -> CopyStats:
     """Write a partial checkpoint, read it back, and publish it with one rename, complete and durable.
 

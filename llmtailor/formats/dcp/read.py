@@ -12,8 +12,8 @@ None of them has separate master weights: the sharded params are what the optimi
 keeps them in fp32 and computes in bf16; a model loaded in bf16 has bf16 params and bf16 moments. So the weights are
 also listed as masters. Adam's ``step`` is stored per param, so every param is its own sub-group.
 
-No format says what is frozen. A tensor of the model without optimizer states is tied if its elements are those of
-a trained one, a buffer if it holds integers, and else frozen, which is also right for a buffer: it is copied.
+No format states what is frozen. A tensor of the model without optimizer states counts as tied if its elements equal
+those of a trained one, as a buffer if it holds integers, and else as frozen, so that it is copied.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def detects(root: Path) -> bool:
 
 
 def _is_full(root: Path) -> bool:
-    """Return whether model and optimizer are in one file each; an accelerate run without FSDP also has the latter."""
+    """Return whether model and optimizer are in one file each; accelerate without FSDP also has an optimizer.bin."""
     return (root / MODEL_FILE).exists() and not (root / OPTIMIZER_FOLDER).is_dir()
 
 
@@ -366,7 +366,7 @@ class _Indexing:
         return steps | dict.fromkeys(unknown, max(steps.values(), default=0.0))  # all are alike but in a composite
 
     def _find_tied(self, weights: Mapping[str, Stored], trained: set[str]) -> dict[str, str]:
-        """Return the names that no optimizer trains, and whose elements are all those of a trained param."""
+        """Return the names that no optimizer trains, and whose elements equal those of a trained param."""
         tied = {}
         for name, stored in weights.items():
             held = stored.held
@@ -419,7 +419,7 @@ class _Indexing:
         return params, held
 
     def _buffers(self, weights: Mapping[str, Stored], others: Mapping[str, DcpEntry]) -> set[str]:
-        """Return the names of what is a buffer: integers, and what llmtailor listed."""
+        """Return the names of buffers: tensors of integers, and those that llmtailor listed."""
         listed = others[key].content if (key := ".".join(BUFFERS)) in others else []
         found = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
         if self.folders.form == FULL:

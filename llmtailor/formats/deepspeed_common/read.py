@@ -9,9 +9,9 @@ which is right even under ``round_robin_gradients``, where the mappings that Dee
 weights are saved without the padding at the vector's end, moments with it; BF16_Optimizer saves both with it, and
 elastic checkpoints both without.
 
-Also the checks that ZeRO's and universal checkpoints share: whether the shards and the Trainer's files around them
-come from one save, and whether a stock resume accepts them. What a resume does was checked against deepspeed 0.19.8
-and transformers 5.23, by damaging checkpoints.
+ZeRO's and universal checkpoints share the checks here: whether the shards and the Trainer's files around them come from
+one save, and whether a stock resume accepts them. The effects on a resume were observed with damaged checkpoints, in
+deepspeed 0.19.8 and transformers 5.23.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _Placed = Iterable[tuple[Param, str, TensorEntry | None]]
 _SWAPPED = "the files of two ranks are swapped: swap them back"
 _MIXED = "copy the whole tag folder again; its files come from different saves"
 _OTHER_SAVE = "copy the checkpoint again, whole, or take another one"
-_CAST = f"a resume casts them, and what was lost stays lost; {_OTHER_SAVE}"
+_CAST = f"a resume casts them, but the lost digits stay lost; {_OTHER_SAVE}"
 _FLOATS = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
 _MAX_SQ = "max_exp_avg_sq"
 
@@ -474,7 +474,6 @@ def _order_groups(
 
 
 def _read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
-    """Return the settings that decide the layout, from the ``ds_config`` in a checkpoint."""
     zero = section(config, "zero_optimization")
     gradients = section(config, "data_types").get("grad_accum_dtype")
     offloaded = section(zero, "offload_optimizer").get("device") == "cpu"

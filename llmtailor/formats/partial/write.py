@@ -266,9 +266,9 @@ def _is_carried(path: str, index: CheckpointIndex) -> bool:
 def _add_fragments(
     bundles: list[Bundle], index: CheckpointIndex, params: Collection[str], masters: Collection[str]
 ) -> None:
-    """Cut the states as they lie on the ranks: those of FSDP by rows. Without either, the first has all of them.
+    """Cut the states as they are stored on the ranks; rank 0 gets those that are not cut.
 
-    Universal checkpoints and those in other forms of DCP, which may be cut in any way, are cut as those of FSDP.
+    FSDP, universal and other DCP checkpoints are cut by rows, as FSDP2 does.
     """
     names = (optim_name(rank, index.precision == "BF16") for rank in range(index.world_size))
     rank_of = {name: rank for rank, name in enumerate(names)}
