@@ -1,4 +1,4 @@
-"""``optimizer.pt`` as data: a torch optimizer's state dict, with its params as bare ids.
+"""``optimizer.pt`` as data (a torch optimizer's state dict, with its params as bare ids), and its checks. Pure.
 
 ::
 
@@ -8,8 +8,6 @@
 A stock resume checks little more than the number of ids: swapped states stay swapped in training (reading out of
 bounds if their shapes differ), which is refused here. A param that has had no gradient yet has no state, and before the
 first step none has. Adam would start from zeros, so these are its moments here, at step 0.
-
-Also what a resume without DeepSpeed reads of ``optimizer.pt``, and its consistency rules. Pure.
 """
 
 from __future__ import annotations

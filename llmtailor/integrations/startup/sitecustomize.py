@@ -26,7 +26,7 @@ if _IS_ATTESTED:
     _MODULES |= {"deepspeed.runtime.engine", "accelerate.accelerator", _LIGHTNING}
     _MODULES |= {"torch.optim.optimizer", "torch.distributed.checkpoint.state_dict"}
 _UNASKED = "LLMTAILOR_UNASKED"
-"""The variable with a file that is there as long as no process has looked for the Trainer: see llmtailor/cli/run.py"""
+"""The variable that names a file, which the first process to import the Trainer removes: see llmtailor/cli/run.py"""
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH120 - pathlib costs every process milliseconds
 
 
