@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 COPY_FILE = "copy the file again, or leave this checkpoint out"
+COPY_BACK = "copy it back, or leave this checkpoint out"
 COPY_CHECKPOINT = "copy the whole checkpoint again, or use another one"
 COPY_OR_ANOTHER = "copy the file again, or use another checkpoint"
 

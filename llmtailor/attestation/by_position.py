@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmtailor.attestation.pieces import Names, with_pieces
 from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.codes import Code
@@ -35,13 +36,16 @@ class Positions:
     params: Mapping[str, Param]
     groups: Sequence[Sequence[str]]
     """The params of each group of the optimizer, in its order"""
-    stored: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Param or buffer -> the file of an adapter that holds it, and its name there"""
+    stored: Mapping[str, tuple[str, str]] | None = None
+    """Of an adapted model: param or buffer -> the file of an adapter that holds it, and its name there"""
+    saved_as: Names | None = None
+    """Param or buffer -> what it is in the weight files; None if that is unknown"""
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
-def index_by_position(root: Path, live: Positions) -> CheckpointIndex:
-    """Return the index of a checkpoint without DeepSpeed or FSDP: each state at its place in the files.
+def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, frozenset[str]]:
+    """Return the index of a checkpoint without DeepSpeed or FSDP, each state at its place in the files; and the params
+    whose weights are stored in another form, so that they can't be compared.
 
     Only the 4 bytes of each step are read. Raises SourceError for files that are missing or damaged, or have other
     param groups than the training.
@@ -69,8 +73,9 @@ def index_by_position(root: Path, live: Positions) -> CheckpointIndex:
             is_known = as_number(step) is not None or as_tensor(step) is not None
             sub_groups.append(SubGroup(group, (param,), read_step(root, step, number, where) if is_known else 0.0))
             held |= {State(param, kind): entry for kind, entry in _entries(entries, where)}
-    held |= dict(_weights(root, name, live, {state.param: one for state, one in trainer.weights.items()}))
-    return CheckpointIndex(
+    whole = {state.param: one for state, one in trainer.weights.items()}
+    held |= dict(_weights(root, name, live, whole))
+    index = CheckpointIndex(
         root,
         name,
         Form(TRAINER),
@@ -86,6 +91,14 @@ def index_by_position(root: Path, live: Positions) -> CheckpointIndex:
         client=trainer.client.name,
         train=TrainState(trees=trainer.trees),
     )
+    shapes = {one: (param.role, param.shape) for one, param in live.params.items()}
+    aliases: dict[str, list[str]] = {}
+    for one, stored in live.tied.items():
+        aliases.setdefault(stored, []).append(one)
+    if live.stored is not None:
+        lost = {one for one, param in live.params.items() if param.role == "trainable" and one not in live.stored}
+        return index, frozenset(lost)
+    return with_pieces(index, shapes, aliases, lambda: live.saved_as)
 
 
 def _counts(groups: Sequence[Sequence[Any]]) -> str:
@@ -112,12 +125,12 @@ def _weights(
     root: Path, name: str, live: Positions, whole: Mapping[str, TensorEntry]
 ) -> Iterator[tuple[State, TensorEntry]]:
     files: dict[str, Mapping[str, TensorEntry]] = {}
-    for param, (path, key) in live.stored.items():
+    for param, (path, key) in (live.stored or {}).items():
         if path not in files:
             files[path] = read_header(root, path, PathIn(name, path)).tensors
         if key in files[path]:
             yield State(param, KIND_OF_ROLE[live.params[param].role]), files[path][key]
     for key, entry in whole.items():
-        if key not in live.stored:
+        if key not in (live.stored or ()):
             kind = BUFFER if key in live.params and live.params[key].role == "buffer" else WEIGHT
             yield State(key, kind), entry

@@ -31,7 +31,7 @@ from llmtailor.attestation.read import Live, compare_states
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.unpickle import Call
-from llmtailor.errors import Problem, SourceError, VerificationError
+from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint, VerificationError
 from llmtailor.formats.common.lightning import SCHEDULERS
 from llmtailor.formats.registry import survey_checkpoint
 from llmtailor.loaders.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE
@@ -82,7 +82,7 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Te
     """Compare what all ranks hold with a checkpoint. Every rank calls it; all get the same result.
 
     ``find_live`` returns what this rank holds. Each rank reads only its own elements. An error on one rank, such as a
-    file that can't be read, is raised on all.
+    file that can't be read, is raised on all. Raises UnsupportedCheckpoint if no state can be compared.
     """
     began = time.monotonic()
 
@@ -95,7 +95,11 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Te
     _, totals, lacks_scheduler = results[0]
     found = [one for one, _, _ in results]
     seconds = time.monotonic() - began
-    return summarize(index, found, how, totals, lacks_scheduler=lacks_scheduler, seconds=seconds)
+    made = summarize(index, found, how, totals, lacks_scheduler=lacks_scheduler, seconds=seconds)
+    if made.is_same and not made.num_states:
+        fix = "see the notes; states of this kind of training can't be compared"
+        raise UnsupportedCheckpoint.at(index.name, "not one of its states can be compared", fix)
+    return made
 
 
 def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:

@@ -6,11 +6,14 @@ known reason, such as moments rounded on purpose, or something that can't be com
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+import numpy as np
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.optimizer import NAME_KEYS
@@ -20,9 +23,10 @@ from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, Stat
 from llmtailor.storage.casts import cast
 
 RUNS, RUN_ELEMENTS, MAX_RUNS = 8, 512, 64
-CHUNK_ELEMENTS = 1 << 18
-"""Elements that a full comparison holds at once"""
-Buffer = bytes | bytearray
+CHUNK_BYTES, READ_BYTES = 1 << 22, 1 << 18
+"""What a full comparison has of the training at once, and what it reads at once of a file: the latter is still in the
+processor's cache when it is compared"""
+Buffer = bytes | bytearray | memoryview
 OFF, SAMPLE, FULL = "off", "sample", "full"
 WARN, STOP = "warn", "stop"
 
@@ -97,8 +101,6 @@ class Findings:
     differences: tuple[Difference, ...] = ()
     mismatches: tuple[Mismatch, ...] = ()
     notes: tuple[str, ...] = ()
-    num_compared: int = 0
-    """States of which this rank has compared elements"""
 
 
 def sample_runs(numel: int, at_least: int = RUNS) -> Runs:
@@ -112,9 +114,29 @@ def sample_runs(numel: int, at_least: int = RUNS) -> Runs:
     return tuple((begin, begin + RUN_ELEMENTS) for begin in begins)
 
 
-def all_runs(numel: int) -> list[Runs]:
+def all_runs(numel: int, itemsize: int) -> list[Runs]:
     """Return all elements in chunks, each as one run."""
-    return [((begin, min(begin + CHUNK_ELEMENTS, numel)),) for begin in range(0, numel, CHUNK_ELEMENTS)]
+    size = CHUNK_BYTES // itemsize
+    return [((begin, min(begin + size, numel)),) for begin in range(0, numel, size)]
+
+
+def same_bytes(one: Buffer, other: Buffer) -> bool:
+    """Return whether two buffers are equal, without copies: memoryviews compare their items one by one."""
+    return len(one) == len(other) and (not len(one) or not memcmp(address_of(one), address_of(other), len(one)))
+
+
+memcmp = ctypes.CDLL(None).memcmp
+"""The C function; numpy would make an array of the differences"""
+memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def address_of(data: Buffer) -> int:
+    """Return where a buffer that is not empty begins in memory."""
+    return np.frombuffer(data, np.uint8).ctypes.data
+
+
+def is_zero(data: Buffer) -> bool:
+    return not len(data) or not np.frombuffer(data, np.uint8).any()
 
 
 def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str, precision: str) -> Kind | None:
@@ -125,14 +147,15 @@ def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str, precis
     """
     castable = live_dtype in FLOATING and saved_dtype in FLOATING
     if live_dtype == saved_dtype:
-        if live == saved:
+        if same_bytes(live, saved):
             return None
-    elif castable and live == cast(saved, saved_dtype, live_dtype):
-        return None if cast(live, live_dtype, saved_dtype) == saved else Kind.ROUNDED
-    if castable and any(saved) and not any(live):
+    elif castable and same_bytes(live, cast(saved, saved_dtype, live_dtype)):
+        return None if same_bytes(cast(live, live_dtype, saved_dtype), saved) else Kind.ROUNDED
+    if castable and is_zero(live) and not is_zero(saved):
         return Kind.ZERO
-    if castable and precision in FLOATING and live == cast(cast(saved, saved_dtype, precision), precision, live_dtype):
-        return Kind.ROUNDED
+    if castable and precision in FLOATING:
+        rounded = cast(cast(saved, saved_dtype, precision), precision, live_dtype)
+        return Kind.ROUNDED if same_bytes(live, rounded) else Kind.CHANGED
     return Kind.CHANGED
 
 
@@ -205,7 +228,7 @@ def compare_groups(index: CheckpointIndex, groups: Sequence[LiveGroup]) -> tuple
 
 
 def _compare_group(number: int, group: LiveGroup, saved: Mapping[str, Any]) -> Iterable[Mismatch]:
-    live, before = as_number(group.hyper.get("lr")), as_number(saved.get("lr"))
+    live, before = float_of(group.hyper.get("lr")), float_of(saved.get("lr"))
     if live is not None and before is not None:
         of_schedule = group.rate
         if not _alike(live, before):
@@ -247,7 +270,7 @@ def compare_schedule(
         return [], ["schedule: the checkpoint has none to compare with"] if live is not None else []
     found, notes = [], []
     for key in _POSITION:
-        mine, other = as_number(live.get(key)), as_number(saved.get(key))
+        mine, other = float_of(live.get(key)), float_of(saved.get(key))
         if mine is not None and other is not None and mine != other:
             found.append(Mismatch(Subject.SCHEDULE, f"schedule: {key}", _whole(mine), _whole(other), True))
     for key in live.keys() & saved.keys() - {*_POSITION, "_step_count", "_last_lr", "_get_lr_called_within_step"}:
@@ -327,13 +350,16 @@ def find_cause(facts: Facts) -> Cause | None:
             "the first step computes gradients at other weights than those that it updates",
         )
     if moments or masters:
-        return Cause("states have other values than the checkpoint's", "the training goes on from another state")
+        return Cause("states have other values than the checkpoint's", "training continues from a different state")
     if others:
         return Cause("frozen params or buffers are not the checkpoint's", "the forward pass is another one")
     alarms = [one for one in facts.mismatches if one.is_alarm]
     if alarms:
         first = alarms[0]
-        return Cause(_CAUSES.get(first.subject, f"{first.what} differs"), "the training goes on otherwise")
+        return Cause(
+            _CAUSES.get(first.subject, f"{first.what} differs"),
+            "the next steps differ from those of the training that was saved",
+        )
     return None
 
 
@@ -386,7 +412,7 @@ def rates_off_schedule(live: Sequence[float | None], scheduled: Sequence[float])
     return None
 
 
-def as_number(value: Any) -> float | None:
+def float_of(value: Any) -> float | None:
     value = plain(value)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
@@ -555,11 +581,10 @@ def headline(found: Attestation) -> str:
     counts = f"{found.num_same:,} of {found.num_states:,} states are the checkpoint's ({how})"
     if found.is_same:
         return f"resumed from {found.checkpoint}: {counts}"
-    return (
-        f"NOT THE TRAINING THAT WAS SAVED: resumed from {found.checkpoint}, but only {counts}"
-        if (found.num_same < found.num_states)
-        else f"NOT THE TRAINING THAT WAS SAVED: resumed from {found.checkpoint}: {counts}, but not the rest"
-    )
+    wrong = f"NOT THE TRAINING THAT WAS SAVED: resumed from {found.checkpoint}"
+    if found.num_same < found.num_states or not found.num_states:
+        return f"{wrong}, but only {counts}"
+    return f"{wrong}; all {found.num_states:,} states of it are the same ({how}), but other things differ"
 
 
 def lines_of(found: Attestation) -> list[str]:
@@ -608,7 +633,7 @@ class Losses:
             if len(self.same) == 2:
                 first, second = self.same
                 what = f"the losses of steps {first} and {second} equal those of the abandoned attempt"
-                return f"{what}: the resume is proven"
+                return f"{what}: strong evidence that the resume is right"
             return None
         self.before = {}
         return f"the loss of step {step} is {logs['loss']:g}, {old['loss']:g} in the abandoned attempt"

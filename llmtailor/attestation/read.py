@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from llmtailor.attestation.compare import (
+    CHUNK_BYTES,
     FULL,
+    READ_BYTES,
     RUN_ELEMENTS,
     Buffer,
     Difference,
@@ -18,26 +20,33 @@ from llmtailor.attestation.compare import (
     LiveGroup,
     Mismatch,
     Subject,
+    address_of,
     all_runs,
     entry_of,
+    is_zero,
     judge,
+    memcmp,
+    same_bytes,
     sample_runs,
 )
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.placement import Extent, Runs
+from llmtailor.checkpoint.placement import Contiguous, Extent, Runs
 from llmtailor.containers.json import extent_of
 from llmtailor.containers.unpickle import Call, as_tensor
-from llmtailor.errors import TailorError
+from llmtailor.errors import TailorError, counted, some
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.loaders.files import rng_file
 from llmtailor.loaders.rng import to_trainer
-from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, State, is_moment
+from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, State, is_moment
 from llmtailor.runs.folder import RunFolder
+from llmtailor.storage.casts import cast
 from llmtailor.storage.local import Files
 
 logger = logging.getLogger(__name__)
 MAX_OTHERS = 6
 """Other checkpoints of the run that are searched for the values of a state"""
+MAX_READS, MAX_MISSES = 2000, 8
+"""Reads of a rank to look for values; states of a kind in a row that it finds none for"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +60,10 @@ class LiveFragment:
     numel: int
     dtype: str
     """A safetensors dtype name"""
-    read: Callable[[Runs], bytes]
-    """Returns elements, which count from ``begin``, as bytes"""
+    shape: tuple[int, ...]
+    """Of the whole state"""
+    read: Callable[[Runs, str], Buffer]
+    """Returns elements, which count from ``begin``, cast to a dtype; a view of the live ones where that is possible"""
     forward: LiveFragment | None = None
     """Of a master: the weight of the forward pass at the same elements, if it is a tensor of its own"""
 
@@ -80,13 +91,15 @@ class Live:
     """The state of a GradScaler, or of DeepSpeed's loss scaler"""
     open_other: Callable[[Path], CheckpointIndex] = index_checkpoint
     """Opens other checkpoints of the run"""
+    converted: frozenset[str] = frozenset()
+    """Params that the checkpoint may hold in another form, so that their absence under their own names is no alarm"""
 
 
 def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
     """Compare the states of this rank with those of the checkpoint. Raises SourceError, OSError."""
     found: list[Difference] = []
     notes: dict[str, None] = {}
-    num_compared = 0
+    converted: list[str] = []
     has_kinds: dict[str, set[str]] = {}
     for state in index.held:
         has_kinds.setdefault(state.param, set()).add(state.kind)
@@ -100,12 +113,14 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
                 masters.append(one)
             state = State(one.param, one.kind)
             entry = entry_of(index, state, live.aliases)
+            if one.param in live.converted and (entry is None or _sizes(entry.shape) != _sizes(one.shape)):
+                converted.append(one.param)
+                continue
             if entry is None:
-                difference, note = _unsaved(one, live, index)
+                difference, note = _unsaved(one)
                 found += [difference] if difference else []
                 notes |= {note: None} if note else {}
                 continue
-            num_compared += 1
             difference = _compare(one, entry, files, search, how, index.world_size)
             if difference is not None:
                 found.append(difference)
@@ -114,7 +129,12 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
         for one in masters:
             found += _missing(one, index, live, files, held_here[one.param, one.begin], has_kinds)
     found += [Difference(State(param, MASTER), Kind.MISSING, "not in the model") for param in _lost(index, live)]
-    return Findings(tuple(found), (), tuple(notes), num_compared)
+    if converted:
+        what = f"weights of {counted(len(converted), 'param')} are stored in another form and were not compared"
+        notes[f"{what}: {some(converted)}"] = None
+    if search.gave_up:
+        notes["where the other values come from was looked up for some states only"] = None
+    return Findings(tuple(found), (), tuple(notes))
 
 
 def _lost(index: CheckpointIndex, live: Live) -> list[str]:
@@ -124,7 +144,7 @@ def _lost(index: CheckpointIndex, live: Live) -> list[str]:
     return [name for name, param in index.params.items() if param.role == "trainable" and name not in known]
 
 
-def _unsaved(one: LiveFragment, live: Live, index: CheckpointIndex) -> tuple[Difference | None, str]:
+def _unsaved(one: LiveFragment) -> tuple[Difference | None, str]:
     if one.kind == MASTER:
         return Difference(State(one.param, MASTER), Kind.UNSAVED), ""
     if one.kind == FROZEN:
@@ -151,7 +171,7 @@ def _missing(
                 runs = _shift(sample_runs(master.numel), master.begin)
                 if runs and runs[-1][1] > entry.numel:  # not one element per weight
                     runs = sample_runs(entry.numel)
-                if any(read_elements(files, entry, runs)):
+                if not is_zero(read_elements(files, entry, runs)):
                     yield Difference(State(master.param, kind), Kind.MISSING)
 
 
@@ -161,15 +181,18 @@ def _compare(
     state, offset = State(one.param, one.kind), one.begin
     if one.kind == BUFFER and entry.numel > one.numel:  # those of each rank
         offset += (search.live.rank % max(1, entry.numel // one.numel)) * one.numel
-    if offset + one.numel > entry.numel:
-        shape = "x".join(map(str, entry.shape))
-        return Difference(state, Kind.CHANGED, f"{shape} in the checkpoint, {one.numel:,} elements in the training")
+    if offset + one.numel > entry.numel or (one.kind != BUFFER and _sizes(one.shape) != _sizes(entry.shape)):
+        shapes = (_shape_text(shape) for shape in (entry.shape, one.shape))
+        return Difference(state, Kind.CHANGED, "{} in the checkpoint, {} in the training".format(*shapes))
     worst: Kind | None = None
-    for runs in all_runs(one.numel) if how == FULL else [sample_runs(one.numel, at_least)]:
+    itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
+    for runs in all_runs(one.numel, itemsize) if how == FULL else [sample_runs(one.numel, at_least)]:
         if not runs:
             continue
-        saved = read_elements(files, entry, _shift(runs, offset))
-        mine = one.read(runs)
+        mine, at = one.read(runs, one.dtype), _shift(runs, offset)
+        if one.dtype == entry.dtype and _holds(files, entry, at, mine, search.room):
+            continue
+        saved = read_elements(files, entry, at, search.room)
         kind = judge(mine, one.dtype, saved, entry.dtype, search.live.precision)
         if kind is None:
             continue
@@ -182,6 +205,33 @@ def _compare(
     return None if worst is None else Difference(state, worst, _rounding(one, entry, search.live.precision))
 
 
+def _holds(files: Files, entry: TensorEntry, runs: Runs, mine: Buffer, room: bytearray) -> bool:
+    """Return whether elements of the checkpoint have these bytes, read little by little into ``room``."""
+    if entry.is_all_zero:
+        return is_zero(mine)
+    view, there, here = memoryview(room), address_of(room), address_of(mine)
+    for begin, end in runs:
+        for part in entry.place.cover(begin, end):
+            path, start, stop = part.extent
+            file = files.open(path)
+            step = READ_BYTES if file.stored is None else len(room)  # each read of an object store is a request
+            for low in range(start, stop, step):
+                count = min(step, stop - low)
+                file.read_into(low, view[:count])
+                if memcmp(here, there, count):
+                    return False
+                here += count
+    return True
+
+
+def _sizes(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"
+
+
 def _narrow(runs: Runs, mine: Buffer, one: LiveFragment, saved: Buffer, entry: TensorEntry) -> Runs:
     """Return few elements that differ, to look for elsewhere."""
     size, other, at = ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype], 0
@@ -190,7 +240,7 @@ def _narrow(runs: Runs, mine: Buffer, one: LiveFragment, saved: Buffer, entry: T
             count = min(RUN_ELEMENTS, end - low)
             a, b = mine[at * size : (at + count) * size], saved[at * other : (at + count) * other]
             at += count
-            if judge(a, one.dtype, b, entry.dtype, one.dtype) is not None and any(a):
+            if judge(a, one.dtype, b, entry.dtype, one.dtype) is not None and not is_zero(a):
                 return ((low, low + count),)
     return runs[:1]
 
@@ -202,11 +252,9 @@ def _rounding(one: LiveFragment, entry: TensorEntry, precision: str) -> str:
 
 
 def _compare_forward(master: LiveFragment, weight: LiveFragment, how: str) -> Iterator[Difference]:
-    for runs in all_runs(master.numel) if how == FULL else [sample_runs(master.numel)]:
-        if runs and judge(weight.read(runs), weight.dtype, master.read(runs), master.dtype, weight.dtype) not in (
-            None,
-            Kind.ROUNDED,
-        ):
+    itemsize = max(ITEMSIZE[master.dtype], ITEMSIZE[weight.dtype])
+    for runs in all_runs(master.numel, itemsize) if how == FULL else [sample_runs(master.numel)]:
+        if runs and not same_bytes(weight.read(runs, weight.dtype), master.read(runs, weight.dtype)):
             yield Difference(State(master.param, MASTER), Kind.FORWARD)
             return
 
@@ -215,62 +263,132 @@ def _shift(runs: Runs, by: int) -> Runs:
     return tuple((begin + by, end + by) for begin, end in runs)
 
 
-def read_elements(files: Files, entry: TensorEntry, runs: Runs) -> Buffer:
-    """Return elements of a state of a checkpoint; what no file holds is zero. Raises OSError, LookupError."""
+def read_elements(files: Files, entry: TensorEntry, runs: Runs, room: bytearray | None = None) -> memoryview:
+    """Return elements of a state of a checkpoint; what no file holds is zero. Raises OSError, LookupError.
+
+    They are read into ``room``, which grows if needed, until the next call.
+    """
     size = ITEMSIZE[entry.dtype]
-    data = bytearray(sum(end - begin for begin, end in runs) * size)
-    room, at = memoryview(data), 0
+    num_bytes = sum(end - begin for begin, end in runs) * size
+    if entry.is_all_zero:
+        return memoryview(bytes(num_bytes))
+    if room is None or len(room) < num_bytes:
+        room = bytearray(num_bytes)
+    data, at = memoryview(room)[:num_bytes], 0
     for begin, end in runs:
         for part in entry.place.cover(begin, end):
             low = at + (part.begin - begin) * size
-            files.read_into(part.extent.path, part.extent.start, room[low : low + part.extent.num_bytes])
+            files.read_into(part.extent.path, part.extent.start, data[low : low + part.extent.num_bytes])
         at += (end - begin) * size
     return data
 
 
 class Search:
-    """Looks for the values that a state has instead of its own; each place is read once per position."""
+    """Looks for the values that a state has instead of its own, by a limited number of reads: ranks wait meanwhile."""
 
     def __init__(self, index: CheckpointIndex, live: Live, files: Files) -> None:
         self.index, self.live, self._files = index, live, files
+        self.room = bytearray(CHUNK_BYTES)
+        """For what is read next"""
+        self.gave_up = False
+        """Whether it no longer looks for states of some kind"""
         self._alike: dict[tuple[str, tuple[int, ...]], list[tuple[str, TensorEntry]]] = {}
         for state, held in index.held.items():
             if held.is_here and not held.is_all_zero:
                 self._alike.setdefault((state.kind, held.shape), []).append((state.param, held))
-        self._others: list[tuple[str, CheckpointIndex]] | None = None
-        self._seen: dict[tuple[object, ...], dict[bytes, str]] = {}
+        self._others: list[tuple[str, CheckpointIndex, Files]] | None = None
+        self._by_value: dict[tuple[object, ...], dict[bytes, str]] = {}
+        self._finders = [self._in_other_checkpoints, self._in_other_ranks, self._in_other_params]
+        self._last = ""
+        """Which checkpoint or rank explained the last state"""
+        self._misses: dict[str, int] = {}
+        self._num_reads = 0
 
     def explain(self, one: LiveFragment, entry: TensorEntry, kind: Kind, runs: Runs, offset: int) -> Difference:
         """Return the difference of a fragment, with the place that its values are of, if that is found.
 
         ``runs`` are elements that differ, counted from the fragment's first, ``offset``, in the state.
         """
-        state, mine, at = State(one.param, one.kind), one.read(runs), _shift(runs, offset)
-        if any(mine):
-            for how, detail, saved, dtype in self._candidates(one, entry, at):
-                if saved and judge(mine, one.dtype, saved, dtype, one.dtype) in (None, Kind.ROUNDED):
-                    return Difference(state, how, detail)
+        state, mine, at = State(one.param, one.kind), bytes(one.read(runs, one.dtype)), _shift(runs, offset)
+        if not is_zero(mine):
+            for find in [*self._finders]:
+                if self._num_reads >= MAX_READS or self._misses.get(one.kind, 0) >= MAX_MISSES:
+                    self.gave_up = True
+                    break
+                if (found := find(one, entry, at, mine)) is not None:
+                    self._misses[one.kind] = 0
+                    self._finders.sort(key=lambda other: other != find)
+                    return Difference(state, *found)
+            else:
+                self._misses[one.kind] = self._misses.get(one.kind, 0) + 1
         return Difference(state, kind, _rounding(one, entry, self.live.precision) if kind is Kind.ROUNDED else "")
 
-    def _candidates(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[Kind, str, Buffer, str]]:
-        for name, other in self._other_checkpoints():
-            held = entry_of(other, State(one.param, one.kind), self.live.aliases)
-            if held is not None and held.shape == entry.shape:
-                saved = _try(Files(other.root), held, runs)
-                yield Kind.ANOTHER_STEP, f"step {other.global_step}, {name}", saved, held.dtype
-        for rank, saved in self._other_shards(entry, runs):
-            yield Kind.OTHER_RANK, f"rank {rank}'s", saved, entry.dtype
-        for rank, moved in self._other_rows(one, entry, runs):
-            yield Kind.OTHER_RANK, f"rank {rank}'s", _try(self._files, entry, moved), entry.dtype
-        kind = next((kind for kind in (one.kind, FROZEN) if (kind, entry.shape) in self._alike), one.kind)
-        for param, held in self._alike.get((kind, entry.shape), ()):
-            if held is not entry and param != one.param:
-                is_part = _without_numbers(param) == _without_numbers(one.param)
-                how = Kind.OTHER_PART if is_part else Kind.PERMUTED
-                yield how, param, _try(self._files, held, runs), held.dtype
+    def _is_of(self, one: LiveFragment, mine: bytes, files: Files, held: TensorEntry, runs: Runs) -> bool:
+        saved = self._try(files, held, runs)
+        return bool(saved) and judge(mine, one.dtype, saved, held.dtype, one.dtype) in (None, Kind.ROUNDED)
 
-    def _other_shards(self, entry: TensorEntry, runs: Runs) -> Iterator[tuple[int, bytes]]:
-        """Yield what other ranks' shards hold at the same place."""
+    def _try(self, files: Files, held: TensorEntry, runs: Runs) -> Buffer:
+        self._num_reads += 1
+        try:
+            return read_elements(files, held, runs, self.room)
+        except (OSError, LookupError, IndexError):
+            return b""
+
+    def _in_other_checkpoints(
+        self, one: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
+    ) -> tuple[Kind, str] | None:
+        if self._others is None:
+            others = other_checkpoints(self.index, self.live.open_other)
+            self._others = [(f"step {other.global_step}, {name}", other, Files(other.root)) for name, other in others]
+        for name, other, files in sorted(self._others, key=lambda other: other[0] != self._last):
+            held = entry_of(other, State(one.param, one.kind), self.live.aliases)
+            if held is not None and held.shape == entry.shape and self._is_of(one, mine, files, held, runs):
+                self._last = name
+                return Kind.ANOTHER_STEP, name
+        return None
+
+    def _in_other_ranks(
+        self, one: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
+    ) -> tuple[Kind, str] | None:
+        shares = [(f"rank {rank}'s", held, at) for rank, held, at in self._shares(one, entry, runs)]
+        for name, held, at in sorted(shares, key=lambda share: share[0] != self._last):
+            if self._num_reads >= MAX_READS:
+                break
+            if self._is_of(one, mine, self._files, held, at):
+                self._last = name
+                return Kind.OTHER_RANK, name
+        return None
+
+    def _in_other_params(
+        self, one: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
+    ) -> tuple[Kind, str] | None:
+        """Find the param, of those of its shape, by the values that all have at these elements; they are read once."""
+        kind = next((kind for kind in (one.kind, FROZEN) if (kind, entry.shape) in self._alike), one.kind)
+        key = (kind, entry.shape, runs, one.dtype)
+        if key not in self._by_value:
+            known = self._by_value[key] = {}
+            for param, held in self._alike.get((kind, entry.shape), ()):
+                if self._num_reads >= MAX_READS:
+                    break
+                if saved := self._try(self._files, held, runs):
+                    known.setdefault(_as_live(saved, held.dtype, one.dtype), param)
+        found = self._by_value[key].get(mine)
+        if found is None or found == one.param:
+            return None
+        is_part = _without_numbers(found) == _without_numbers(one.param)
+        return Kind.OTHER_PART if is_part else Kind.PERMUTED, found
+
+    def _shares(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[int, TensorEntry, Runs]]:
+        """Yield where the same elements of the shares of other ranks are: rank, state and elements."""
+        for rank, extent in self._other_shards(entry, runs):
+            numel = extent.num_bytes // ITEMSIZE[entry.dtype]
+            held = replace(entry, shape=(numel,), place=Contiguous(extent, ITEMSIZE[entry.dtype]))
+            yield rank, held, ((0, numel),)
+        for rank, moved in self._other_rows(one, entry, runs):
+            yield rank, entry, moved
+
+    def _other_shards(self, entry: TensorEntry, runs: Runs) -> Iterator[tuple[int, Extent]]:
+        """Yield the same place of other ranks' shards."""
         shards: Sequence[Extent] = getattr(entry.place, "shards", ())
         parts = [part for begin, end in runs for part in entry.place.cover(begin, end)] if shards else []
         if len(parts) != 1:
@@ -280,12 +398,7 @@ class Search:
         for number, shard in enumerate(shards):
             if own is not None and number != own:
                 start = shard.start + extent.start - shards[own].start
-                data = bytearray(extent.num_bytes)
-                try:
-                    self._files.read_into(shard.path, start, memoryview(data))
-                except OSError:
-                    continue
-                yield number, bytes(data)
+                yield number, Extent(shard.path, start, start + extent.num_bytes)
 
     def _other_rows(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[int, Runs]]:
         """Yield the same elements of the shares that other ranks have of the param, if it is cut into rows."""
@@ -300,17 +413,10 @@ class Search:
                 if rank * begin_of != one.begin and moved[-1][1] <= entry.numel and moved[0][0] >= 0:
                     yield rank, moved
 
-    def _other_checkpoints(self) -> Iterator[tuple[str, CheckpointIndex]]:
-        if self._others is None:
-            self._others = list(other_checkpoints(self.index, self.live.open_other))
-        yield from self._others
 
-
-def _try(files: Files, held: TensorEntry, runs: Runs) -> Buffer:
-    try:
-        return read_elements(files, held, runs)
-    except (OSError, LookupError, IndexError):
-        return b""
+def _as_live(saved: Buffer, dtype: str, live_dtype: str) -> bytes:
+    is_cast = dtype != live_dtype and {dtype, live_dtype} <= FLOATING
+    return cast(saved, dtype, live_dtype) if is_cast else bytes(saved)
 
 
 def _without_numbers(name: str) -> str:

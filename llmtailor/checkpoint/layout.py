@@ -1,12 +1,12 @@
-"""What files consist of: pieces that follow each other without a gap, so that every byte has one stated origin.
+"""The layout of an output: what its files consist of, and which param groups its optimizer has. Pure.
 
-A format lays out its files with a `Slot` for each run of a state. The planner replaces slots by the bytes of sources,
-and returns a plan. A plan is data: it can be printed, compared and hashed, and executed without another decision.
+A file consists of pieces that follow each other without a gap, so that every byte has one stated origin. A format lays
+out its files with a `Slot` for each run of a state. The planner replaces slots by the bytes of sources, and returns a
+plan. A plan is data: it can be printed, compared and hashed, and executed without another decision.
 
-Rebuilds the optimizer's param groups: layer by layer, or the two that the Trainer makes. Pure.
-
-A param keeps its hyperparameters: a new group has those of the old group that its params come from; if they come from
-several, these must agree. `arrange` alone decides the order, for checkpoints and for training scripts.
+`regroup` rebuilds the param groups, layer by layer or as the two that the Trainer makes. A new group has the
+hyperparameters of the old group that its params come from; if they come from several, these must agree. `arrange` alone
+decides the order, for checkpoints and for training scripts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.optimizer import NAME_KEYS, ParamGroup
@@ -28,18 +28,19 @@ from llmtailor.errors import MismatchError, Problem, SourceError
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.roles import ITEMSIZE, State
 
+T = TypeVar("T")
 BLOCK_BYTES = 4096
-"""File systems share blocks of this size between files (XFS and Btrfs by default; a multiple of smaller ones).
-Whole ones can also be written past the page cache: it is a multiple of the common sector sizes."""
+"""The size of the blocks that file systems share between files (XFS and Btrfs by default). It is also a multiple of the
+common sector sizes, as writes past the page cache need."""
 MIN_PADDED_BYTES = 256 << 10
-"""Content with fewer bytes that could be shared gets no padding for it, so that padding is at most 1.6 % of a file."""
+"""Content gets padding only if at least so many bytes can then be shared: padding is at most 1.6 % of a file."""
 MIN_SHARED_BYTES = 64 << 10
-"""Shorter ranges are written: to share them would fragment the file."""
+"""Shorter ranges are copied: sharing them would fragment the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes known now: headers, pickles, JSON; and why they are what they are."""
+    """Literal bytes (headers, pickles, JSON), and why they are there."""
 
     data: bytes
     why: str
@@ -164,9 +165,9 @@ def fill_all(pieces: Iterable[Piece], fill: Fill) -> tuple[Piece, ...]:
 class FileLayout:
     """One output file: ``path`` relative to the checkpoint's root, and what it consists of.
 
-    The pieces may be given as a function that makes them, always the same: a plan for a thousand ranks then takes no
-    more memory than the pieces of the files that are written at the moment. Raises ValueError for a path that is not
-    below the root, and for a checksum of bytes after it.
+    The pieces may be given as a function that always makes the same ones: a plan for a thousand ranks then takes only
+    the memory of the files that are being written. Raises ValueError for a path that is not below the root, and for a
+    checksum of bytes after it.
     """
 
     def __init__(self, path: str, pieces: tuple[Piece, ...] | Callable[[], tuple[Piece, ...]]):
@@ -199,7 +200,7 @@ class FileLayout:
         return self._num_bytes
 
     def made(self) -> FileLayout:
-        """Return the file with its pieces in memory, for one who needs them several times."""
+        """Return the file with its pieces in memory, for code that needs them several times."""
         return FileLayout(self.path, self.pieces) if callable(self._pieces) else self
 
     def placed(self) -> Iterator[tuple[int, Piece]]:
@@ -226,8 +227,8 @@ class FileLayout:
 def shareable_start(content: Iterable[Piece], alignment: int) -> int | None:
     """Return where content must start, modulo `BLOCK_BYTES`, to share most blocks with the files it is copied from.
 
-    File systems can share a block only between equal offsets in their blocks. The start is a multiple of ``alignment``.
-    None if fewer than `MIN_PADDED_BYTES` could be shared.
+    The start is a multiple of ``alignment``: file systems share a block only at the same offset in it. None if fewer
+    than `MIN_PADDED_BYTES` could be shared.
     """
     num_bytes: dict[int, int] = {}
     at = 0
@@ -242,24 +243,27 @@ def shareable_start(content: Iterable[Piece], alignment: int) -> int | None:
     return start if able.get(start, 0) >= MIN_PADDED_BYTES else None
 
 
-def consecutive(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield the pieces in runs: copies that continue each other in one source file are one run, any other piece is."""
-    run: list[Piece] = []
-    for piece in pieces:
-        if run and _continues(run[-1], piece):
-            run.append(piece)
-        else:
-            if run:
-                yield run
-            run = [piece]
+def in_runs(items: Iterable[T], continues: Callable[[T, T], bool]) -> Iterator[list[T]]:
+    """Yield the items in runs; each item of a run ``continues`` the one before it."""
+    run: list[T] = []
+    for item in items:
+        if run and not continues(run[-1], item):
+            yield run
+            run = []
+        run.append(item)
     if run:
         yield run
 
 
-def whole_blocks(start: int, stop: int, at: int, block_bytes: int) -> tuple[int, int]:
-    """Return which of the bytes ``start``..``stop`` of a file another file can share if they are copied to its ``at``.
+def consecutive(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield the pieces in runs: copies that continue each other in one source file are a run, like any other piece."""
+    return in_runs(pieces, _continues)
 
-    These are the whole blocks, if they are whole blocks in both files. If there are too few, the range is empty.
+
+def whole_blocks(start: int, stop: int, at: int, block_bytes: int) -> tuple[int, int]:
+    """Return which of the bytes ``start``..``stop`` of a file can be shared with another file at its byte ``at``.
+
+    These are whole blocks in both files. If there are too few, the range is empty.
     """
     first = start + -at % block_bytes
     last = first + (stop - first) // block_bytes * block_bytes
@@ -281,7 +285,7 @@ class Plan:
     """Every output file, and the folders that the pieces read from."""
 
     sources: tuple[Path | str, ...]
-    """Folders; a text may also name a source that is none"""
+    """Folders, or the names of sources that are not folders"""
     files: tuple[FileLayout, ...]
 
     def path(self, source: int, name: str) -> Path:
@@ -295,12 +299,12 @@ class Plan:
 
     @cached_property
     def summary(self) -> Summary:
-        """What there is to know before the plan is carried out, from one pass over all pieces"""
+        """Totals, from one pass over all pieces"""
         return _summarize(self)
 
     @property
     def shareable_bytes(self) -> int:
-        """How many bytes are in blocks that the output can share with its sources, if the file system can"""
+        """The bytes in blocks that the output can share with its sources, on a file system with reflinks"""
         total = 0
         for file in self.files:
             at = 0
@@ -323,9 +327,9 @@ class Summary:
     moved: Mapping[tuple[str | None, int], int]
     """(Param, source) -> bytes of the output that are made from it; None for bytes of no state"""
     shared: Mapping[int, int]
-    """Source -> bytes of the output that it is averaged into, besides those counted for it in ``moved``"""
+    """Source -> bytes of averages that it is part of, besides those counted for it in ``moved``"""
     unfilled: tuple[Slot, ...]
-    """Slots that no source could fill; a plan that has any can't be carried out"""
+    """Slots that no source could fill; a plan with any can't be carried out"""
 
 
 def _summarize(plan: Plan) -> Summary:
@@ -380,7 +384,7 @@ _HYPER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """New param groups, and what changes with them."""
+    """New param groups, and their effects."""
 
     groups: tuple[ParamGroup, ...]
     from_group: tuple[int, ...]

@@ -1,8 +1,7 @@
 """The saves of a run: which earlier saves each builds on, and which of them each part of a composite comes from. Pure.
 
-A *lineage* is an unbroken chain of saves, with a random id. A run begins one with its complete base, and every resume
-begins another that continues it. This distinguishes the saves of an abandoned attempt from the run's own, even at equal
-steps.
+A *lineage* is an unbroken chain of saves, with a random id. A run starts one with its complete base, and every resume
+starts another that continues it. So saves of an abandoned attempt differ from the run's own, even at equal steps.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from llmtailor.errors import Problem, SourceError
 from llmtailor.model.parts import Part, step_of, with_layers
 
 THINNED = "thin-"
-"""Prefix of the lineages of partial checkpoints that ``thin`` made from full ones. They record how these build on each
-other, not the attempt of the training."""
+"""Prefix of the lineages of partial checkpoints that ``thin`` made from full ones: they don't identify an attempt."""
 
 UNRECORDED = "after-"
 """Prefix of the lineages of trainings that resumed from a save without the saver"""
@@ -28,7 +26,7 @@ FIX = "use another step, or copy the partial checkpoint again"
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a checkpoint or a training continues: a step of a lineage, and the lineages that led there."""
+    """What a checkpoint or a training continues: a step of a lineage, and the lineages before it."""
 
     step: int
     lineage: str
@@ -41,7 +39,7 @@ class Past:
         return other.step <= until
 
     def abandons(self, other: Past) -> bool:
-        """Whether it continues the other's lineage from before the other's step, which abandons the other."""
+        """Whether it abandons the other: it continues the other's lineage from an earlier step."""
         return other.step > self.history.get(other.lineage, other.step)
 
 
@@ -106,11 +104,11 @@ class Ledger:
         trainable: Iterable[Part],
         policy_state: Mapping[str, Any] | None = None,
     ) -> Ledger:
-        """Return the ledger after one more save; that save's manifest gets it.
+        """Return the ledger after one more save, for that save's manifest.
 
-        ``trainable`` are the parts that the run trains now, and ``saved`` is a subset. Parts frozen since are dropped;
-        parts unfrozen since must be among the ``saved``. The first save must hold all parts. Raises ValueError for a
-        save that would leave a part without a holder, or that does not come after the previous one.
+        ``trainable`` are the parts that the run trains now, ``saved`` some of them. Parts that were frozen since are
+        dropped; parts that were unfrozen since must be saved, and the first save must hold all parts. Raises ValueError
+        for a save that would leave a part unsaved, or that does not come after the previous one.
         """
         held_by = {part: (self.saves, step) if part in saved else self.held_by.get(part) for part in trainable}
         if unassigned := [part for part, held in held_by.items() if held is None]:
@@ -123,10 +121,7 @@ class Ledger:
         return replace(self, saves=self.saves + 1, held_by=known, policy_state=policy_state)
 
     def resumed(self, lineage: str, step: int) -> Ledger:
-        """Return the ledger of a run that resumed at ``step``, at or shortly after the newest save.
-
-        ``lineage`` is a new id.
-        """
+        """Return the ledger of a run that resumed at ``step``, with the new id ``lineage``."""
         return replace(self, lineage=lineage, history={**self.history, self.lineage: step})
 
     def without(self, parts: Collection[Part]) -> Ledger:
@@ -134,11 +129,10 @@ class Ledger:
         return replace(self, held_by={part: held for part, held in self.held_by.items() if part not in parts})
 
     def divided(self, parts: Collection[Part], lost: Collection[Part]) -> Ledger:
-        """Return the ledger without ``lost`` parts, for a run that from now on saves these parts.
+        """Return the ledger without ``lost`` parts, for a run that saves ``parts`` from now on.
 
-        An expert that the run now saves separately was last held with its layer. A layer that it now saves as a whole
-        was last held by the save that held all of it, if that is the newest of every expert; otherwise the next save
-        must hold it.
+        An expert that is now saved separately was last held with its layer. A layer that is now saved as a whole was
+        last held by the save with all its experts, if that is the newest of each; otherwise the next save must hold it.
         """
         kept = {part: held for part, held in self.held_by.items() if part not in lost}
         shares: dict[Part, set[tuple[int, int]]] = {}
@@ -290,8 +284,8 @@ def newest_resumable(checkpoints: Iterable[RunCheckpoint]) -> RunCheckpoint | No
 def best_holder(candidates: Iterable[RunCheckpoint], part: Part) -> RunCheckpoint | None:
     """Return the checkpoint with the newest state of a part.
 
-    Of two at the same step it is the full one, to read from fewer folders; of two with the same state, such as a
-    composite and its source, the newer one.
+    Of two at the same step, this is the full one, to read from fewer folders; of two with the same state (a composite
+    and its source), the newer one.
     """
     holders = [checkpoint for checkpoint in candidates if checkpoint.holds(part)]
     return max(holders, key=lambda one: (one.step_of(part), one.parts is None, one.step), default=None)
@@ -360,7 +354,7 @@ def partial_needs(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> set[Ru
 def is_complete(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> bool:
     """Whether a complete state can be composed at a partial checkpoint's step from partial checkpoints alone.
 
-    If one was deleted, the next older holder of its parts counts, although the ledger names the deleted one.
+    If one was deleted, the next older holder of its parts is used, although the ledger names the deleted one.
     """
     return partial_sources(save, saves).keys() >= save.needed_parts
 
@@ -376,5 +370,5 @@ def lost_parts(ledger: Ledger, saves: Iterable[RunCheckpoint]) -> set[Part]:
 
 
 def present_of(ledger: Ledger) -> RunCheckpoint:
-    """Return the run's present as a partial checkpoint that holds nothing itself."""
+    """Return the newest state of a run as a partial checkpoint that holds no part itself."""
     return RunCheckpoint(Path(), ledger.step or 0, frozenset(), ledger=ledger)

@@ -17,12 +17,11 @@ from typing import Any
 from llmtailor.model.roles import ITEMSIZE
 
 NAMES_KEY = "lt_params"
-"""In a param group that `llmtailor.training` made, or that is written here: the names of its params, which torch itself
-does not save."""
+"""The names of its params, in a param group that `llmtailor.training` or a writer made: torch itself saves none"""
 NAME_KEYS = (NAMES_KEY, "param_names")
-"""Keys that list these names; the second is torch's own, for optimizers made of named params. They survive a resume."""
+"""Keys that list these names and survive a resume; the second is torch's own, for optimizers made of named params"""
 SAVED_NAMES = "llmtailor_names"
-"""The same in a partial checkpoint, which has them whatever the run's own groups list"""
+"""The same in a partial checkpoint, which always has them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +75,7 @@ class OptimizerLayout:
 
     @property
     def has_masters(self) -> bool:
-        """Whether there are masters in addition to the weights, which are then rounded copies of them. Without
-        DeepSpeed the optimizer updates the weights themselves."""
+        """Whether the weights are rounded copies of masters. Without DeepSpeed, the optimizer updates the weights."""
         return self.stage > 0
 
     def of_group(self, group: int) -> list[int]:
@@ -139,7 +137,7 @@ def lay_out_optimizer(
 def _cut_sub_groups(
     groups: Sequence[ParamGroup], numels: Mapping[str, int], world_size: int, sub_group_size: int
 ) -> list[SubGroup]:
-    """Return the ZeRO-3 sub-groups of a group: one, unless its slices exceed ``sub_group_size`` elements per rank; then
+    """Return the ZeRO-3 sub-groups: one per group, unless its slices exceed ``sub_group_size`` elements per rank; then
     params are collected until they reach it. A param is never split."""
     cut: list[SubGroup] = []
     for number, group in enumerate(groups):

@@ -58,7 +58,7 @@ def _cut(
 ) -> list[Fragment]:
     """Return the fragments of elements that are cut into ``part`` per shard.
 
-    ``before`` elements of others are cut with them; ``skipped`` ones precede them in every shard.
+    ``before`` elements of other params precede them in the vector that is cut, ``skipped`` ones in every shard.
     """
     found = []
     while begin < end:
@@ -245,7 +245,7 @@ def without(runs: Runs, taken: Runs) -> Runs:
 
 
 def common(runs: Runs, others: Runs) -> Runs:
-    """Return the elements that are in both."""
+    """Return the elements that are in both sets."""
     return without(runs, without(runs, others))
 
 

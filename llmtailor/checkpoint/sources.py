@@ -21,7 +21,7 @@ class Cut:
 Weights = tuple[tuple[int, float], ...]
 """Position in `Plan.sources`, and factor"""
 NEWEST, AVERAGE, RESET = MOMENTS = ("newest", "average", "reset")
-"""What becomes of the moments of averaged masters: those of the newest source, their average, or zeros at step 0"""
+"""The moments of averaged masters: those of the newest source, their average, or zeros at step 0"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Sources:
     """Tensor name -> source of its moments alone, where that differs"""
 
     def moments_of(self, param: str) -> str | None:
-        """Return what becomes of the moments of an averaged param; None for another."""
+        """Return which moments an averaged param gets (one of `MOMENTS`); None for another param."""
         return self.averages[param].moments if param in self.averages else None
 
     def sum_of(self, state: State) -> tuple[State, Weights] | None:
@@ -70,7 +70,7 @@ class Sources:
         return self.of_name[state.param]
 
     def of_any(self, name: str) -> set[int]:
-        """Return every source of a tensor's states, but for moments with a source of their own (``of_moments``)."""
+        """Return every source of a tensor's states, except moments that have their own source (``of_moments``)."""
         found = self._of_cuts.get((name, False), set()) | self._of_cuts.get((name, True), set())
         return (found or {self.of_name[name]}) | {self.of_weight.get(name, self.of_name[name])}
 

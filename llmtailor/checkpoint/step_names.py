@@ -6,17 +6,16 @@ import re
 from pathlib import Path
 
 NAMES = "checkpoint-N, step-N, step_N, step=N, global_stepN or *step=N.ckpt"
-"""Those that `step_of` knows, as messages list them"""
+"""The names that `step_of` knows, for messages"""
 ABANDONED, DAMAGED, REPLACED, SALVAGED = ASIDE = ("abandoned-", "damaged-", "replaced-", "salvaged-")
-"""What is put before the name of a checkpoint that is to be found no more, or not yet"""
+"""Prefixes of the names of checkpoints that must not be found any more, or not yet"""
 UNIVERSAL_SUFFIX = "_universal"
 """What ``ds_to_universal`` appends to a tag"""
 _CHECKPOINT = re.compile(
     r"(?:checkpoint-|step-|step_|global_step)([0-9]{1,18})|step=([0-9]{1,18})"
     rf"|(?!{'|'.join(ASIDE)})(?:.+-)?step=([0-9]{{1,18}})(?:-.+)?\.ckpt"
 )
-"""The names of the Trainer, of torchtitan, of loops, of DeepSpeed's tag folders, and of Lightning, whose names may say
-more"""
+"""Names by the Trainer, torchtitan, loops, DeepSpeed (tag folders) and Lightning, which may add metrics"""
 _OWN_TAG = "global_step"
 
 
@@ -27,5 +26,5 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def step_of_tag(tag: str) -> int | None:
-    """Return the step in a tag of DeepSpeed's own making. Any other tag is what a loop has called it, numbers too."""
+    """Return the step in a tag that DeepSpeed chose; None for a tag that a loop chose, even a number."""
     return step_of(Path(tag.removesuffix(UNIVERSAL_SUFFIX))) if tag.startswith(_OWN_TAG) else None

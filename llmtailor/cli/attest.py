@@ -17,7 +17,8 @@ from llmtailor.cli.command import command, print_json
 from llmtailor.cli.options import JSON, PATH
 from llmtailor.cli.run import PROGRAM, is_first_launcher, prepare
 from llmtailor.documents import document
-from llmtailor.errors import BRANCHES, Problem, SourceError, StorageError, UsageError, VerificationError
+from llmtailor.errors import SourceError, StorageError, UsageError, VerificationError
+from llmtailor.ranks.board import from_json
 
 
 @command(
@@ -36,8 +37,8 @@ def attest(checkpoint: Path, program: tuple[str, ...], full: bool, as_json: bool
     """Run a training PROGRAM until it has resumed from CHECKPOINT, compare what it holds, and end it.
 
     PROGRAM needs no change. It loads CHECKPOINT with its own code, on all of its ranks, through a transformers Trainer,
-    DeepSpeed's engine.load_checkpoint or accelerate's load_state. It ends before its first optimizer step and saves
-    nothing; its own output goes to stderr.
+    DeepSpeed's engine.load_checkpoint, accelerate's load_state or Lightning's fit. It ends before its first optimizer
+    step and saves nothing; its own output goes to stderr.
 
     \b
     Examples:
@@ -58,7 +59,7 @@ def attest(checkpoint: Path, program: tuple[str, ...], full: bool, as_json: bool
         made: dict[str, Any] | None = json.loads(result.read_text()) if result.is_file() else None
     if made is None:
         what = f"PROGRAM ended with exit code {code} before its first optimizer step"
-        fix = "see its output; it must resume with a Trainer, engine.load_checkpoint or accelerate's load_state"
+        fix = "see its output; it must resume with a Trainer, Lightning, engine.load_checkpoint or load_state"
         raise UsageError.at(checkpoint, what, fix)
     _show(made, as_json, quiet=not is_first_launcher(environ))
 
@@ -78,8 +79,7 @@ def _run(words: list[str], environ: Mapping[str, str]) -> int:
 
 def _show(made: Mapping[str, Any], as_json: bool, quiet: bool) -> None:
     if "problems" in made:
-        kind = next(one for one in BRANCHES if one.exit_code == made["exit_code"])
-        raise kind([Problem(where, what, fix) for where, what, fix in made["problems"]])
+        raise from_json(made)
     if not quiet:
         print_json(document("attest/1", made["attested"])) if as_json else click.echo("\n".join(made["lines"]))
     if not made["is_same"]:

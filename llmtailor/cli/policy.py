@@ -120,16 +120,11 @@ def policy(
     schedules = {_TRAINER: trainer_schedule(size, keep)}
     for spec, one in made.items():
         schedules[spec] = simulate(one, size, keep, None if spec == _FULL else max_staleness)
-    found = {
-        name: (schedule, tuple(cost_of(schedule, machine, in_background=way) for way in _ways(name)))
-        for name, schedule in schedules.items()
-    }
+    found = {}
+    for name, schedule in schedules.items():
+        ways = (False,) if name == _TRAINER else (False, True)  # the Trainer has no background saves
+        found[name] = schedule, tuple(cost_of(schedule, machine, in_background=way) for way in ways)
     print_json(to_json(size, machine, keep, found)) if as_json else click.echo(_text(size, machine, found))
-
-
-def _ways(name: str) -> tuple[bool, ...]:
-    """Return whether its saves can be in the background."""
-    return (False,) if name == _TRAINER else (False, True)
 
 
 def _text(model: ModelSize, machine: Hardware, found: dict[str, tuple[Schedule, tuple[Cost, ...]]]) -> str:

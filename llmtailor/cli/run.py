@@ -82,8 +82,8 @@ def run(resume: Path | None, attest: str | None, program: tuple[str, ...], **opt
     environment (LLMTAILOR_POLICY, ...; see docs/saving.md). A saver attached by the program takes precedence. The exit
     code is PROGRAM's.
 
-    With --attest, a resume by a Trainer, DeepSpeed's engine.load_checkpoint or accelerate's load_state is attested and
-    nothing is saved; see docs/attest.md.
+    With --attest, a resume by a Trainer, DeepSpeed's engine.load_checkpoint, accelerate's load_state or Lightning's fit
+    is attested and nothing is saved; see docs/attest.md.
 
     \b
     Examples:

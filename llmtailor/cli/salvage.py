@@ -41,14 +41,7 @@ if TYPE_CHECKING:
 @JSON
 @QUIET
 def salvage(
-    run: Path,
-    out: Path | None,
-    replace: bool,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-    **options: Any,
+    run: Path, out: Path | None, replace: bool, force: bool, dry_run: bool, as_json: bool, quiet: bool, **options: Any
 ) -> None:
     """Compose a checkpoint from the intact data of RUN_DIR when its newest checkpoint is damaged or incomplete.
 

@@ -181,7 +181,6 @@ def _has_masters(part: PartFacts) -> bool:
 
 
 def _held(group: Sequence[PartFacts]) -> str:
-    """Return how much a checkpoint holds of parts that are alike."""
     if not (group[0]["held"] or _has_masters(group[0])):
         return "not held"
     return size(sum(part["num_bytes"] for part in group)) + ("" if group[0]["held"] else " without moments")

@@ -51,13 +51,7 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
 @FOR
 @JSON
 @click.pass_context
-def verify(
-    ctx: click.Context,
-    checkpoint: Path,
-    deep: bool,
-    client: str | None,
-    as_json: bool,
-) -> None:
+def verify(ctx: click.Context, checkpoint: Path, deep: bool, client: str | None, as_json: bool) -> None:
     """Check whether an unmodified Trainer, accelerate or DeepSpeed will resume from CHECKPOINT correctly.
 
     An error means that a resume fails or silently continues from a wrong state; a warning means that it loses

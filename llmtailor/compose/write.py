@@ -74,7 +74,16 @@ from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
 
+logger = logging.getLogger(__name__)
 SCHEMA_MANIFEST = "llmtailor.manifest/1"
+_COMMAND = "start all ranks with the same command in the same environment"
+_WAIT = "wait until the sources are complete on all nodes, then rerun the command"
+_MUST_BE_SAME = {
+    "version of llmtailor": (_COMMAND, UsageError),
+    "recipe or options": (_COMMAND, UsageError),
+    "sizes or times of the sources' files": (_WAIT, SourceError),
+    "content of the sources": (_COMMAND, SourceError),
+}
 
 
 def make_manifest(
@@ -176,17 +185,6 @@ def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> d
     return stated
 
 
-logger = logging.getLogger(__name__)
-_COMMAND = "start all ranks with the same command in the same environment"
-_WAIT = "wait until the sources are complete on all nodes, then rerun the command"
-_MUST_BE_SAME = {
-    "version of llmtailor": (_COMMAND, UsageError),
-    "recipe or options": (_COMMAND, UsageError),
-    "sizes or times of the sources' files": (_WAIT, SourceError),
-    "content of the sources": (_COMMAND, SourceError),
-}
-
-
 @contextmanager
 def meeting(info: RankInfo, out: Path) -> Iterator[RankGroup]:
     """Yield the ranks that make an output together, which meet in its staging folder.
@@ -260,22 +258,6 @@ def write_together(
     results = _collect(group, composition.plan, own)
     group.wait_for_files(staging, {one.path: one.num_bytes for one in results})
     return results
-
-
-def read_together(
-    group: RankGroup,
-    composition: Composition,
-    results: Sequence[FileResult],
-    on_progress: Callable[[int], None],
-    stop: Stop,
-) -> dict[SourcePath, str]:
-    """On rank 0, return the digests of all source files that were read, each read again by one of the ranks.
-
-    Raises what `read_again` raises, on whatever rank.
-    """
-    group.from_first([_to_json(one) for one in results])
-    found = group.collect(_read(group, composition, results, on_progress, stop))
-    return dict(sorted(((number, path), digest) for share in found for number, path, digest in share))
 
 
 def write_share(composition: Composition, identity: Identity, group: RankGroup, stop: Stop) -> CopyStats:
@@ -511,7 +493,9 @@ def _check_sources(
     wanted = composition.plan.summary.read
     if composition.options.checksum:
         if group is not None:
-            return read_together(group, composition, results, on_progress, stop)
+            group.from_first([_to_json(one) for one in results])
+            shares = group.collect(_read(group, composition, results, on_progress, stop))
+            return dict(sorted(((number, path), digest) for share in shares for number, path, digest in share))
         return read_again(composition.plan, results, wanted, on_progress, stop, stated_checksums(composition, wanted))
     read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)
     return {}

@@ -29,7 +29,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Record, list_blob_records
-from llmtailor.containers.unpickle import MAX_OPCODES, TORCH_DTYPES, Call, Global, as_shape, read_pickle
+from llmtailor.containers.unpickle import MAX_OPCODES, TORCH_DTYPES, TORCH_NAMES, Call, Global, as_shape, read_pickle
 from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
 from llmtailor.storage.local import read_source
 
@@ -37,13 +37,12 @@ METADATA = ".metadata"
 DATA_FILE = re.compile(r"__([0-9]{1,7})_([0-9]{1,7})\.distcp")
 """The groups are the rank and a counter"""
 MAX_METADATA_BYTES = 256 << 20
-"""A chunk takes about 250 bytes, so this is enough for a million chunks: 700 params on 500 ranks."""
+"""Enough for a million chunks (700 params on 500 ranks) of about 250 bytes each"""
 _BYTES_PER_OPCODE = 2
 """torch writes 2.4 to 5. A file with fewer is not torch's, and may need far more memory than its size suggests."""
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-_NAMES_OF_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 ALLOWED = {
     _MODULE: {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
@@ -118,7 +117,7 @@ def read_metadata(root: Path, path: str, where: str) -> dict[str, Entry]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Make objects by the million without looking for garbage among them, which takes a third of the time."""
+    """Turn the garbage collector off while millions of objects are made: it takes a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -158,7 +157,7 @@ def _is(node: Any, name: str) -> bool:
 def _ints(node: Any) -> tuple[int, ...]:
     shape = as_shape(node) if isinstance(node, Call) else None
     if shape is None or not all(map(is_count, shape)):
-        raise ValueError("a size is not one")
+        raise ValueError("a size is not a shape")
     return shape
 
 
@@ -224,7 +223,7 @@ def _read_entries(
 
 def _path(key: str, node: Any) -> KeyPath:
     if not isinstance(node, tuple) or not all(type(word) in (str, int) for word in node):
-        raise TypeError(f"the path of {key} is not one")
+        raise TypeError(f"the path of {key} is not a tuple of keys")
     if ".".join(map(str, node)) != key:
         raise ValueError(f"the path of {key} is another one's")
     return node
@@ -280,7 +279,7 @@ def _entry_node(entry: Entry) -> Call:
         return Call(Global(_MODULE, "BytesStorageMetadata"), (), new=True)
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Call(Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
-    dtype = Global("torch", _NAMES_OF_DTYPES[entry.dtype])
+    dtype = Global("torch", TORCH_NAMES[entry.dtype])
     chunks = [
         _object("ChunkStorageMetadata", {"offsets": _size(chunk.offsets), "sizes": _size(chunk.sizes)})
         for chunk in entry.chunks

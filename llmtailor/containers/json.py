@@ -1,8 +1,7 @@
-"""Untrusted JSON and names: bounded in size, and every malformed value is a SourceError.
+"""Checked access to untrusted content: JSON, names, and the object trees of stock files.
 
-Typed access to decoded object trees: every wrong or missing value is a SourceError with its location.
-
-A reader of stock files as object trees, from the files themselves or from a partial checkpoint.
+Everything is bounded in size, and each missing or malformed value is a SourceError with its location. `Trees` reads the
+object trees, from the files themselves or from a partial checkpoint.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, MO
 from llmtailor.storage.local import open_source, read_source
 
 MAX_BYTES = 64 << 20
-"""Enough for the log of 400,000 steps in trainer_state.json. The Python objects take up to 20 times as much memory."""
+"""Enough for a trainer_state.json that logs 400,000 steps. Its Python objects take up to 20 times as much memory."""
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raises SourceError for anything else.
 
-    The last one of duplicate keys counts, NaN is a number, and the text is UTF-8 without a byte order mark, as for
-    stock software that resumes from the file.
+    As for stock software that resumes from the file, the last of duplicate keys counts, NaN is a number, and the text
+    is UTF-8 without a byte order mark.
     """
     data = read_source(path, where, MAX_BYTES)
     try:
@@ -45,7 +44,7 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
 
 
 def read_strict_json(data: bytes) -> Any:
-    """Return decoded JSON without the two things that decoders disagree about: duplicate keys and NaN.
+    """Return decoded JSON; refuse duplicate keys and NaN, about which decoders disagree.
 
     Raises ValueError or RecursionError.
     """
@@ -69,11 +68,8 @@ MAX_COUNT = 1 << 53
 
 
 def check_name(name: Any, what: str, where: str) -> str:
-    """Return a valid name. Raises SourceError for anything else.
-
-    A valid name can safely be written to JSON, to a digest and to a terminal: it has no control characters and no
-    unpaired surrogates.
-    """
+    """Return a valid name: one without control characters and unpaired surrogates, so that JSON, digests and terminals
+    can hold it. Raises SourceError for anything else."""
     if not isinstance(name, str):
         raise damaged(where, f"{what} has a {type(name).__name__} as its name")
     if not is_name(name):
@@ -98,7 +94,7 @@ def is_count(value: Any) -> bool:
 
 
 _STEP_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
-"""torch writes the first; a resume also accepts the others."""
+"""Dtypes of a step -> `struct` format. torch writes the first; a resume also accepts the others."""
 _OF_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _OUR_KINDS = (WEIGHT, MASTER, FROZEN, MODULE, BUFFER)
 
@@ -219,14 +215,12 @@ def read_elementwise(state: dict[Any, Any], numel: int | None, flat_id: int, whe
 
 
 _OPTION_BYTES = 1024
-"""Larger tensors are no hyperparameters; they stay where they are."""
+"""Larger tensors are not hyperparameters, and are not read"""
 
 
 def read_option(root: Path, value: Any, where: str) -> Any:
-    """Return an option of a param group; of small tensors in it, such as ``lr`` and ``betas``, with their bytes.
-
-    Options can then be compared, and written in every layout. Raises SourceError for a file that can't be read.
-    """
+    """Return an option of a param group. Small tensors in it, such as ``lr`` and ``betas``, get their bytes, so that
+    options can be compared, and written in every layout. Raises SourceError for a file that can't be read."""
     if type(value) in (list, tuple):
         return type(value)(read_option(root, one, where) for one in value)
     view = as_tensor(value)
@@ -269,7 +263,7 @@ class Trees(Protocol):
 
     @property
     def inside(self) -> Collection[str]:
-        """Stock files, by relative path, that are not files of the folder"""
+        """Stock files, by relative path, whose trees are inside other files"""
         ...
 
     def read(self, path: str, where: str) -> TorchFile:
@@ -280,7 +274,7 @@ class Trees(Protocol):
         ...
 
     def open(self, path: str, where: str) -> Undecoded:
-        """Read a stock file as far as needed to tell whether it is like another one. Raises what `read` raises."""
+        """Read enough of a stock file to compare it with others, without decoding it. Raises what `read` raises."""
         ...
 
 

@@ -38,7 +38,8 @@ class _Writer:
     def save(self, node: Any) -> None:
         key = node if isinstance(node, (str, Global)) else id(node)
         if node is None or isinstance(node, (bool, int, float)):
-            self.out += _scalar(node)
+            plain = node if node is None or isinstance(node, bool) else (int if isinstance(node, int) else float)(node)
+            self.out += pickle.dumps(plain, 2)[len(_PROTO) : -len(_STOP)]
         elif key in self.memo:
             index = self.memo[key]
             self.out += b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)
@@ -128,9 +129,3 @@ class _Writer:
         pid = ("storage", Global("torch", STORAGE_CLASSES[node.dtype]), key, node.location, node.numel)
         self.save_tuple(self.keep(pid), id(pid))
         self.out += b"Q"
-
-
-def _scalar(node: float | bool | None) -> bytes:
-    """Return the opcode of a number or constant, without the frame that `pickle.dumps` puts around it."""
-    plain = node if node is None or isinstance(node, bool) else (int if isinstance(node, int) else float)(node)
-    return pickle.dumps(plain, 2)[len(_PROTO) : -len(_STOP)]

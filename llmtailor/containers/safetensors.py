@@ -19,6 +19,7 @@ from llmtailor.checkpoint.layout import BLOCK_BYTES, Bytes, FileLayout, Fill, Pi
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
+from llmtailor.containers.unpickle import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, Problems, SourceError, attempt, damaged
 from llmtailor.model.roles import ITEMSIZE, WEIGHT, State
 from llmtailor.storage.local import open_source
@@ -27,8 +28,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 32 << 20
 """The library's own limit is 100 MB. A tensor takes about 100 bytes, and Python's objects up to 20 times the header."""
-MAX_DIMENSIONS = 64
-"""torch's limit"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +88,13 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
     """Return a file's header, checked against the size of the file. Raises SourceError if they don't match."""
     with open_source(root / path, where) as file:
         size = file.num_bytes
-        length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else -1
+        if size < 8:
+            what = f"the file is truncated: {size} bytes, fewer than the 8 that every safetensors file begins with"
+            raise damaged(where, what, Code.FILE_DAMAGED)
+        [length] = struct.unpack("<Q", file.read(0, 8))
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise damaged(where, f"the safetensors header is damaged (it has {length} bytes, the file {size})")
+            what = f"the safetensors header is damaged (it has {length} bytes, the file {size})"
+            raise damaged(where, what, Code.FILE_DAMAGED)
         text = file.read(8, 8 + length)
     try:
         header = read_strict_json(text)

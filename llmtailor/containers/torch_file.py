@@ -51,7 +51,7 @@ from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
 
 MAX_RECORDS = 1 << 20
-"""A checkpoint's largest files have about 100,000 tensors."""
+"""The largest files of checkpoints have about 100,000 tensors."""
 MAX_NAME_BYTES = 1024
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
@@ -305,14 +305,14 @@ class TorchFile:
 
 @dataclass(frozen=True, slots=True)
 class Undecoded:
-    """A file that is not decoded yet, and is open no longer."""
+    """A closed file that is not decoded yet."""
 
     decode: Callable[[], TorchFile]
     """Raises what `read_torch_file` raises"""
     archive: str | None = None
     """See `TorchFile.archive`"""
     key: bytes | None = None
-    """Equal for files that differ in their names only, or in tensors of more than 8 bytes; None if that is unknown"""
+    """Equal for files that differ only in their names and in tensors of more than 8 bytes; None if unknown"""
 
 
 def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) -> TorchFile:
@@ -414,7 +414,7 @@ def _parse(file: SourceFile, where: str) -> _Parsed:
 def read_attributes(root: Path, path: str, where: str) -> dict[Any, Any]:
     """Return the attributes of the object that ``root/path`` pickles, as data; the object is never created.
 
-    Raises SourceError for a file that is damaged, of another format, or holds something else.
+    Raises SourceError for a damaged file, or one of another format or content.
     """
     tree = read_torch_file(root, path, where, any_names=True).tree
     if not isinstance(tree, Call) or not isinstance(tree.state, dict):
@@ -446,7 +446,7 @@ Content = tuple[bytes, Sequence[tuple[Piece, ...]]]
 
 
 class TorchLayout(FileLayout):
-    """A file that can be laid out again around other content of its storages, which is made when it is asked for."""
+    """A file that can be laid out again around other content of its storages; ``make`` is called when it is needed."""
 
     def __init__(self, path: str, make: Callable[[], Content]):
         self._archive = Path(path).stem
@@ -496,9 +496,8 @@ def _zip(
 ) -> tuple[Piece, ...]:
     """Return the pieces of a file. Unless ``as_torch``, storages are placed where they can share blocks.
 
-    From the version and the alignment that a file states, torch computes where storages are (with ``map_location``
-    "meta", for instance). A file that places them otherwise states neither, like those of older versions of torch, so
-    that torch reads the places from the file.
+    If a file states its version and alignment, torch may compute where storages are (with ``map_location`` "meta", for
+    instance). A file with other places states neither, like those of older torch, so torch reads the places from it.
     """
     name = archive.encode() + b"/"
     if all(type(piece) is Bytes for content in storages for piece in content):
@@ -510,16 +509,16 @@ def _zip(
 
 @lru_cache(16)
 def _between_names(length: int, pickled: bytes, storages: tuple[tuple[Piece, ...], ...]) -> list[bytes] | None:
-    """Return what is between the names of a file whose storages are known now, given the length of the name.
+    """Return the bytes between the occurrences of the archive's name, of ``length`` bytes, in a file of literals.
 
-    The ranks of ZeRO-3 have thousands of files with the same pickle and no tensors. None if they can't be determined.
+    ZeRO-3 ranks have thousands of files with the same pickle and no tensors. None if the pickle also has such bytes.
     """
     name = b"\xff" * (length - 1) + b"/"
     [whole] = _zip_as(name, pickled, storages, as_torch=True)
     assert isinstance(whole, Bytes), "a file of literals is one"
     parts = whole.data.split(name)
     records = len(storages) + _OTHER_RECORDS
-    return parts if len(parts) == 2 * records + 1 else None  # else the pickle also has such bytes
+    return parts if len(parts) == 2 * records + 1 else None
 
 
 def _zip_as(name: bytes, pickled: bytes, storages: Sequence[tuple[Piece, ...]], as_torch: bool) -> tuple[Piece, ...]:
@@ -539,7 +538,7 @@ def _zip_as(name: bytes, pickled: bytes, storages: Sequence[tuple[Piece, ...]], 
 class _ZipBuilder:
     def __init__(self, name: bytes):
         self.name = name
-        """Of the archive, with a slash"""
+        """The archive's name, with a slash"""
         self.pieces: list[Piece] = []
         self.literal: list[bytes] = []
         self.at = 0
@@ -649,7 +648,7 @@ def _records_in(file: SourceFile, where: str) -> tuple[Record, ...]:
 
 T = TypeVar("T")
 _HEADERS_ONLY = 512
-"""A file with at most so many bytes per record consists of headers."""
+"""A file with at most this number of bytes per record consists of headers."""
 _AHEAD = 2048
 """Enough for what precedes the elements in a blob"""
 _HASH = "/.data/serialization_id"
@@ -669,7 +668,7 @@ def _blanked(data: bytes, spans: Iterable[tuple[int, int]]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Form(Generic[T]):
-    """What is equal in blobs that are alike."""
+    """What similar blobs have in common."""
 
     head: bytes
     """What precedes the elements"""
@@ -688,9 +687,9 @@ class _Form(Generic[T]):
 
 
 class AlikeBlobs(Generic[T]):
-    """What was found in blobs of one tensor each, by all of their bytes but the elements and their checksums.
+    """What was found in blobs of one tensor each, by all of their bytes except the elements and their checksums.
 
-    The ranks of FSDP write hundreds of thousands of blobs, of a few hundred forms.
+    FSDP ranks write hundreds of thousands of blobs, in a few hundred forms.
     """
 
     def __init__(self) -> None:
@@ -701,7 +700,7 @@ class AlikeBlobs(Generic[T]):
         """The last bytes read of it, and where they begin"""
 
     def find(self, blob: Window, file: SourceFile) -> T | None:
-        """Return what was added for a blob that is alike; this one is a window of ``file``."""
+        """Return what was added for a similar blob; this one is a window of ``file``."""
         stop = blob.start + blob.num_bytes
         for form in self._forms.get(blob.num_bytes, ()):
             has_head = self._bytes(file, blob.start, blob.start + len(form.head)) == form.head
@@ -710,7 +709,7 @@ class AlikeBlobs(Generic[T]):
         return None
 
     def add(self, blob: Window, found: T) -> None:
-        """Add what was found in a blob; one with several tensors is not like any other."""
+        """Add what was found in a blob, unless it has several tensors."""
         records = read_records(Buffered(blob))
         storages = [one for name, one in records.items() if name.partition("/")[2].startswith("data/")]
         if len(storages) != 1:

@@ -27,45 +27,31 @@ from llmtailor.codes import Code
 from llmtailor.errors import ObjectKeys, Problem, UnsafePickle, damaged
 from llmtailor.model.roles import State
 
-STORAGE_DTYPES = {
-    "DoubleStorage": "F64",
-    "FloatStorage": "F32",
-    "HalfStorage": "F16",
-    "BFloat16Storage": "BF16",
-    "LongStorage": "I64",
-    "IntStorage": "I32",
-    "ShortStorage": "I16",
-    "CharStorage": "I8",
-    "ByteStorage": "U8",
-    "BoolStorage": "BOOL",
-    "Float8_e4m3fnStorage": "F8_E4M3",
-    "Float8_e5m2Storage": "F8_E5M2",
-    "ComplexFloatStorage": "C64",
-}
-"""torch's storage classes, as pickles name them, and the safetensors dtype of their elements."""
-
-TORCH_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-}
-"""torch's dtypes -> safetensors'"""
+_DTYPES = (
+    ("F64", "float64", "DoubleStorage"),
+    ("F32", "float32", "FloatStorage"),
+    ("F16", "float16", "HalfStorage"),
+    ("BF16", "bfloat16", "BFloat16Storage"),
+    ("I64", "int64", "LongStorage"),
+    ("I32", "int32", "IntStorage"),
+    ("I16", "int16", "ShortStorage"),
+    ("I8", "int8", "CharStorage"),
+    ("U8", "uint8", "ByteStorage"),
+    ("BOOL", "bool", "BoolStorage"),
+    ("F8_E4M3", "float8_e4m3fn", "Float8_e4m3fnStorage"),
+    ("F8_E5M2", "float8_e5m2", "Float8_e5m2Storage"),
+    ("C64", "complex64", "ComplexFloatStorage"),
+)
+"""A dtype in safetensors, in torch, and the class of its storages in pickles"""
+TORCH_DTYPES = {name: dtype for dtype, name, _ in _DTYPES}
+TORCH_NAMES = {dtype: name for dtype, name, _ in _DTYPES}
+STORAGE_DTYPES = {storage: dtype for dtype, _, storage in _DTYPES}
+STORAGE_CLASSES = {dtype: storage for dtype, _, storage in _DTYPES}
 
 MAX_DIMENSIONS = 64
+"""torch's limit"""
 MAX_NUMEL = 1 << 62
 """About torch's own limit: it counts bytes in 63 bits."""
-
-STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +141,8 @@ _REBUILD_PARAMETERS = (
 def as_tensor(node: object) -> TensorView | None:
     """Return the tensor that a node represents, or None if it is not a tensor.
 
-    Tensors with attributes (DeepSpeed hangs a ``ds_id`` on its flat tensors) and Parameters wrap the plain
-    form, ``_rebuild_tensor_v2(storage, offset, shape, stride, requires_grad, hooks)``.
+    Parameters, and tensors with attributes (DeepSpeed's flat tensors have a ``ds_id``), wrap the plain form
+    ``_rebuild_tensor_v2(storage, offset, shape, stride, requires_grad, hooks)``.
     """
     while isinstance(node, Call) and isinstance(node.args, tuple):
         if node.func == _REBUILD_TYPED and len(node.args) == 4:
@@ -177,7 +163,7 @@ def as_tensor(node: object) -> TensorView | None:
 
 
 def as_ints(node: object) -> tuple[int, ...] | None:
-    """Return a tuple of non-negative ints or a ``torch.Size`` as a tuple, or None for anything else."""
+    """Return a list or tuple of non-negative ints, or a ``torch.Size``, as a tuple; None for anything else."""
     if isinstance(node, Call) and node.func == Global("torch", "Size") and isinstance(node.args, tuple):
         node = node.args[0] if len(node.args) == 1 else None
     if isinstance(node, (tuple, list)) and all(type(item) is int and item >= 0 for item in node):
@@ -342,11 +328,7 @@ class Machine:
     """A decoder of one pickle; afterwards ``globals`` holds every global that the pickle names, in order."""
 
     def __init__(
-        self,
-        data: bytes,
-        find_storage: FindStorage | None,
-        object_keys: bool = False,
-        max_opcodes: int = MAX_OPCODES,
+        self, data: bytes, find_storage: FindStorage | None, object_keys: bool = False, max_opcodes: int = MAX_OPCODES
     ):
         """``object_keys`` permits objects as keys; these nodes compare by identity, so equal ones stay apart."""
         self.object_keys = object_keys
@@ -626,7 +608,7 @@ _ONLY_NAMED = {
     "torch.nn.parameter": {"Parameter"},
     "numpy": {"ndarray"},
 }
-"""Globals that no checkpoint's pickle calls: ``torch.FloatStorage(10**12)`` would be a bomb."""
+"""Globals that no checkpoint's pickle calls: ``torch.FloatStorage(10**12)`` would exhaust memory."""
 
 MAX_DEPTH = 100
 """Deeper nesting is refused. Real checkpoints nest about ten levels."""

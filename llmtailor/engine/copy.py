@@ -5,7 +5,6 @@ moved as one range, and a long range does not pass through the buffer (`engine.m
 durable, its worker continues with the next. The CRC-32 of every byte is computed on the way: for the zip records, the
 files and the states. What an earlier run wrote is read back by the same pieces, so only its size and CRC need be
 recorded.
-
 """
 
 from __future__ import annotations
@@ -33,6 +32,16 @@ from llmtailor.storage.checksums import combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.storage.remote import STORE_WORKERS, RemotePath
 from llmtailor.timing import Stopwatch
+
+logger = logging.getLogger(__name__)
+MARK_BYTES = 256 << 20
+"""A long file is made durable, and marked in the journal, each time it grows by this much. This runs in parallel with
+the writing and costs no time: the disk has less to do at the end."""
+MIN_DIRECT_BYTES = 4 << 20
+"""Smaller files gain nothing by bypassing the page cache"""
+CHUNK_ELEMENTS = BUFFER_BYTES // 16
+"""So that the fp64 sum and a term fit into a core's cache"""
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 class WriteProgress:
@@ -73,10 +82,6 @@ class _Ranges:
         return self.done[(piece.start, piece.stop)]
 
 
-CHUNK_ELEMENTS = BUFFER_BYTES // 16
-"""So that the fp64 sum and a term fit into a core's cache"""
-
-
 def blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
     """Yield the bytes of a piece in order. Raises SourceError or StorageError as `SourceFiles.read_into` does."""
     from llmtailor.storage.casts import add  # numpy takes a while
@@ -96,10 +101,10 @@ def blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
 def sum_again(
     plan: Plan, sums: Sequence[Sequence[tuple[Blend, int]]], files: Collection[tuple[int, str]], stop: Stop
 ) -> None:
-    """Compute sums again, given with the CRC-32 of what was written, as lists that may be computed in parallel.
+    """Compute weighted sums again, and compare them with the CRC-32 of what was written.
 
-    ``files``, positions in `Plan.sources` with paths, are those that may have changed. Raises SourceError if one has,
-    or StorageError.
+    The lists in ``sums`` are computed in parallel. ``files``, positions in `Plan.sources` with paths, may have changed.
+    Raises SourceError if one has, or StorageError.
     """
     run_all([partial(_sum_again, plan, pieces, files, stop) for pieces in sums], num_workers(), stop)
 
@@ -115,15 +120,6 @@ def _sum_again(plan: Plan, pieces: Sequence[tuple[Blend, int]], files: Collectio
             raise SourceError(problem for where in sorted(suspects) for problem in changed(where).problems)
 
 
-logger = logging.getLogger(__name__)
-MARK_BYTES = 256 << 20
-"""A long file is made durable, and marked in the journal, each time it grows by this much. This runs in parallel with
-the writing and costs no time: the disk has less to do at the end."""
-
-MIN_DIRECT_BYTES = 4 << 20
-"""Smaller files gain nothing by bypassing the page cache"""
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """The checksum of consecutive elements of a state, from ``begin`` on, as written."""
@@ -136,7 +132,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class CopyStats:
-    """How the bytes of an output got there."""
+    """How the bytes of an output were produced."""
 
     cloned_bytes: int = 0
     """In blocks shared with the sources"""
@@ -178,11 +174,11 @@ class Context:
     """The settings and callbacks for carrying out a plan."""
 
     facts: Sequence[Mapping[str, FileFact]] = ()
-    """The files of each source as indexed; a file that has changed is refused when it is opened."""
+    """The files of each source as indexed; a file that has changed since is refused when it is opened"""
     kept: Mapping[str, tuple[Mark, ...]] = field(default_factory=dict)
-    """The marks of files that an earlier run began. They are read back, and writing continues at the last true mark."""
+    """The marks of files that an earlier run began; they are read back up to the last mark that is still right"""
     on_progress: Callable[[int], None] = lambda num_bytes: None
-    """Called from several threads with the number of bytes written or read back; a negative number takes some back"""
+    """Called from several threads with the bytes written or read back; a negative number undoes earlier calls"""
     record: Callable[[str, Mark], None] = lambda path, mark: None
     """Called from several threads with how far a file is durable"""
     digest: bool = False
@@ -196,10 +192,10 @@ class Context:
     clone: Clone = "never"
     """Whether the files share blocks with the sources"""
     direct: bool = True
-    """Whether large files bypass the page cache where they can, which takes half of the CPU time; not for what is read
+    """Whether large files bypass the page cache where they can, which halves the CPU time; not for files that are read
     again at once"""
     upload: Upload | None = None
-    """Takes each file away when it is complete"""
+    """Uploads and removes each file when it is complete"""
 
 
 def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[FileResult]:
@@ -230,15 +226,13 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What the files of a plan have in common."""
-
     plan: Plan
     staging: Path
     context: Context
     direct: int
     """The size of the buffer of a file that bypasses the page cache; 0 if none does"""
     turns: BoundedSemaphore
-    """Held by who reads and writes"""
+    """Held by each thread that reads or writes"""
     copier: RangeCopier
 
 
@@ -340,45 +334,37 @@ def _write(
     elif isinstance(piece, Crc):
         yield output.put(filled.ranges.crc_of(piece, filled.at).to_bytes(4, "little"))
     elif isinstance(piece, Zeros):
-        crc = 0
-        for at in range(0, piece.num_bytes, len(_ZEROS)):
-            crc = output.put(_ZEROS[: piece.num_bytes - at], crc)
-        yield crc
+        yield output.put_all(_ZEROS[: piece.num_bytes - at] for at in range(0, piece.num_bytes, len(_ZEROS)))
     elif isinstance(piece, Cast):
-        yield _write_cast(piece, output, sources, stop)
+        yield output.put_all(_casted(piece, sources, stop))
     elif isinstance(piece, Blend):
-        crc = 0
-        for some in blended(piece, sources, stop):
-            crc = output.put(some, crc)
-        yield crc
+        yield output.put_all(blended(piece, sources, stop))
     else:
         assert not isinstance(piece, Slot), "a plan has no slots"
-        store, copies = sources.store_of(piece), [one for one in run if isinstance(one, Copy)]
+        store = sources.stores.get(str(sources.plan.sources[piece.source]))
+        copies = [one for one in run if isinstance(one, Copy)]
         if store is not None:
             for one in copies:
-                yield _write_from(store, one, output, stop)
+                yield output.put_all(_from_store(store, one, stop))
         else:
             yield from _checksums(copies, copier.move(piece, copies[-1].extent.stop, sources, output), stop)
 
 
-def _write_cast(piece: Cast, output: Output, sources: SourceFiles, stop: Stop) -> int:
+def _casted(piece: Cast, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
     from llmtailor.storage.casts import cast  # numpy takes a while
 
-    crc = 0
     for data in sources.chunks(piece, streams.BUFFER_BYTES // 16 * ITEMSIZE[piece.source_dtype]):
         stop.check()
-        crc = output.put(cast(data, piece.source_dtype, piece.dtype, piece.scale), crc)
-    return crc
+        yield cast(data, piece.source_dtype, piece.dtype, piece.scale)
 
 
-def _write_from(store: Store, piece: Copy, output: Output, stop: Stop) -> int:
-    crc, left = 0, piece.num_bytes
+def _from_store(store: Store, piece: Copy, stop: Stop) -> Iterator[memoryview]:
+    left = piece.num_bytes
     while left:
         stop.check()
         some = store.read(piece.extent.path, piece.extent.stop - left, piece.extent.stop)
-        crc = output.put(some, crc)
+        yield some
         left -= len(some)
-    return crc
 
 
 def _checksums(pieces: Iterable[Piece], data: Iterator[memoryview], stop: Stop) -> Iterator[int]:
@@ -394,6 +380,3 @@ def _checksums(pieces: Iterable[Piece], data: Iterator[memoryview], stop: Stop) 
             crc = crc32(part, crc)
             left -= len(part)
         yield crc
-
-
-_ZEROS = memoryview(bytes(1 << 20))

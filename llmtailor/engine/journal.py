@@ -4,8 +4,8 @@ The journal is a file of JSON lines in the staging folder. The first line identi
 records up to which byte a file is durable, with the CRC-32 so far. A merge that resumes reads those bytes again and
 compares, so a torn, lost or wrong line costs only time.
 
-If several ranks share a merge, each of them but rank 0 has a journal of its own, with its marks. The next merge enters
-them into the first one.
+If several ranks share a merge, each rank except rank 0 has its own journal of marks. The next merge enters them into
+rank 0's.
 """
 
 from __future__ import annotations
@@ -45,13 +45,7 @@ class Identity:
 
 
 def identify(
-    plan: Plan,
-    facts: Sequence[Mapping[str, FileFact]],
-    *,
-    tool_version: str,
-    recipe: str,
-    request: object,
-    begun: str,
+    plan: Plan, facts: Sequence[Mapping[str, FileFact]], *, tool_version: str, recipe: str, request: object, begun: str
 ) -> Identity:
     """Return a merge's identity. ``facts`` are those of each source's files; ``request`` needs a stable repr."""
     sources = {f"{plan.sources[source]}/{path}": facts[source][path] for source, path in plan.summary.read}
@@ -74,7 +68,7 @@ def why_not(old: Identity, new: Identity) -> str:
 
 
 def is_another(old: Identity, new: Identity) -> bool:
-    """Return whether ``old`` is a different merge, whose output may still be wanted, not an older state of this one."""
+    """Return whether ``old`` is another merge, whose output may still be wanted, and not an older state of this one."""
     return old.request != new.request and old.plan != new.plan
 
 

@@ -1,11 +1,11 @@
-"""Gets ranges of source files into an output, by sharing blocks or copying, and an output into an object store.
+"""Moves ranges of source files into an output, by sharing blocks or copying, and an output into an object store.
 
 A file system with reflinks (XFS, Btrfs, some network ones) lets a file share blocks with another one, *clones* them: no
 byte is written, and both files can be changed or deleted independently. Cloned bytes are still read, for the checksums.
 
-A store has no rename that publishes a folder. So a marker is there first and removed last, after everything was read
-back and verified: a folder with the marker is no checkpoint for any command. Each file is uploaded as soon as it is
-made, and its local copy removed, so that local space is needed for few files at a time.
+A store can't publish a folder by a rename. So a marker is written first and removed last, after everything was read
+back and verified: no command takes a folder with the marker for a checkpoint. Each file is uploaded as soon as it is
+made, and its local copy removed, so that few files take local space at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RangeCopier:
         Yield them in parts that are in the output or its buffer; each is valid until the next one.
         """
         start = piece.extent.start
-        if sources.is_remote(piece):
+        if sources.open(piece).stored is not None:
             yield from self._fetch(piece, stop, sources, output)
             return
         if self.clone != "never":
@@ -117,12 +117,12 @@ _POLL_S = 0.5
 
 
 def is_unfinished(out: Path) -> bool:
-    """Return whether a folder in a store is what an upload left that was cut off."""
+    """Return whether a folder in a store was left by an interrupted upload."""
     return isinstance(out, RemotePath) and (out / UPLOADING).is_file()
 
 
 def clear(out: Path) -> None:
-    """Remove what such an upload left. Raises TargetError if anything else is there, StorageError, SourceError."""
+    """Remove what an interrupted upload left. Raises TargetError for anything else there, StorageError, SourceError."""
     assert isinstance(out, RemotePath)
     try:
         marker = json.loads(read_source(out / UPLOADING, f"{out / UPLOADING}", _MAX_MARKER_BYTES))

@@ -43,9 +43,9 @@ class Abandoned(Exception):
 def stoppable() -> Iterator[Stop]:
     """Turn Ctrl-C and SIGTERM into a stop request within the block.
 
-    A KeyboardInterrupt may come between any two instructions, even right after the rename that publishes. The process's
-    handlers stay in use, but a KeyboardInterrupt that one raises becomes a request. Handlers that do something else
-    are left alone. Outside the main thread, the only one that gets signals, nothing changes.
+    A KeyboardInterrupt could come between any two instructions, even right after the rename that publishes. The
+    process's own handlers still run, but a KeyboardInterrupt that they raise becomes a request. Outside the main
+    thread, which alone gets signals, nothing changes.
     """
     stop = Stop()
     previous: dict[int, Callable[..., Any]] = {}

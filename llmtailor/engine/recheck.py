@@ -1,4 +1,4 @@
-"""Reads source files a second time, front to back: for their digests, and to check that they match the copy."""
+"""Reads source files again, front to back: for their digests, and to compare them with the copies."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def read_again(
 ) -> dict[SourcePath, str]:
     """Read whole source files again; return their digests.
 
-    Every range that was copied or converted is compared by CRC-32 with what was written, including what this run kept
-    of an earlier one, and with the checksums that the sources ``stated``. Weighted sums are computed again, from
-    another read. If several ranks share the files, ``of_all`` are those of all ranks, and each sum is computed by one.
-    Raises SourceError for a changed or damaged file, or StorageError.
+    Every range that was copied or converted is compared by CRC-32 with the written bytes, including those of an earlier
+    run that this one kept, and with the checksums that the sources state (``stated``). Weighted sums are computed
+    again. If several ranks share the files, ``of_all`` are those of all ranks, and one rank computes each sum. Raises
+    SourceError for a changed or damaged file, or StorageError.
     """
     asked = files if of_all is None else of_all
     taken: dict[SourcePath, list[_Range]] = defaultdict(list)

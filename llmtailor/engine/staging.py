@@ -33,12 +33,21 @@ from llmtailor.storage.local import (
 )
 from llmtailor.storage.remote import RemotePath
 
+logger = logging.getLogger(__name__)
+JOURNAL, OWNER, OLD, RANKS = "journal", "owner", "old", "ranks"
+_ATTEMPTS = 100
+"""Attempts to lock a staging folder that other processes keep removing"""
+_LEAVING_S, _RETRY_S = 10.0, 0.1
+"""How long the ranks of an earlier merge may take to notice that it has ended, and the time between two checks"""
+SPARE_BYTES = 16 << 20
+"""Free space needed for folders, manifest and file system overhead, in addition to the bytes of a plan"""
+
 
 def put_in_place(new: Path, target: Path, aside: Mapping[Path, Path]) -> None:
     """Rename a finished folder to ``target``, and other folders, possibly including ``target``, to other names.
 
-    Nothing is deleted or copied, and ``target`` exists, whole, at every moment from the first rename on. All are in
-    one folder. Raises TargetError if one of the new names is taken, StorageError if a rename fails.
+    Nothing is deleted or copied, and from the first rename on, ``target`` always exists and is complete. All are in one
+    folder. Raises TargetError if one of the new names is taken, StorageError if a rename fails.
     """
     try:
         if new != target:
@@ -73,8 +82,8 @@ def check_old(folder: Path, out: Path, replaces: Entries) -> None:
 def replace_old(new: Path, out: Path, aside: Path, replaces: Entries) -> None:
     """Replace the old output with a finished one; the old one is then at ``new``, or else at ``aside``.
 
-    The old one is checked before, and again where no other process finds it. Raises TargetError, after putting it back,
-    if something was added to it; or OSError.
+    The old one is checked before, and again afterwards, when no other process finds it. Raises TargetError if something
+    was added to it, after putting it back; or OSError.
     """
     check_old(out, out, replaces)
     replace_folder(new, out, aside)
@@ -84,14 +93,6 @@ def replace_old(new: Path, out: Path, aside: Path, replaces: Entries) -> None:
     except TargetError:
         replace_folder(old, out, new)
         raise
-
-
-logger = logging.getLogger(__name__)
-JOURNAL, OWNER, OLD, RANKS = "journal", "owner", "old", "ranks"
-_ATTEMPTS = 100
-"""Attempts to lock a staging folder that other processes keep removing"""
-_LEAVING_S, _RETRY_S = 10.0, 0.1
-"""How long the ranks of an earlier merge may take to notice that it has ended, and the time between two looks"""
 
 
 def check_target(out: Path, sources: list[Path], replace: bool) -> None:
@@ -149,11 +150,8 @@ def rank_journals(folder: Path) -> list[Path]:
 
 
 def _read(journal: Path) -> Unfinished | None:
-    fd = os.open(journal, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return read_journal(fd)
-    finally:
-        os.close(fd)
+    with journal.open("rb", buffering=0) as file:
+        return read_journal(file.fileno())
 
 
 def lock_of(out: Path) -> Lock:
@@ -219,7 +217,7 @@ class Staging:
     """
 
     def __init__(self, out: Path, replaces: Entries | None = None, lock: Lock | None = None):
-        """Take what an existing ``out`` may hold (None: it must not exist), and the lock, if it is already held."""
+        """``replaces`` is what an existing ``out`` may hold (None: it must not exist), ``lock`` the lock, if held."""
         self.out = out.absolute()
         self.replaces = replaces
         self.folder = staging_folder(self.out)
@@ -244,7 +242,7 @@ class Staging:
         return self
 
     def _recover(self) -> None:
-        """Restore the state after an earlier merge, now that no other process changes it."""
+        """Restore the state after an earlier merge, while the lock keeps other processes out."""
         self.unfinished = read_journal(self._lock.fd)
         self._is_empty = self.unfinished is None
         self._take_in_other_ranks()
@@ -261,7 +259,7 @@ class Staging:
             check_old(self.out, self.out, self.replaces)
 
     def _take_in_other_ranks(self) -> None:
-        """Enter the marks of an earlier merge's other ranks into the journal, once none of them writes any more."""
+        """Enter the marks of an earlier merge's other ranks into the journal, once they have stopped writing."""
         until = time.monotonic() + _LEAVING_S
         for path in rank_journals(self.folder):
             lock = Lock(path)
@@ -385,7 +383,7 @@ class Staging:
 def left_over(out: Path) -> Iterator[bool]:
     """Yield whether an output's staging folder can be removed, and keep merges out within the block.
 
-    It can't while a merge is running, or if it has the only copy of an output that was being replaced. Raises OSError.
+    It can't be while a merge is running, or if it has the only copy of a replaced output. Raises OSError.
     """
     folder = staging_folder(out)
     if (folder / OLD).exists() and not out.exists():
@@ -409,10 +407,6 @@ def remove_left_over(out: Path) -> None:
     with left_over(out) as is_unused:
         if is_unused and staging_folder(out).exists():
             shutil.rmtree(staging_folder(out))
-
-
-SPARE_BYTES = 16 << 20
-"""Free space needed for folders, manifest and file system overhead, in addition to the bytes of a plan"""
 
 
 def space_for(plan: Plan, clone: Clone) -> int:

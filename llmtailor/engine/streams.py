@@ -6,7 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -16,27 +16,16 @@ from llmtailor.checkpoint.layout import BLOCK_BYTES, Cast, Copy, Plan, Term
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import (
-    Changed,
-    FileFact,
-    Files,
-    OpenFile,
-    bypass_cache,
-    chunks,
-    write_all,
-)
+from llmtailor.storage.local import Changed, FileFact, Files, OpenFile, bypass_cache, chunks, write_all
 from llmtailor.storage.remote import EndsEarly
 
 BUFFER_BYTES = 512 << 10
-"""Small enough for a core's cache, so that a chunk is read, summed and written without going to memory in between"""
-
+"""Small enough for a core's cache, so that a chunk stays there while it is read, summed and written"""
 DIRECT_BYTES = 16 << 20
-"""Buffers of all files that bypass the page cache. Each write waits for the disk, so what is in them is what the disk
-has to do at once."""
-
+"""The buffers of all files that bypass the page cache, in total. Each write waits for the disk, so this is also how
+much the disk has to do at once."""
 MAX_DIRECT_BYTES = 8 << 20
-"""Of these, at most for one file; the kernel splits such a write into several requests. An interrupt waits for it."""
-
+"""The largest buffer of one file; the kernel splits such a write into several requests. An interrupt waits for it."""
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -71,10 +60,6 @@ class SourceFiles:
 
         self._open = lru_cache(Files.MAX_OPEN)(open_file)
 
-    def store_of(self, piece: Copy | Cast) -> Store | None:
-        """Return the store that a piece is read from; None for a folder."""
-        return self.stores.get(str(self.plan.sources[piece.source]))
-
     def where(self, piece: Copy | Cast | Term) -> str:
         return f"{self.plan.sources[piece.source]}/{piece.extent.path}"
 
@@ -84,9 +69,6 @@ class SourceFiles:
             return self._open(piece.source, piece.extent.path)
         except OSError as error:
             raise cannot_read(self.where(piece), error) from error
-
-    def is_remote(self, piece: Copy | Cast | Term) -> bool:
-        return self.open(piece).stored is not None
 
     def chunks(self, piece: Cast | Term, size: int) -> Iterator[memoryview]:
         """Yield the bytes of a piece in order, ``size`` at a time. Raises as `read_into`."""
@@ -119,7 +101,7 @@ class SourceFiles:
 
 
 def cannot_read(where: object, error: OSError) -> SourceError | StorageError:
-    """Return a SourceError for a missing or forbidden source, a StorageError for a failing (maybe recovering) disk."""
+    """Return a SourceError for a missing or forbidden source, a StorageError for a failing disk, which may recover."""
     if isinstance(error, Changed):
         return changed(where)
     what = f"can't read: {error.strerror or error}"
@@ -204,6 +186,13 @@ class Output:
             data = data[len(room) :]
         return crc
 
+    def put_all(self, data: Iterable[bytes | memoryview]) -> int:
+        """Write all of it; return the CRC-32."""
+        crc = 0
+        for some in data:
+            crc = self.put(some, crc)
+        return crc
+
     def _next(self, data: memoryview) -> tuple[bool, int]:
         """Return whether the next bytes are written from where they are, and at most how many of them."""
         if not self.is_direct:
@@ -225,7 +214,7 @@ class Output:
             self.filled = 0
 
     def end(self) -> None:
-        """Write what is in the buffer, and give it back: making a file durable needs none."""
+        """Write and release the buffer: making the file durable needs none."""
         self.flush()
         self.buffer = memoryview(b"")
 
@@ -262,14 +251,14 @@ def direct_bytes(num_files: int) -> int:
 def huge_pages(num_bytes: int) -> memoryview:
     """Return memory in pages of 2 MiB, where the system has some.
 
-    A request to a disk has a limited number of places in memory, and single pages of 4 KiB are scattered. Without huge
-    pages the same bytes took two to five times as many requests, which decides on a disk with a limit of requests.
+    A request to a disk may refer to a limited number of places in memory, and pages of 4 KiB are scattered: without
+    huge pages, the same bytes took two to five times as many requests, which some disks limit.
     """
     whole = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # it is only a hint
         whole.madvise(mmap.MADV_HUGEPAGE)
     memory = memoryview(whole)
-    start = -_address(memory) % _HUGE_PAGE_BYTES  # what is before and behind takes no memory, as nothing touches it
+    start = -_address(memory) % _HUGE_PAGE_BYTES  # untouched pages before and after it take no memory
     return memory[start : start + num_bytes]
 
 

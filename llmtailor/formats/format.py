@@ -1,10 +1,9 @@
 """The interface of a checkpoint format: its reader, its writer, and their arguments.
 
-A reader turns a folder into a `CheckpointIndex` with its `TrainState`. A writer turns the base's index, and what is
-`Wanted`, into the layouts of files. Each format is a module or folder next to this file; `formats.registry` lists them.
-
-What a reader returns, and what is done alike for all formats: the loader's files enter the index and are compared
-with it.
+A reader turns a folder into a `Draft` of a `CheckpointIndex` with its `TrainState`. `finish` does the rest, which is
+the same for all formats: the loader's files enter the index and are compared with it. A writer turns the base's index,
+and what is `Wanted`, into the layouts of files. Each format is a module or folder next to this file; `formats.registry`
+lists them.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ class Draft:
     """What a reader has found; `finish` does the rest."""
 
     problems: Problems
-    """All reasons to refuse the checkpoint as a source, also those that `finish` finds"""
+    """All reasons to refuse the checkpoint as a source; `finish` adds more"""
     index: CheckpointIndex | None = None
     """Of the files with states; None if damage hides where they are. Its findings are the reader's."""
     trainer: TrainerFiles | None = None
     """The loader's files; None for a folder without any"""
     check: Callable[[CheckpointIndex], Iterable[Finding]] = lambda index: ()
-    """Checks of the format with the loader's files in the index. May raise SourceError."""
+    """The format's own checks, once the loader's files are in the index. May raise SourceError."""
 
 
 class Reader(Protocol):
@@ -69,7 +68,7 @@ class Reader(Protocol):
     def read(self, root: Path, name: str, client: str | None = None) -> Draft:
         """Read what is left of a checkpoint, damaged or not; only the tensor bytes of each ``step`` are read.
 
-        ``client`` is whose loader it is judged by; None for the one that its files say.
+        ``client`` names the loader to judge it by; None uses the one that its files indicate.
 
         Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
         """
@@ -121,6 +120,10 @@ def _links_outside(index: CheckpointIndex) -> list[Finding]:
     what = f"{len(outside)} of its files are symbolic links to outside the folder: {', '.join(outside[:_SHOWN])}"
     fix = "check their targets if you did not create them: a composite gets copies"
     return [Finding(index.name, what, fix, Code.LINKS_OUTSIDE, NOTE)]
+
+
+def accept_any(dtype: str | None, allow_split: bool) -> None:
+    """Accept any dtype and split: the `Writer.check` of formats with separate master weights."""
 
 
 def usual_dtype(dtypes: Iterable[str]) -> str:

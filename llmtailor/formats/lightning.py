@@ -1,9 +1,9 @@
 """Lightning's one file: reader and layout.
 
-A composite is a folder with this file, a manifest, and what was beside its base. What is not in the file is known as
-follows: the ids in the optimizer's groups count the params in the order of ``state_dict``, which is that of the
-module; tensors that share their bytes are tied; tensors of integers and the running statistics of batch norms are
-buffers. There are no separate master weights.
+A composite is a folder with this file, a manifest, and the files beside its base. The file does not state everything:
+the ids in the optimizer's groups count the params in the order of ``state_dict``, which is the module's; tensors that
+share their bytes are tied; tensors of integers and the running statistics of batch norms are buffers. There are no
+separate master weights.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _draft(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems
 
 
 def _weights(state_dict: Mapping[Any, Any], where: PathIn) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors of ``state_dict`` by name, and the names of those that another one shares its bytes with."""
+    """Return the tensors of ``state_dict`` by name, and each tied name with the name that its values are under."""
     weights: dict[str, TensorEntry] = {}
     tied: dict[str, str] = {}
     first: dict[object, str] = {}

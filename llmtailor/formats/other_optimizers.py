@@ -84,8 +84,6 @@ UNSAVED_FIX = "use AdamW, for example optim=adamw_torch, or another optimizer wi
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of optimizer that can't be saved in parts."""
-
     what: str
     """What it is, and why"""
     classes: tuple[str, ...] = ()

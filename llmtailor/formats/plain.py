@@ -1,16 +1,12 @@
-"""Checkpoints without DeepSpeed, of the Trainer or of accelerate: reader and layout.
+"""Checkpoints without DeepSpeed, of the Trainer or of accelerate: reader and layout. See also `common.states`.
 
-There are no separate master weights: the weights are what the optimizer updates, so the same bytes are held under
-both kinds. An fp32 run (``bf16=True`` is one, by autocast) has fp32 in both; a bf16 model has bf16 weights and moments.
-Adam counts its ``step`` per param here, so every param is its own sub-group, numbered through the groups.
+There are no separate master weights. An fp32 run (``bf16=True`` is one, by autocast) has fp32 weights and moments; a
+bf16 model has both in bf16.
 
 From a ZeRO base the weights are the fp32 master weights, as nothing else would keep them: the Trainer should build the
-model in fp32 (with ``bf16=True`` it then computes in bf16, by autocast). They have the params' own names, which is
-what a resume looks for, also from a partial base. From a plain base the files keep their names, order and
-dtypes, unless a resume would not find a param by its name there.
-
-The groups list the names of their params, so that the checkpoint can be read again whatever its groups are: as the
-base's do, and else under a key of ours; the Trainer keeps the key and saves it again.
+model in fp32 (with ``bf16=True`` it then computes in bf16, by autocast). They have the params' own names, which a
+resume looks for, also from a partial base. From a plain base the files keep their names, order and dtypes, unless a
+resume would not find a param by its name there.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import FileTrees, read_json
 from llmtailor.containers.safetensors import SINGLE
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
+from llmtailor.errors import COPY_BACK, PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer, read_optimizer
 from llmtailor.formats.common.param_names import ModelFacts, describe_model, has_names
@@ -63,10 +59,9 @@ from llmtailor.loaders.write import Wanted, lay_out_trainer_files, synthesize_fi
 OTHER_WEIGHTS = "pytorch_model.bin"
 _OF_OTHERS = (*ENGINE_FILES, "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
 """Files and folders of a DeepSpeed or FSDP checkpoint"""
-_COPY_BACK = "copy it back, or leave this checkpoint out"
 _AS_SAFETENSORS = (
-    "save in safetensors form (the default of the Trainer and of accelerate); or load this checkpoint with what saved "
-    "it, and save it again so"
+    "save in safetensors form (the default of the Trainer and of accelerate); or load this checkpoint with the program "
+    "that saved it, and save it again in this form"
 )
 
 
@@ -142,11 +137,7 @@ def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
 
 
 def _index(
-    root: Path,
-    name: str,
-    optimizer: SavedOptimizer,
-    trainer: TrainerFiles,
-    weights: Mapping[str, TensorEntry],
+    root: Path, name: str, optimizer: SavedOptimizer, trainer: TrainerFiles, weights: Mapping[str, TensorEntry]
 ) -> CheckpointIndex:
     where = PathIn(name, trainer.client.optimizer)
     findings: list[Finding] = []
@@ -169,7 +160,7 @@ def _check_complete(trainer: TrainerFiles, weights: Mapping[str, TensorEntry] | 
     problems = []
     if trainer.client.needs_scheduler and trainer.client.scheduler not in trainer.files:
         what = "the file is missing; without it a resume silently loads neither the schedule nor the optimizer"
-        problems.append(Problem(PathIn(name, SCHEDULER), what, _COPY_BACK, Code.FILE_MISSING))
+        problems.append(Problem(PathIn(name, SCHEDULER), what, COPY_BACK, Code.FILE_MISSING))
     if weights is not None and not weights:
         fix = "save in safetensors form; without DeepSpeed the weights are what the optimizer updates"
         problems.append(Problem(name, "there are no weights in safetensors form", fix, Code.WEIGHTS_MISSING))

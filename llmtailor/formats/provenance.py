@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``llmtailor.json``, the record of a composite's sources, and its attempt."""
+"""The records in a checkpoint: ``llmtailor.json`` (a composite's sources), and the attempt that wrote it."""
 
 from __future__ import annotations
 

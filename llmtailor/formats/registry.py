@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 READERS: tuple[Reader, ...] = (partial_reader, lightning, dcp_reader, plain, universal, zero)
-"""In the order in which they are tried; the last one reports what is wrong with a folder of no format."""
+"""In the order in which they are tried; the last one reports why a folder is of no format."""
 
 
 _WRITERS: Mapping[str, Writer] = {
@@ -51,7 +51,7 @@ _WRITERS: Mapping[str, Writer] = {
 
 
 def writer_of(family: str, client: str = TRAINER) -> Writer:
-    """Return the writer of a family of formats, for whose loader resumes from the output."""
+    """Return the writer of a family of formats; ``client`` names the loader that will resume from the output."""
     return lightning if family == TRAINER and LOADERS[client].holds_all else _WRITERS[family]
 
 
@@ -92,7 +92,7 @@ def index_checkpoint(root: Path, name: str | None = None, client: str | None = N
 def survey_checkpoint(root: Path, name: str | None = None, client: str | None = None) -> Survey:
     """Index what is left of a checkpoint, damaged or not, and report all damage.
 
-    ``client`` is whose loader it is judged by, see `loaders.loader`; None for the one that its files say.
+    ``client`` names the loader to judge it by, see `loaders.loader`; None uses the one that its files indicate.
 
     Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
     """
@@ -110,7 +110,8 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
         return survey
     except OSError as error:
         fix = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
-        at = "it" if error.filename is None else f"{as_remote(Path(error.filename)) or error.filename}"
+        path = None if error.filename is None else Path(f"{error.filename}")  # which is a number for a descriptor
+        at = f"{as_remote(path) or path}" if path is not None else "it"
         what = f"can't read {at}: {error.strerror or error}"
         raise SourceError.at(name, what, fix, Code.FILE_UNREADABLE) from error
 
@@ -125,7 +126,7 @@ def display_name(path: Path) -> str:
 
 
 def check_base(base: CheckpointIndex, loader: str) -> None:
-    """Raise UnsupportedCheckpoint or SourceError if a checkpoint can't be the base of what this loader resumes from."""
+    """Raise UnsupportedCheckpoint or SourceError if a checkpoint can't be the base of an output for this loader."""
     if base.form.variant == ELASTIC:
         raise UnsupportedCheckpoint.at(
             base.name,

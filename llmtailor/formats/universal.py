@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, TensorEntry, TrainState
+from llmtailor.checkpoint.index import BF16_OPTIMIZER, PLAIN, UNIVERSAL, CheckpointIndex, TensorEntry, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import NAME_KEYS, OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
@@ -76,7 +76,7 @@ from llmtailor.formats.deepspeed_common.write import (
     step_nodes,
     unknown,
 )
-from llmtailor.formats.format import Draft
+from llmtailor.formats.format import Draft, accept_any
 from llmtailor.loaders.files import ENGINE_FILES, LATEST, LATEST_UNIVERSAL, MANIFEST
 from llmtailor.loaders.read import file_fact, read_trainer_files
 from llmtailor.loaders.stock_fields import check_fields, facts_of_rank
@@ -135,7 +135,7 @@ def read_global_state(trees: Trees, path: str, where: str) -> OptimShard:
         facts=facts_of_rank(wrapped, table),
         findings=tuple(check_fields(wrapped, table, where)),
         stage=stage,
-        variant="plain" if "zero_stage" in tree else "bf16_optimizer",
+        variant=PLAIN if "zero_stage" in tree else BF16_OPTIMIZER,
         groups=groups,
         steps=steps,
         step_is_tensor=step_is_tensor,
@@ -229,8 +229,6 @@ def _other_steps(first: float | None, steps: Sequence[float], where: str) -> Ite
 
 
 class _Reader:
-    """Reads the folders of params, which lie in ``folder``."""
-
     def __init__(self, name: str, trees: Trees, folder: str, facts: Mapping[str, FileFact], problems: Problems):
         self.name, self.trees, self.folder, self.facts, self.problems = name, trees, folder, facts, problems
         self.unreadable: set[str] = set()
@@ -313,7 +311,7 @@ class _Reader:
     def placed(
         self, shapes_of: Sequence[_Shapes], stored: Mapping[str, _StoredParam]
     ) -> Iterator[tuple[Param, str, TensorEntry]]:
-        """Yield the place of each state; the element ranges of one that is not readable are right."""
+        """Yield the place of each state; for an unreadable one, only the element ranges are right."""
         kinds = dict.fromkeys(kind for one in stored.values() for kind in one.tensors)
         for param, shape in (item for shapes in shapes_of for item in shapes.items()):
             for kind in kinds:
@@ -328,8 +326,7 @@ _PARAMS = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "sha
 _MAX_NAME_BYTES = 255
 
 
-def check(dtype: str | None, allow_split: bool) -> None:
-    """Accept any dtype and split: master weights are stored separately from the weights."""
+check = accept_any
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
@@ -351,7 +348,7 @@ def _check_base(base: CheckpointIndex) -> None:
         problems.append(Problem(base.name, what, "use a later checkpoint as base, or another format for its optimizer"))
     no_name = re.compile(r"\.{0,2}|.*[/\0].*", re.DOTALL)
     if unfit := [one for one in trained if no_name.fullmatch(one) or len(one.encode()) > _MAX_NAME_BYTES]:
-        what = f"{some(unfit)} can't be the names of folders, as a universal checkpoint has them"
+        what = f"a universal checkpoint has a folder for each param, but no folder can be called {some(unfit)}"
         problems.append(Problem(base.name, what, "stay with another format"))
     if problems:
         raise UnsupportedCheckpoint(problems)
@@ -384,8 +381,8 @@ def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayou
 def _global_state(target: ZeroTarget, rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree of ``optimizer_state.pt``; ``rest`` is the base's ``optim_states``, whose unknown keys are kept.
 
-    ZeRO-3 gives the options of the first group there to all groups. It gets those that are the same in all; of the
-    others each group keeps its own, from the run's config.
+    ZeRO-3 gives the options of the first group there to all groups, so it lists only those that all groups share; the
+    others come from the run's config.
     """
     outer, layout = rest["optimizer_state_dict"], target.layout
     groups = [{**group.hyper, "params": layout.of_group(at)} for at, group in enumerate(layout.groups)]
@@ -417,7 +414,7 @@ def _unlike_options(layout: OptimizerLayout) -> list[str]:
 
 
 def _losses(base: CheckpointIndex, layout: OptimizerLayout) -> Iterator[Problem]:
-    """Yield notices on what the format can't say."""
+    """Yield notices on facts that the format can't express."""
     fix = "nothing, if the model of the run that resumes has them; else use --to deepspeed"
     if lost := [param.name for param in base.params.values() if param.role != "trainable"]:
         what = f"a resume loads neither frozen params nor buffers from a universal checkpoint: {some(lost)}"

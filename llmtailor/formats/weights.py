@@ -1,9 +1,9 @@
-"""Weight files for a composite whose base has none that are usable, laid out from the facts on its params.
+"""Weight files for a composite whose base has no usable ones, laid out from the facts on its params; also adapters.
 
-A PEFT run saves only its adapter, as ``adapter_model.safetensors``. The checkpoint holds only the trained params, not
-the model below them. On disk, a param's name omits the adapter's (``lora_A.default.weight`` is
-``lora_A.weight``). The file in the root is that of the adapter ``default``; others have their own folders. A resume
-with DeepSpeed reads none of these; without DeepSpeed the file holds the master weights. Checked against peft 0.21.
+A PEFT run saves only the trained params, as ``adapter_model.safetensors``, not the model below them. On disk, a param's
+name omits the adapter's (``lora_A.default.weight`` is ``lora_A.weight``). The file in the root is that of the adapter
+``default``; others have their own folders. A resume with DeepSpeed reads none of these; without DeepSpeed the file
+holds the master weights. Checked against peft 0.21.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_header
-from llmtailor.errors import PathIn, Problem, SourceError, some
+from llmtailor.errors import COPY_BACK, PathIn, Problem, SourceError, some
 from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG
 from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
@@ -33,9 +33,9 @@ def new_weights(
 ) -> tuple[WeightFile, ...]:
     """Return the layout of all params and buffers as weight files. Nothing of the folder is read.
 
-    Their names are those that the checkpoint says the run would use, or else those that ``naming`` gives.
-    ``dtype`` is that of params; None gives them those of the training run: its precision, and for a frozen param that
-    of its stored values. Buffers keep theirs. ``list_tied`` also lists tied names, as ZeRO-1/2 runs do.
+    Their names are those that the checkpoint records, or else those that ``naming`` gives. ``dtype`` is that of params;
+    None uses the run's precision, and for frozen params the dtype of their stored values. Buffers keep theirs.
+    ``list_tied`` also lists tied names, as ZeRO-1/2 runs do.
     """
     tensors: dict[str, TensorEntry] = {}
     filled_by: dict[str, tuple[State, int]] = {}
@@ -83,7 +83,6 @@ def _shard(tensors: Iterable[tuple[str, TensorEntry]]) -> list[tuple[str, dict[s
 
 
 NAMING = Naming(r"(?<=\.lora_magnitude_vector)\.default\.weight$|(\.modules_to_save)?\.default(?=\.[^.]+$)|\.default$")
-_COPY = "copy it back, or leave this checkpoint out"
 _EXPORT_ADAPTER = "nothing, to resume; to export the adapter, call trainer.save_model() after the resume"
 
 
@@ -125,7 +124,9 @@ def read_adapter(root: Path, name: str, trained: Iterable[str]) -> dict[str, Ten
     """
     where = PathIn(name, ADAPTER)
     if not (root / ADAPTER).exists():
-        raise SourceError.at(where, "the file is missing; without DeepSpeed it is what the optimizer updates", _COPY)
+        raise SourceError.at(
+            where, "the file is missing; without DeepSpeed it is what the optimizer updates", COPY_BACK
+        )
     named = {tensor.name: param for param in trained for tensor in on_disk(Param(param, (), "trainable"), NAMING)}
     return {named.get(tensor, tensor): held for tensor, held in read_header(root, ADAPTER, where).tensors.items()}
 

@@ -12,7 +12,7 @@ from llmtailor.errors import Problem, Problems
 from llmtailor.formats.deepspeed_common.files import survey_shard_files
 from llmtailor.formats.deepspeed_common.read import read_shards
 from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget, lay_out_engine
-from llmtailor.formats.format import Draft
+from llmtailor.formats.format import Draft, accept_any
 from llmtailor.loaders.files import LATEST
 from llmtailor.loaders.loader import is_tag_alone
 from llmtailor.loaders.write import Wanted
@@ -33,8 +33,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     return read_shards(FileTrees(root), files, name, problems, client)
 
 
-def check(dtype: str | None, allow_split: bool) -> None:
-    """Accept any dtype and split: master weights are stored separately from the weights."""
+check = accept_any
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:

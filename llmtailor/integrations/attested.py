@@ -3,8 +3,9 @@
 The ``sitecustomize`` of ``llmtailor run`` calls `HOOKS` when the program imports the modules that load checkpoints and
 take steps. They are imported by launchers as well, so this module imports neither torch nor transformers.
 
-A Trainer is attested by a callback, `launched.LaunchedAttest`. Other loops are attested before the first optimizer step
-after ``engine.load_checkpoint`` or accelerate's ``load_state``: nothing has changed their states before.
+A Trainer is attested by a callback, `launched.LaunchedAttest`, and Lightning's by `lightning.LaunchedAttest`. Other
+loops are attested before the first optimizer step after ``engine.load_checkpoint`` or accelerate's ``load_state``:
+nothing has changed their states before.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtailor import attestation
-from llmtailor.errors import Problem, TailorError, UsageError
+from llmtailor.errors import TailorError, UsageError
 
 if TYPE_CHECKING:
     from llmtailor.attestation.compare import Attestation
@@ -217,9 +218,14 @@ def announce_or_leave(found: Attestation, ranks: Team, on_mismatch: str) -> None
     try:
         announce(found, ranks, on_mismatch)
     except NotTheSame as error:
-        if ranks.is_first:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(error.exit_code) from None
+        leave(error, ranks)
+
+
+def leave(error: TailorError, ranks: Team) -> NoReturn:
+    """End this process with an error that rank 0 prints."""
+    if ranks.is_first:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code) from None
 
 
 def check_resumed(task: Task, ranks: Ranks, loaded: Path | None) -> None:
@@ -248,11 +254,12 @@ def end(task: Task, ranks: Ranks, found: Attestation) -> NoReturn:
 
 def end_with_error(task: Task, ranks: Ranks, error: Exception) -> NoReturn:
     """Write why nothing could be compared and end the program on all ranks."""
+    from llmtailor.ranks.board import to_json
+
     if not isinstance(error, TailorError):
         fix = "check it with llmtailor verify; if it is resumable, this is a bug in llmtailor: please report it"
         error = TailorError.at(task.checkpoint, f"it can't be attested: {type(error).__name__}: {error}", fix)
-    problems: tuple[Problem, ...] = error.problems
-    _end(task, ranks, {"exit_code": error.exit_code, "problems": [(one.where, one.what, one.fix) for one in problems]})
+    _end(task, ranks, to_json(error))
 
 
 def _end(task: Task, ranks: Ranks, result: Mapping[str, object]) -> NoReturn:

@@ -12,28 +12,30 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
+from llmtailor.attestation.check import NotTheSame
 from llmtailor.attestation.compare import OFF
 from llmtailor.checkpoint.index import LIGHTNING
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.integrations.attested import Task, check_resumed, end, end_with_error, forget, leave
 from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.scan import compose_newest
 from llmtailor.saving.api import SaverCallback, attestable_of, make_saver
-from llmtailor.saving.attesting import Attestable, Write, attest_loop
+from llmtailor.saving.attesting import Attestable, Write, attest_loop, attest_training
 from llmtailor.saving.client_state import LightningClient
-from llmtailor.saving.options import SavingArguments, SavingOptions
+from llmtailor.saving.options import SavingArguments, SavingOptions, from_environment
 from llmtailor.saving.restart import trainer_state_of
-from llmtailor.saving.training import Held
+from llmtailor.saving.training import Held, Ranks
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:
@@ -182,6 +184,49 @@ class AttestResume(Callback):  # type: ignore[misc]
             _attest(trainer, lambda: _attestable(trainer, pl_module), self.options)
 
 
+class LaunchedAttest(AttestResume):
+    """Attests with the options of the environment in every Trainer of a program that ``llmtailor run --attest`` has
+    started, and ends one of ``llmtailor attest``, before other callbacks begin. It gives way to those of the program.
+    """
+
+    def __init__(self) -> None:
+        given = from_environment(os.environ)
+        super().__init__(given.get("attest", "sample"), given.get("on_mismatch", "warn"))
+        self.task = Task.here()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        forget()
+        ranks = Ranks.here()
+        if self.task.checkpoint is not None:
+            self._end(trainer, pl_module, self.task, ranks)
+        own = [one for one in trainer.callbacks if isinstance(one, (PartialSaving, AttestResume)) and one is not self]
+        if not own:
+            try:
+                super().on_train_start(trainer, pl_module)
+            except NotTheSame as error:
+                leave(error, ranks)
+
+    def _end(self, trainer: Trainer, module: LightningModule, task: Task, ranks: Ranks) -> NoReturn:
+        loaded = as_path(str(trainer.ckpt_path)) if trainer.ckpt_path else None
+        is_alone = loaded is not None and loaded.name == CKPT and Path(str(task.checkpoint)).name != CKPT
+        check_resumed(task, ranks, loaded.parent if is_alone and loaded is not None else loaded)
+        assert loaded is not None
+        try:
+            scheduler, counters = _beside(trainer)
+            found = attest_training(
+                _attestable(trainer, module), loaded, self.options.attest, scheduler, None, counters
+            )
+        except Exception as error:
+            end_with_error(task, ranks, error)
+        end(task, ranks, found)
+
+
+def _beside(trainer: Trainer) -> tuple[Any, dict[str, Any]]:
+    """Return the scheduler, if there is one, and the counters."""
+    schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+    return schedulers[0] if len(schedulers) == 1 else None, {"global_step": trainer.global_step}
+
+
 def _parts_of(trainer: Trainer, module: LightningModule) -> Held:
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeedStrategy):
@@ -204,9 +249,7 @@ def _attest(
     after ``on_fit_start`` and before ``on_train_start``; it saves no random states."""
     if not trainer.ckpt_path or options.attest == OFF:
         return
-    schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
-    scheduler = schedulers[0] if len(schedulers) == 1 else None
-    counters = {"global_step": trainer.global_step}
+    scheduler, counters = _beside(trainer)
     attest_loop(find_training, as_path(str(trainer.ckpt_path)), options, scheduler, write, counters)
 
 

@@ -1,8 +1,8 @@
 """The names of the files in a checkpoint: who saves each, what it holds, and whether it may be deleted. Pure.
 
-`TABLE` has a row per name or family of names. Loaders are detected, files are left out of other formats, and files are
-replaced or deleted by it. Checked against transformers 5.23, accelerate 1.15, lightning 2.6.6, DeepSpeed 0.19, torch
-2.13 and peft 0.21.
+`TABLE` has a row per name or family of names. It decides which loader is detected, and which files are left out of
+other formats, replaced or deleted. Checked against transformers 5.23, accelerate 1.15, lightning 2.6.6, DeepSpeed 0.19,
+torch 2.13 and peft 0.21.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEDULER, SCALER = "scheduler.pt", "scaler.pt"
 OPTIMIZER = "optimizer.pt"
 """Of a training without DeepSpeed"""
 CKPT = "checkpoint.ckpt"
-"""Lightning's one file, in the folder of a composite; Lightning's own have any name and no folder"""
+"""Lightning's one file, in the folder of a composite; Lightning itself gives it any name, and no folder"""
 LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
 """A key of everything that Lightning saves"""
 CONFIG = "config.json"
@@ -45,7 +45,7 @@ ENGINE_FILES = frozenset((LATEST, *_SCRIPTS))
 """What DeepSpeed leaves in the root for its loader and its tools"""
 
 MODEL, TOKENIZER, SEVERAL = "model", "tokenizer", "several loaders"
-"""Who saves a file, beside the loaders and frameworks of `checkpoint.index`"""
+"""Other owners of files than the loaders and frameworks of `checkpoint.index`"""
 
 
 class Holds(Enum):
@@ -69,11 +69,10 @@ class FileName:
     pattern: str
     """A regex of the path below the root; a folder ends in ``/``."""
     owner: str
-    """Whose saver alone gives a file this name"""
+    """The only saver that gives a file this name"""
     holds: Holds
     is_known: bool = True
-    """Whether it may be deleted or replaced as a training's own, whatever else is in the folder. If not,
-    `loaders.loader` decides by the rest of the folder."""
+    """Whether it may be deleted whatever else is in the folder; if not, `loaders.loader` decides by the other files"""
     is_sign: bool = True
     """Whether the file alone means that its owner's loader resumes from the checkpoint"""
 
@@ -138,7 +137,7 @@ _RNG_RANK = re.compile(r"(?:rng_state|random_states)(?:_([0-9]+))?\.(?:pth|pkl)"
 
 @lru_cache(maxsize=4096)
 def row_of(path: str) -> FileName:
-    """Return the row of a path below a checkpoint's root; one that holds nothing if the name is not in the table."""
+    """Return the row of a path below a checkpoint's root; for an unknown name, one that holds nothing."""
     return next((row for pattern, row in _ROWS if pattern.fullmatch(path)), _UNKNOWN)
 
 
@@ -147,7 +146,7 @@ def owner_of(path: str) -> str:
 
 
 def holds(path: str, *kinds: Holds) -> bool:
-    """Return whether a file's name is one of files that hold something of these kinds."""
+    """Return whether files of this name hold one of these kinds."""
     return row_of(path).holds in kinds
 
 
@@ -162,17 +161,17 @@ def is_sign_of(loader: str, path: str) -> bool:
 
 
 def is_trainer_file(path: str) -> bool:
-    """Return whether a file is one that the Trainer saves beside states, and other loaders don't."""
+    """Return whether only the Trainer saves a file of this name."""
     return owner_of(path) == TRAINER
 
 
 def is_accelerate_file(path: str) -> bool:
-    """Return whether accelerate saves a file of this name; of these the Trainer has optimizer.bin, with FSDP."""
+    """Return whether accelerate saves a file of this name; with FSDP, the Trainer also saves optimizer.bin."""
     return owner_of(path) == ACCELERATE
 
 
 def is_second_models(name: str) -> bool:
-    """Return whether an entry of the root is of another model or optimizer than the first that accelerate prepared."""
+    """Return whether accelerate gives this name to a second model or optimizer."""
     return bool(_SECOND.fullmatch(name))
 
 
@@ -192,7 +191,7 @@ def is_tokenizer_file(path: str) -> bool:
 
 
 def is_of_states(path: str) -> bool:
-    """Return whether a file in the root, or in a tag folder that is the root, is of states: each format has its own."""
+    """Return whether a file in the root, or in a tag folder that is the root, holds states in some format."""
     return path == LATEST_UNIVERSAL or holds(path, Holds.STATES)
 
 

@@ -1,4 +1,4 @@
-"""Whose loader resumes from a checkpoint, and which files it opens beside weights and shards. Pure.
+"""Which loader resumes from a checkpoint, the files that it opens beside weights and shards, and what may be removed.
 
 ::
 
@@ -11,19 +11,16 @@ Under DeepSpeed, the Trainer looks for a tag folder ``global_step*``, accelerate
 ``checkpoint``; an engine takes any that ``latest`` names. Checked against transformers 5.23, accelerate 1.15, lightning
 2.6.6 and deepspeed 0.19.8.
 
-The files of a checkpoint's folder that a training or llmtailor is known to have made: only these may be removed.
-
-A name is known if the Trainer, DeepSpeed, transformers or PEFT saves something under it, given the other files there:
-``pytorch_model.bin`` is the Trainer's if there are no safetensors, and a user's own if there are. Files that people
-write or edit, above all README.md, are identified by their content. Everything else is unknown, including links, which
-none of these makes. Checked against transformers 5.23, DeepSpeed 0.19 and peft 0.21.
+Only files that a training or llmtailor is known to have made may be removed. A name is known if the Trainer, DeepSpeed,
+transformers or PEFT saves something under it, given the other files there: ``pytorch_model.bin`` is the Trainer's if
+there are no safetensors, and a user's own if there are. Files that people write or edit, above all README.md, are
+identified by their content. Everything else is unknown, including links. Checked against peft 0.21.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +32,7 @@ from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, LIGHTNING, TR
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
-from llmtailor.errors import MismatchError, SourceError, TargetError, some
+from llmtailor.errors import MismatchError, SourceError, StorageError, TargetError, some
 from llmtailor.loaders.files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -57,7 +54,7 @@ from llmtailor.loaders.files import (
     is_tensor_file,
     is_weight_file,
 )
-from llmtailor.storage.local import Entries, FileFact, list_entries, open_source, read_source
+from llmtailor.storage.local import Entries, FileFact, Files, list_entries, read_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ class Loader:
     title: str
     """What messages call it"""
     call: str
-    """What resumes with it, with braces in place of the path"""
+    """The call that resumes with it, with braces in place of the path"""
     state: str = ""
     """The file with the run's counters, without which it does not resume; empty if there is none"""
     scheduler: str = "scheduler.pt"
@@ -79,7 +76,7 @@ class Loader:
     holds_all: bool = False
     """Whether that file also holds the weights and everything else"""
     tag: str = ""
-    """Pattern of the names of the tag folders that it finds; empty if it follows ``latest``"""
+    """Pattern (`fnmatch`) of the tag folders that it finds; empty if it follows ``latest``"""
     default_tag: str = "global_step{}"
     """The tag of an output whose base has none, with the step in place of the braces"""
     saves_model: bool = False
@@ -93,8 +90,7 @@ class Loader:
         return not self.tag or fnmatch(tag, self.tag)
 
     def takes(self, checkpoint: str, stage: int) -> str:
-        """Return the path that it resumes from: a checkpoint's, or that of the one file in it. Stage 0 is without
-        DeepSpeed."""
+        """Return the path that it resumes from: a checkpoint's, or its one file's. Stage 0: without DeepSpeed."""
         is_inside = self.holds_all and not stage and not checkpoint.endswith(".ckpt")
         return f"{checkpoint}/{CKPT}" if is_inside else checkpoint
 
@@ -150,11 +146,11 @@ def loader_of(index: CheckpointIndex) -> Loader:
 
 
 def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bool) -> Loader:
-    """Return whose loader a checkpoint is for.
+    """Return the loader that a checkpoint is for.
 
-    ``names`` are those of the entries of its root, folders with a ``/`` at the end. ``is_trainers`` says whether its
-    trainer_state.json is the Trainer's; llmtailor's own in a loop without a Trainer is not. None without such a file.
-    ``is_engines`` says whether DeepSpeed has saved the states; the names don't show whether Lightning made it do so.
+    ``names`` are the entries of its root, folders with a ``/`` at the end. ``is_trainers`` says whether its
+    trainer_state.json is the Trainer's (llmtailor writes one in a loop without a Trainer); None without the file.
+    ``is_engines`` says whether DeepSpeed saved the states; the names don't show whether Lightning used it.
     """
     names = [*names]
     if CKPT in names:
@@ -167,10 +163,11 @@ def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bo
 
 
 def choose_loader(base: CheckpointIndex, family: str, to: str | None, layout: str | None = None) -> str:
-    """Return the client of an output of a family of formats, which ``--to`` and ``--layout`` named or not.
+    """Return the loader of an output: ``layout`` if it is given, else the base's where it can read the format.
 
-    Raises MismatchError for a format that another client reads, or a client that can't have the states of the base: no
-    other model has the names of a LightningModule.
+    ``family`` is the output's family of formats, ``to`` and ``layout`` the options ``--to`` and ``--layout``. Raises
+    MismatchError for a format that another loader reads, or for a loader that can't resume from the base's states: only
+    Lightning takes the names of a LightningModule.
     """
     if layout is not None and not base.client == layout == LIGHTNING:
         _check_layout(base, family, layout)
@@ -207,10 +204,7 @@ def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
 
 
 def is_tag_alone(folder: Path) -> bool:
-    """Return whether a folder is the tag folder of an engine in a loop.
-
-    It is a checkpoint of its own, with nothing beside it; other loaders have files there.
-    """
+    """Return whether a folder is an engine's tag folder in a loop: a checkpoint without a loader's files beside it."""
     if not folder.is_dir() or not any(OPTIM_STATES.fullmatch(entry.name) for entry in folder.iterdir()):
         return False
     above = folder.absolute().parent
@@ -256,7 +250,7 @@ class Contents:
     unknown: tuple[str, ...]
     """All others, without the contents of unknown folders, which end in ``/``"""
     is_training: bool
-    """Whether it has any training state: weights and settings alone could be anyone's model"""
+    """Whether it has any training state: weights and settings alone may be any model"""
     is_partial: bool
     """Whether it is a partial checkpoint, finished or not"""
 
@@ -301,9 +295,9 @@ def _sort(
 
 
 def check_replaceable(root: Path, where: str) -> Entries:
-    """Return the entries of a folder that an output may replace; it may be missing or empty.
+    """Return the entries of a folder that an output may replace; none if it is missing or empty.
 
-    Raises TargetError if it is anything but one checkpoint, or holds anything of unknown origin.
+    Raises TargetError unless it is one checkpoint, with files of known origin only.
     """
     if not root.exists():
         return {}
@@ -331,8 +325,6 @@ def check_replaceable(root: Path, where: str) -> Entries:
 
 
 class _Recognizer:
-    """A recognizer of files, given the rest of their folder."""
-
     def __init__(self, root: Path, top: Entries):
         self.root, self.top = root, top
         self.is_partial = looks_partial(root)
@@ -407,8 +399,8 @@ class _Recognizer:
     def _is_as_written(self, path: str) -> bool:
         fact = self.top[path]
         if path in self.written and fact is not None and fact.num_bytes == self.written[path][0]:
-            with suppress(SourceError):
-                return _crc_of(self.root / path) == self.written[path][1]
+            with suppress(OSError, StorageError), Files(self.root) as files:
+                return files.crc_of(path, 0, fact.num_bytes) == self.written[path][1]
         return False
 
     def _json(self, path: str) -> Mapping[str, Any]:
@@ -423,14 +415,6 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, (dict, list)):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _texts(inner)
-
-
-def _crc_of(path: Path) -> int:
-    crc, step = 0, 1 << 20
-    with open_source(path, path.name) as file:
-        for start in range(0, file.num_bytes, step):
-            crc = zlib.crc32(file.read(start, min(start + step, file.num_bytes)), crc)
-    return crc
 
 
 def _is_of_peft(path: Path) -> bool:

@@ -48,7 +48,7 @@ class TrainerFiles:
     """The content of the files in the checkpoint's root."""
 
     client: Loader
-    """Whose loader resumes from the checkpoint"""
+    """The loader that resumes from the checkpoint"""
     files: Mapping[str, FileFact]
     """Every regular file in the root"""
     inside: frozenset[str] = frozenset()
@@ -74,8 +74,8 @@ def read_trainer_files(
 ) -> TrainerFiles:
     """Read the files in the root. Damaged ones are added to ``problems``, missing ones become findings.
 
-    ``client`` is whose loader they are judged by; None for the one that they are detected to be for, see
-    `loader.detect_loader`. Raises UnsupportedCheckpoint for several models of accelerate.
+    ``client`` names the loader to judge them by; None uses the detected one, see `loader.detect_loader`. Raises
+    UnsupportedCheckpoint if accelerate saved several models.
     """
     root, inside = trees.root, trees.inside
     there = sorted(root.iterdir())
@@ -102,9 +102,7 @@ def read_trainer_files(
         fix = "leave it out; checkpoints of one model and one optimizer can be composed"
         raise UnsupportedCheckpoint.at(name, what, fix)
     if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and loader.saves_model:
-        what = (
-            "there are no weights in safetensors form (with ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
-        )
+        what = "there are no weights in safetensors form (ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
         if any(map(is_pickled_weights, files)):
             what = "the weights are in pytorch_model.bin form, which is left out"
         fix = "nothing: a resume does not read them, and they can be rounded from the master weights"
@@ -169,7 +167,7 @@ def file_fact(path: Path) -> FileFact | None:
 
 
 def compare_global_step(trainer: TrainerFiles, root: Path, name: str, step: float) -> Iterator[Finding]:
-    """Yield a finding if trainer_state.json is of another step than the optimizer, which may be on purpose."""
+    """Yield a finding if trainer_state.json is of another step than the optimizer, which may be intended."""
     stated = trainer.global_step
     if stated is None or stated == step:
         return

@@ -25,14 +25,14 @@ _OF_ARRAYS = frozenset(("_reconstruct", "ndarray", "dtype"))
 """The numpy names that the Trainer allows in files with random number states"""
 _NUM_WORDS = 624
 _TORCH_BYTES = 5056
-"""What the generator of torch's CPU takes, neither more nor less"""
+"""The exact size of a state of torch's CPU generator"""
 _TORCH_HEAD = struct.Struct("<qiiq")
 """The start of torch's state: seed, words left, whether it is seeded, next word; then the words, in 8 bytes each"""
 _NUMPY_NAME = "MT19937"
 
 
 def _is_python_state(value: Any) -> bool:
-    """Whether ``random.setstate`` takes this: version, 624 words and a position, and what ``gauss`` has in store."""
+    """Whether ``random.setstate`` accepts this: version, 624 words and a position, and the spare value of ``gauss``."""
     if not isinstance(value, (tuple, list)) or len(value) != 3 or value[0] not in (2, 3):
         return False
     words, gauss = value[1:]
@@ -41,7 +41,7 @@ def _is_python_state(value: Any) -> bool:
 
 
 def _is_numpy_state(value: Any) -> bool:
-    """Whether ``numpy.random.set_state`` takes this, and ``torch.load`` without unsafe globals."""
+    """Whether ``numpy.random.set_state`` accepts this, and ``torch.load`` without unsafe globals."""
     if isinstance(value, dict):
         inner = value.get("state")
         if not isinstance(inner, dict):
@@ -68,7 +68,7 @@ def _are_numpy_words(node: Any) -> bool:
 
 
 def _is_torch_state(value: Any) -> bool:
-    """Whether this is a tensor that torch's CPU generator takes; `check_rng` looks at what it holds."""
+    """Whether this has the form of torch's CPU generator state; `check_rng` checks its bytes."""
     view = as_tensor(value)
     return view is not None and (view.storage.dtype, view.numel, view.is_contiguous) == ("U8", _TORCH_BYTES, True)
 
@@ -129,7 +129,7 @@ def check_rng(root: Path, tree: Any, where: str, *, is_accelerates: bool = False
 
 
 def _is_valid(state: bytes) -> bool:
-    """Return whether torch accepts the state: it checks each counter. They add up to the words, except at first."""
+    """Return whether torch accepts the state: it checks each counter. They add up to the words, except in a new one."""
     _, left, seeded, following = _TORCH_HEAD.unpack_from(state)
     fits = (left, following) == (1, 0) or (left + following == _NUM_WORDS + 1 and left > 0 < following)
     words = state[_TORCH_HEAD.size : _TORCH_HEAD.size + 8 * _NUM_WORDS]

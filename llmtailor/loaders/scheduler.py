@@ -106,7 +106,7 @@ SCHEDULER_TABLE: Table = (
 
 
 def check_scheduler(tree: Any, where: str) -> Iterator[Finding]:
-    """Yield findings on what makes a resume reject ``scheduler.pt``, whatever the optimizer's state."""
+    """Yield findings on fields for which a resume rejects ``scheduler.pt``."""
     yield from check_file(tree, SCHEDULER_TABLE, "a scheduler state", where)
 
 
@@ -115,8 +115,8 @@ def compare_scheduler(
 ) -> list[Finding]:
     """Compare a scheduler's state with the optimizer's: ``groups`` are the hyperparameters of its param groups.
 
-    Stock software compares neither. ``expected_steps`` is how many steps the run has made without skipped ones; None
-    for a caller that compares them itself.
+    Stock software does not compare them. ``expected_steps`` is the number of steps of the run without skipped ones;
+    None if the caller compares them itself.
     """
     found = []
     for key, length in facts.lengths.items():
@@ -156,8 +156,9 @@ def lay_out_scheduler(tree: Any, where: PathIn, num_groups: int, from_group: Seq
 def regroup_scheduler(tree: Any, where: str, num_groups: int, from_group: Sequence[int]) -> Any:
     """Return a scheduler's state for other param groups; the tree itself is not changed.
 
-    ``num_groups`` is how many groups it was saved with, ``from_group`` gives for each new group the one whose entries
-    it takes. None (no scheduler) stays None. Raises SourceError if lists don't fit, or are not known to be per group.
+    ``num_groups`` is the number of groups that it was saved with, ``from_group`` maps each new group to the one whose
+    entries it takes. None (no scheduler) stays None. Raises SourceError for lists that don't fit, or that may be per
+    group.
     """
     if tree is None:
         return None

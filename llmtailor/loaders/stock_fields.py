@@ -1,9 +1,9 @@
 """The fields of a checkpoint's files that decide a training, as data, and their checks. Pure.
 
-A table says of every field of a file what it may hold, whether it may be missing, and whether it is the same in the
-files of all ranks. A field is a place in a file's tree, as decoded by `containers.torch_file` or `containers.json`.
-Each table is beside the other checks of its file; that of an optimizer's state (torch 2.13) is here, because files with
-DeepSpeed and without have it.
+A table says what each field of a file may hold, whether it may be missing, and whether it is the same in the files of
+all ranks. A field is a place in a file's tree, as decoded by `containers.torch_file` or `containers.json`. Each table
+is next to the other checks of its file; that of an optimizer's state (torch 2.13) is here, because files with and
+without DeepSpeed have one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ _LEAVES = (str, bytes, int, float, type(None))
 
 
 def find_refused(tree: Any, where: str, of_numpy: frozenset[str] = frozenset()) -> list[Finding]:
-    """Return findings on names that llmtailor accepts and torch does not; ``of_numpy`` are the numpy names it accepts.
-
-    A file with names that llmtailor does not accept was refused earlier.
-    """
+    """Return findings on names that llmtailor accepts and ``torch.load`` refuses; ``of_numpy`` are not refused."""
     refused: dict[str, None] = {}
     seen: set[int] = set()
     nodes = [tree]
@@ -59,7 +56,7 @@ EACH = "*"
 """In a path: every entry of a list, or every value of a dict."""
 _ABSENT = object()
 _WRAPPERS = ("optimizer_state_dict", "base_optimizer_state")
-"""Not spelt out at the beginning of a path"""
+"""Left out at the beginning of a path in messages"""
 _SHOWN = 40
 
 
@@ -138,9 +135,9 @@ def facts_of_rank(tree: Any, table: Table) -> dict[str, object]:
 
 
 def find(tree: Any, path: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the places that a path stands for, with what is there; where the way leads nowhere, nothing.
+    """Yield the places that a path stands for, with their values; nothing if a step before the last one is missing.
 
-    The last step alone may be absent: then a mark that no kind takes for a value is yielded.
+    If only the last one is missing, the value is ``_ABSENT``, which no `FieldType` accepts.
     """
     if not path:
         yield (), tree
@@ -173,7 +170,7 @@ def format_path(path: Iterable[Any]) -> str:
 
 
 def _comparable(value: Any) -> object:
-    """Return something comparable: NaN equals NaN, and the place of a tensor does not count."""
+    """Return a value that compares as needed: NaN equals NaN, and a tensor's place does not matter."""
     if value is _ABSENT:
         return "absent"
     if (view := as_tensor(value)) is not None:

@@ -1,4 +1,4 @@
-"""What ``trainer_state.json`` states: the step, the attempt of the run, how far Adam is behind it, and a loss scale.
+"""``trainer_state.json`` (the step, the attempt of the run, how far Adam is behind it), and the loss scale.
 
 The saver puts a stamp into the ``stateful_callbacks`` of the Trainer's state, where the Trainer keeps the states of
 callbacks. So the Trainer's own full checkpoints, partial ones, composites and copies all carry it, and a training that
@@ -52,12 +52,10 @@ def read_scales_loss(root: Path, where: str) -> bool | None:
     return fp16 if isinstance(fp16, bool) else None
 
 
-_GROWTH = number("number > 1", lambda value: value > 1)
-_BACKOFF = number("number between 0 and 1", lambda value: 0 < value < 1)
 SCALER_TABLE: Table = (
     Field("scale", POSITIVE),
-    Field("growth_factor", _GROWTH),
-    Field("backoff_factor", _BACKOFF),
+    Field("growth_factor", number("number > 1", lambda value: value > 1)),
+    Field("backoff_factor", number("number between 0 and 1", lambda value: 0 < value < 1)),
     Field("growth_interval", count("count from 1 up", 1)),
     Field("_growth_tracker", count()),
 )
@@ -85,7 +83,7 @@ TRAINER_STATE_TABLE: Table = (
 )
 """``global_step`` is checked by `read_global_step`."""
 CALLBACKS, MARK = "stateful_callbacks", "llmtailor"
-"""Where the saver states the attempt; see `loaders.trainer_state`"""
+"""Where the saver records the attempt"""
 LAGS = "llmtailor-optimizer"
 """The callback whose ``step_lags`` a composite states, see `read_lags`"""
 
@@ -113,20 +111,18 @@ def _attributes(content: Mapping[str, Any], callback: str) -> Mapping[str, Any]:
 
 
 def read_lags(content: Mapping[str, Any]) -> frozenset[int]:
-    """Return how many steps Adam may be behind the run; 0 is among them.
+    """Return the numbers of steps that Adam may be behind the run; 0 is one of them.
 
-    A composite whose moments were reset, or come from another step than its base, states the difference. A training
-    that resumes from it keeps the statement, as it keeps all states of callbacks, and the difference stays the same.
+    A composite whose moments were reset, or come from another step than its base, records the difference. A training
+    that resumes from it keeps this record, like all states of callbacks, and the difference stays the same.
     """
     lags = _attributes(content, LAGS).get("step_lags")
     return frozenset((0, *(lag for lag in lags if type(lag) is int))) if isinstance(lags, list) else frozenset((0,))
 
 
 def is_of_trainer(content: Mapping[str, Any]) -> bool:
-    """Return whether the Trainer wrote this, rather than the saver in a training loop without it.
-
-    The saver writes only the step and our own marks there, and a Trainer does not resume from it.
-    """
+    """Return whether the Trainer wrote this. In other loops the saver writes only the step and its own marks, and no
+    Trainer resumes from it."""
     callbacks = content.get(CALLBACKS, {})
     if content.keys() - {CALLBACKS} != {"global_step"} or not isinstance(callbacks, dict):
         return True
@@ -155,8 +151,8 @@ def make_mark(past: Past) -> dict[str, Any]:
 def read_mark(trainer_state: Mapping[str, Any], step: Any) -> Past | None:
     """Return the attempt stated by the content of a ``trainer_state.json``; None if it is missing or invalid.
 
-    ``step`` is its ``global_step``. The saver keeps the mark's step up to date. Without the saver it stays behind,
-    and the checkpoint belongs to an unrecorded training (see `checkpoint.lineage.continued`).
+    ``step`` is its ``global_step``. The saver keeps the mark's step up to date. If the mark's step is older, the
+    checkpoint belongs to a training without the saver (see `checkpoint.lineage.continued`).
     """
     values = _attributes(trainer_state, MARK)
     past = read_past(values.get("step"), values.get("lineage"), values.get("history")) if type(step) is int else None
@@ -171,11 +167,11 @@ def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
 def state_attempt(
     layouts: Sequence[FileLayout], reference: CheckpointIndex, stated: Sequence[Past | None], base: int
 ) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the files of a composite, with its base's attempt stated, and notices.
+    """Return the files of a composite, with its base's attempt recorded, and notices.
 
-    ``reference`` is the base, ``stated`` the attempts that the sources state, the base's at ``base``.
-    If its sources' attempts do not continue each other, it states a new one: no checkpoint of these attempts may
-    be combined with it, and a training that resumes from it starts its own record.
+    ``reference`` is the base, ``stated`` are the attempts of the sources, the base's at ``base``. If they don't
+    continue each other, the composite gets a new attempt: no checkpoint of the old ones may be combined with it, and a
+    training that resumes from it starts a new record.
     """
     known = [past for past in stated if past is not None]
     attempt, notices = stated[base], []
@@ -194,9 +190,10 @@ def state_attempt(
 def state_lags(
     layouts: Sequence[FileLayout], reference: CheckpointIndex, steps: Iterable[float], family: str
 ) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the files of a composite, with how far its optimizer's ``steps`` are behind its base, and notices.
+    """Return the files of a composite, with a record of how far its optimizer's ``steps`` are behind it, and notices.
 
-    Checkpoints that a training saves after a resume keep this, which distinguishes them from files of several saves.
+    Checkpoints that a training saves after a resume keep this record; without it, they would look like files of
+    several saves.
     """
     expected = reference.global_step - reference.zero.skipped_steps
     found = frozenset(int(expected - step) for step in steps)
@@ -220,7 +217,6 @@ def state_lags(
 
 
 def _content(layouts: Sequence[FileLayout], reference: CheckpointIndex) -> dict[str, Any] | None:
-    """Return the content of a composite's ``trainer_state.json``; None if it has none."""
     there = next((layout for layout in layouts if layout.path == TRAINER_STATE), None)
     if there is None:
         return None

@@ -1,8 +1,8 @@
-"""The files that a loader needs beside states, laid out for a composite: copied from the base, or synthesized.
+"""Layout of the files that a loader needs beside states: copied from the base, or synthesized.
 
-A base of another loader lacks a scheduler's state and a trainer_state.json. The former is taken from accelerate's
-``scheduler.bin``, from DeepSpeed's model states, or from ``lr_scheduler`` of a folder of torch.distributed.checkpoint,
-where torchtitan keeps it.
+A base of another loader lacks a scheduler's state and a trainer_state.json. The scheduler's state is taken from
+accelerate's ``scheduler.bin``, from DeepSpeed's model states, or from ``lr_scheduler`` of a folder of
+torch.distributed.checkpoint, where torchtitan keeps it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.json import is_count, read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE, lay_out_index, lay_out_weights, list_tied, read_weights
 from llmtailor.containers.torch_file import lay_out_torch_file
+from llmtailor.containers.unpickle import TORCH_NAMES
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.loaders.files import (
     ADAPTER_CONFIG,
@@ -46,8 +47,6 @@ from llmtailor.model.parts import SavedAs
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.storage.local import FileFact, read_source
 
-_TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-
 
 def lay_out_trainer_files(
     base: CheckpointIndex,
@@ -60,9 +59,9 @@ def lay_out_trainer_files(
 ) -> list[FileLayout]:
     """Return the layout of a composite's root, based on its base's: weights by slots, everything else unchanged.
 
-    ``made`` are the files that the format has laid out itself, which are returned as well, ``has_weights`` whether the
-    weights are among them; ``dtype`` is what floating-point weights are cast to, None to keep theirs; ``leave_out``
-    names files of the base that have no place in the format. The tokenizer's files are left to `lay_out_tokenizer`.
+    ``made`` are the layouts of the format's own files, which are also returned; ``has_weights`` says whether the
+    weights are among them. Floating-point weights are cast to ``dtype``, None keeps theirs. ``leave_out`` are files of
+    the base that the format does not have. `lay_out_tokenizer` lays out the tokenizer's files.
     """
     made, scheduler = list(made), LOADERS[base.client].scheduler
     is_same_client = wanted.client == base.client
@@ -110,8 +109,8 @@ def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) 
 def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
     """Return the source of each tensor in the weight files, by its name there: a param and its first element.
 
-    With it, a weight can be rounded from the master weights even under another name. Names that follow an unknown rule
-    are not included.
+    So a weight can be rounded from the master weights even under another name. Names that follow an unknown rule are
+    left out.
     """
     config = read_config(base)
     naming = naming_of(str(config["model_type"]) if "model_type" in config else None) or AS_IN_MEMORY
@@ -126,7 +125,7 @@ def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
 
 
 def _lay_out_rng(base: CheckpointIndex, new: int, client: str) -> list[FileLayout]:
-    """Return layouts of random number states, one per rank; with more ranks than the base, they repeat in turn."""
+    """Return layouts of random number states, one per rank; with more ranks than the base has, they repeat."""
     layouts: list[FileLayout] = []
     if client != base.client and not LOADERS[client].saves_rng:
         return layouts
@@ -155,7 +154,7 @@ def _config_with_dtype(root: Path, dtype: str) -> FileLayout:
     config = read_json(root / CONFIG, CONFIG)
     for key in ("dtype", "torch_dtype"):
         if key in config:
-            config[key] = _TORCH_DTYPES[dtype]
+            config[key] = TORCH_NAMES[dtype]
     return FileLayout(CONFIG, (Bytes(json.dumps(config, indent=2).encode() + b"\n", "config.json with the new dtype"),))
 
 
@@ -195,9 +194,9 @@ def scheduler_tree(base: CheckpointIndex, from_group: Sequence[int] | None) -> A
 
 
 def first_rates(base: CheckpointIndex, wanted: Wanted) -> list[Any]:
-    """Return the learning rate that each wanted param group started with; None if it is not known.
+    """Return the learning rate that each wanted param group started with; None if unknown.
 
-    A group's ``lr`` is not enough: DeepSpeed's schedulers, and loops that set it, leave no ``initial_lr``.
+    DeepSpeed's schedulers, and loops that set ``lr``, leave no ``initial_lr`` in the groups.
     """
     known = read_scheduler(saved_scheduler(base)).base_rates
     origins = wanted.from_group or range(len(wanted.layout.groups))
@@ -208,7 +207,7 @@ def first_rates(base: CheckpointIndex, wanted: Wanted) -> list[Any]:
 
 
 def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the files of the wanted client that a base of another one lacks, and notices.
+    """Return the files that the wanted loader needs and a base of another one lacks, and notices.
 
     An engine has none: it keeps a scheduler's state in the model states. Raises UnsupportedCheckpoint for an adapter.
     """
@@ -239,7 +238,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         )
         if not is_count(size) or not size:
             size = 1
-            fix += "; with auto_find_batch_size, set train_batch_size, too, which is 1 here"
+            fix += "; with auto_find_batch_size, also set train_batch_size, which is 1 here"
         notices.append(Problem(base.name, what, fix))
         data = json.dumps(_trainer_state(base.global_step, size), indent=2, sort_keys=True).encode() + b"\n"
         made.append(FileLayout(TRAINER_STATE, (Bytes(data, "made for the step"),)))
@@ -247,10 +246,10 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
 
 
 def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Problem]]:
-    """Return the state of a scheduler of torch that has counted the base's steps, for another client.
+    """Return the state of a torch scheduler that has counted the base's steps, for another loader, and notices.
 
-    If the base holds none, it is made from the rates in the param groups, and a notice says so. Without ``base_lrs``, a
-    scheduler keeps those that the run's arguments give it.
+    If the base holds none, it is made from the rates in the param groups. Without ``base_lrs``, a scheduler keeps those
+    of the run's arguments.
     """
     tree, notices = scheduler_tree(base, wanted.from_group), []
     if tree is None or not read_scheduler(tree).lengths:
@@ -290,7 +289,7 @@ def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[
 
 
 def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
-    """Return the files, or values, of a base's client that another one has no place for."""
+    """Return the files, or values, of a base's loader that another loader does not have."""
     if base.client in (ACCELERATE, TRAINER):
         own = is_accelerate_file if base.client == ACCELERATE else is_trainer_file
         known = {loader_of(base).scheduler, loader_of(base).optimizer}
@@ -300,7 +299,7 @@ def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
 
 
 def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
-    """Yield notices on what accelerate saves for a number of processes."""
+    """Yield notices on files of accelerate that depend on the number of processes."""
     if base.client != ACCELERATE or ranks == base.world_size:
         return
     scheduler = loader_of(base).scheduler
@@ -321,7 +320,7 @@ def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
 
 
 def _trainer_state(step: int, batch_size: int) -> dict[str, Any]:
-    """Return transformers' own defaults, with the step, and the batch of each process, which may not be missing."""
+    """Return transformers' own defaults, with the step and the batch of each process, which is required."""
     control = {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}
     return {
         "best_global_step": None,
@@ -409,4 +408,4 @@ class Wanted:
     is_alone: bool = False
     """Whether the base is the only source"""
     client: str = TRAINER
-    """Whose loader will resume from it; see `loaders.loader`"""
+    """The loader that will resume from it; see `loaders.loader`"""

@@ -1,13 +1,13 @@
-"""mergekit's architecture data, if it is installed: what tensor names alone don't show.
+"""What tensor names alone don't show of a model family: the roles of its tensors, and their names on disk.
 
-mergekit itself is not imported: only its JSON files are read, and only when something must be looked up. Newer versions
-of the data mark embeddings by ``vocabulary_axis``, older ones by ``is_embed``.
+Roles come from mergekit's architecture data, if it is installed. mergekit itself is not imported: only its JSON files
+are read, and only when something must be looked up. Newer versions of the data mark embeddings by ``vocabulary_axis``,
+older ones by ``is_embed``.
 
-Names of a model's params in safetensors files where they differ from the names in memory.
-
-Since version 5, transformers fuses the experts of a MoE into one param per layer, but saves them one by one under
-their old names; it renames params of other families. Its table (``conversion_mapping.py``) grows with every version, so
-only verified families are listed here; the names of any other family count as unknown.
+The names in safetensors files may differ from those in memory: since version 5, transformers fuses the experts of a MoE
+into one param per layer, but saves them one by one under their old names; it renames params of other families. Its
+table (``conversion_mapping.py``) grows with every version, so only verified families are listed here; the names of any
+other family count as unknown.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ def read_definition(definition: Mapping[str, Any]) -> ArchHints | None:
 
 
 def _definitions(architecture: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the definitions that mention an architecture."""
     for path in _files():
         try:
             text = path.read_text(encoding="utf-8")

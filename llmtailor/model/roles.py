@@ -1,4 +1,4 @@
-"""Tensor names as paths in the module tree, and the modules with a role: embeddings, final norm, head.
+"""Tensor names as paths in the module tree, the modules with a role (embeddings, final norm, head), and `State`.
 
 The first integer in a name is a layer number; the path before it is a *stack*::
 
@@ -11,9 +11,8 @@ and disk: transformers keeps ``model.language_model.layers`` in memory and write
 ``model.layers`` to the safetensors file. So modules are compared by their *key*, the path without wrappers, which makes
 both spellings of a layer the same part.
 
-Roles are those of mergekit's data, else a guess from module names.
-
-What can be addressed: a state is one kind of data of one param.
+Roles come from mergekit's data, or else are guessed from module names. A `State` is one kind of data of one param, the
+unit that recipes select and plans move.
 """
 
 from __future__ import annotations

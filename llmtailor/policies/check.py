@@ -176,7 +176,6 @@ def check_policy(
 def _simulate(
     original: Policy, state: Mapping[str, Any] | None, first: Situation, limit: int, *, resume: bool
 ) -> list[PartChoice]:
-    """Return the choices of a policy, save by save."""
     policy, last, answers = _rewound(original, state), dict(first.last), []
     for save in range(1, NUM_SAVES + 1):
         if resume and save == _RESUMED:

@@ -1,4 +1,4 @@
-"""The policies: with a fixed schedule, or by how parts have changed; and an estimate of what a failure costs."""
+"""The policies: fixed schedules, and `Adaptive`, which chooses by how parts have changed; what stale parts cost."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Parity(Configured):
     """Two halves in turn, as in the LLMTailor paper.
 
     Odd saves hold the odd layers with ``lm_head`` and other auxiliary parts, even saves the even layers with ``norm``
-    and ``embed_tokens``. With ``aux_every=1``, every save holds all parts that are no layers: a stale embedding or head
-    costs more than a stale layer (benchmarks/fidelity.md).
+    and ``embed_tokens``. With ``aux_every=1``, every save holds all parts that are not layers: a stale embedding or
+    head costs more than a stale layer (benchmarks/fidelity.md).
     """
 
     name: ClassVar[str] = "parity"
@@ -64,8 +64,8 @@ class Filter(Configured):
     """The first and last layers at every save, the others less often.
 
     Every ``every``-th save holds one of ``groups`` shares of the other layers, in turn; a share is every ``groups``-th
-    of them. Each auxiliary part comes at every ``aux_every``-th save; they are distributed so that saves are about
-    equally large.
+    of them. Each auxiliary part is in every ``aux_every``-th save; they are distributed so that saves have about the
+    same size.
 
     The defaults are the LLMTailor paper's schedule. `aux_every` 3 matches the checkpoint sizes that it reports
     best: docs/policies.md has the calculation.
@@ -108,7 +108,7 @@ class Filter(Configured):
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin(Configured):
-    """``k`` groups of adjacent parts, about equally large, one per save."""
+    """``k`` groups of adjacent parts, of about the same size, one per save."""
 
     name: ClassVar[str] = "round_robin"
 
@@ -127,8 +127,8 @@ class RoundRobin(Configured):
 class MomentsInTurn(RoundRobin):
     """The masters of all parts at every save; the moments of ``k`` groups of adjacent parts, one group per save.
 
-    Old moments cost far less than old masters (benchmarks/fidelity.md). With ``k=4``, a save has half of the bytes of a
-    full one: a third for the masters, and a quarter of the other two thirds.
+    Stale moments cost far less than stale masters (benchmarks/fidelity.md). With ``k=4``, a save has half of the bytes
+    of a full one: a third for the masters, and a quarter of the other two thirds.
     """
 
     name: ClassVar[str] = "moments_in_turn"
@@ -180,22 +180,20 @@ def setbacks(expected_loss: Mapping[str, float], steps: Mapping[str, int]) -> di
 
 
 STALENESS = 4
-"""Without a bound of the user's, `Adaptive` saves every part at least once while it saves the bytes of this number of
-models."""
+"""By default, `Adaptive` saves every part at least once in as many saves as have the bytes of this number of models."""
 
 
 @dataclass
 class Adaptive(Configured):
-    """A share of the bytes at every save: the parts whose absence would cost most.
+    """A share of the bytes at every save: the parts that would cost most if they were left out.
 
-    What a part costs if it is left out is ``expected_loss`` (see `Situation`). Parts are ranked by
-    ``expected_loss / bytes * sqrt(age)``. The age is there because a choice now decides about the saves to come, as in
-    the scheduling of updates by their age (I. Kadota et al., "Scheduling Policies for Minimizing Age of Information in
-    Broadcast Wireless Networks", 2018); without it, small budgets let parts starve, with a higher power than the root,
-    the choice comes near to taking turns (benchmarks/fidelity.md). There is no threshold to tune.
+    Parts are ranked by ``expected_loss / bytes * sqrt(age)`` (see `Situation`). The age makes the choice account for
+    later saves, as in I. Kadota et al., "Scheduling Policies for Minimizing Age of Information in Broadcast Wireless
+    Networks", 2018. Without it, small budgets let parts starve; with a higher power than the root, the parts almost
+    take turns (benchmarks/fidelity.md). There is no threshold to tune.
 
-    What a save holds more or less than its share, the next ones make up for. So do they for parts that were added
-    because they had become too old.
+    Later saves compensate for a save with more or fewer bytes than its share, also for parts that were added because
+    they were too old.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -206,7 +204,7 @@ class Adaptive(Configured):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._credit = 0
-        """Bytes that earlier saves have left over, or negative"""
+        """Bytes that earlier saves left unused; negative if they used more than their share"""
         self._asked = 0
         """Number of the save that was chosen last"""
 
@@ -259,10 +257,10 @@ POLICIES: Mapping[str, type[AnyPolicy]] = {
     kind.name: kind for kind in (Full, Parity, Filter, RoundRobin, MomentsInTurn, Adaptive)
 }
 REMOVED = {"update": "use adaptive, which loses less at the same bytes"}
-"""Policies that llmtailor had and has no more: what to use instead"""
+"""Removed policy -> what to use instead"""
 DEFAULT_POLICY = MomentsInTurn.name
-"""Half of the bytes at the least cost; see benchmarks/fidelity.md"""
-WHERE = "policy"
+"""Of the policies with half of the bytes, the one that costs least; see benchmarks/fidelity.md"""
+_WHERE = "policy"
 
 
 def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
@@ -282,14 +280,14 @@ def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
         title: object = spec.get("name")
         if not isinstance(title, str):
             fix = f"add 'name': {', '.join(POLICIES)}"
-            raise UsageError.at(WHERE, f"the mapping {dict(spec)!r} names no policy", fix)
+            raise UsageError.at(_WHERE, f"the mapping {dict(spec)!r} names no policy", fix)
         return _make(title, [(key, value) for key, value in spec.items() if key != "name"], title)
     if isinstance(spec, type):
-        raise UsageError.at(WHERE, f"{spec.__name__} is a class", f"make one: {spec.__name__}(...)")
+        raise UsageError.at(_WHERE, f"{spec.__name__} is a class", f"make one: {spec.__name__}(...)")
     members = ("name", "needs_drift", "choose", "worst_staleness", "settings")
     if lacking := [member for member in members if not hasattr(spec, member)]:
         what = f"{spec!r} is not a policy: it has no {', '.join(lacking)}"
-        raise UsageError.at(WHERE, what, f"give a name ({', '.join(POLICIES)}) or an object that follows Policy")
+        raise UsageError.at(_WHERE, what, f"give a name ({', '.join(POLICIES)}) or an object that follows Policy")
     return spec
 
 
@@ -316,9 +314,9 @@ def named_policy(spec: str) -> type[AnyPolicy] | None:
 def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
     kind = named_policy(name)
     if kind is None and (instead := REMOVED.get(name.strip().lower())):
-        raise UsageError.at(WHERE, f"there is no policy {name.strip()!r} any more", instead)
+        raise UsageError.at(_WHERE, f"there is no policy {name.strip()!r} any more", instead)
     if kind is None:
-        raise UsageError.at(WHERE, f"there is no policy {name.strip()!r}", nearest(name, POLICIES))
+        raise UsageError.at(_WHERE, f"there is no policy {name.strip()!r}", nearest(name, POLICIES))
     where = f"policy {kind.name}"
     options = {one.name: one for one in fields(kind)}
     problems: list[Problem] = []

@@ -109,7 +109,7 @@ def check_same(
 
 logger = logging.getLogger(__name__)
 LIMIT_S = 180.0
-"""Seconds of silence after which a rank is given up. NFS may hide new files for 60."""
+"""Seconds without a heartbeat after which a rank counts as dead. NFS may hide new files for 60."""
 BEAT_S = 1.0
 POLL_S = (0.1, 2.0)
 """Seconds between two reads, of few ranks and of many"""

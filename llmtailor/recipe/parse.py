@@ -384,7 +384,8 @@ def _one_of(choices: Sequence[str]) -> Callable[[Value], str | None]:
         word = value.word(" or ".join(choices))
         if word is None or word in choices:
             return word
-        value.refuse(f"{value.path.rpartition('.')[2]} {quote(word)} is unknown", nearest(word, choices))
+        what = f"{value.path.rpartition('.')[2]} {quote(word)} is unknown"
+        value.refuse(what, f"{nearest(word, choices)}; or leave it out")
         return None
 
     return read

@@ -23,15 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from llmtailor.errors import Problem, ranges
-from llmtailor.model.parts import (
-    EMBED,
-    HEAD,
-    NORM,
-    ModelStructure,
-    Part,
-    layer_part,
-    nearest,
-)
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, Part, layer_part, nearest
 from llmtailor.model.roles import is_aside, place_of
 from llmtailor.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
 
@@ -137,7 +129,6 @@ def _span(first: str, last: str | None, text: str) -> range:
 
 
 def _listed(numbers: str, text: str) -> set[int]:
-    """Return the numbers in a list such as ``0-3, 7``. Raises SelectorError."""
     found: set[int] = set()
     for item in numbers.split(","):
         match = _SPAN.fullmatch(item.strip())
@@ -195,11 +186,7 @@ def _matching(glob: str, text: str, structure: ModelStructure) -> set[str]:
 
 
 def _shares(
-    layers: Collection[int] | None,
-    numbers: Collection[int] | None,
-    is_rest: bool,
-    text: str,
-    structure: ModelStructure,
+    layers: Collection[int] | None, numbers: Collection[int] | None, is_rest: bool, text: str, structure: ModelStructure
 ) -> set[str]:
     """Return the tensors of experts by the numbers of layers and experts, or of everything else of these layers.
 

@@ -43,8 +43,6 @@ class StrategyOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """The step that a strategy wants for a part."""
-
     step: int
     why: str
 
@@ -54,8 +52,6 @@ _Wishes = dict[Part, _Wish]
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The input of a strategy, and the problems it finds."""
-
     checkpoints: Sequence[RunCheckpoint]
     steps: Sequence[int]
     """Steps with a usable checkpoint, ascending, which ``every`` counts. Full and partial checkpoints count
@@ -108,10 +104,6 @@ def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, opti
     return Assignment(base, source_of, reason, title, moments_of).joined()
 
 
-def _latest(task: _Task) -> _Wishes:
-    return task.for_layers(lambda number: _Wish(task.steps[-1], "newest"))
-
-
 def _parity(task: _Task) -> _Wishes:
     if len(task.steps) < 2:
         what = f"parity needs two checkpoints, but there is only step {task.steps[-1]}"
@@ -158,7 +150,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 STRATEGIES: Mapping[str, Callable[[_Task], _Wishes]] = {
-    "latest": _latest,
+    "latest": lambda task: task.for_layers(lambda number: _Wish(task.steps[-1], "newest")),
     "parity": _parity,
     "filter": _filter,
 }

@@ -171,7 +171,6 @@ def _verify(path: Path, survey: Callable[[Path], Survey]) -> Verdict:
 def _check(
     folder: RunFolder, sources: Sequence[Path], facts: RunFacts, survey: Callable[[Path], Survey]
 ) -> Iterator[Checked]:
-    """Verify the newest checkpoints and those that a merge would read."""
     judge = None
     with suppress(SourceError):  # a damaged record of attempts, which is among the problems already
         judge = AttemptFilter.of(folder, None)
@@ -184,7 +183,6 @@ def _check(
 
 
 def _losses(folder: RunFolder) -> Losses | None:
-    """Return the losses of the newest checkpoint that has some."""
     for _, path in folder.checkpoints():
         with suppress(SourceError):
             if (read := read_losses(path)).train:

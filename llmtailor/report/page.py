@@ -258,7 +258,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _legend(values: Iterable[float], shade: Shade, text: Callable[[float], str]) -> dict[str, str]:
-    """Return class -> which values have a shade."""
     ends = {at: dict.fromkeys(map(text, found)) for at, found in ranges_of(values, shade).items()}
     return {f"h{at}": " to ".join(found) for at, found in ends.items()}
 

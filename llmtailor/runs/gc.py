@@ -69,7 +69,6 @@ def needed(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> set[int
 
 
 def _newest(saves: Iterable[RunCheckpoint], keep: int) -> list[RunCheckpoint]:
-    """Return one partial checkpoint for each of the newest steps."""
     at = {save.step: save for save in saves}
     return [at[step] for step in sorted(at)[-keep:]]
 

@@ -35,15 +35,7 @@ from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.containers.dcp import METADATA
 from llmtailor.containers.json import read_json
-from llmtailor.errors import (
-    PathIn,
-    Problem,
-    SourceError,
-    UnsupportedCheckpoint,
-    UsageError,
-    VerificationError,
-    some,
-)
+from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, UsageError, VerificationError, some
 from llmtailor.formats.dcp.read import MODEL_FOLDER
 from llmtailor.formats.dcp.write import lay_out_model
 from llmtailor.formats.partial.manifest import BundleFact, manifest_json, read_manifest

@@ -20,50 +20,22 @@ from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Copy, Plan
-from llmtailor.checkpoint.lineage import (
-    RunCheckpoint,
-    newest_resumable,
-    sources_at,
-    usable_at,
-)
+from llmtailor.checkpoint.lineage import RunCheckpoint, newest_resumable, sources_at, usable_at
 from llmtailor.checkpoint.placement import Extent, Fragment
 from llmtailor.compose.plan import plan_merge
 from llmtailor.engine.copy import Context, CopyStats, execute
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
 from llmtailor.engine.staging import check_space, space_for
-from llmtailor.errors import (
-    PathIn,
-    Problem,
-    SourceError,
-    TailorError,
-    Unanswered,
-    VerificationError,
-    some,
-)
+from llmtailor.errors import PathIn, Problem, SourceError, TailorError, Unanswered, VerificationError, some
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.roles import ITEMSIZE, WEIGHT, is_moment
 from llmtailor.recipe import Assignment, Recipe
-from llmtailor.runs.folder import (
-    Kind,
-    carrying_out,
-    link_or_copy,
-    remove_partial,
-    remove_replaced,
-    staged,
-)
+from llmtailor.runs.folder import Kind, carrying_out, link_or_copy, remove_partial, remove_replaced, staged
 from llmtailor.runs.gc import BUG
-from llmtailor.runs.prune import (
-    WEIGHTS,
-    Conversion,
-    PruneAction,
-    ThinPlan,
-    compared,
-    kept_files,
-    plan_weights,
-)
+from llmtailor.runs.prune import WEIGHTS, Conversion, PruneAction, ThinPlan, compared, kept_files, plan_weights
 from llmtailor.runs.scan import describe_checkpoint
 from llmtailor.storage.checksums import crc_of_zeros
 from llmtailor.storage.local import Files, added_since, facts_now, fsync_folder, replace_folder, write_durably
@@ -214,10 +186,7 @@ def _writing(
 
 
 def write_conversion(
-    conversion: Conversion,
-    stop: Stop,
-    on_progress: OnProgress = lambda num_bytes: None,
-    clone: Clone = "never",
+    conversion: Conversion, stop: Stop, on_progress: OnProgress = lambda num_bytes: None, clone: Clone = "never"
 ) -> CopyStats:
     """Write a partial checkpoint, read it back, and publish it with one rename, complete and durable.
 

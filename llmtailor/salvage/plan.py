@@ -461,12 +461,7 @@ def plan_salvage(
 
 
 def _choose(
-    run: Path,
-    at: int | None,
-    deep: bool,
-    fragments: bool,
-    on_progress: OnProgress,
-    trust_unrecorded: bool,
+    run: Path, at: int | None, deep: bool, fragments: bool, on_progress: OnProgress, trust_unrecorded: bool
 ) -> Salvage:
     """Assess the run's checkpoints from the newest on, until a composite is complete.
 

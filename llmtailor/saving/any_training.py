@@ -35,14 +35,13 @@ class AnyTraining:
         self.params = describe(self.model, {name for group in groups for name in group})
         self.tied: dict[str, str] = tied_names(self.model)
         self.precision = dominant([param.dtype for param in self._live.values()])
-        self._stored: dict[str, tuple[str, str]] = {}
-        if is_adapted(self.model):
-            self._stored = self._of_adapters()
-        else:
-            self._take_names()
+        self._stored = self._of_adapters() if is_adapted(self.model) else None
 
     def _of_adapters(self) -> dict[str, tuple[str, str]]:
-        """Return where PEFT saves each param of its adapters; that of ``default`` is in the root."""
+        """Return where PEFT saves each param of its adapters; that of ``default`` is in the root.
+
+        Params from which it computes what it saves, such as those of prompt tuning, are left out.
+        """
         from peft import get_peft_model_state_dict
 
         by_place = {(param.data_ptr(), param.shape): name for name, param in self._live.items() if param.numel()}
@@ -54,20 +53,11 @@ class AnyTraining:
                     stored[name] = (path, key)
         return stored
 
-    def _take_names(self) -> None:
-        """Add the names that params have on disk; those that are fused or cut there are left out."""
-        saved = saved_names(self.model, self.params, self.tied) or {}
-        for name, fact in list(self.params.items()):
-            ones = saved.get(name, ())
-            if len(ones) != 1 or ones[0].shape != fact.shape:
-                del self.params[name]
-            elif ones[0].name != name:
-                self.tied[ones[0].name] = name
-
     @property
     def positions(self) -> Positions:
         params = {name: Param(name, fact.shape, fact.role) for name, fact in self.params.items()}
-        return Positions(params, self._groups, self._stored, self.tied)
+        saved_as = None if self._stored is not None else saved_names(self.model, self.params, self.tied)
+        return Positions(params, self._groups, self._stored, saved_as, self.tied)
 
     def present(self) -> Iterator[Fragment]:
         for name, fact in self.params.items():
@@ -81,6 +71,11 @@ class AnyTraining:
     def _state(self, name: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.optimizer.state.get(self._live[name]) or {}
         return found
+
+    def shape_of(self, one: Fragment) -> tuple[int, ...]:
+        """Return the shape of a whole state; moments may have another one than their param."""
+        own = self._state(one.param).get(one.kind)
+        return self.params[one.param].shape if own is None else tuple(own.shape)
 
     def weight_of(self, master: Fragment) -> torch.Tensor | None:
         return None

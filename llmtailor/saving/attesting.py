@@ -22,10 +22,11 @@ from llmtailor.attestation.compare import (
     Cause,
     LiveGroup,
     Losses,
-    as_number,
+    float_of,
     lacking,
     rates_off_schedule,
 )
+from llmtailor.attestation.pieces import with_pieces
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
@@ -36,7 +37,7 @@ from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.any_training import AnyTraining
-from llmtailor.saving.model import is_adapted
+from llmtailor.saving.model import is_adapted, saved_names
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import DTYPES, bytes_of
 from llmtailor.saving.torch_training import PlainTraining, ShardedTraining
@@ -87,7 +88,8 @@ def _attest(
     counters: Mapping[str, Any],
 ) -> Attestation:
     def find_live() -> Live:
-        return replace(live_of(opened.training, scheduler, scaler, counters), open_other=opened.open_other)
+        live = live_of(opened.training, scheduler, scaler, counters)
+        return replace(live, open_other=opened.open_other, converted=opened.converted)
 
     with known_model(_facts_of(opened.training)):
         return attest_live(opened.index, find_live, ranks, how)
@@ -121,34 +123,50 @@ class Opened:
     """A checkpoint, and the training in the form in which it can be compared with it."""
 
     index: CheckpointIndex
+    converted: frozenset[str]
+    """See `attestation.read.Live`"""
     training: Attestable
-    open_other: Callable[[Path], CheckpointIndex] = index_checkpoint
+    open_other: Callable[[Path], CheckpointIndex]
 
 
 def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Opened:
     """Return a checkpoint, read by rank 0: by names, or by position if it does not state which params it holds."""
+
+    def open_other(path: Path) -> CheckpointIndex:
+        return _with_pieces(index_checkpoint(path), training)[0]
+
     try:
-        return Opened(_index_on_first(training, checkpoint, ranks), training)
-    except SourceError as error:
+        index, converted = _index_on_first(training, checkpoint, ranks)
+        return Opened(index, converted, training, open_other)
+    except UnsupportedCheckpoint:
         if isinstance(training, ShardedTraining) or not isinstance(training, (PlainTraining, AnyTraining)):
             raise
-        if missing_files(error):
-            raise
-        try:
-            alike = AnyTraining(training.model, training.optimizer)
-            open_other = partial(index_by_position, live=alike.positions)
-            return Opened(ranks.on_first(lambda: open_other(_folder_of(checkpoint))), alike, open_other)
-        except SourceError as other:
-            if missing_files(other) or isinstance(error, UnsupportedCheckpoint):
-                raise other from error
-            raise error from None
+        alike = AnyTraining(training.model, training.optimizer)
+        read = partial(index_by_position, live=alike.positions)
+        index, converted = ranks.on_first(lambda: read(_folder_of(checkpoint)))
+        return Opened(index, converted, alike, lambda path: read(path)[0])
+
+
+def _with_pieces(index: CheckpointIndex, training: Attestable) -> tuple[CheckpointIndex, frozenset[str]]:
+    if is_adapted(training.model):
+        return index, frozenset()
+    shapes = {name: (fact.role, fact.shape) for name, fact in training.params.items()}
+    names = partial(saved_names, training.model, training.params, training.tied)
+    return with_pieces(index, shapes, _aliases(training), names)
+
+
+def _aliases(training: Attestable) -> dict[str, list[str]]:
+    aliases: dict[str, list[str]] = {}
+    for name, stored in training.tied.items():
+        aliases.setdefault(stored, []).append(name)
+    return aliases
 
 
 def _folder_of(checkpoint: Path) -> Path:
     return checkpoint.parent if checkpoint.name == CKPT else checkpoint
 
 
-def _index_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> CheckpointIndex:
+def _index_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> tuple[CheckpointIndex, frozenset[str]]:
     """Return the index of a checkpoint, read by rank 0, which also knows the model already."""
     folder = _folder_of(checkpoint)
 
@@ -159,7 +177,7 @@ def _index_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Che
         except SourceError:  # the live model may be another one
             return open_index(folder)
 
-    return ranks.on_first(read)
+    return ranks.on_first(lambda: _with_pieces(read(), training))
 
 
 def _facts_of(training: Attestable) -> ModelFacts:
@@ -173,9 +191,7 @@ def live_of(
     training: Attestable, scheduler: HasState | None, scaler: HasState | None, counters: Mapping[str, Any]
 ) -> Live:
     """Return what this process holds of a training, for `attestation`."""
-    ranks, aliases = Ranks.here(), dict[str, list[str]]()
-    for name, stored in training.tied.items():
-        aliases.setdefault(stored, []).append(name)
+    ranks = Ranks.here()
     engine = getattr(training, "engine", None)
     scheduler = scheduler if scheduler is not None else getattr(engine, "lr_scheduler", None)
     more = (
@@ -194,7 +210,7 @@ def live_of(
     return Live(
         fragments=lambda: _fragments(training),
         roles={name: fact.role for name, fact in training.params.items()},
-        aliases=aliases,
+        aliases=_aliases(training),
         steps=training.steps(),
         groups=groups,
         rank=ranks.rank,
@@ -218,20 +234,25 @@ def _fragments(training: Attestable) -> Iterator[LiveFragment]:
         if one.tensor.dtype not in DTYPES:
             continue
         weight = training.weight_of(one) if one.kind == "master" else None
-        forward = None if weight is None else _fragment(replace(one, tensor=weight))
-        yield replace(_fragment(one), forward=forward)
+        shape = training.shape_of(one) if isinstance(training, AnyTraining) else training.params[one.param].shape
+        forward = None if weight is None else _fragment(replace(one, tensor=weight), shape)
+        yield _fragment(one, shape, forward)
 
 
-def _fragment(one: Fragment) -> LiveFragment:
-    dtype = DTYPES[one.tensor.dtype]
-    return LiveFragment(one.param, one.kind, one.begin, one.tensor.numel(), dtype, partial(_read, one.tensor))
+def _fragment(one: Fragment, shape: tuple[int, ...], forward: LiveFragment | None = None) -> LiveFragment:
+    tensor = one.tensor.detach()
+    read = partial(_read, tensor)
+    return LiveFragment(one.param, one.kind, one.begin, tensor.numel(), DTYPES[tensor.dtype], shape, read, forward)
 
 
-def _read(tensor: torch.Tensor, runs: Runs) -> bytes:
-    """Return elements as bytes; those on a GPU are collected there, so that one copy is made."""
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def _read(tensor: torch.Tensor, runs: Runs, dtype: str) -> memoryview:
+    """Return elements as bytes; those on a GPU are collected and cast there, so that one copy is made."""
     parts = [tensor[begin:end] for begin, end in runs]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return bytes(bytes_of(joined.detach().to("cpu").contiguous()))
+    return bytes_of(joined.to(_TORCH_DTYPES[dtype]).to("cpu").contiguous())
 
 
 def rates_of(scheduler: Any) -> list[float]:
@@ -394,7 +415,7 @@ class TrainerResume:
         """Call it after each step."""
         if self._index is not None and not self._has_stepped:
             self._has_stepped = True
-            rates = [as_number(group.get("lr")) for group in self._trainer.optimizer.param_groups]
+            rates = [float_of(group.get("lr")) for group in self._trainer.optimizer.param_groups]
             said = rates_off_schedule(rates, rates_of(parts_of(self._trainer).scheduler))
             if said and self._ranks.is_first:
                 step = self._trainer.state.global_step

@@ -9,7 +9,7 @@ of the training. The messages of a save, by key::
     SAVE_ID/alive    a number that grows while any rank writes
     SAVE_ID/result   rank 0: the save is published, or why not
 
-Finishes saves in progress when the process ends: normally, by an exception, or by SIGTERM.
+If the process ends, normally, by an exception or by SIGTERM, the saves in progress are finished first.
 """
 
 from __future__ import annotations

@@ -47,15 +47,7 @@ from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.attesting import attest_loop
 from llmtailor.saving.client_state import ClientState
-from llmtailor.saving.model import (
-    Drift,
-    PartChanges,
-    Sums,
-    bias_correction,
-    change_of,
-    find_trained_parts,
-    weigh,
-)
+from llmtailor.saving.model import Drift, PartChanges, Sums, bias_correction, change_of, find_trained_parts, weigh
 from llmtailor.saving.options import SAME_FIX, SavingOptions
 from llmtailor.saving.restart import resume, trainer_state_of
 from llmtailor.saving.save import (
@@ -71,14 +63,7 @@ from llmtailor.saving.save import (
 )
 from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.training import Ranks, Training
-from llmtailor.saving.writing import (
-    carried_files,
-    check_trees,
-    files_of,
-    lay_out_share,
-    publish,
-    sample_frozen,
-)
+from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish, sample_frozen
 from llmtailor.storage.local import as_path
 
 logger = logging.getLogger("llmtailor.saving")

@@ -159,10 +159,7 @@ def check_trees(trees: Mapping[str, Any]) -> None:
 
 
 def write_share(
-    folder: Path,
-    share: Share,
-    store: Store | None = None,
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    folder: Path, share: Share, store: Store | None = None, on_progress: Callable[[int], None] = lambda num_bytes: None
 ) -> list[BundleFact]:
     """Write one rank's files, fsynced, in the calling thread. The bytes come from ``store``, else from live tensors.
 

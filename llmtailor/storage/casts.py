@@ -29,8 +29,8 @@ def cast(data: bytes | bytearray | memoryview, source: str, target: str, scale: 
 def add(terms: Iterable[tuple[bytes | bytearray | memoryview, str, float]], target: str) -> bytes:
     """Return the weighted sum of equally many elements of each term (data, dtype, factor), as dtype ``target``.
 
-    It is computed in fp64 in the order of the terms and rounded to fp32, then to ``target``. Raises ValueError if
-    there are no terms.
+    The sum is computed in fp64 in the order of the terms, rounded to fp32, then to ``target``. Raises ValueError
+    without terms.
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         scaled = (widen(data, dtype).astype("<f8") * factor for data, dtype, factor in terms)

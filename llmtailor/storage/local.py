@@ -10,9 +10,8 @@ The lock is taken on a file opened for writing, because NFS refuses to lock a fo
 (Lustre as it is often mounted, NFS without its lock service), an exclusively created file replaces it if the caller
 names one. There, a holder on another node can't be checked, so it is never assumed dead.
 
-Linux reads only 128 KiB ahead, so a reader that also computes checksums and writes would wait for the disk often.
-
-A URL that was opened is a `RemotePath`: the bytes of its files are in an object store (see `storage.remote`).
+Linux reads only 128 KiB ahead, so a reader that also computes checksums and writes would often wait for the disk
+(`Ahead`). An opened URL is a `RemotePath`: the bytes of its files are in an object store (see `storage.remote`).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class FileFact:
     mtime_ns: int
     ctime_ns: int
     inode: int
-    """Also change with a new hard link or a mount, so they are a reason to compare contents, not to refuse"""
+    """These two also change with a new hard link or mount, so the contents are compared before a file is refused"""
 
     @classmethod
     def of(cls, stat: os.stat_result) -> FileFact:
@@ -93,7 +92,7 @@ def added_since(folder: Path, before: Entries) -> list[str]:
 
 
 def facts_now(root: Path, paths: Iterable[str]) -> dict[str, FileFact | None]:
-    """Return the files as they are now; None for one that is gone or can't be asked."""
+    """Return the files as they are now; None for one that is gone or can't be read."""
     found: dict[str, FileFact | None] = {}
     for path in paths:
         try:
@@ -119,7 +118,7 @@ _MIN_BYTES = 128 << 10
 
 
 class Ahead:
-    """Bytes ``start``..``stop`` of an open file that will be read in order; without ``stop``, all from ``start`` on."""
+    """Reads ahead in bytes ``start``..``stop`` of an open file, to the end without ``stop``."""
 
     def __init__(self, fd: int, start: int, stop: int | None = None) -> None:
         self._fd, self._asked = fd, start
@@ -137,13 +136,13 @@ class Ahead:
 
 
 def _stored(path: Path) -> RemotePath | None:
-    """Return a path whose bytes are in a store, else None: an output in the making is on this machine only."""
+    """Return a path whose bytes are in a store, else None: an unfinished output is on this machine only."""
     remote = as_remote(path)
     return remote if remote is not None and remote.remote.holds(remote.key) else None
 
 
 def as_path(given: str | os.PathLike[str]) -> Path:
-    """Return what callers of the public API give: a path, or the text of one or of a URL, which is listed again."""
+    """Return the path that a caller of the public API gives: a path, its text, or a URL, which is listed again."""
     if isinstance(given, Path):
         return given
     is_known = known_location(os.fspath(given))
@@ -179,10 +178,10 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def bypass_cache(fd: int, on: bool = True) -> bool:
-    """Make writes go straight to the disk, or through the page cache again; return whether they now go straight.
+    """Turn direct writes (O_DIRECT, `man 2 open`) on or off; return whether they are now on.
 
-    Straight ones (O_DIRECT, `man 2 open`) need memory, offsets and lengths that are multiples of a block. They are
-    used where the file system is on one block device (ext4, XFS): over a network, each would wait for an answer.
+    They need memory, offsets and lengths that are multiples of a block. They are used where the file system is on one
+    block device (ext4, XFS): over a network, each would wait for an answer.
     """
     flag, device = getattr(os, "O_DIRECT", 0), os.fstat(fd).st_dev
     if not flag or (on and not Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").exists()):
@@ -321,10 +320,10 @@ _FICLONERANGE = 0x4020940D
 
 
 def clone_range(source: int, start: int, num_bytes: int, target: int, at: int) -> None:
-    """Let byte ``at`` of an open file and those after it share blocks with another file of its file system.
+    """Let ``num_bytes`` of an open file, from byte ``at`` on, share the blocks of another one from ``start`` on.
 
-    Both files read as before; a later write to one of them gets blocks of its own. All numbers are multiples of the
-    block size. Raises OSError if the file system can't.
+    A later write to one of them does not change the other. All numbers are multiples of the block size. Raises OSError
+    if the file system can't.
     """
     fcntl.ioctl(target, _FICLONERANGE, struct.pack("qQQQ", source, start, num_bytes, at))
 
@@ -382,7 +381,7 @@ class OpenFile:
             room[:] = self.stored.remote.fetch(self.stored.key, offset, offset + len(room))
 
     def stream(self, start: int, stop: int, chunk_bytes: int = 0) -> Iterator[memoryview]:
-        """Yield the bytes in order; of a file of this machine, in one buffer. Raises EndsEarly, or another OSError."""
+        """Yield the bytes in order; a local file's in one reused buffer. Raises EndsEarly, or another OSError."""
         if self.stored is None:
             yield from chunks(self.fd, memoryview(bytearray(min(chunk_bytes, stop - start))), start, stop)
         else:
@@ -536,10 +535,10 @@ class LockHeld(Exception):
 
 
 class Lock:
-    """A lock on a file, held by this process: forked children (data loader workers) neither have nor keep it."""
+    """A lock on a file, held by this process, not by its forked children (data loader workers)."""
 
     def __init__(self, path: Path, owner: Path | None = None):
-        """``owner`` is the file to create if there are no locks; without one, others are then not kept out."""
+        """``owner`` is a file to create where there are no locks; without it, other processes are not kept out."""
         self.path = path
         self.owner = owner
         self.fd = -1

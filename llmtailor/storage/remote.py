@@ -41,14 +41,14 @@ REQUEST_BYTES = 4 << 20
 IN_FLIGHT = 4
 """Requests at once for one output file; `STORE_WORKERS` files are written at once"""
 UPLOADING = "llmtailor-uploading"
-"""A file that is in a folder of a store while the others are uploaded: a JSON list of their names"""
+"""A file that marks an unfinished upload: a JSON list of the names of the folder's files"""
 STORE_WORKERS = 8
 """Files that are read from or written to stores at once"""
 ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
 """Before the second attempt; each further pause is twice as long"""
 _ONE_FILE = ".ckpt"
-"""What the URL of a checkpoint that is one file ends in; that of a folder may, too"""
+"""The suffix of the URL of a checkpoint that is one file; the URL of a folder may also have it"""
 _OF_OBSTORE = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az"}
 
 
@@ -95,7 +95,7 @@ class RemoteFolder:
         self._is_fast = False
 
     def list(self) -> None:
-        """Make the files in the cache those that are in the store now. Raises StorageError."""
+        """Update the files in the cache to those in the store. Raises StorageError."""
         self._fs.invalidate_cache()
         try:
             found = self._try("list it", self._find)
@@ -128,7 +128,7 @@ class RemoteFolder:
         return name in self._objects
 
     def fill(self, name: str, start: int, stop: int) -> None:
-        """Get a file's bytes into the cache, with those around them. Raises OSError, StorageError."""
+        """Fetch the blocks of a file's bytes into the cache. Raises OSError, StorageError."""
         num_bytes = self._objects[name].num_bytes
         blocks = range(start // HEADER_BYTES, -(-min(stop, num_bytes) // HEADER_BYTES))
         with self._lock:
@@ -174,7 +174,7 @@ class RemoteFolder:
                     one.cancel()
 
     def _reader(self, name: str) -> Any:
-        """Return what reads ranges: obstore if it is installed and sees the object that was listed, else fsspec."""
+        """Return the reader of ranges: obstore if it is installed and sees the listed object, else fsspec."""
         if self._fast is not None and not self._is_fast:
             try:
                 seen = [one.info(self._at(name)) for one in (self._fast, self._fs)]
@@ -213,22 +213,22 @@ class RemoteFolder:
         return bool(self._try(f"look for {name}", lambda: self._fs.exists(self._at(name))))
 
     def make_folder(self, name: str) -> None:
-        """Make a folder, where a store has such. Raises OSError, StorageError."""
+        """Make a folder, in a store that has folders. Raises OSError, StorageError."""
         self._try(f"make {name}", lambda: self._fs.makedirs(self._at(name), exist_ok=True))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder with all that is in it. Raises OSError, StorageError."""
+        """Remove a folder with its content. Raises OSError, StorageError."""
         with suppress(FileNotFoundError):
             self._try(f"remove {name}", lambda: self._fs.rm(self._at(name), recursive=True))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are gone already don't matter. Raises OSError, StorageError."""
+        """Remove objects, if they exist. Raises OSError, StorageError."""
         for name in names:
             with suppress(FileNotFoundError):
                 self._try(f"remove {name}", partial(self._fs.rm_file, self._at(name)))
 
     def _try(self, what: str, call: Callable[[], T]) -> T:
-        """Make a request; repeat it if it fails in a way that may pass. Raises OSError, StorageError."""
+        """Make a request, with retries after errors that may be temporary. Raises OSError, StorageError."""
         pause = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -236,7 +236,7 @@ class RemoteFolder:
             except FileNotFoundError as error:
                 raise FileNotFoundError(errno.ENOENT, "the object is gone") from error
             except Exception as error:
-                if _is_refused(error):
+                if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:  # a retry is pointless
                     fix = "set or renew the credentials, and rerun the same command"
                     raise StorageError.at(self.url, f"can't {what}: {_short(error)}", fix) from error
                 if attempt == ATTEMPTS:
@@ -251,8 +251,8 @@ class RemoteFolder:
 class RemotePath(PosixPath):
     """A path in a folder of an object store; `open_location` makes a subclass for each folder.
 
-    On this machine it is a path in the folder's cache, so any code that takes a path can list it and read sizes. Its
-    bytes come from the store. Formatted as text (``f"{path}"``), it is the URL.
+    It is the path in the folder's cache, so any code that takes a path can list it and read sizes. Its bytes come from
+    the store. Formatted as text (``f"{path}"``), it is the URL.
     """
 
     remote: ClassVar[RemoteFolder]
@@ -264,7 +264,7 @@ class RemotePath(PosixPath):
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is the folder or in it: nothing else is listed"""
+        """Whether it is the folder or in it"""
         return self.key != ".." and not self.key.startswith("../")
 
     def __format__(self, spec: str) -> str:
@@ -279,7 +279,7 @@ class RemotePath(PosixPath):
 
 
 def open_location(text: str) -> Path:
-    """Return what a path or a URL names; the folder of a URL is listed.
+    """Return the path that a text or a URL names; the folder of a URL is listed.
 
     ``URL@TAG`` names a tag folder of DeepSpeed's, unless there is something of this name. Raises UsageError for a URL
     of an unknown kind, StorageError.
@@ -365,11 +365,6 @@ def _version(info: dict[str, Any]) -> str:
         if info.get(key):
             return str(info[key])
     return ""
-
-
-def _is_refused(error: Exception) -> bool:
-    """Whether a store has no use for these credentials, or misses some, so that a retry is pointless."""
-    return isinstance(error, PermissionError) or "Credentials" in type(error).__name__
 
 
 def _is_safe(name: str) -> bool:

@@ -75,6 +75,11 @@ def test_it_is_found_and_named(found, case, fault):
     assert told["is_same"] == (not expected), told
     if not expected:
         assert told["num_states"] > 0
+        rows = {(row["state"], row["kind"]) for row in told["states"]}
+        assert rows == ({("master", "rounded")} if fault == "masters_rounded" else set())
+        assert (told["num_same"] == told["num_states"]) == (not rows)
+        options = [one for one in told["others"] if one["what"].startswith("weight_decay of param group 0 is 0.7")]
+        assert [one["is_alarm"] for one in options] == ([False] if fault == "decay_changed" else [])
         return
     how, kinds, cause = expected
     assert cause in told["cause"]

@@ -187,7 +187,7 @@ def test_a_trainer_is_ended_before_its_first_step(run, monkeypatch, kind, cause)
 )
 def test_what_resumes_from_elsewhere_is_refused(run, monkeypatch, resume_from, what):
     made = proof(run, monkeypatch, transformers.Trainer, resume_from and run / resume_from)
-    assert made["exit_code"] == 2 and made["problems"][0][1].startswith(what)
+    assert made["exit_code"] == 2 and made["problems"][0]["what"].startswith(what)
 
 
 @pytest.mark.parametrize("launched", [LaunchedAttest, LaunchedSaving])
@@ -229,6 +229,57 @@ def test_stop_does_not_end_what_cant_be_attested(run, monkeypatch, caplog):
 )
 def test_what_is_refused(tmp_path, words, code, said):
     assert said in call(*words, code=code, cwd=tmp_path).stderr
+
+
+LIGHTNING = """
+import sys, torch, lightning.pytorch as pl
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(8, 4)
+
+    def training_step(self, batch, number):
+        return self.layer(batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))]
+
+class Restarting(pl.Callback):
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        for state in checkpoint["optimizer_states"][0]["state"].values():
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+def main(folder, how):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=2 if how == "save" else 3, **quiet,
+                         callbacks=[Restarting()] if how == "bad" else [])
+    loader = torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=4)
+    trainer.fit(Module(), loader, ckpt_path=None if how in ("save", "begin") else folder + "/checkpoint.ckpt")
+    if how == "save":
+        trainer.save_checkpoint(folder + "/checkpoint.ckpt")
+    print("it trained on")
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("bad", 7), pytest.param("good", 0, marks=pytest.mark.long), ("begin", 2)])
+def test_lightning(tmp_path, how, code):
+    pytest.importorskip("lightning")
+    saved, file = tmp_path / "saved", tmp_path / "program.py"
+    file.write_text(LIGHTNING)
+    space: dict = {}
+    exec(LIGHTNING.replace("__main__", "-"), space)
+    saved.mkdir()
+    space["main"](str(saved), "save")
+    done = llmtailor("attest", saved, "--", sys.executable, file, saved, how)
+    assert done.returncode == code, done.stderr
+    assert ("moments were reset to zero" in done.stdout) == (how == "bad") and "it trained on" not in done.stderr
+    assert ("without resuming" in done.stderr) == (how == "begin")
 
 
 @pytest.mark.long

@@ -209,7 +209,7 @@ SOURCES = [
     (of_another_stage, 4, ["an optimizer shard of ZeRO-1 or ZeRO-2, but its model states are of ZeRO-3", "two runs"]),
     # what stock DeepSpeed swallows
     (edited(lambda tree: state_of(tree).pop(1)), 4, ["the optimizer state of sub-group 1 is missing"]),
-    (edited(lambda tree: tree["optimizer_state_dict"]["fp32_flat_groups"].pop()), 4, ["1 master tensors"]),
+    (edited(lambda tree: tree["optimizer_state_dict"]["fp32_flat_groups"].pop()), 4, ["1 flat master,"]),
     (edited(lambda tree: state_of(tree)[0].update(exp_avg=torch.zeros(3))), 4,
      ["exp_avg of sub-group 0 has 3 elements"]),
     (edited(lambda tree: state_of(tree)[0].pop("exp_avg")), 4, ["but sub-group 0 has master, exp_avg_sq"]),

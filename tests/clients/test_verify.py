@@ -13,6 +13,7 @@ from helpers.fields import damages_of
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.findings import ERROR, WARNING
+from llmtailor.formats import plain
 from llmtailor.loaders.loader import detect_loader
 from llmtailor.loaders.rng import ACCELERATE_TABLE
 from llmtailor.loaders.stock_fields import Field
@@ -159,3 +160,12 @@ def test_another_loader_can_be_asked_for(runs: Runs) -> None:
 )
 def test_the_client_follows_from_the_files(names: str, is_trainers: bool | None, is_engines: bool, client: str) -> None:
     assert detect_loader(names.split(), is_trainers, is_engines).name == client
+
+
+def test_objects_of_a_loop_alone_are_no_checkpoint(tmp_path: Path) -> None:
+    """Those that accelerate saves for a loop may lie anywhere; with the optimizer's states they are of a checkpoint."""
+    for name in ("custom_checkpoint_0.pkl", "sampler.bin"):
+        (tmp_path / name).touch()
+        assert not plain.detects(tmp_path)
+    (tmp_path / "optimizer.bin").touch()
+    assert plain.detects(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,22 @@ def test_torchtitans_other_values_are_carried(runs, tmp_path):
     dcp.load(states, checkpoint_id=out, no_dist=True)
     assert int(states["train_state"]["step"]) == 4
     assert states["lr_scheduler"]["last_epoch"] == 4
+
+
+def test_a_tensor_in_a_schedulers_state_stays_in_it(runs, tmp_path):
+    """As a tensor of its own in the folder, a later reader would not find it in the scheduler's state."""
+    there, again, back = tmp_path / "there", tmp_path / "again", tmp_path / "back"
+    source = shutil.copytree(runs.checkpoint("trainer"), tmp_path / runs.checkpoint("trainer").name)
+    rates = torch.tensor([0.5, 2.0])
+    torch.save({**torch.load(source / "scheduler.pt"), "rates": rates}, source / "scheduler.pt")
+    convert(source, there, to="dcp")
+    convert(there, again, world_size=3)
+    convert(again, back, to="fsdp")
+    for folder in (there, again):
+        entries = read_metadata(folder, ".metadata", "x")
+        assert not entries["lr_scheduler.rates"].is_tensor
+        assert all(entry.is_tensor for key, entry in entries.items() if key.endswith(".step"))
+    assert torch.equal(torch.load(back / "scheduler.pt")["rates"], rates)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ CASES: list[tuple[str, Callable[[Path], object], type[SourceError], str]] = [
     ("two tensors in the same bytes", change(alias), SourceError, "the same bytes"),
     ("a chunk twice", change(twice), SourceError, "overlap"),
     ("a place of nobody", change(unknown), SourceError, "belong to no tensor"),
-    ("a tensor larger than any memory", shape(2**62, 2**62), SourceError, "a size is not one"),
+    ("a tensor larger than any memory", shape(2**62, 2**62), SourceError, "a size is not a shape"),
     ("a tensor larger than its chunks", shape(10**9, 25), SourceError, "overlap"),
     ("another number of dimensions", shape(61, 25, 1), SourceError, "number of dimensions"),
     ("a pickle bomb", bomb, SourceError, "damaged"),

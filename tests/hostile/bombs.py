@@ -195,8 +195,8 @@ def tensors() -> bytes:
 
 
 WEIGHTS: dict[str, tuple[Build, str]] = {
-    "an empty file": (plain(b""), "damaged"),
-    "half a length": (plain(bytes(7)), "damaged"),
+    "an empty file": (plain(b""), "truncated: 0 bytes"),
+    "half a length": (plain(bytes(7)), "truncated: 7 bytes"),
     "no header": (header(b""), "damaged"),
     "a header of another kind": (header(b"[1]"), "damaged"),
     "a header that is not JSON": (header(b"{nope}"), "damaged"),

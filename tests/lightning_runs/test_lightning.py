@@ -6,6 +6,7 @@ a copy the losses are those of the straight run, to the last digit.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from helpers.recipes import odd_layers_from
 from helpers.states import assert_same_states
 from llmtailor.cli.main import cli
 from llmtailor.codes import Code
-from llmtailor.errors import MismatchError, UnsafePickle, UnsupportedCheckpoint
+from llmtailor.errors import MismatchError, SourceError, UnsafePickle, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, NOTE
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, index_checkpoint
@@ -37,6 +38,7 @@ from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_latest
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from partial.scene import bundles, edit_header
 from thin.scene import call, compose, folders
 from trainings.catalogue import LIGHTNING, LIGHTNING_SAVED
 from trainings.harness import Run, Runs, Train, TrainingFailed
@@ -158,6 +160,24 @@ def test_partial_checkpoints_hold_what_lightning_saves(name: str, runs: Runs, tm
         assert one.keys() == two.keys() and [*one["state_dict"]] == [*two["state_dict"]]
         for key in ("loops", "lr_schedulers", "hyper_parameters", "global_step", "epoch"):
             assert one[key] == two[key]
+
+
+@pytest.mark.parametrize("names", [..., [], {}])
+def test_a_partial_checkpoint_without_the_models_names_is_refused(names: Any, runs: Runs, tmp_path: Path) -> None:
+    partial = shutil.copytree(
+        runs["lightning-saver"].partial(2), tmp_path / "partial" / runs["lightning-saver"].partial(2).name
+    )
+
+    def change(header: dict[str, Any]) -> None:
+        tree = json.loads(header["__metadata__"][f"tree:{CKPT}"])
+        changed = {key: names if key == "state_dict" else value for key, value in tree.items()}
+        kept = {key: value for key, value in changed.items() if value is not ...}
+        header["__metadata__"][f"tree:{CKPT}"] = json.dumps(kept)
+
+    assert findings_of(partial) == []
+    edit_header(bundles(partial)[0], change)
+    with pytest.raises(SourceError, match="state_dict"):
+        index_checkpoint(partial)
 
 
 def forget_full(run: Path) -> None:

@@ -333,6 +333,8 @@ BAD = [
     ("base_model: a\nparts: [{average: [{from: b, weight: 1}], from: b, select: odd}]", ":2 parts[0].from",
      "unknown key", ""),
     ("base_model: a\nparts: [{from: b, select: odd, moments: reset}]", ":2 parts[0].moments", "unknown key", ""),
+    ("base_model: a\nparts: [{from: b, select: odd, only: masters}]", ":2 parts[0].only", "only 'masters' is unknown",
+     "moments; or leave it out"),
     ("base_model: a\nmodels: [{model: a}, {model: b}]", ":2 models", "passthrough does not blend",
      "merge_method: linear"),
     # whole files as mergekit takes them

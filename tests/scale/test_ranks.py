@@ -17,7 +17,7 @@ from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, plan_merge
-from llmtailor.containers import torch_file as torch_zip
+from llmtailor.containers import torch_file
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget, make_shards
 from llmtailor.formats.registry import index_checkpoint, survey_checkpoint
@@ -45,13 +45,13 @@ def small(tmp_path_factory):
 
 def test_alike_files_are_decoded_once(large, monkeypatch):
     decoded = Counter()
-    real = torch_zip.read_pickle
+    real = torch_file.read_pickle
 
     def counted(data, where, *more):
         decoded[str(where)] += 1
         return real(data, where, *more)
 
-    monkeypatch.setattr(torch_zip, "read_pickle", counted)
+    monkeypatch.setattr(torch_file, "read_pickle", counted)
     counts = []
     for world in WORLDS:
         decoded.clear()

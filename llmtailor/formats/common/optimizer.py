@@ -1,4 +1,4 @@
-"""``optimizer.pt`` as data: a torch optimizer's state dict, with its params as bare ids.
+"""``optimizer.pt`` as data (a torch optimizer's state dict, with its params as bare ids), and its checks. Pure.
 
 ::
 
@@ -11,8 +11,6 @@ first step none has. Adam would start from zeros, so these are its moments here,
 
 What other optimizers keep is read as it is, see `checkpoint.schema`: tensors of any shape, and scalars. Params may have
 different kinds of state, as with Muon for the matrices and Adam for the rest.
-
-Also what a resume without DeepSpeed reads of ``optimizer.pt``, and its consistency rules. Pure.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ If the param groups list names, these are used. Otherwise the params of each gro
 frozen ones left out, in one group (``AdamW(model.parameters())``) or in the Trainer's own two: params with weight
 decay, then those without. Shapes are compared id by id.
 
-A model's facts from stock transformers: names, shapes, ties, and which params decay.
-
-``optimizer.pt`` has bare ids, and safetensors are sorted by name; the order of the params is that of the model's code.
-So transformers builds the model from config.json on the meta device, in a separate process: this one stays
-light. Code that comes with a checkpoint is never run (trust_remote_code is never given).
+Only the model's code defines that order: ``optimizer.pt`` has bare ids, and safetensors are sorted by name. So
+transformers builds the model from config.json on the meta device, in a separate process, and reports names, shapes,
+ties, and which params decay. Code that comes with a checkpoint is never run (trust_remote_code is never given).
 """
 
 from __future__ import annotations
@@ -45,8 +43,10 @@ _IRRELEVANT = re.compile(r"(torch_)?dtype|transformers_version|_name_or_path|aut
 loaded from the Hub, and ``auto_map`` code."""
 MAX_DATA_BYTES = 4 << 30
 """Memory limit of the process; a model without its tensors' data takes a few hundred MB."""
-_NAME_THEM = "train with the params' names in the param groups: give the optimizer model.named_parameters()"
-_FIX = f"install a transformers that knows this model, or {_NAME_THEM}"
+_NAME_THEM = (
+    "train with the params' names in the param groups: give the optimizer model.named_parameters(), or each group a "
+    "key lt_params beside params"
+)
 
 _PROGRAM = r"""
 import resource, sys
@@ -141,7 +141,8 @@ def describe_config(config: Mapping[str, Any], where: str) -> ModelFacts:
         what = f"can't run transformers to build the model: {error.strerror or error}"
         raise Unanswered.at(error.filename or tempfile.gettempdir(), what, "check the disk and the memory") from error
     if isinstance(facts, str):
-        raise UnsupportedCheckpoint.at(where, f"transformers can't build the model: {facts}", _FIX)
+        fix = f"install a transformers that knows this model, or {_NAME_THEM}"
+        raise UnsupportedCheckpoint.at(where, f"transformers can't build the model: {facts}", fix)
     return facts
 
 
@@ -182,10 +183,7 @@ def _describe(config: str) -> ModelFacts | str:
 
 
 _OTHER_RUN = "use the optimizer.pt and the config.json of the same save"
-_LIST_NAMES = (
-    "train with the params' names in the param groups (a key lt_params beside params, or model.named_parameters() for "
-    "the optimizer); a checkpoint without them can be read only if it has one group, or the Trainer's own two"
-)
+_LIST_NAMES = f"{_NAME_THEM}; without names, only one group, or the Trainer's own two, can be read"
 _SHOWN = 5
 _Shapes = Mapping[str, tuple[int, ...]]
 _Shape = tuple[int, ...] | None

@@ -3,8 +3,8 @@
 There are no separate master weights: the weights are what the optimizer updates, so the same bytes are held under
 both kinds. Adam counts its ``step`` per param, so every param is its own sub-group, numbered through the groups.
 
-The groups list the names of their params, so that the checkpoint can be read again whatever its groups are: as the
-base's do, and else under a key of ours; the Trainer keeps the key and saves it again.
+The groups that are written list the names of their params: as the base's do, or else under a key of our own, which the
+Trainer saves again. So the checkpoint can be read again whatever its groups are.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_moment
 
 BUFFERS_KEY = "buffers"
-"""In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
-
-
+"""Key in the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas"""
 TIED_KEY = "tied"
-"""In the same, also if there are none: JSON, tied names and the names that their values are stored under"""
+"""Another such key, always there: JSON, tied names and the names that their values are stored under"""
 
 
 def _find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:

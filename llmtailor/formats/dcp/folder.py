@@ -1,8 +1,8 @@
 """One folder of torch.distributed.checkpoint: its tensors with their places, and its other objects decoded.
 
-A tensor is cut into boxes. FSDP cuts along dimension 0 only, so that each rank has a run of rows; tensor parallelism
-cuts along others too. The boxes of a mesh of devices form a grid, which is the only form that is read here. Ranks
-beyond the last row have an empty box, or none. What all ranks have alike (``step``, options) is stored once.
+A tensor is cut into boxes. FSDP cuts along dimension 0 only, so each rank has a run of rows; tensor parallelism also
+cuts along others. The boxes of a mesh of devices form a grid, the only form that is read here. Ranks beyond the last
+row have an empty box, or none. Values that all ranks share (``step``, options) are stored once.
 
 `read_shards` reads the other form of such a folder, that of ``HuggingFaceStorageWriter``: safetensors files, one per
 rank, whose headers say where the boxes begin. Checked against torch 2.13.
@@ -288,7 +288,7 @@ def _in_shard(root: Path, path: str, where: str) -> Iterator[tuple[str, tuple[in
 
 
 def _joined(key: str, found: Sequence[tuple[Chunk, TensorEntry]], where: str) -> Stored:
-    """Return a tensor of several files; what all ranks have alike may be in all of them."""
+    """Return a tensor of several files; a value that all ranks share may be in each."""
     first: dict[tuple[int, ...], tuple[Chunk, TensorEntry]] = {}
     for chunk, held in found:
         first.setdefault(chunk.offsets, (chunk, held))

@@ -12,8 +12,8 @@ None of them has separate master weights: the sharded params are what the optimi
 keeps them in fp32 and computes in bf16; a model loaded in bf16 has bf16 params and bf16 moments. So the weights are
 also listed as masters. Adam's ``step`` is stored per param, so every param is its own sub-group.
 
-No format says what is frozen. A tensor of the model without optimizer states is tied if its elements are those of
-a trained one, a buffer if it holds integers, and else frozen, which is also right for a buffer: it is copied.
+No format states what is frozen. A tensor of the model without optimizer states counts as tied if its elements equal
+those of a trained one, as a buffer if it holds integers, and else as frozen, so that it is copied.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import FileTrees, Tensor, read_option, read_step, read_tied
 from llmtailor.containers.unpickle import SmallTensor
 from llmtailor.errors import (
+    COPY_BACK,
     COPY_CHECKPOINT,
     PathIn,
     Problem,
@@ -78,7 +79,6 @@ from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, EXP_AVG, FLOATING, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.storage.local import open_source
 
-_COPY_BACK = "copy it back, or leave this checkpoint out"
 _MIXED = "silent: copy the whole checkpoint again; its files come from different saves"
 
 
@@ -180,7 +180,7 @@ def detects(root: Path) -> bool:
 
 
 def _is_full(root: Path) -> bool:
-    """Return whether model and optimizer are in one file each; an accelerate run without FSDP also has the latter."""
+    """Return whether model and optimizer are in one file each; accelerate without FSDP also has an optimizer.bin."""
     return (root / MODEL_FILE).exists() and not (root / OPTIMIZER_FOLDER).is_dir()
 
 
@@ -200,7 +200,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
         folders = _read_trainers(root, name, problems)
     elif not (root / METADATA).exists():
         what = "the file is missing: the save was not finished, or it was lost in a copy"
-        problems.add(SourceError.at(PathIn(name, METADATA), what, _COPY_BACK, Code.FILE_MISSING))
+        problems.add(SourceError.at(PathIn(name, METADATA), what, COPY_BACK, Code.FILE_MISSING))
     elif folder := read_folder(root, "", name, problems):
         folders = Folders(folder)
     if folders is None or not all(folder.has_all_objects for folder in folders.all):  # the param groups, for one
@@ -246,7 +246,7 @@ def _read_trainers(root: Path, name: str, problems: Problems) -> Folders | None:
         return Folders(optimizer, model, FULL) if optimizer and model else None
     for folder in (OPTIMIZER_FOLDER, *(() if has_shards else (MODEL_FOLDER,))):
         if not (root / folder).is_dir():
-            problems.add(SourceError.at(PathIn(name, folder), "the folder is missing", _COPY_BACK, Code.FILE_MISSING))
+            problems.add(SourceError.at(PathIn(name, folder), "the folder is missing", COPY_BACK, Code.FILE_MISSING))
     if problems.errors:
         return None
     optimizer = read_folder(root, OPTIMIZER_FOLDER, name, problems)
@@ -386,7 +386,7 @@ class _Indexing:
         return steps | dict.fromkeys(unknown, max(steps.values(), default=0.0))  # all are alike but in a composite
 
     def _find_tied(self, weights: Mapping[str, Stored], trained: set[str]) -> dict[str, str]:
-        """Return the names that no optimizer trains, and whose elements are all those of a trained param."""
+        """Return the names that no optimizer trains, and whose elements equal those of a trained param."""
         tied = {}
         for name, stored in weights.items():
             held = stored.held
@@ -440,7 +440,7 @@ class _Indexing:
         return params, held
 
     def _buffers(self, weights: Mapping[str, Stored], others: Mapping[str, DcpEntry]) -> set[str]:
-        """Return the names of what is a buffer: integers, and what llmtailor listed."""
+        """Return the names of buffers: tensors of integers, and those that llmtailor listed."""
         listed = others[key].content if (key := ".".join(BUFFERS)) in others else []
         found = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
         if self.folders.form == FULL:
@@ -472,7 +472,7 @@ class _Indexing:
         client = self.trainer.client if self.trainer else None
         if self.trainer and client and client.needs_scheduler and client.scheduler not in self.trainer.files:
             what = "the file is missing; without it a resume silently loads neither schedule nor optimizer"
-            yield Finding(PathIn(self.name, client.scheduler), what, _COPY_BACK, Code.SCHEDULER_MISSING, ERROR)
+            yield Finding(PathIn(self.name, client.scheduler), what, COPY_BACK, Code.SCHEDULER_MISSING, ERROR)
         yield from compare_steps(self.root, self.name, self.trainer, optimizer, steps)
         if frozen := [param.name for param in params.values() if param.role == "frozen"]:
             what = f"the optimizer has no states of {some(frozen)}: assumed to be frozen, or buffers"

@@ -81,7 +81,7 @@ class FolderBuilder:
         self._entries[_key(path)] = Entry(path, dtype, shape, tuple(chunks))
 
     def add(self, path: KeyPath, value: Any) -> None:
-        """Add a value whole on one rank; a tensor that has its storage for itself, as a tensor."""
+        """Add a value on one rank: a tensor with its own storage as a tensor, anything else as a pickle."""
         view = as_tensor(value)
         if view is None:
             self.add_object(path, value)
@@ -95,7 +95,7 @@ class FolderBuilder:
         self._entries[_key(path)] = Entry(path, chunks=(Chunk((), (), self._put(self._take_turn(), value)),))
 
     def add_entry(self, entry: DcpEntry) -> None:
-        """Add a value of the base, its tensors cut as they are."""
+        """Add a value of the base; a tensor keeps its chunks."""
         if not entry.is_tensor:
             self.add_object(entry.path, entry.content)
             return
@@ -336,7 +336,7 @@ class _Target:
         return {**ADAMW, "decoupled_weight_decay": not options or options.get("adam_w_mode", True) is not False}
 
     def add_others(self, folder: FolderBuilder) -> None:
-        """Add what belongs neither to the model nor to the optimizer, among it the scheduler's state."""
+        """Add everything except model and optimizer, such as the scheduler's state."""
         tree = scheduler_tree(self.base, self.wanted.from_group)
         for key, entry in self.base.train.others.items():
             if entry.path[0] != LR_SCHEDULER and key not in (".".join(BUFFERS), ".".join(TIED)):

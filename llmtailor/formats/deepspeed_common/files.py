@@ -21,7 +21,17 @@ from llmtailor.checkpoint.index import ACCELERATE
 from llmtailor.checkpoint.step_names import ASIDE, NAMES, step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_path_below
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, counted, printable
+from llmtailor.errors import (
+    COPY_BACK,
+    PathIn,
+    Problem,
+    Problems,
+    SourceError,
+    UnsupportedCheckpoint,
+    attempt,
+    counted,
+    printable,
+)
 from llmtailor.loaders.files import LATEST, MODEL_STATES, OPTIM_STATES, UNSHARDED_MODEL, WHOLE_MODEL, is_shard_name
 from llmtailor.loaders.loader import LOADERS, is_tag_alone
 from llmtailor.storage.local import read_source
@@ -29,7 +39,6 @@ from llmtailor.storage.remote import open_location
 
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
-_COPY_BACK = "copy the file back, or use another checkpoint"
 _SHOWN = 8
 _RANKS_PER_FILE = 64
 _MAX_TAG_BYTES = 4096
@@ -89,7 +98,8 @@ def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_al
         raise _without_zero(place)
     if lacking := [kind for kind, shards in (("optim", optim), ("model", model)) if is_zero3 and not shards]:
         fix = "copy the whole tag folder again"
-        problems.add(SourceError(Problem(place, f"there are no {kind}_states files", fix) for kind in lacking))
+        what = "there are no {}_states files"
+        problems.add(SourceError(Problem(place, what.format(kind), fix, Code.FILE_MISSING) for kind in lacking))
         return None
     files = ShardFiles(tag, "bf16_" in prefixes, (), (), is_zero3, is_alone=is_alone)
     if not is_zero3:
@@ -124,10 +134,10 @@ def _of_ranks(
     ]
     unreported = [(path, what) for path, what in missing if path not in files.missing]
     for path, what in unreported[:_SHOWN]:
-        problems.add(SourceError.at(PathIn(where, path), what, _COPY_BACK, Code.FILE_MISSING))
+        problems.add(SourceError.at(PathIn(where, path), what, COPY_BACK, Code.FILE_MISSING))
     if len(unreported) > _SHOWN:
         what = f"{len(unreported) - _SHOWN} more shards of {count} ranks are missing"
-        problems.add(SourceError.at(PathIn(where, files.tag), what, _COPY_BACK, Code.FILE_MISSING))
+        problems.add(SourceError.at(PathIn(where, files.tag), what, COPY_BACK, Code.FILE_MISSING))
     return replace(
         files,
         optim=tuple(f"{files.folder}{name}" for name in optim),

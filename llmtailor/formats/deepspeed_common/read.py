@@ -9,9 +9,9 @@ which is right even under ``round_robin_gradients``, where the mappings that Dee
 weights are saved without the padding at the vector's end, moments with it; BF16_Optimizer saves both with it, and
 elastic checkpoints both without.
 
-Also the checks that ZeRO's and universal checkpoints share: whether the shards and the Trainer's files around them
-come from one save, and whether a stock resume accepts them. What a resume does was checked against deepspeed 0.19.8
-and transformers 5.23, by damaging checkpoints.
+ZeRO's and universal checkpoints share the checks here: whether the shards and the Trainer's files around them come from
+one save, and whether a stock resume accepts them. The effects on a resume were observed with damaged checkpoints, in
+deepspeed 0.19.8 and transformers 5.23.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from typing import Any
 
 from llmtailor.checkpoint.index import (
     ACCELERATE,
+    BF16_OPTIMIZER,
     DEEPSPEED,
+    ELASTIC,
     LIGHTNING,
+    PLAIN,
     CheckpointIndex,
     Form,
     TensorEntry,
@@ -77,7 +80,7 @@ _Placed = Iterable[tuple[Param, str, TensorEntry | None]]
 _SWAPPED = "the files of two ranks are swapped: swap them back"
 _MIXED = "copy the whole tag folder again; its files come from different saves"
 _OTHER_SAVE = "copy the checkpoint again, whole, or take another one"
-_CAST = f"a resume casts them, and what was lost stays lost; {_OTHER_SAVE}"
+_CAST = f"a resume casts them, but the lost digits stay lost; {_OTHER_SAVE}"
 _FLOATS = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
 _MAX_SQ = "max_exp_avg_sq"
 
@@ -301,7 +304,7 @@ def _wrong_flats(model: ModelShard, cuts: Sequence[_Cut]) -> Callable[[int, Opti
         else:
             for flat_id, (flat, cut) in enumerate(zip(shard.flats, cuts, strict=True)):
                 for kind in flat if shard.stage < 3 else [MASTER]:  # all of ZeRO-3's have the same length
-                    stripped = shard.variant == "elastic" or (shard.variant == "plain" and kind == MASTER)
+                    stripped = shard.variant == ELASTIC or (shard.variant == PLAIN and kind == MASTER)
                     have, length = flat[kind].numel, cut.length(rank, stripped)
                     if have != length:
                         yield f"{kind} of sub-group {flat_id} has {have} elements instead of {length}"
@@ -361,7 +364,7 @@ def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -
 def uses_round_robin(ds_config: Mapping[str, Any], stage: int, variant: str) -> bool:
     """Return whether ``round_robin_gradients`` has distributed a group's params; BF16_Optimizer ignores the setting."""
     dealt = section(ds_config, "zero_optimization").get("round_robin_gradients") is True
-    return dealt and variant != "bf16_optimizer" and stage < 3
+    return dealt and variant != BF16_OPTIMIZER and stage < 3
 
 
 def _check_whole_module(model: ModelShard, where: str) -> None:
@@ -474,13 +477,12 @@ def _order_groups(
 
 
 def _read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
-    """Return the settings that decide the layout, from the ``ds_config`` in a checkpoint."""
     zero = section(config, "zero_optimization")
     gradients = section(config, "data_types").get("grad_accum_dtype")
     offloaded = section(zero, "offload_optimizer").get("device") == "cpu"
     size = zero.get("sub_group_size")
     known = type(size) is int or (isinstance(size, float) and math.isfinite(size))  # JSON may have 1e9
-    fp32_gradients = variant == "bf16_optimizer" or (is_bf16 and not offloaded and gradients in ("fp32", "float32"))
+    fp32_gradients = variant == BF16_OPTIMIZER or (is_bf16 and not offloaded and gradients in ("fp32", "float32"))
     return ZeroSettings(
         sub_group_size=int(size) if known else ZeroSettings().sub_group_size,  # type: ignore[arg-type]
         round_robin=zero.get("round_robin_gradients") is True,
@@ -518,7 +520,7 @@ def _odd_shards(sample: OptimShard, world_size: int, where: str) -> Iterator[Fin
         what = f"partition_count is {counts}, but the model states say {world_size} ranks saved them"
         fix = "a resume does not read it, but DeepSpeed's tools do; copy the optim_states again"
         yield Finding(where, what, fix, Code.PARTITION_COUNT, WARNING)
-    if sample.variant == "elastic" and not sample.has_group_step:
+    if sample.variant == ELASTIC and not sample.has_group_step:
         what = "elastic checkpoints of an optimizer that keeps its step per param can't be resumed by stock DeepSpeed"
         fix = "train without elastic_checkpoint; recipes can still use this checkpoint's states"
         yield Finding(where, what, fix, Code.ELASTIC, ERROR)

@@ -25,11 +25,10 @@ without param groups, and strip the moments too.
 empty placeholders for params in ``module``, and full buffers; ZeRO-1/2 have one file for all ranks, with everything in
 full.
 
-`read_all` reads the files of all ranks. Of files that are alike, one is decoded, and the others share what was read
-from it. Whether they are alike is decided by their bytes: under ZeRO-3 the files of most ranks differ in the names of
-their archives and in tensors, whose places are the same.
+`read_all` reads the files of all ranks. Files with the same bytes apart from the archive's name and tensor data, as
+most ranks of ZeRO-3 have, are decoded once and share the result.
 
-The tables list the fields that decide a training, but for what the readers refuse on their own: see
+The tables list the fields that decide a training, except those that the readers refuse themselves: see
 `loaders.stock_fields`.
 """
 
@@ -42,12 +41,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from llmtailor.checkpoint.index import BF16_OPTIMIZER, ELASTIC, PLAIN
 from llmtailor.codes import Code
 from llmtailor.containers import json as fields
 from llmtailor.containers.json import Tensor, Trees, as_dict, check_name, get, get_count, is_count, read_tensor
 from llmtailor.containers.torch_file import TorchFile
 from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_tensor, children
-from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, damaged, some
+from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, counted, damaged, some
 from llmtailor.findings import Finding
 from llmtailor.formats.deepspeed_common.files import ShardFiles, check_archive, unsupported_parallelism
 from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
@@ -75,7 +75,7 @@ from llmtailor.model.roles import MASTER
 _OUTER = "optimizer_state_dict"
 _SCALER_CLASSES = {"LossScaler", "DynamicLossScaler"}
 _MOST_SCALE = 2.0**64
-"""A loss scale beyond this overflows in fp16 for dozens of steps, whatever the loss."""
+"""Any loss overflows in fp16 for dozens of steps if the loss scale is larger"""
 
 
 def _class_of(value: Any) -> str:
@@ -152,7 +152,7 @@ class OptimShard(Shard):
     stage: int
     """BF16_Optimizer counts as 1"""
     variant: str
-    """``plain``, ``bf16_optimizer`` or ``elastic``"""
+    """`PLAIN`, `BF16_OPTIMIZER` or `ELASTIC`"""
     groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
     """For each param group: the sub-groups that it owns, and its hyperparameters. Those of elastic checkpoints have
     none, which these do not store."""
@@ -201,7 +201,7 @@ class ModelShard(Shard):
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a section of a ``ds_config``; empty if it is none."""
+    """Return a section of a ``ds_config``; empty if it is missing or not a dict."""
     found = config.get(key)
     return found if isinstance(found, dict) else {}
 
@@ -249,7 +249,8 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         refuse_objects(state, where)
         owned = [list(ids) for ids, _ in groups]
         if [*chain(*owned)] != [*range(len(masters))] or not (is_zero3 or len(groups) == len(masters)):
-            what = f"it has {len(masters)} flat masters, but the param groups own {owned}, in this order"
+            have = counted(len(masters), "flat master")
+            what = f"it has {have}, but the param groups own {owned}, in this order"
             raise damaged(where, what, Code.FIELD_CONFLICT)
     if unexpected := [key for key in state if key not in range(len(masters))]:
         what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"
@@ -288,8 +289,8 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
     gaps = () if is_zero3 else outer.get("param_alignment_paddings") or ()
     if not isinstance(gaps, (list, tuple)):
         raise damaged(where, "param_alignment_paddings is not a list", Code.FIELD_TYPE)
-    counted = [get_count(outer, "partition_count", where)] if is_zero3 else outer.get("partition_count")
-    counts = _counts(counted, "partition_count", where)
+    stated = [get_count(outer, "partition_count", where)] if is_zero3 else outer.get("partition_count")
+    counts = _counts(stated, "partition_count", where)
     stage = 3 if is_zero3 else read_stage(outer, (1, 2), "with the layout of ZeRO-1 and ZeRO-2", where)
     all_gaps = tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps)
     alike = {
@@ -306,7 +307,7 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         facts={**alike, **facts_of_rank(tree, table)},
         findings=tuple(check_fields(tree, table, where)),
         stage=stage,
-        variant="elastic" if elastic else "plain" if "zero_stage" in outer else "bf16_optimizer",
+        variant=ELASTIC if elastic else PLAIN if "zero_stage" in outer else BF16_OPTIMIZER,
         partition_counts=counts,
         flats=tuple(flats),
         steps=steps,

@@ -10,8 +10,8 @@ copied from the base. If the base was trained without DeepSpeed, it is what Deep
 resume takes from its own config is left out rather than invented: ``clip_grad``, ``global_samples`` and, but for
 ZeRO-3, the loss scaler.
 
-The files of two ranks of ZeRO-3 differ in which slice of each param they hold, and in what the base keeps besides
-states, which is mostly the same for all ranks. So a rank's file has the pickle of the first rank with the same rest.
+The files of two ranks of ZeRO-3 differ in their slices of the params, and in what the base keeps besides states, which
+is mostly the same for all ranks. So the pickle of the first rank with the same rest serves for all of these.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def clipping_node(rest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown(outer: Mapping[str, Any], is_kept: bool) -> dict[str, Any]:
-    """Return what is not known of a base's ``optimizer_state_dict``, if it is kept."""
+    """Return the unknown keys of a base's ``optimizer_state_dict``, if they are kept."""
     return {key: value for key, value in outer.items() if is_kept and key not in _MADE}
 
 
@@ -124,7 +124,7 @@ class ZeroTarget:
     kinds: Mapping[str, tuple[str, ...]]
     """Trained param -> the optimizer's states of it; none in fp16 while every step so far has overflowed"""
     client: Loader
-    """Whose loader will look for the tag folder"""
+    """The loader that will look for the tag folder"""
 
     @classmethod
     def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str, client: str) -> ZeroTarget:
@@ -447,7 +447,7 @@ class RankFiles:
         return tuple(pieces)
 
     def _digest(self, rest: Mapping[str, Any]) -> bytes:
-        """Return what is equal for trees that are written alike."""
+        """Return a digest that is equal for trees with the same pickle."""
         known = self._digests.get(id(rest))
         if known is None:
             data, storages = write_pickle(rest)

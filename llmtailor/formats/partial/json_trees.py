@@ -1,11 +1,9 @@
-"""Object trees as JSON: what stock files pickle, without a pickle.
+"""Object trees as JSON instead of pickles, and the layout of the safetensors files that they refer to.
 
 JSON's own values represent themselves; everything else is an object whose key ``$`` states its kind. Classes and
 functions are written by name, and only those that a checkpoint's pickle may name. Tensors are references into
 safetensors files, or placeholders that only describe them. Trees come from a live training, or from the decoded
-pickles of files.
-
-Also the safetensors files that they refer to, in an order and with padding that let them share blocks.
+pickles of files. The tensors have an order and a padding that let the files share blocks with those they come from.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from llmtailor.checkpoint.layout import (
     Zeros,
     consecutive,
     fill_all,
+    in_runs,
     shareable_start,
 )
 from llmtailor.checkpoint.placement import Extent
@@ -250,7 +249,7 @@ class Entry:
     shape: tuple[int, ...]
     content: tuple[Piece, ...]
     lies: Extent | None = None
-    """Where the optimizer has a live tensor: in which of its storages, and in which bytes of that"""
+    """The storage and bytes where the optimizer keeps a live tensor"""
 
     @property
     def num_bytes(self) -> int:
@@ -268,9 +267,8 @@ def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, 
 
 
 class BundleLayout(FileLayout):
-    """A rank shard. When it is filled, tensors that continue each other in a source do so here, and start where they do
-    there, so that they can share blocks with it. Live tensors lie here as the optimizer has them, and so as the files
-    of a composite do."""
+    """A rank shard. When it is filled, tensors keep the order and the offsets that they have in a source file, so that
+    they can share blocks with it. Live tensors are in the optimizer's order, which is that of a composite's files."""
 
     def __init__(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, str]):
         self._entries, self._metadata = entries, metadata
@@ -307,7 +305,7 @@ def _padded(entries: Iterable[Entry]) -> tuple[list[Entry], bool]:
     """Return the entries with padding before those that could share blocks, and whether there are any of these."""
     found: list[Entry] = []
     at, is_padded = 0, False
-    for run in _runs(entries):
+    for run in in_runs(entries, _continues):
         start = shareable_start(chain.from_iterable(map(_origin, run)), ITEMSIZE[run[0].dtype])
         is_padded |= start is not None
         if start is not None and (missing := (start - at) % BLOCK_BYTES):
@@ -316,18 +314,6 @@ def _padded(entries: Iterable[Entry]) -> tuple[list[Entry], bool]:
         found += run
         at += sum(entry.num_bytes for entry in run)
     return found, is_padded
-
-
-def _runs(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Yield the entries in runs of those that continue each other in one source file."""
-    run: list[Entry] = []
-    for entry in entries:
-        if run and not _continues(run[-1], entry):
-            yield run
-            run = []
-        run.append(entry)
-    if run:
-        yield run
 
 
 def _origin(entry: Entry) -> tuple[Piece, ...]:

@@ -33,7 +33,7 @@ from llmtailor.checkpoint.placement import Runs, count, union
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_BYTES, is_count, is_name, is_path_below, read_strict_json
-from llmtailor.containers.safetensors import MAX_DIMENSIONS
+from llmtailor.containers.unpickle import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.model.parts import Part, SavedAs
@@ -77,7 +77,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 SCHEMA = "llmtailor.partial/1"
 SCHEMA_MASTERS = "llmtailor.partial/2"
-"""Of a save with ``masters``, which readers of the other would take for a save that has nothing of these parts"""
+"""Of a save with ``masters``: readers of the other schema would miss these parts"""
 SCHEMA_BUNDLE = "llmtailor.bundle/1"
 TREE = "tree:"
 KEY_LAYOUT = "dcp/style"
@@ -134,7 +134,7 @@ class Manifest:
 
     step: int
     save_id: str
-    """Random; the rank shards have it too, so that those of two saves can't be mixed"""
+    """Random; also in the rank shards, so that those of two saves can't be mixed"""
     stage: int
     """ZeRO stage, or 0 without DeepSpeed"""
     world_size: int
@@ -154,10 +154,9 @@ class Manifest:
     shards: Mapping[str, Any]
     """DeepSpeed's ``is_bf16``, and the stock names of the ``optim`` and ``model`` files"""
     ledger: Mapping[str, Any]
-    """The saver's memory after this save; see `checkpoint.lineage`"""
+    """The record of the saves up to this one; see `checkpoint.lineage`"""
     setback: Mapping[Part, float] = field(default_factory=dict)
-    """Part that this save left out -> by how many steps training falls back with its last save, an estimate; empty if
-    it was not measured"""
+    """Part that this save left out -> estimated steps that training falls back with its last save; empty if unknown"""
     pieces_of: Mapping[Part, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
     """Chosen part -> fused param -> the first and the last + 1 of the expert's elements. The rank shards also
     hold the states of these."""
@@ -191,17 +190,12 @@ def read_manifest(root: Path, name: str) -> Manifest:
 
 
 def manifest_json(
-    manifest: Manifest,
-    *,
-    policy: Mapping[str, Any],
-    num_bytes: Mapping[str, int],
-    tool_version: str,
-    created: str,
+    manifest: Manifest, *, policy: Mapping[str, Any], num_bytes: Mapping[str, int], tool_version: str, created: str
 ) -> bytes:
     """Return the content of ``manifest.json``, which `read_manifest` reads back.
 
-    For people, it also has facts that no reader needs: the policy's name and options, and for each part the bytes of
-    its states over all ranks.
+    It also has facts for people only: the policy's name and options, and the bytes of each part's states over all
+    ranks.
     """
     saved_as = manifest.saved_as or {}
     rows = {name: [[one.name, list(one.shape), one.begin] for one in made] for name, made in saved_as.items()}

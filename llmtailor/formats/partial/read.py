@@ -35,7 +35,7 @@ from llmtailor.containers.torch_file import TorchFile, Undecoded
 from llmtailor.containers.unpickle import as_ints, check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt, damaged
 from llmtailor.findings import Finding
-from llmtailor.formats.common.lightning import STATE_DICT, read_optimizer_tree, without_states
+from llmtailor.formats.common.lightning import read_names, read_optimizer_tree, without_states
 from llmtailor.formats.common.optimizer import parse_optimizer, read_optimizer
 from llmtailor.formats.common.states import make_index
 from llmtailor.formats.deepspeed_common.files import ShardFiles
@@ -199,7 +199,7 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
 
 
 def _runs(begin: Any, numel: int) -> Runs:
-    """Return which elements of a param a tensor has, by the metadata ``begin``. Raises ValueError."""
+    """Return the elements of a param that a tensor holds, by the metadata ``begin``. Raises ValueError."""
     if is_count(begin):
         return ((begin, begin + numel),)
     runs: list[Any] = begin if isinstance(begin, list) else [None]
@@ -217,7 +217,6 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
 
 
 def _draft(root: Path, name: str, client: str | None) -> Draft:
-    """Return the draft. Raises SourceError with every problem of every file."""
     partial = open_partial(root, name)
     manifest = partial.manifest
     if manifest.stage:
@@ -291,7 +290,6 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
 
 
 def _read_plain(partial: Partial, client: str | None) -> Draft:
-    """Read a save of a training without DeepSpeed."""
     manifest, name, problems = partial.manifest, partial.name, Problems()
     if client is None and _framework(manifest) == DCP:  # none of its files would say so
         client = DCP
@@ -300,7 +298,7 @@ def _read_plain(partial: Partial, client: str | None) -> Draft:
     where = PathIn(name, trainer.client.optimizer)
     if trainer.client.holds_all and (tree := trainer.trees.get(where.path)) is not None:
         optimizer = parse_optimizer(partial.root, read_optimizer_tree(tree, where), where)
-        get(tree, STATE_DICT, dict, where)  # which `without_states` takes for granted
+        read_names(tree, where)  # `without_states` assumes that they are valid
         trainer = replace(trainer, trees={**trainer.trees, where.path: without_states(tree)})
     else:
         optimizer = read_optimizer(partial, where)

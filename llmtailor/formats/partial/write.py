@@ -11,7 +11,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex, DcpEntry, DcpKeyLayout, TensorEntry
+from llmtailor.checkpoint.index import (
+    DCP,
+    ELASTIC,
+    FSDP,
+    UNIVERSAL,
+    CheckpointIndex,
+    DcpEntry,
+    DcpKeyLayout,
+    TensorEntry,
+)
 from llmtailor.checkpoint.layout import Copy, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.optimizer import part_size
 from llmtailor.containers.dcp import cut_rows
@@ -154,7 +163,7 @@ def check_can_be_partial(index: CheckpointIndex) -> None:
     has_weight_files = index.has_weight_files and any(state.kind == WEIGHT for state in index.held)
     if reason is None and _saved_as(index) is None and has_weight_files:
         reason = "its weight files hold tensors that are not params of the model, or follow an unknown naming rule"
-    if index.form.variant == "elastic":
+    if index.form.variant == ELASTIC:
         reason = "an elastic checkpoint holds no hyperparameters, so nothing resumes from it"
     if reason:
         raise UnsupportedCheckpoint.at(index.name, f"it can't become partial: {reason}", "leave it as it is")
@@ -265,9 +274,9 @@ def _is_carried(path: str, index: CheckpointIndex) -> bool:
 def _add_fragments(
     bundles: list[Bundle], index: CheckpointIndex, params: Collection[str], masters: Collection[str]
 ) -> None:
-    """Cut the states as they lie on the ranks: those of FSDP by rows. Without either, the first has all of them.
+    """Cut the states as they are stored on the ranks; rank 0 gets those that are not cut.
 
-    Universal checkpoints and those in other forms of DCP, which may be cut in any way, are cut as those of FSDP.
+    FSDP, universal and other DCP checkpoints are cut by rows, as FSDP2 does.
     """
     names = (optim_name(rank, index.precision == "BF16") for rank in range(index.world_size))
     rank_of = {name: rank for rank, name in enumerate(names)}

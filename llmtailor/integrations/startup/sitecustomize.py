@@ -14,17 +14,19 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import wraps
 from types import ModuleType
+from typing import Any
 
-_TRAINER = "transformers.trainer"
+_TRAINER, _LIGHTNING = "transformers.trainer", "lightning.pytorch.trainer.trainer"
 _IS_ATTESTED = bool(os.environ.get("LLMTAILOR_ATTESTING"))
 """Whether nothing is saved, only attested: see llmtailor/integrations/attested.py"""
 _MODULES = {_TRAINER}
 if _IS_ATTESTED:
-    _MODULES |= {"deepspeed.runtime.engine", "accelerate.accelerator"}
+    _MODULES |= {"deepspeed.runtime.engine", "accelerate.accelerator", _LIGHTNING}
     _MODULES |= {"torch.optim.optimizer", "torch.distributed.checkpoint.state_dict"}
 _UNASKED = "LLMTAILOR_UNASKED"
-"""The variable with a file that is there as long as no process has looked for the Trainer: see llmtailor/cli/run.py"""
+"""The variable that names a file, which the first process to import the Trainer removes: see llmtailor/cli/run.py"""
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH120 - pathlib costs every process milliseconds
 
 
@@ -65,6 +67,9 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        if self._name == _LIGHTNING:
+            _hook_lightning(module)
+            return
         try:
             if self._name != _TRAINER:
                 from llmtailor.integrations.attested import HOOKS
@@ -76,6 +81,22 @@ class _Loader(importlib.abc.Loader):
             fix = f"install llmtailor[train] for {sys.executable}"
             raise SystemExit(f"llmtailor can't be imported ({error}); {fix}") from error
         module.DEFAULT_CALLBACKS.append(LaunchedAttest if _IS_ATTESTED else LaunchedSaving)
+
+
+def _hook_lightning(module: ModuleType) -> None:
+    """Add the callback that attests when training begins: only then can its module be imported."""
+    kind = module.Trainer
+    fit = kind.fit
+
+    @wraps(fit)
+    def fitting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from llmtailor.integrations.lightning import LaunchedAttest
+
+        if not any(isinstance(one, LaunchedAttest) for one in self.callbacks):
+            self.callbacks.insert(0, LaunchedAttest())  # before savers
+        return fit(self, *args, **kwargs)
+
+    kind.fit = fitting
 
 
 def _import_hidden() -> None:

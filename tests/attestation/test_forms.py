@@ -1,0 +1,162 @@
+"""Weights that are stored in another form than the training has them, and what can't be compared."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.real
+
+from accelerate import Accelerator  # noqa: E402
+from transformers import Trainer  # noqa: E402
+
+import llmtailor  # noqa: E402
+from attestation.test_by_position import Keeping  # noqa: E402
+from llmtailor.errors import SourceError, UnsupportedCheckpoint  # noqa: E402
+from llmtailor.storage.local import Files  # noqa: E402
+from trainings.alone import Alone, train  # noqa: E402
+
+
+class Converting(Trainer):
+    """Loads fused experts from the file that has each of them, which the Trainer's own method does not do."""
+
+    def _load_from_checkpoint(self, checkpoint, model=None):
+        self.model.load_state_dict(type(self.model).from_pretrained(checkpoint).state_dict())
+
+
+def resume(folder, kind=Trainer, change=lambda trainer: None, **made):
+    class Changed(kind):
+        def _load_optimizer_and_scheduler(self, checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            change(self)
+
+    keeping = Keeping()
+    Alone(folder.parent / "again", max_steps=2, layers=2, kind=Changed, callbacks=(keeping,), **made).train(folder)
+    assert keeping.found is not None
+    return keeping.found
+
+
+def begin(folder, **made):
+    Alone(folder, max_steps=1, layers=2, save_strategy="steps", save_steps=1, **made).train()
+    return folder / "checkpoint-1"
+
+
+def lose_experts(trainer):
+    with torch.no_grad():
+        for name, param in trainer.model.named_parameters():
+            if ".experts." in name:
+                param.zero_()
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+def test_experts_that_are_fused_in_memory_only(tmp_path, optim):
+    made = {"arch": "qwen3_moe", "optim": optim}
+    checkpoint = begin(tmp_path / "run", **made)
+    found = resume(checkpoint, Converting, **made)
+    assert found.is_same and found.num_same == found.num_states and not found.notes, found
+    found = resume(checkpoint, Converting, lose_experts, **made)
+    (row,) = found.rows
+    assert row.kind.value == "zero" and all(".experts." in name for name in row.params)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_adapters_whose_files_hold_computed_tensors(tmp_path, kind):
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    made = {"prepare": lambda model: peft.get_peft_model(model, config)}
+    found = resume(begin(tmp_path / "run", **made), **made)
+    assert found.is_same and found.num_same == found.num_states > 0, found
+    assert [note for note in found.notes if "prompt_encoder" in note and "stored in another form" in note]
+
+
+class Two(torch.nn.Module):
+    def __init__(self, rows=16, columns=8):
+        super().__init__()
+        self.one = torch.nn.Linear(columns, rows, bias=False)
+        self.other = torch.nn.Linear(4, 4)
+
+
+def loop(model, kind=torch.optim.AdamW):
+    """Return what accelerate has prepared: model, optimizer, scheduler and accelerator."""
+    optimizer = kind(model.parameters(), lr=1e-2)
+    accelerator = Accelerator(cpu=True)
+    return *accelerator.prepare(
+        model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    ), accelerator  # fmt: skip
+
+
+def step(model, optimizer):
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(12, 8), (8, 16)])
+def test_a_param_of_another_shape_with_the_same_leading_elements(tmp_path, rows, columns):
+    model, optimizer, _, accelerator = loop(Two())
+    step(model, optimizer)
+    accelerator.save_state(tmp_path / "saved")
+    other = Two(rows, columns)
+    adam = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    step(other, adam)
+    with torch.no_grad():
+        for mine, saved in zip(other.parameters(), model.parameters(), strict=True):
+            mine.copy_(saved.reshape(-1)[: mine.numel()].reshape(mine.shape))
+            for kind, value in adam.state[mine].items():
+                whole = optimizer.optimizer.state[saved][kind]
+                value.copy_(whole.reshape(-1)[: value.numel()].reshape(value.shape))
+    found = llmtailor.attest(tmp_path / "saved", model=other, optimizer=adam)
+    assert {row.state_kind for row in found.rows} == {"master", "exp_avg", "exp_avg_sq"}
+    assert {row.params for row in found.rows} == {("one.weight",)}
+    assert {row.detail for row in found.rows} == {f"16x8 in the checkpoint, {rows}x{columns} in the training"}
+
+
+def test_nothing_that_can_be_compared_is_not_the_same(tmp_path):
+    model, optimizer, _, accelerator = loop(Two(), torch.optim.SGD)
+    accelerator.save_state(tmp_path / "saved", safe_serialization=False)
+    with pytest.raises(UnsupportedCheckpoint, match="not one of its states can be compared"):
+        llmtailor.attest(tmp_path / "saved", model=model, optimizer=optimizer)
+
+
+def test_weights_in_torchs_form_are_a_note(tmp_path):
+    model, optimizer, scheduler, accelerator = loop(Two())
+    step(model, optimizer)
+    accelerator.save_state(tmp_path / "saved", safe_serialization=False)
+    found = llmtailor.attest(tmp_path / "saved", model=model, optimizer=optimizer, scheduler=scheduler)
+    assert found.is_same and found.num_same == 6
+    assert [note for note in found.notes if note.startswith("weights of 3 params are stored in another form")]
+
+
+def test_a_refusal_by_name_is_not_dropped(tmp_path):
+    """A scheduler of another save: the states alone would be the same."""
+    run = train(tmp_path / "run")
+    checkpoint, model = run.checkpoint(4), run.trainer.model
+    shutil.copy(run.checkpoint(2) / "scheduler.pt", checkpoint)
+    with pytest.raises(SourceError, match=r"scheduler\.pt"):
+        llmtailor.attest(checkpoint, model=model, optimizer=run.trainer.optimizer)
+
+
+def test_the_search_for_other_values_ends(tmp_path, monkeypatch):
+    count = 150
+    model, optimizer, _, accelerator = loop(torch.nn.ParameterList(torch.ones(40) * at for at in range(count)))
+    step(model, optimizer)
+    accelerator.save_state(tmp_path / "saved")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_()
+            for value in optimizer.optimizer.state[param].values():
+                value.uniform_()
+    reads, read_into = [], Files.read_into
+
+    def counting(*args):
+        reads.append(args)
+        read_into(*args)
+
+    monkeypatch.setattr(Files, "read_into", counting)
+    found = llmtailor.attest(tmp_path / "saved", model=model, optimizer=optimizer)
+    assert {(row.kind.value, len(row.params)) for row in found.rows} == {("other values", count)}
+    assert len(reads) < 10 * len(found.rows) * count  # all pairs of alike states: 150 times as many
+    assert "where the other values come from was looked up for some states only" in found.notes
