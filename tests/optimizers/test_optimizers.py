@@ -78,7 +78,7 @@ def compose(folder: Path, base: Path, older: Path) -> Path:
     """Merge layer 0 and the embeddings of an older checkpoint into a base."""
     recipe, out = folder / "recipe.yaml", folder / "composed" / base.name
     parts = {"base_model": str(base), "merge_method": "passthrough"}
-    older_parts = [{"from": str(older), "select": ["embed_tokens", "layers.0"]}]
+    older_parts = [{"from": str(older), "select": ["embed_tokens", 0]}]
     recipe.write_text(json.dumps({**parts, "parts": older_parts}))
     done = run_here("merge", recipe, out)
     assert done.returncode == 0, done.stderr
