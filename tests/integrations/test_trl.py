@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("trl", reason="needs trl: pip install trl")
 
 from datasets import Dataset

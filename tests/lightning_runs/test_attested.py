@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-pytest.importorskip("lightning")
-
 from trainings.harness import train
 
 pytestmark = pytest.mark.real

@@ -12,30 +12,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
-
-pytest.importorskip("lightning")
-
-import fsspec
 from click.testing import CliRunner
 
 from helpers.cases import mostly_long
 from helpers.commands import forget_urls
-from helpers.composing import convert, merge
+from helpers.composing import convert
 from helpers.recipes import odd_layers_from
 from helpers.states import assert_same_states
 from llmtailor.cli.main import cli
 from llmtailor.codes import Code
-from llmtailor.errors import MismatchError, UnsafePickle, UnsupportedCheckpoint
-from llmtailor.findings import ERROR, NOTE
+from llmtailor.errors import MismatchError, UnsupportedCheckpoint
+from llmtailor.findings import ERROR
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import CKPT
 from llmtailor.model.roles import State
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_latest
-from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from thin.scene import call, compose, folders
 from trainings.catalogue import LIGHTNING, LIGHTNING_SAVED
@@ -44,8 +40,6 @@ from trainings.harness import train as train_here
 from trainings.spec import NEWEST
 
 pytestmark = pytest.mark.real
-NOTES = {"lightning-groups": [(NOTE, Code.STATE_MISSING)]}
-"""That a frozen param is taken for one"""
 
 
 def findings_of(path: Path, *, deep: bool = False) -> list[tuple[str, Code]]:
@@ -55,31 +49,6 @@ def findings_of(path: Path, *, deep: bool = False) -> list[tuple[str, Code]]:
 def ckpt_path(out: Path) -> Path:
     """What ``trainer.fit(ckpt_path=...)`` takes."""
     return out / CKPT if (out / CKPT).is_file() else out
-
-
-@pytest.mark.parametrize("name", LIGHTNING)
-def test_what_lightning_saves_is_resumable(name: str, runs: Runs) -> None:
-    for step in (2, 4):
-        for is_deep in (False, True):
-            assert findings_of(runs.checkpoint(name, step), deep=is_deep) == NOTES.get(name, [])
-    assert find_latest(runs[name].folder).path == runs.checkpoint(name, 4)
-    told = inspect_checkpoint(runs.checkpoint(name))
-    assert (told["client"], told["global_step"], told["num_layers"]) == ("lightning", 2, 3)
-    assert verify_checkpoint(runs.checkpoint(name), client="lightning").is_resumable
-    assert not verify_checkpoint(runs.checkpoint(name), client="trainer").is_resumable
-    assert call("latest", runs[name].folder)["path"] == str(runs.checkpoint(name, 4))
-
-
-@pytest.mark.parametrize("name", LIGHTNING)
-def test_a_composite_holds_the_states_of_its_sources(name: str, runs: Runs, tmp_path: Path) -> None:
-    sources = {step: runs.checkpoint(name, step) for step in (2, 4)}
-    out = tmp_path / "checkpoint-4"
-    merge(sources[4], out, {"odd": sources[2]}, world_size=3)
-    made = index_checkpoint(out)
-    assert_same_states(made, index_checkpoint(sources[4]), index_checkpoint(sources[2]))
-    assert (made.client, made.global_step, findings_of(out, deep=True)) == ("lightning", 4, [])
-    if made.form.stage:
-        assert ((out / "latest").read_text(), made.world_size) == ("checkpoint", 3)
 
 
 @pytest.mark.parametrize(("name", "is_refused"), [("lightning", False), ("lightning-zero-2", True)])
@@ -307,19 +276,6 @@ def test_several_optimizers_and_other_loaders_are_refused(runs: Runs, tmp_path: 
     ):
         with pytest.raises(MismatchError, match="LightningModule"):
             convert(runs.checkpoint(name), tmp_path / "out", **options)
-
-
-def test_code_in_a_file_is_never_run(runs: Runs, tmp_path: Path) -> None:
-    class Harm:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return __import__("os").system, (f"touch {tmp_path / 'ran'}",)
-
-    path = tmp_path / "epoch=0-step=2.ckpt"
-    shutil.copy(runs.checkpoint("lightning"), path)
-    edited(lambda tree: tree["callbacks"].update(harm=Harm()))(path)
-    with pytest.raises(UnsafePickle):
-        convert(path, tmp_path / "out")
-    assert not verify_checkpoint(path).is_resumable and not (tmp_path / "ran").exists()
 
 
 def test_a_folder_of_lightning_is_a_run(runs: Runs, tmp_path: Path) -> None:

@@ -18,26 +18,23 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
+from torch._dynamo.utils import counters
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-import safetensors.torch  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
-from torch.optim.optimizer import _global_optimizer_pre_hooks  # noqa: E402
-
-from helpers.commands import call  # noqa: E402
-from llmtailor.checkpoint.layout import BLOCK_BYTES  # noqa: E402
-from llmtailor.engine import streams  # noqa: E402
-from llmtailor.errors import StorageError, UsageError  # noqa: E402
-from llmtailor.formats.partial.json_trees import lay_out_tensors  # noqa: E402
-from llmtailor.saving import SaveFailed, SavingOptions, saver, writing  # noqa: E402
-from llmtailor.saving import save as shutdown  # noqa: E402
-from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier, storage_of  # noqa: E402
-from llmtailor.saving.torch_training import PlainTraining  # noqa: E402
-from llmtailor.saving.writing import Share, write_share  # noqa: E402
-from saving.loop import Disk, Loop, log_of  # noqa: E402
-from trainings.harness import start_ranks  # noqa: E402
+from helpers.commands import call
+from llmtailor.checkpoint.layout import BLOCK_BYTES
+from llmtailor.engine import streams
+from llmtailor.errors import StorageError, UsageError
+from llmtailor.formats.partial.json_trees import lay_out_tensors
+from llmtailor.saving import SaveFailed, SavingOptions, saver, writing
+from llmtailor.saving import save as shutdown
+from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.torch_training import PlainTraining
+from llmtailor.saving.writing import Share, write_share
+from saving.loop import Disk, Loop, log_of
+from trainings.harness import start_ranks
 
 SMALLEST = 1 << 20
 

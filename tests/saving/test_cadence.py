@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtailor.saving.callbacks import Costs, SaveDecision, StepTimer
+from saving.loop import log_of
+from trainings.alone import Alone
 
 seconds = st.floats(1e-3, 1e3)
 
@@ -45,11 +47,6 @@ def test_what_saves_slow_down_counts():
 
 
 def test_in_a_training(tmp_path, caplog):
-    pytest.importorskip("torch")
-    pytest.importorskip("accelerate")
-    from saving.loop import log_of
-    from trainings.alone import Alone
-
     caplog.set_level(logging.INFO, "llmtailor.saving")
     options = {"policy": "full", "save_steps": "auto", "overhead": 1.0}
     run = Alone(tmp_path / "run", options, max_steps=60, logging_strategy="no").train()

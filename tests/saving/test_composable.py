@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
+from safetensors.torch import load_model
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from safetensors.torch import load_model  # noqa: E402
-
-import llmtailor  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.recipe import Recipe  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from saving.loop import Loop, build, log_of  # noqa: E402
+import llmtailor
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.recipe import Recipe
+from llmtailor.verify.verify import verify_checkpoint
+from saving.loop import Loop, build, log_of
 
 
 class Buffers(torch.nn.Module):

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from trainings.harness import TIMEOUT_S, environment
 
 ROOT = Path(__file__).parents[2]

@@ -8,22 +8,19 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Trainer, TrainerCallback
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
+from helpers.composing import compose
+from llmtailor.errors import SourceError, TargetError, UsageError
+from llmtailor.runs.scan import Newest, compose_newest
+from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint
+from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment
+from saving.processes import JOB_STEPS, KILLED_AT, LIVES
+from trainings.alone import Alone
+from trainings.harness import start_ranks
+
 pytestmark = pytest.mark.real
-
-from transformers import Trainer, TrainerCallback  # noqa: E402
-
-from helpers.composing import compose  # noqa: E402
-from llmtailor.errors import SourceError, TargetError, UsageError  # noqa: E402
-from llmtailor.runs.scan import Newest, compose_newest  # noqa: E402
-from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint  # noqa: E402
-from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment  # noqa: E402
-from saving.processes import JOB_STEPS, KILLED_AT, LIVES  # noqa: E402
-from trainings.alone import Alone  # noqa: E402
-from trainings.harness import start_ranks  # noqa: E402
-
 FULL = {"policy": "full", "save_steps": 2}
 COMPOSE = {**FULL, "on_restart": "compose"}
 
