@@ -57,16 +57,15 @@ class Case:
 
 
 SHORT = [
-    *(Case(name) for name in LOOPS),
+    *(Case(name) for name in ("engine-1", "engine-2", "engine-3", "accelerate-2", "accelerate-ddp", "accelerate-fsdp")),
     Case("engine-2", 1),
-    Case("engine-3", 3),
     Case("accelerate-fsdp", 3),
     Case("engine-3", 2, 2),
     Case("accelerate-2", 2, 3),
     Case("accelerate-2", 2, 0),
 ]
 LOST = [Case("accelerate-3", lost="latest"), Case("accelerate-ddp", lost="random_states_0.pkl")]
-LONG = [case for name in LOOPS for ranks in (1, 3) if (case := Case(name, ranks)) not in SHORT]
+LONG = [case for name in LOOPS for ranks in (1, 2, 3) if (case := Case(name, ranks)) not in SHORT]
 CASES = [pytest.param(case, id=str(case)) for case in SHORT]
 CASES += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in LONG]
 

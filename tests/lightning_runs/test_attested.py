@@ -11,8 +11,6 @@ from trainings.harness import train
 pytestmark = pytest.mark.real
 FAULTS = {
     ("lightning", ""): (None, set()),
-    ("lightning-groups", ""): (None, set()),
-    ("lightning-zero-2", ""): (None, set()),
     ("lightning", "schedule"): ("the schedule was restarted", set()),
     ("lightning-zero-2", "schedule"): ("the schedule was restarted", set()),
     ("lightning", "moments"): ("moments were reset to zero", {"exp_avg"}),

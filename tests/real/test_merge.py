@@ -64,7 +64,7 @@ def snapshot(run: Run, step: int) -> Snapshot:
     return found if run.spec.gather else with_weights(found, torch.bfloat16, run.spec.arch)
 
 
-@pytest.mark.parametrize("name", every(2, ZERO3))
+@pytest.mark.parametrize("name", every(4, ZERO3))
 def test_a_checkpoint_merged_with_itself_is_itself(runs: Runs, name: str, tmp_path: Path) -> None:
     run = runs[name]
     source, wanted = run.checkpoint(6), snapshot(run, 6)

@@ -483,7 +483,7 @@ RESUMES = [
 ]
 """Run and target. All ranks together see six samples in a step, whatever their number."""
 SHORT_RESUMES = {
-    *[("zero2", "2x3"), ("zero1-bf16opt", "1x3"), ("zero1-extras-layer", "3x3"), ("zero2-fp16", "2x3")],
+    *[("zero1-bf16opt", "1x3"), ("zero1-extras-layer", "3x3"), ("zero2-fp16", "2x3")],
     *[("llama-sub-w3", "1x2"), ("zero2-rr-w3", "2x2"), ("zero2-aligned", "2x3")],
 }
 

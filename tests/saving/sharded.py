@@ -33,7 +33,7 @@ def model_of(kind: str) -> Any:
     sizes = {"hidden": 10, "vocab": VOCAB, "intermediate_size": 22, "num_key_value_heads": 1, "head_dim": 6}
     if kind == "experts":
         return build(num_experts=3, num_experts_per_tok=2, **sizes)
-    model = build(**sizes)
+    model = build(layers=2, **sizes)
     if kind == "hsdp":
         model.model.added = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
         model.model.again = model.model.added

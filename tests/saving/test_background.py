@@ -23,6 +23,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from helpers.cases import diagonal, mostly_long
 from helpers.commands import call
 from llmtailor.checkpoint.layout import BLOCK_BYTES
 from llmtailor.engine import streams
@@ -217,8 +218,7 @@ def frozen_of(run, step):
     return safetensors.torch.load_file(path)
 
 
-@pytest.mark.parametrize("when", ["before the step", "after the step"])
-@pytest.mark.parametrize("host_buffer", ["auto", SMALLEST])
+@pytest.mark.parametrize(("host_buffer", "when"), diagonal(["auto", SMALLEST], ["before the step", "after the step"]))
 def test_a_teacher_is_saved_as_it_was(loop, slow_frozen, caplog, when, host_buffer):
     """BYOL, DINO, MoCo: a user's code changes frozen params at each step; a small buffer holds a part of them only."""
     run = loop(policy="full", teacher=True, hidden=32 if host_buffer == "auto" else 160, host_buffer=host_buffer)
@@ -283,7 +283,7 @@ def test_a_check_that_takes_long_is_awaited(loop, monkeypatch):
     assert not run.saves
 
 
-@pytest.mark.parametrize("has_scheduler", [True, False])
+@pytest.mark.parametrize("has_scheduler", mostly_long([True, False], True))
 def test_a_compiled_step_does_not_compile_the_saver(tmp_path, loop, has_scheduler):
     """Steps with and without a save before them run what was compiled at the first."""
     torch._dynamo.reset()

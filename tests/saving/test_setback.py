@@ -31,9 +31,18 @@ def test_setbacks(loss, steps, expected):
     assert setbacks(loss, steps) == expected
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Never write into its folder."""
+    run = tmp_path_factory.mktemp("setback") / "run"
+    return Loop(run, layers=6, policy="adaptive:0.4", background=False).trained(5, 2)
+
+
 @pytest.fixture
-def run(tmp_path):
-    return Loop(tmp_path / "run", layers=6, policy="adaptive:0.4", background=False).trained(5, 2)
+def run(trained, tmp_path):
+    original, trained.run = trained.run, shutil.copytree(trained.run, tmp_path / "run")
+    yield trained
+    trained.run = original
 
 
 def planned(run, *words):

@@ -116,6 +116,7 @@ def test_composites_hold_the_newest_of_every_expert(trained, tmp_path):
     call("verify", "--deep", run / "partial" / "step-00000006")
 
 
+@pytest.mark.long
 def test_thin_keeps_the_newest_of_every_expert(trained, tmp_path):
     """Composites become partial checkpoints, and stand for the saves that they were made of."""
     run = shutil.copytree(trained / "experts" / "run", tmp_path / "run")
