@@ -40,9 +40,8 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    original, trained.run = trained.run, shutil.copytree(trained.run, tmp_path / "run")
-    yield trained
-    trained.run = original
+    with trained.copied(tmp_path / "run") as copy:
+        yield copy
 
 
 def planned(run, *words):
