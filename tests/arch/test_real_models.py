@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
+import torch
+import transformers
 
 from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import ModelStructure
-
-torch = pytest.importorskip("torch", reason="the models are built with torch")
-transformers = pytest.importorskip("transformers", reason="the models are built with transformers")
-safetensors = pytest.importorskip("safetensors", reason="saved names are read with safetensors")
 
 TEXT: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,

@@ -9,24 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import llmtailor  # noqa: E402
-import oracle.any  # noqa: E402
-from helpers.states import held_by, read  # noqa: E402
-from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET  # noqa: E402
-from llmtailor.codes import Code  # noqa: E402
-from llmtailor.errors import MismatchError  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import MASTER, MODULE, WEIGHT, State  # noqa: E402
-from llmtailor.recipe import Average, Recipe, Select, Whole  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from oracle.zero3 import MOMENTS, differ  # noqa: E402
-from real.test_reshard import assert_loaded, reshard  # noqa: E402
-from trainings.alone import train as train_alone  # noqa: E402
-from trainings.catalogue import DEEPSPEED, FSDP, MIDDLE  # noqa: E402
-from trainings.harness import Run, Runs, Train  # noqa: E402
+import llmtailor
+import oracle.any
+from helpers.states import held_by, read
+from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET
+from llmtailor.codes import Code
+from llmtailor.errors import MismatchError
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import MASTER, MODULE, WEIGHT, State
+from llmtailor.recipe import Average, Recipe, Select, Whole
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from oracle.zero3 import MOMENTS, differ
+from real.test_reshard import assert_loaded, reshard
+from trainings.alone import train as train_alone
+from trainings.catalogue import DEEPSPEED, FSDP, MIDDLE
+from trainings.harness import Run, Runs, Train
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 Member = tuple[str, int, float]

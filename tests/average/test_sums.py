@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from helpers.indexes import make_index
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Blend, Bytes, FileLayout, Plan, Slot, Term, Zeros
@@ -45,7 +46,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=60)
+@settings(max_examples=examples(30, 60))
 def test_any_cuts_and_dtypes_give_the_sum_of_the_oracle(tmp_path_factory, case):
     """Of masters cut over any ranks, and of the weights and the module made from them, cut in another way."""
     numel, shares, cuts, ranks, seed = case

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from llmtailor.verify.diff import Change, compare
 from llmtailor.verify.values import BLOCK_ELEMENTS
 
@@ -31,6 +32,7 @@ def expected(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, float, int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=examples(25, 100))
 @given(seed=st.integers(0, 1 << 30), numel=st.sampled_from([1, 7, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 3]))
 def test_changes_are_those_of_torch(dtype, seed, numel):
     random = torch.Generator().manual_seed(seed)

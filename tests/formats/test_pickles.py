@@ -33,7 +33,7 @@ trees = st.recursive(
 
 
 @given(trees, st.sampled_from([2, 3, 4, 5]))
-@settings(max_examples=examples(80, 200))
+@settings(max_examples=examples(40, 200))
 def test_what_pickle_wrote_comes_back_through_reader_and_writer(tree, protocol):
     decoded = read_pickle(pickle.dumps(tree, protocol), "x")
     data, storages = write_pickle(decoded)

@@ -11,7 +11,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from helpers.asking import in_a_fresh_process
 from helpers.cases import diagonal
 from helpers.checkpoints import SMALL, make
 from helpers.composing import to_plain, to_zero
@@ -26,7 +25,7 @@ from llmtailor.model.roles import MASTER, State
 from oracle import zero3
 from synthetic import pickled_as_deepspeed
 from trainings.alone import train
-from verify.damaging import on_json, optim
+from verify.damages import on_json, optim
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -45,7 +44,7 @@ def test_remote_code_is_never_run(root, tmp_path):
     (root / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     names = {"AutoConfig": "modeling_evil.Evil", "AutoModel": "modeling_evil.Evil"}
     on_json("config.json", model_type="evil", auto_map=names)(root, root)
-    with in_a_fresh_process(), pytest.raises(SourceError, match="transformers can't build the model"):
+    with pytest.raises(SourceError, match="transformers can't build the model"):
         index_checkpoint(root, "ckpt")
     assert not (tmp_path / "ran").exists()
 

@@ -144,7 +144,7 @@ def test_cpython_sees_the_same_in_every_pickle_that_is_accepted(tmp_path):
     seeds = fuzz.PARSERS["pickle"].seeds(sound)
     rng = random.Random(1)
     accepted = 0
-    for _ in range(1500):
+    for _ in range(examples(600, 1500)):
         data = fuzz.mutate_bytes(rng.choice(seeds), rng.choice(seeds), rng)
         try:
             tree = read_pickle(data, "x", lambda dtype, key, numel, location: Storage(dtype, numel, (), location))
@@ -227,7 +227,7 @@ def test_torch_sees_the_same_in_every_file_that_is_accepted(tmp_path):
     seed = (tmp_path / "seed.pt").read_bytes()
     rng = random.Random(2)
     accepted = 0
-    for _ in range(1200):
+    for _ in range(examples(500, 1200)):
         data = fuzz.PARSERS["torch zip"].mutate(seed, seed, rng)
         (tmp_path / "x.pt").write_bytes(data)
         try:

@@ -14,17 +14,18 @@ from helpers.cases import examples, mostly_long
 from llmtailor.errors import SourceError
 
 INPUTS = {
-    "checkpoint": examples(40, 60),
+    "checkpoint": 60,
     "partial checkpoint": 70,
     "universal": 30,
     "dcp": 60,
-    "trainer_state.json": examples(50, 70),
-    "latest": examples(50, 150),
+    "trainer_state.json": examples(30, 70),
+    "latest": 150,
     "recipe": examples(200, 1000),
 }
 """Per parser; those that read a whole checkpoint are slower, and have many seeds, which come first."""
-LONG = ("partial checkpoint", "universal", "dcp")
-"""The short suite damages these on purpose: see verify/damages.py, partial/test_tampered.py and dcp/test_hostile.py."""
+LONG = ("checkpoint", "partial checkpoint", "universal", "dcp", "latest")
+"""The short suite damages these on purpose: see fuzz/test_checkpoints.py, verify/damages.py, partial/test_tampered.py,
+dcp/test_hostile.py and hostile/test_files.py."""
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-pytest.importorskip("accelerate")
-
 import llmtailor
 from helpers.cases import diagonal
 from helpers.states import read

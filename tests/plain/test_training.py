@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import llmtailor
+from helpers.cases import mostly_long
 from helpers.composing import to_plain
 from helpers.states import read
 from llmtailor.checkpoint.optimizer import without_names
@@ -53,7 +54,7 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=mostly_long(RUNS, *(RUNS.keys() - {"named", "gpt2-tied", "qwen2-tied"})))
 def trained(request, tmp_path_factory):
     return request.param, train(tmp_path_factory.mktemp(request.param), **RUNS[request.param])
 

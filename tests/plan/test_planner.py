@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from helpers.indexes import make_index
 from helpers.render import render
 from llmtailor.checkpoint.index import TensorEntry
@@ -51,7 +52,7 @@ def sliced(order: list[str], numels: dict[str, int], world: int, files: list[byt
 
 
 @given(cases())
-@settings(max_examples=200)
+@settings(max_examples=examples(60, 200))
 def test_any_choice_over_any_layouts_gives_the_bytes_of_the_oracle(tmp_path_factory, case):
     """Sources may even be cut over other numbers of ranks, in another order: states go by name."""
     numels, worlds, orders, choice, target_world = case

@@ -19,9 +19,8 @@ SAYS = {
 
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_every_kind_of_run(runs, name):
-    checkpoints = sorted(runs[name].folder.glob("checkpoint-*"))
-    assert checkpoints
-    for checkpoint in checkpoints:
+    first, *_, last = sorted(runs[name].folder.glob("checkpoint-*"))
+    for checkpoint in (first, last):
         read: list[int] = []
         deep = verify_checkpoint(checkpoint, deep=True, on_progress=read.append)
         assert deep.level == (NOT_RESUMABLE if "elastic" in name else RESUMABLE)

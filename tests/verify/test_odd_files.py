@@ -15,7 +15,7 @@ from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.findings import ERROR, WARNING
 from llmtailor.verify.verify import verify_checkpoint
-from verify.damaging import STEP
+from verify.damages import STEP
 
 OPTIM = f"global_step{STEP}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = f"global_step{STEP}/zero_pp_rank_1_mp_rank_00_model_states.pt"

@@ -10,23 +10,21 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.optimization import Adafactor
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
+from helpers.checkpoints import edit
+from helpers.commands import run_here
+from llmtailor.codes import Code
+from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.findings import NOTE
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import State
+from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint
+from trainings.alone import train
+
 pytestmark = pytest.mark.real
-
-from safetensors.torch import load_file  # noqa: E402
-from transformers.optimization import Adafactor  # noqa: E402
-
-from helpers.checkpoints import edit  # noqa: E402
-from helpers.commands import run_here  # noqa: E402
-from llmtailor.codes import Code  # noqa: E402
-from llmtailor.errors import UnsupportedCheckpoint  # noqa: E402
-from llmtailor.findings import NOTE  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import State  # noqa: E402
-from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint  # noqa: E402
-from trainings.alone import train  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
-
-from llmtailor.cli.main import cli  # noqa: E402
-from llmtailor.errors import SourceError  # noqa: E402
-from llmtailor.formats.registry import display_name, index_checkpoint  # noqa: E402
-from llmtailor.model.roles import EXP_AVG_SQ, MASTER  # noqa: E402
-from llmtailor.salvage.plan import assess  # noqa: E402
-from llmtailor.verify.verify import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict, verify_checkpoint  # noqa: E402
-from partial.scene import FORMS, bundles, edit_manifest, flip, make_run, mend_manifest, partials  # noqa: E402
+from llmtailor.cli.main import cli
+from llmtailor.errors import SourceError
+from llmtailor.formats.registry import display_name, index_checkpoint
+from llmtailor.model.roles import EXP_AVG_SQ, MASTER
+from llmtailor.salvage.plan import assess
+from llmtailor.verify.verify import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict, verify_checkpoint
+from partial.scene import FORMS, bundles, edit_manifest, flip, make_run, mend_manifest, partials
 
 
 @pytest.fixture(scope="module")
