@@ -51,7 +51,7 @@ def mean(values: list[Any], weights: list[float]) -> Any:
         ("llama", [("llama", 2, 1), ("llama-sub-w3", 4, 2), ("zero2-w3", 6, 0.5)], {"stage": 2, "world_size": 3}),
         ("zero2-rr", [("zero2-rr", 4, 1), ("zero1-bf16opt", 2, 3)], {}),
         ("trainer", [("llama", 4, 0.25), ("trainer", 2, 0.75)], {"to": "fsdp", "world_size": 3}),
-        ("llama", [("no-fsdp", 2, 1), ("zero2", 4, 1), ("trainer", 2, 1)], {}),
+        pytest.param("llama", [("no-fsdp", 2, 1), ("zero2", 4, 1), ("trainer", 2, 1)], {}, marks=pytest.mark.long),
         ("no-fsdp", [("no-fsdp", 2, 1), ("llama-sub-w3", 4, 1)], {}),
     ],
     ids=["zero3 and zero2 to zero2 on 3", "round robin", "fsdp and zero3 to fsdp", "three formats to zero3", "plain"],

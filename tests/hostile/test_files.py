@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import llmtailor
+from helpers.cases import diagonal
 from helpers.checkpoints import model_states, optim_states
 from helpers.commands import run_here
 from llmtailor.checkpoint.layout import FileLayout
@@ -67,9 +68,9 @@ READ = {
 EVERY = [(form, name, severity) for form, names in READ.items() for name, severity in names.items()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("form", "name", "severity"), EVERY)
-def test_what_is_no_file_is_called_what_it_is(copy_of, form, name, severity, kind):
+@pytest.mark.parametrize(("kind", "case"), diagonal(KINDS, EVERY))
+def test_what_is_no_file_is_called_what_it_is(copy_of, kind, case):
+    form, name, severity = case
     checkpoint = copy_of(form)
     (checkpoint / name).unlink()
     KINDS[kind](checkpoint / name)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from helpers.cases import diagonal
 from llmtailor.cli.main import cli
 from llmtailor.errors import SourceError
 from llmtailor.formats.registry import display_name, index_checkpoint
@@ -140,8 +141,15 @@ DAMAGES: dict[str, tuple[str, Callable[..., object], tuple[str, ...], str]] = {
 """Which file, what is done to it (given also that of another rank, and of another save), the forms, what is said"""
 
 
-@pytest.mark.parametrize(("title", "form"), [(title, form) for title, row in DAMAGES.items() for form in row[2]])
-def test_a_damage_is_told(copy_of, title, form):
+@pytest.mark.parametrize(
+    ("form", "title"),
+    [
+        pytest.param(form, title, marks=() if number == at % len(row[2]) else pytest.mark.long)
+        for at, (title, row) in enumerate(DAMAGES.items())
+        for number, form in enumerate(row[2])
+    ],
+)
+def test_a_damage_is_told(copy_of, form, title):
     pattern, damage, _, told = DAMAGES[title]
     second, third = (sorted(save.glob(pattern)) for save in partials(copy_of(form))[1:])
     damage(second[0], second[-1], third[0])
@@ -164,8 +172,7 @@ def check(path: Path, told: str, deep: bool) -> None:
     assert invoke(checkpoint, *(["--deep"] if deep else []))[0] == 7
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("where", [-1, -200, 9000])
+@pytest.mark.parametrize(("form", "where"), diagonal(FORMS, [-1, -200, 9000]))
 def test_a_flipped_bit_anywhere_else(copy_of, form, where):
     """9,000 is in the header: inside of a tree, where JSON may stay JSON."""
     path = bundles(partials(copy_of(form))[1])[-1]
@@ -184,10 +191,10 @@ def test_a_damage_of_each_bundle_is_told_at_once(copy_of):
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "told"), [(MASTER, float("nan"), "not finite"), (EXP_AVG_SQ, -1.0, "negative")]
+    ("form", "case"), diagonal(FORMS, [(MASTER, float("nan"), "not finite"), (EXP_AVG_SQ, -1.0, "negative")])
 )
-@pytest.mark.parametrize("form", FORMS)
-def test_values(copy_of, form, kind, value, told):
+def test_values(copy_of, form, case):
+    kind, value, told = case
     checkpoint = partials(copy_of(form))[1]
     state = next(
         state for state, held in index_checkpoint(checkpoint).held.items() if held.is_here and state.kind == kind

@@ -1,9 +1,10 @@
-"""Healthy checkpoints of optimizers that can't be judged are refused once, by name. Params may lack a gradient."""
+"""What stock software reads and llmtailor does not is no damage: other forms of files, other optimizers."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,11 +19,86 @@ from helpers.checkpoints import edit
 from helpers.commands import run_here
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
-from llmtailor.findings import NOTE
+from llmtailor.findings import ERROR, NOTE, WARNING
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import State
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint
 from trainings.alone import train
+from verify.damages import STEP
+
+# --- forms of files ---------------------------------------------------------------------------------------------------
+
+OPTIM = f"global_step{STEP}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = f"global_step{STEP}/zero_pp_rank_1_mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def of_zero3(runs, tmp_path) -> Path:
+    return Path(shutil.copytree(runs["llama"].checkpoint(STEP), tmp_path / f"checkpoint-{STEP}"))
+
+
+def deflate(path: Path) -> None:
+    with zipfile.ZipFile(path) as source:
+        content = [(info.filename, source.read(info)) for info in source.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for name, data in content:
+            target.writestr(name, data)
+    torch.load(path, weights_only=False)  # stock reads it
+
+
+def save_as_before_1_6(path: Path) -> None:
+    torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
+
+
+FORMS = pytest.mark.parametrize(("form", "code"), [(deflate, Code.COMPRESSED), (save_as_before_1_6, Code.LEGACY)])
+"""Those that stock reads, and llmtailor doesn't"""
+
+
+@FORMS
+@pytest.mark.parametrize("path", ["scheduler.pt", "rng_state_0.pth"])
+def test_another_form_of_a_file_of_the_trainer_is_no_damage(of_zero3: Path, path: str, form: Any, code: Code):
+    form(of_zero3 / path)
+    verdict = verify_checkpoint(of_zero3, name="x", deep=True)
+    assert [(one.code, one.path, one.severity) for one in verdict.findings] == [(code, path, WARNING)]
+    assert verdict.is_resumable and "torch.save" in verdict.findings[0].fix
+
+
+@FORMS
+def test_another_form_of_a_file_that_no_resume_reads_is_not_even_told(of_zero3: Path, form: Any, code: Code):
+    form(of_zero3 / "training_args.bin")
+    assert not verify_checkpoint(of_zero3, name="x", deep=True).findings
+
+
+@FORMS
+@pytest.mark.parametrize("paths", [[OPTIM], [MODEL], [OPTIM, OPTIM.replace("rank_1", "rank_0")]])
+def test_states_in_another_form_can_not_be_judged(of_zero3: Path, paths: list[str], form: Any, code: Code):
+    for path in paths:
+        form(of_zero3 / path)
+    with pytest.raises(UnsupportedCheckpoint) as refused:
+        verify_checkpoint(of_zero3, name="x")
+    assert {(one.code, one.path) for one in refused.value.problems} == {(code, path) for path in paths}
+
+
+def test_tensors_that_do_not_lie_in_one_piece_can_not_be_judged(of_zero3: Path):
+    def change(tree: Any) -> None:
+        masters = tree["optimizer_state_dict"]["fp32_flat_groups"]
+        masters[1] = torch.stack([masters[1].detach()] * 2, dim=1)[:, 0]
+
+    edit(of_zero3 / OPTIM, change)
+    with pytest.raises(UnsupportedCheckpoint, match="not contiguous") as refused:
+        verify_checkpoint(of_zero3, name="x")
+    assert {(one.code, one.path) for one in refused.value.problems} == {(Code.STATE_LAYOUT, OPTIM)}
+
+
+def test_compressed_states_beside_a_damage_are_not_called_damaged(of_zero3: Path):
+    deflate(of_zero3 / OPTIM)
+    (of_zero3 / "latest").unlink()
+    verdict = verify_checkpoint(of_zero3, name="x")
+    found = {(one.code, one.severity) for one in verdict.findings}
+    assert found == {(Code.COMPRESSED, WARNING), (Code.FILE_NAME, ERROR)}
+
+
+# --- optimizers; params may lack a gradient ---------------------------------------------------------------------------
 
 pytestmark = pytest.mark.real
 
