@@ -23,6 +23,7 @@ from llmtailor.recipe import Average, Recipe, Select, Whole
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from oracle.zero3 import MOMENTS, differ
 from real.test_reshard import assert_loaded, reshard
+from trainings.alone import finished
 from trainings.alone import train as train_alone
 from trainings.catalogue import DEEPSPEED, FSDP, MIDDLE
 from trainings.harness import Run, Runs, Train
@@ -146,7 +147,7 @@ def test_the_first_step_after_a_reset_is_that_of_a_new_optimizer(
 @pytest.mark.parametrize("moments", [pytest.param(AVERAGE, marks=pytest.mark.long), RESET])
 def test_the_plain_trainer_resumes_too(tmp_path: Path, moments: str) -> None:
     """Each param has its own step there, so a part of a group can be reset."""
-    run = train_alone(tmp_path / "run")
+    run = finished()
     members = tuple((run.checkpoint(step), 1.0) for step in (2, 4))
     rule = Select(Average(members, moments), ("0",), "x")
     out = tmp_path / "checkpoint-4"

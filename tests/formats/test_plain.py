@@ -22,20 +22,15 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, State
 from oracle import zero3
 from synthetic import pickled_as_deepspeed
-from trainings.alone import train
+from trainings.alone import finished, train
 from verify.damages import on_json, optim
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("run"), steps=2).checkpoint(2)
-
-
 @pytest.fixture
-def root(trained, tmp_path):
-    return Path(shutil.copytree(trained, tmp_path / "checkpoint-2"))
+def root(tmp_path):
+    return Path(shutil.copytree(finished().checkpoint(2), tmp_path / "checkpoint-2"))
 
 
 def test_remote_code_is_never_run(root, tmp_path):

@@ -11,9 +11,8 @@ import sys
 
 import pytest
 
-from hostile.bombs import TORCH_FILES, WEIGHTS, laughs
+from hostile.bombs import SAYINGS, TORCH_FILES, UNIVERSAL, WEIGHTS, laughs
 from hostile.exploits import STOP
-from hostile.sayings import SAYINGS, UNIVERSAL
 
 MEMORY = 2 << 30
 """Address space of the process that reads them, in bytes"""

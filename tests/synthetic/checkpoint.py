@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from synthetic.layout import DEFAULT_SUB_GROUP_SIZE, Layout
-from synthetic.shapes import Shape
+from synthetic.layout import DEFAULT_SUB_GROUP_SIZE, Layout, Shape, Values, flat_bytes
 from synthetic.torch_files import LossScaler, ZeroStageEnum, save_with_data
-from synthetic.values import Values, flat_bytes
 
 SHARD_BYTES = 5_000_000_000
 """Weights above this are spread over several safetensors files."""

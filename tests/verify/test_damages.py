@@ -20,7 +20,7 @@ from llmtailor.errors import TailorError, UnsupportedCheckpoint
 from llmtailor.findings import SEVERITIES, Finding
 from llmtailor.recipe import Recipe
 from llmtailor.verify.verify import verify_checkpoint
-from trainings.alone import train
+from trainings.alone import finished
 from verify.damages import (
     DCP,
     DEEPSPEED,
@@ -107,9 +107,9 @@ def test_deepspeed(title, change, told, run, runs, tmp_path):
     check(title, change, told, runs[run].checkpoint(STEP), runs[run].checkpoint(OTHER_STEP), tmp_path)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("plain")).checkpoint(STEP)
+@pytest.fixture
+def plain():
+    return finished().checkpoint(STEP)
 
 
 @each("plain: ", "plain")

@@ -23,7 +23,7 @@ from llmtailor.findings import ERROR, NOTE, WARNING
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import State
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint
-from trainings.alone import train
+from trainings.alone import finished, train
 from verify.damages import STEP
 
 # --- forms of files ---------------------------------------------------------------------------------------------------
@@ -103,14 +103,9 @@ def test_compressed_states_beside_a_damage_are_not_called_damaged(of_zero3: Path
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("trained"))
-
-
 @pytest.fixture
-def checkpoint(trained, tmp_path):
-    return shutil.copytree(trained.checkpoint(4), tmp_path / "checkpoint-4")
+def checkpoint(tmp_path):
+    return shutil.copytree(finished().checkpoint(4), tmp_path / "checkpoint-4")
 
 
 def stepped(optimizer: Any) -> dict[str, Any]:
@@ -122,15 +117,15 @@ def stepped(optimizer: Any) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
-Make = Callable[[Any, dict[str, Any], pytest.MonkeyPatch], dict[str, Any]]
-"""Given a training, and Adam's state dict of it"""
+Make = Callable[[dict[str, Any], pytest.MonkeyPatch], dict[str, Any]]
+"""Given Adam's state dict of the finished training"""
 
 
 def stock(make: Callable[..., Any], **options: Any) -> Make:
     """What an optimizer of torch or transformers saves for the params of the training."""
 
-    def build(trained, tree, patch):
-        groups = trained.trainer.optimizer.param_groups
+    def build(tree, patch):
+        groups = finished().trainer.optimizer.param_groups
         params = [[torch.nn.Parameter(param.detach().clone()) for param in group["params"]] for group in groups]
         return stepped(make([{"params": group} for group in params], **options))
 
@@ -138,7 +133,7 @@ def stock(make: Callable[..., Any], **options: Any) -> Make:
 
 
 def like(change: Callable[[Any], Any], **options: Any) -> Make:
-    return lambda trained, tree, patch: changed(without_adams_options(tree), change, **options)
+    return lambda tree, patch: changed(without_adams_options(tree), change, **options)
 
 
 def changed(tree: dict[str, Any], change, **options: Any) -> dict[str, Any]:
@@ -187,7 +182,7 @@ def by_params(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def package(module: str, name: str) -> Make:
-    return lambda trained, tree, patch: of_package(tree, patch, module, name)
+    return lambda tree, patch: of_package(tree, patch, module, name)
 
 
 OTHERS: dict[str, Make] = {
@@ -201,16 +196,16 @@ OTHERS: dict[str, Make] = {
     "a schedule-free optimizer": like(as_schedule_free, k=4, weight_sum=1.0, weight_lr_power=2.0),
     "an 8-bit optimizer of bitsandbytes": like(as_8_bit),
     "an optimizer of bitsandbytes": like(as_ademamix, t_beta3=None),
-    "GrokAdamW": lambda trained, tree, patch: by_params(tree),
+    "GrokAdamW": lambda tree, patch: by_params(tree),
     "GaLore": package("galore_torch.galore_projector", "GaLoreProjector"),
     "a low-bit optimizer of torchao": package("torchao.optim.subclass_8bit", "OptimState8bit"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_optimizers_are_refused_once_by_name(name, trained, checkpoint, monkeypatch):
+def test_other_optimizers_are_refused_once_by_name(name, checkpoint, monkeypatch):
     path = checkpoint / "optimizer.pt"
-    torch.save(OTHERS[name](trained, torch.load(path), monkeypatch), path)
+    torch.save(OTHERS[name](torch.load(path), monkeypatch), path)
     for read in (verify_checkpoint, index_checkpoint):
         with pytest.raises(UnsupportedCheckpoint) as refused:
             read(checkpoint)
