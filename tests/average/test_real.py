@@ -58,11 +58,7 @@ def mean(values: list[Any], weights: list[float]) -> Any:
     ids=["zero3 and zero2 to zero2 on 3", "round robin", "fsdp and zero3 to fsdp", "three formats to zero3", "plain"],
 )
 def test_any_mix_of_formats(
-    runs: Runs,
-    tmp_path: Path,
-    base: str,
-    members: list[Member],
-    options: dict[str, Any],
+    runs: Runs, tmp_path: Path, base: str, members: list[Member], options: dict[str, Any]
 ) -> None:
     weights = [weight for *_, weight in members]
     sources = [(runs.checkpoint(name, step), weight) for name, step, weight in members]

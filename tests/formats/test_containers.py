@@ -24,13 +24,7 @@ from hostile.exploits import Reduced
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.pickle_writer import write_pickle
-from llmtailor.containers.safetensors import (
-    INDEX,
-    SINGLE,
-    lay_out_index,
-    lay_out_weights,
-    read_weights,
-)
+from llmtailor.containers.safetensors import INDEX, SINGLE, lay_out_index, lay_out_weights, read_weights
 from llmtailor.containers.torch_file import ALIGNMENT, lay_out_torch_file, read_torch_file
 from llmtailor.containers.unpickle import MAX_DEPTH, Call, Global, Ordered, as_tensor, make_tensor, read_pickle
 from llmtailor.errors import SourceError, UnsafePickle

@@ -31,16 +31,7 @@ from llmtailor.model.roles import State
 from llmtailor.runs.scan import scan_run
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.verify import verify_checkpoint
-from partial.scene import (
-    bundles,
-    edit_header,
-    edit_manifest,
-    flip,
-    freeze,
-    make_run,
-    mend_manifest,
-    partials,
-)
+from partial.scene import bundles, edit_header, edit_manifest, flip, freeze, make_run, mend_manifest, partials
 from thin.scene import compose
 from trainings.alone import Alone
 

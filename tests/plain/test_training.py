@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import llmtailor
 from helpers.cases import mostly_long
 from helpers.composing import convert
 from helpers.states import read
@@ -15,7 +14,6 @@ from llmtailor.findings import ERROR
 from llmtailor.formats.plain import detects
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import FROZEN, MASTER, WEIGHT, State
-from llmtailor.recipe import Recipe
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from trainings.alone import NamedGroups, finished, train
 
@@ -124,7 +122,7 @@ def test_a_composite_has_the_names_that_a_resume_looks_for(tmp_path):
     source = run.checkpoint(2)
     (finding,) = [one for one in index_checkpoint(source, "x").findings if one.severity == ERROR]
     assert "a resume does not find them" in finding.what and "llmtailor convert" in finding.fix
-    llmtailor.merge(Recipe("x", "", source, (), None, None), tmp_path / "checkpoint-2")
+    convert(source, tmp_path / "checkpoint-2")
     assert verify_checkpoint(tmp_path / "checkpoint-2", deep=True).level == RESUMABLE
     resumed = train(tmp_path / "resumed", "gpt_neox", resume_from=tmp_path / "checkpoint-2")
     assert resumed.losses == {step: run.losses[step] for step in (3, 4)}

@@ -25,7 +25,7 @@ from llmtailor.model.roles import BUFFER, FROZEN, State
 from llmtailor.recipe import Recipe
 from synthetic import SHAPES, lay_out, make_checkpoint
 
-WORLDS = (12, 24)
+WORLDS = (12, 48)
 LARGE = replace(SHAPES["1b"], num_layers=2)
 
 
@@ -70,11 +70,11 @@ def test_a_file_takes_few_reads(large, monkeypatch):
         return real(fd, size, at)
 
     monkeypatch.setattr(os, "pread", counted)
-    index_checkpoint(large[24])
+    index_checkpoint(large[48])
     of_shards = sorted(count for path, count in reads.items() if "_states.pt" in path)
-    assert len(of_shards) == 2 * 24
+    assert len(of_shards) == 2 * 48
     assert of_shards[-1] <= 8
-    assert of_shards[23] <= 3, "model states are read as a whole, after their end"
+    assert of_shards[47] <= 3, "model states are read as a whole, after their end"
 
 
 def copies_held(plan) -> int:

@@ -141,7 +141,7 @@ def test_commands_know_it(runs, tmp_path):
     assert index_checkpoint(out).world_size == 3
     (out / "global_step2_universal/zero/mine").touch()
     with pytest.raises(TargetError, match="zero/mine"):
-        llmtailor.merge(Recipe("x", "", source, (), None, None), out, llmtailor.Options(replace=True))
+        convert(source, out, replace=True)
 
 
 def test_what_can_not_be_one_is_refused(runs, tmp_path):

@@ -89,7 +89,7 @@ def check(title: str, change: Change, told: str, checkpoint: Path, other: Path, 
     else:
         with pytest.raises(TailorError):
             plan(damaged)
-            llmtailor.merge(Recipe("x", "", damaged, (), None, None), folder / "out")
+            convert(damaged, folder / "out")
     if severity == "-":
         assert not {*verdict.findings} - {*before}
         return

@@ -61,11 +61,6 @@ def test_json_says_which_parts(pristine):
     }
 
 
-def test_it_is_never_resumable(pristine):
-    verdict = verify_checkpoint(partials(pristine["zero3"])[0], deep=True)
-    assert verdict.is_intact and verdict.is_partial and not verdict.is_resumable
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_deep_reads_each_byte_of_the_bundles_once(copy_of, form):
     for checkpoint in partials(copy_of(form)):
@@ -117,12 +112,7 @@ DAMAGES: dict[str, tuple[str, Callable[..., object], tuple[str, ...], str]] = {
     "a bundle missing": (RANK, lambda path, *_: path.unlink(), ZERO3, "the file is missing"),
     "frozen params missing": (FROZEN_FILE, lambda path, *_: path.unlink(), SAVER, "the file is missing"),
     "bundles of two ranks swapped": (RANK, swap, RANKS, ""),
-    "bundles of two ranks swapped (mended)": (
-        RANK,
-        swap,
-        RANKS,
-        "it states rank '1', but manifest.json states",
-    ),
+    "bundles of two ranks swapped (mended)": (RANK, swap, RANKS, "it states rank '1', but manifest.json states"),
     "a bundle of another save": (RANK, lambda path, _, save: shutil.copy(save, path), FORMS, ""),
     "a bundle of another save (mended)": (
         RANK,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import edit, make, optim_states
+from helpers.composing import convert
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import merge, write
 from llmtailor.errors import VerificationError
@@ -44,11 +45,6 @@ def test_every_kind_of_run(runs, name):
 
 
 # --- of llmtailor -----------------------------------------------------------------------------------------------------
-
-
-def convert(source: Path, out: Path, **options: object) -> Path:
-    merge(Recipe("convert", "", source, (), None, None), out, Options(**options))  # type: ignore[arg-type]
-    return out
 
 
 def compose(base: Path, other: Path, out: Path, extra: str = "", **options: object) -> Path:
