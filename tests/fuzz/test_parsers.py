@@ -41,7 +41,7 @@ INPUTS = {
 """Per parser; those that read a whole checkpoint are slower, and have many seeds, which come first."""
 LONG = ("checkpoint", "partial checkpoint", "universal", "dcp", "latest")
 """The short suite damages these on purpose: see fuzz/test_checkpoints.py, verify/damages.py, partial/test_tampered.py,
-dcp/test_hostile.py and hostile/test_files.py."""
+dcp/test_checkpoints.py and hostile/test_files.py."""
 
 
 @pytest.fixture(scope="module")
