@@ -29,7 +29,6 @@ MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [1, 1, 2]}
 
 
 def names_of(model: Any) -> tuple[list[str], dict[str, str]]:
-    """Return params and buffers, and the tied names."""
     first: dict[int, str] = {}
     tied = {}
     for name, param in model.named_parameters(remove_duplicate=False):

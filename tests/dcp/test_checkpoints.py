@@ -103,7 +103,6 @@ def change(edit: Callable[[Metadata], object]) -> Callable[[Path], None]:
 
 
 def at(key: str, **changes: object) -> Callable[[Path], None]:
-    """Change where a key is stored."""
 
     def edit(metadata: Metadata) -> None:
         for index, info in metadata.storage_data.items():
@@ -354,7 +353,6 @@ def test_buffers_and_frozen_params_survive_the_way_through(runs, tmp_path, to):
 
 @pytest.fixture
 def run(runs, tmp_path):
-    """A copy of a run's folder"""
 
     def copy(name):
         shutil.copytree(runs[name].folder, tmp_path / "run")

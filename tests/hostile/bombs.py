@@ -103,7 +103,6 @@ def zip64(size: int, start: int, count: int) -> Build:
 
 
 def many_entries() -> Build:
-    """Half a million entries for the one record."""
     count = 500_000
     start, listed = len(_LOCAL), b"".join(_entry("x/data.pkl", 3, 0) for _ in range(count))
     end64_at = start + len(listed)

@@ -55,7 +55,6 @@ def partials(run: Path) -> list[Path]:
 
 
 def bundles(checkpoint: Path) -> list[Path]:
-    """Return the ranks' bundles."""
     return sorted(checkpoint.glob("rank-*.safetensors"))
 
 

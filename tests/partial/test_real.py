@@ -70,12 +70,10 @@ def expected(name: str, kind: str, held: dict[str, int], truths: dict[int, dict[
 
 
 def is_rounded(done: Run) -> bool:
-    """Whether its saves have moments rounded to bf16"""
     return (done.spec.options or {}).get("moments") == "bf16"
 
 
 def check_composite(done: Run, at: int, scratch: Path) -> dict[str, int]:
-    """Compose the state at a step, compare it with the truth, and return the step that each part is of."""
     held = newest(done, at)
     ours, stock = scratch / "ours", scratch / "stock"
     compose(done.folder, at, done.spec.ranks, out=ours)
@@ -290,7 +288,6 @@ def test_a_stock_resume_from_a_complete_save_repeats_the_straight_run(runs, resu
 
 
 def after(done):
-    """The steps that ran in this process."""
     return [step for step in done.losses if step > done.spec.at]
 
 

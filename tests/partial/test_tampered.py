@@ -248,7 +248,6 @@ def rename_first(header: Header, name: Callable[[str], str]) -> None:
 
 
 def swap(header: Header) -> None:
-    """Of two shapes"""
     one, *others = tensors(header)
     other = next(key for key in others if header[key]["shape"] != header[one]["shape"])
     header[one], header[other] = header[other], header[one]
@@ -369,7 +368,6 @@ def test_a_flipped_bit_is_noticed_by_reading_only(scene):
 
 
 def test_merges_take_sources_by_their_name_too(scene):
-    """A recipe that names a damaged partial checkpoint is refused; nothing is written."""
     bundles(scene.newest)[0].write_bytes(b"")
     recipe = scene.run.parent / "recipe.yaml"
     recipe.write_text(f"base_checkpoint: {scene.newest}\n")

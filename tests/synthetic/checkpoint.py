@@ -23,7 +23,6 @@ SHARD_BYTES = 5_000_000_000
 def make_checkpoint(
     root: Path, shape: Shape, layout: Layout, step: int, *, sparse: bool = False, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write one checkpoint folder."""
     tag = f"global_step{step}"
     (root / tag).mkdir(parents=True)
     values = Values(step)

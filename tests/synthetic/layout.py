@@ -56,7 +56,6 @@ class Shape:
         return shapes
 
     def config(self) -> dict[str, Any]:
-        """Return what config.json holds."""
         return {
             "architectures": [self.architecture],
             "attention_bias": False,

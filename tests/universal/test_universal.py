@@ -229,7 +229,6 @@ CASES += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in L
 
 @pytest.fixture(scope="module")
 def resumed(runs, train, selected, tmp_path_factory) -> dict[str, Run]:
-    """Convert what the tests of this session ask for, and resume from all of it."""
     folder, specs = tmp_path_factory.mktemp("converted"), []
     for case in (case for case in (*SHORT, *LONG) if case in selected):
         source, out = runs.checkpoint(case.source, STEP), folder / str(case) / f"checkpoint-{STEP}"

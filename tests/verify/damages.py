@@ -203,7 +203,6 @@ def as_row(tensor: Any) -> Any:
 
 
 def third(value: float) -> Callable[[Any], Any]:
-    """Set the third element."""
 
     def change(tensor: Any) -> Any:
         tensor[2] = value

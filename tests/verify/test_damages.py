@@ -128,7 +128,6 @@ def test_what_can_not_be_judged_is_not_called_unresumable(change, told, plain, t
 
 
 def test_states_of_equal_shape_swapped_cannot_be_seen(plain, tmp_path):
-    """As the page says."""
     root = Path(shutil.copytree(plain, tmp_path / "checkpoint-4"))
     states = torch.load(root / "optimizer.pt")["state"]
     swap_states(*[number for number, state in states.items() if state["exp_avg"].dim() == 1][:2])(root, root)

@@ -109,7 +109,6 @@ def checkpoint(tmp_path):
 
 
 def stepped(optimizer: Any) -> dict[str, Any]:
-    """Return the state dict of an optimizer that has made a step."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.ones_like(param)
