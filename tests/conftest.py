@@ -91,6 +91,12 @@ def names_in(value: object) -> Iterator[str]:
             yield from names_in(each)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def unsearched() -> None:
+    """Leave what earlier modules imported late, and keep, out of garbage collections too."""
+    gc.freeze()
+
+
 @pytest.fixture
 def on_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a disk, where ``tmp_path`` may be in memory: see scripts/test.sh."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import ModelStructure
 
@@ -169,27 +170,12 @@ def test_two_spellings_of_a_model_are_the_same_parts() -> None:
         assert {found.part_of[name] for name in towers} == {"visual.blocks.0"}
 
 
-word = st.sampled_from(
-    [
-        "model",
-        "layers",
-        "h",
-        "visual",
-        "encoder",
-        "norm",
-        "lm_head",
-        "embed_tokens",
-        "wte",
-        "0",
-        "1",
-        "7",
-        "lora_A",
-        "x",
-    ]
-)
+WORDS = "model layers h visual encoder norm lm_head embed_tokens wte 0 1 7 lora_A x"
+word = st.sampled_from(WORDS.split())
 tensor_name = st.lists(word, min_size=1, max_size=6).map(".".join)
 
 
+@settings(max_examples=examples(40, 100))
 @given(st.lists(tensor_name, unique=True, max_size=25), st.data())
 def test_every_name_has_one_part_and_every_part_a_name(names: list[str], data: st.DataObject) -> None:
     tied = {}

@@ -9,24 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import llmtailor  # noqa: E402
-import oracle.any  # noqa: E402
-from helpers.states import held_by, read  # noqa: E402
-from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET  # noqa: E402
-from llmtailor.codes import Code  # noqa: E402
-from llmtailor.errors import MismatchError  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import MASTER, MODULE, WEIGHT, State  # noqa: E402
-from llmtailor.recipe import Average, Recipe, Select, Whole  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from oracle.zero3 import MOMENTS, differ  # noqa: E402
-from real.test_reshard import assert_loaded, reshard  # noqa: E402
-from trainings.alone import train as train_alone  # noqa: E402
-from trainings.catalogue import DEEPSPEED, FSDP, MIDDLE  # noqa: E402
-from trainings.harness import Run, Runs, Train  # noqa: E402
+import llmtailor
+import oracle.any
+from helpers.states import held_by, read
+from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET
+from llmtailor.codes import Code
+from llmtailor.errors import MismatchError
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import MASTER, MODULE, WEIGHT, State
+from llmtailor.recipe import Average, Recipe, Select, Whole
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from oracle.zero3 import MOMENTS, differ
+from real.test_reshard import assert_loaded, reshard
+from trainings.alone import finished
+from trainings.alone import train as train_alone
+from trainings.catalogue import DEEPSPEED, FSDP, MIDDLE
+from trainings.harness import Run, Runs, Train
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 Member = tuple[str, int, float]
@@ -52,17 +52,13 @@ def mean(values: list[Any], weights: list[float]) -> Any:
         ("llama", [("llama", 2, 1), ("llama-sub-w3", 4, 2), ("zero2-w3", 6, 0.5)], {"stage": 2, "world_size": 3}),
         ("zero2-rr", [("zero2-rr", 4, 1), ("zero1-bf16opt", 2, 3)], {}),
         ("trainer", [("llama", 4, 0.25), ("trainer", 2, 0.75)], {"to": "fsdp", "world_size": 3}),
-        ("llama", [("no-fsdp", 2, 1), ("zero2", 4, 1), ("trainer", 2, 1)], {}),
+        pytest.param("llama", [("no-fsdp", 2, 1), ("zero2", 4, 1), ("trainer", 2, 1)], {}, marks=pytest.mark.long),
         ("no-fsdp", [("no-fsdp", 2, 1), ("llama-sub-w3", 4, 1)], {}),
     ],
     ids=["zero3 and zero2 to zero2 on 3", "round robin", "fsdp and zero3 to fsdp", "three formats to zero3", "plain"],
 )
 def test_any_mix_of_formats(
-    runs: Runs,
-    tmp_path: Path,
-    base: str,
-    members: list[Member],
-    options: dict[str, Any],
+    runs: Runs, tmp_path: Path, base: str, members: list[Member], options: dict[str, Any]
 ) -> None:
     weights = [weight for *_, weight in members]
     sources = [(runs.checkpoint(name, step), weight) for name, step, weight in members]
@@ -147,7 +143,7 @@ def test_the_first_step_after_a_reset_is_that_of_a_new_optimizer(
 @pytest.mark.parametrize("moments", [pytest.param(AVERAGE, marks=pytest.mark.long), RESET])
 def test_the_plain_trainer_resumes_too(tmp_path: Path, moments: str) -> None:
     """Each param has its own step there, so a part of a group can be reset."""
-    run = train_alone(tmp_path / "run")
+    run = finished()
     members = tuple((run.checkpoint(step), 1.0) for step in (2, 4))
     rule = Select(Average(members, moments), ("0",), "x")
     out = tmp_path / "checkpoint-4"

@@ -25,7 +25,7 @@ from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from thin.scene import call, contents, copy_of, folders
 from thin.scene import compose as compose_run
 from trainings.alone import train as train_alone
-from trainings.catalogue import LOOPS
+from trainings.catalogue import LIGHTNING, LOOPS
 from trainings.harness import Runs
 
 pytestmark = pytest.mark.real
@@ -42,14 +42,16 @@ def compose(runs: Runs, name: str, folder: Path, **options: object) -> Path:
 
 
 @pytest.mark.parametrize("ranks", mostly_long([1, 2, 3], 3))
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [*LOOPS, *LIGHTNING])
 def test_a_composite_holds_the_states_of_its_sources(name: str, ranks: int, runs: Runs, tmp_path: Path) -> None:
     out = compose(runs, name, tmp_path, world_size=ranks)
     base, odd = (index_checkpoint(runs.checkpoint(name, step)) for step in (4, 2))
     assert_same_states(index_checkpoint(out), base, odd)
     verdict = verify_checkpoint(out, deep=True)
-    assert verdict.is_resumable and not verdict.findings
-    assert verdict.index is not None and verdict.index.client == LOOPS[name].client
+    assert verdict.is_resumable and not verdict.findings and verdict.index is not None
+    assert (verdict.index.client, verdict.index.global_step) == (base.client, 4)
+    if base.form.stage:
+        assert (verdict.index.world_size, verdict.index.zero.tag) == (ranks, base.zero.tag)
 
 
 SHORT = [

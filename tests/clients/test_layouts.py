@@ -67,7 +67,7 @@ def resumed(runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pyte
     return train(specs)
 
 
-LONG = {"engine-1", "accelerate-3"}
+LONG = {"engine-1", "accelerate-3", "accelerate-named"}
 NAMES = long_but(THERE_AND_BACK.keys() - LONG, THERE_AND_BACK)
 
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.fields import damages_of
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
-from llmtailor.findings import ERROR, WARNING
+from llmtailor.findings import ERROR, NOTE, WARNING
 from llmtailor.formats import plain
 from llmtailor.loaders.loader import detect_loader
 from llmtailor.loaders.rng import ACCELERATE_TABLE
@@ -20,7 +20,8 @@ from llmtailor.loaders.stock_fields import Field
 from llmtailor.runs.scan import find_latest
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
-from trainings.catalogue import LOOPS
+from thin.scene import call
+from trainings.catalogue import LIGHTNING, LOOPS
 from trainings.harness import Runs
 
 Damage = Callable[[Path], object]
@@ -49,6 +50,8 @@ def of_another_save(root: Path) -> None:
     torch.save({**state, "_last_lr": [0.1]}, root / "scheduler.bin")
 
 
+NOTES = {"lightning-groups": [(NOTE, Code.STATE_MISSING)]}
+"""That a frozen param is taken for one"""
 DAMAGES: list[tuple[str, str, Damage, str, Code]] = [
     ("engine-3", "no latest", lose("latest"), ERROR, Code.FILE_NAME),
     ("engine-2", "no latest beside another tag", lose("latest"), ERROR, Code.FILE_NAME),
@@ -74,15 +77,19 @@ DAMAGES: list[tuple[str, str, Damage, str, Code]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [*LOOPS, *LIGHTNING])
 def test_what_the_client_saves_is_resumable(name: str, runs: Runs) -> None:
+    notes = NOTES.get(name, [])
     for step in (2, 4):
         for is_deep in (False, True):
             verdict = verify_checkpoint(runs.checkpoint(name, step), is_deep)
-            assert (verdict.level, verdict.findings) == (RESUMABLE, ())
-    assert find_latest(runs[name].folder).path == runs.checkpoint(name, runs[name].spec.steps)
-    told = inspect_checkpoint(runs.checkpoint(name))
-    assert (told["client"], told["global_step"], told["findings"]) == (LOOPS[name].client, 2, [])
+            assert (verdict.level, [(one.severity, one.code) for one in verdict.findings]) == (RESUMABLE, notes)
+    newest = runs.checkpoint(name, runs[name].spec.steps)
+    assert find_latest(runs[name].folder).path == newest
+    assert call("latest", runs[name].folder)["path"] == str(newest)
+    told, client = inspect_checkpoint(runs.checkpoint(name)), getattr(runs[name].spec, "client", "lightning")
+    assert (told["client"], told["global_step"], told["num_layers"]) == (client, 2, 3)
+    assert len(told["findings"]) == len(notes)
 
 
 @pytest.mark.parametrize(("name", "damage", "severity", "code"), [(n, *rest) for n, _, *rest in DAMAGES],
@@ -137,6 +144,8 @@ def test_another_loader_can_be_asked_for(runs: Runs) -> None:
     assert lacks("accelerate-2", "trainer") == {"trainer_state.json", "scheduler.pt", "pytorch_model"}
     assert lacks("accelerate-2", "deepspeed") == set()
     assert lacks("engine-3", "accelerate") == {"global_step2"}
+    for name in LIGHTNING:
+        assert not lacks(name, "lightning") and lacks(name, "trainer")
     assert find_latest(runs["engine-3"].folder, client="trainer").path is None
 
 

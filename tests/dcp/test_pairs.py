@@ -64,13 +64,13 @@ SHORT = [
     Pair("titan", "dcp"),
     Pair("hf", "fsdp"),
     Pair("trainer", "fsdp", 3),
-    Pair("loop-tied", "fsdp"),
     Pair("trainer", "trainer"),
     Pair("llama", "dcp"),
     Pair("trainer", "zero3", 2, "BF16"),
 ]
 LONG = [
     Pair("full", "fsdp"),
+    Pair("loop-tied", "fsdp"),
     Pair("no-fsdp", "fsdp"),
     Pair("llama", "fsdp"),
     Pair("fsdp1", "fsdp"),  # on 3 ranks, accelerate 1.15 can't load an FSDP1 optimizer of 2 either

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from helpers.checkpoints import make
 from llmtailor.loaders.files import is_tokenizer_file
 from llmtailor.loaders.loader import survey_contents

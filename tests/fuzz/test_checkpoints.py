@@ -20,12 +20,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import llmtailor
 from campaigns import fuzz
 from helpers.cases import every, examples
+from helpers.composing import convert
 from llmtailor.errors import TailorError
 from llmtailor.model.roles import BUFFER, WEIGHT, State
-from llmtailor.recipe import Recipe
 from oracle import any as oracle
 from oracle import zero3, zero12
 from oracle.zero3 import Snapshot, assert_same
@@ -33,11 +32,6 @@ from oracle.zero3 import Snapshot, assert_same
 ROUNDS = int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", examples(15, 25)))
 STEP = 4
 REAL = {"zero3": "llama", "zero3-frozen": "llama-extras-layer", "zero2": "zero2-extras", "zero1": "zero1"}
-
-
-def merge(checkpoint: Path, out: Path, **options: Any) -> Path:
-    llmtailor.merge(Recipe("x", "", checkpoint, (), None, None), out, llmtailor.Options(**options))
-    return out
 
 
 def load_plain(checkpoint: Path) -> Snapshot:
@@ -79,7 +73,7 @@ def read(checkpoint: Path, rest: bool) -> Snapshot | None:
 def check(damaged: Path, sound: Path, out: Path, **options: Any) -> bool:
     """Merge a damaged checkpoint; return whether it was accepted, and then is right."""
     try:
-        merge(damaged, out, **options)
+        convert(damaged, out, **options)
     except TailorError as error:
         assert all(problem.where and problem.what and problem.fix for problem in error.problems)
         assert not out.exists()
@@ -119,8 +113,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {"world_size": 3}, {"stage": 2}, 
 def sound(runs, tmp_path_factory) -> dict[str, Path]:
     found = {form: runs[name].checkpoint(STEP) for form, name in REAL.items()}
     found["plain"] = tmp_path_factory.mktemp("plain") / f"checkpoint-{STEP}"
-    recipe = Recipe("x", "", found["zero3"], (), None, None)
-    llmtailor.merge(recipe, found["plain"], llmtailor.Options(stage=0))
+    convert(found["zero3"], found["plain"], stage=0)
     return found
 
 
@@ -180,7 +173,7 @@ def _damage(path: Path, other: Path, rng: random.Random) -> None:
 
 def test_the_oracle_notices(sound, copy_of, tmp_path):
     """Were a wrong output accepted, `check` would say so: here the output is damaged after the merge."""
-    out = merge(sound["zero3"], tmp_path / "out")
+    out = convert(sound["zero3"], tmp_path / "out")
     (path,) = out.glob("global_step*/*rank_0_*optim_states.pt")
     tree = torch.load(path, weights_only=False)
     tree["optimizer_state_dict"]["fp32_flat_groups"][0][3] += 1

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-import llmtailor
+from helpers.cases import diagonal
 from helpers.checkpoints import model_states, optim_states
 from helpers.commands import run_here
+from helpers.composing import convert
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
 from llmtailor.compose.plan import plan_merge
@@ -28,11 +29,6 @@ from llmtailor.storage.local import open_source, read_source
 from llmtailor.verify.verify import verify_checkpoint
 
 pytestmark = pytest.mark.timeout(60)  # a pipe that is opened carelessly blocks for ever
-
-
-def merge(checkpoint: Path, out: Path) -> Path:
-    llmtailor.merge(Recipe("x", "", checkpoint, (), None, None), out)
-    return out
 
 
 # --- no regular files ------------------------------------------------------------------------------------------------
@@ -67,9 +63,9 @@ READ = {
 EVERY = [(form, name, severity) for form, names in READ.items() for name, severity in names.items()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("form", "name", "severity"), EVERY)
-def test_what_is_no_file_is_called_what_it_is(copy_of, form, name, severity, kind):
+@pytest.mark.parametrize(("kind", "case"), diagonal(KINDS, EVERY))
+def test_what_is_no_file_is_called_what_it_is(copy_of, kind, case):
+    form, name, severity = case
     checkpoint = copy_of(form)
     (checkpoint / name).unlink()
     KINDS[kind](checkpoint / name)
@@ -132,7 +128,7 @@ def test_links_are_followed_and_told_of(copy_of, tmp_path):
     index = index_checkpoint(linked)
     (finding,) = index.findings
     assert f"{len(index.files)} of its files are symbolic links to outside the folder" in finding.what
-    first, second = merge(plain, tmp_path / "one"), merge(linked, tmp_path / "two")
+    first, second = convert(plain, tmp_path / "one"), convert(linked, tmp_path / "two")
     for path in first.rglob("*"):
         other = second / path.relative_to(first)
         assert not other.is_symlink()
@@ -181,7 +177,7 @@ def test_latest_can_not_lead_to_shards_above_it(copy_of, tmp_path):
         path.rename(checkpoint.parent / path.name)
     (checkpoint / "latest").write_text("..")
     with pytest.raises(SourceError, match="not a folder of this checkpoint"):
-        merge(checkpoint, tmp_path / "deep" / "out")
+        convert(checkpoint, tmp_path / "deep" / "out")
     assert not (tmp_path / "deep").exists()
 
 

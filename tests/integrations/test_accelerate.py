@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import accelerate
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 
-torch = pytest.importorskip("torch")
-accelerate = pytest.importorskip("accelerate")
-
-from accelerate.state import AcceleratorState  # noqa: E402
-
-from llmtailor.errors import UsageError  # noqa: E402
-from llmtailor.saving import newest_checkpoint, saver_for  # noqa: E402
-from trainings.models import build  # noqa: E402
+from llmtailor.errors import UsageError
+from llmtailor.saving import newest_checkpoint, saver_for
+from trainings.models import build
 
 STEPS = 6
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
 
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402

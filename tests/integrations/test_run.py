@@ -12,19 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers.trainer
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
-
-import transformers.trainer  # noqa: E402
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK  # noqa: E402
-
-import llmtailor.integrations.report_to  # noqa: E402
-from helpers.commands import call, run_here  # noqa: E402
-from llmtailor.cli.run import _STARTUP, is_first_launcher, prepare  # noqa: E402
-from llmtailor.integrations.launched import LaunchedSaving  # noqa: E402
-from trainings.alone import Alone  # noqa: E402
-from trainings.harness import environment  # noqa: E402
+import llmtailor.integrations.report_to
+from helpers.commands import call, run_here
+from llmtailor.cli.run import _STARTUP, is_first_launcher, prepare
+from llmtailor.integrations.launched import LaunchedSaving
+from trainings.alone import Alone
+from trainings.harness import environment
 
 pytestmark = pytest.mark.real
 TESTS = Path(__file__).parents[1]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("trl", reason="needs trl: pip install trl")
 
 from datasets import Dataset
@@ -43,6 +42,7 @@ def losses(trainer: SFTTrainer) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
 
 
+@pytest.mark.long  # llmtailor has no code of its own for TRL
 def test_sft_goes_on_from_partial_checkpoints(tmp_path: Path) -> None:
     trainer = new_trainer(tmp_path / "run")
     attach(trainer, "full", save_steps=2)

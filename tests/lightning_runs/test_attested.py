@@ -6,15 +6,11 @@ import json
 
 import pytest
 
-pytest.importorskip("lightning")
-
 from trainings.harness import train
 
 pytestmark = pytest.mark.real
 FAULTS = {
     ("lightning", ""): (None, set()),
-    ("lightning-groups", ""): (None, set()),
-    ("lightning-zero-2", ""): (None, set()),
     ("lightning", "schedule"): ("the schedule was restarted", set()),
     ("lightning-zero-2", "schedule"): ("the schedule was restarted", set()),
     ("lightning", "moments"): ("moments were reset to zero", {"exp_avg"}),

@@ -102,7 +102,8 @@ def board(request, tmp_path):
         return FileBoard(tmp_path)
     if request.param == "alone":
         return StoreBoard(OwnStore())
-    torch = pytest.importorskip("torch")
+    import torch
+
     return StoreBoard(torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
 
 

@@ -281,6 +281,7 @@ def test_a_dry_run_is_shown_once(scene, ranks):
     assert nothing_is_left(scene)
 
 
+@pytest.mark.long
 def test_torchrun(scene):
     words = ["--nproc-per-node", "2", "--master-port", "0", "--module", "llmtailor", *MERGE]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]

@@ -17,15 +17,9 @@ from oracle.zero3 import Snapshot
 FUSED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
 EXPERTS = {
     "mixtral": ("{}.block_sparse_moe.experts.{}.{}.weight", {"gate": "w1", "up": "w3", "down": "w2"}),
-    "qwen3_moe": (
-        "{}.mlp.experts.{}.{}.weight",
-        {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-    ),
+    "qwen3_moe": ("{}.mlp.experts.{}.{}.weight", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
 }
-RENAMED = {
-    "mixtral": (r"\.mlp\.gate\.", ".block_sparse_moe.gate."),
-    "gpt_neox": (r"^lm_head\.", "embed_out."),
-}
+RENAMED = {"mixtral": (r"\.mlp\.gate\.", ".block_sparse_moe.gate."), "gpt_neox": (r"^lm_head\.", "embed_out.")}
 
 
 def as_saved(params: Mapping[str, torch.Tensor], arch: str) -> dict[str, torch.Tensor]:

@@ -45,7 +45,6 @@ class Snapshot:
 
 
 def load(checkpoint: Path) -> Snapshot:
-    """Read a Trainer's checkpoint folder."""
     tag = checkpoint / (checkpoint / "latest").read_text()
     models, optims = load_ranks(tag, "model_states"), load_ranks(tag, "optim_states")
     assert len(models) == len(optims) == models[0]["dp_world_size"], f"{tag}: not one file of each kind per rank"

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-import llmtailor
 from helpers.checkpoints import make
+from helpers.composing import convert
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.formats.registry import find_structure, index_checkpoint
-from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import crc32
 from thin.scene import save_partial
 from trainings.alone import Alone
@@ -37,7 +36,7 @@ def make_run(form: str, folder: Path) -> Path:
         full = make(folder.parent / f"full-{form}", step)
         if STAGES[form] != 3:
             converted = folder.parent / f"converted-{form}" / full.name
-            llmtailor.merge(Recipe("x", "", full, (), None, None), converted, llmtailor.Options(stage=STAGES[form]))
+            convert(full, converted, stage=STAGES[form])
             full = converted
         parts = find_structure(index_checkpoint(full)).parts
         ledger = save_partial(folder, full, parts if save == 0 else parts[save % 2 :: 2], ledger)
@@ -56,7 +55,6 @@ def partials(run: Path) -> list[Path]:
 
 
 def bundles(checkpoint: Path) -> list[Path]:
-    """Return the ranks' bundles."""
     return sorted(checkpoint.glob("rank-*.safetensors"))
 
 

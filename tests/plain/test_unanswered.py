@@ -9,16 +9,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import llmtailor
 from helpers.asking import in_a_fresh_process
+from helpers.composing import convert
 from llmtailor.cli.main import cli
 from llmtailor.compose import write
 from llmtailor.errors import Unanswered, UsageError
 from llmtailor.formats.common import param_names as model
-from llmtailor.recipe import Recipe
 from llmtailor.saving import saver_for
 from llmtailor.timing import too_slow
-from trainings.alone import train
+from trainings.alone import finished
 from trainings.models import build
 
 pytestmark = pytest.mark.real
@@ -28,11 +27,9 @@ pytestmark = pytest.mark.real
 def pristine(tmp_path_factory):
     """Two checkpoints: of the newer one transformers is asked, the older one lists the names of its params."""
     root = tmp_path_factory.mktemp("pristine")
-    run = train(root / "run")
-    llmtailor.merge(Recipe("x", "", run.checkpoint(2), (), None, None), root / "named")
-    shutil.rmtree(run.checkpoint(2))
-    (root / "named").rename(run.checkpoint(2))
-    return run.folder
+    shutil.copytree(finished().checkpoint(4), root / "checkpoint-4")
+    convert(finished().checkpoint(2), root / "checkpoint-2")
+    return root
 
 
 @pytest.fixture

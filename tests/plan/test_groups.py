@@ -39,7 +39,6 @@ def halves(shapes):
 
 
 def make(shapes, groups, decays=(0.1, 0.0), hypers=None, tied=None):
-    """An index with these groups, and its structure."""
     hypers = hypers or [{**HYPER, "weight_decay": decay} for decay in decays]
     index = make_index(
         params={name: Param(name, shape, "trainable") for name, shape in shapes.items()},

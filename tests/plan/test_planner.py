@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from helpers.indexes import make_index
 from helpers.render import render
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Bytes, Cast, Crc, FileLayout, Slot, Zeros
-from llmtailor.checkpoint.placement import Extent, Sliced
+from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
+from llmtailor.checkpoint.placement import Boxes, Extent, Sliced
 from llmtailor.checkpoint.sources import Cut, Sources
+from llmtailor.compose.averages import bias_factor, choose_steps
 from llmtailor.compose.fill import plan_composite
-from llmtailor.model.roles import EXP_AVG, MASTER, MODULE, WEIGHT, State
+from llmtailor.compose.report import step_notices
+from llmtailor.model.roles import EXP_AVG, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
 
 PADDING = 0xAB
 """What the sources have where no element is; it must never come out."""
@@ -51,7 +60,7 @@ def sliced(order: list[str], numels: dict[str, int], world: int, files: list[byt
 
 
 @given(cases())
-@settings(max_examples=200)
+@settings(max_examples=examples(60, 200))
 def test_any_choice_over_any_layouts_gives_the_bytes_of_the_oracle(tmp_path_factory, case):
     """Sources may even be cut over other numbers of ranks, in another order: states go by name."""
     numels, worlds, orders, choice, target_world = case
@@ -131,3 +140,100 @@ def test_a_state_may_be_cut_over_several_sources(data):
         assert found == list(enumerate(wanted))[begin:]
     assert sources.moments_from("p") == {1}
     assert sources.of_any("p") == {2, *owners}
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+HYPER = {"betas": (0.9, 0.999)}
+GROUPS = (ParamGroup(("a", "b"), HYPER), ParamGroup(("c",), HYPER))
+TARGET = OptimizerLayout(3, 2, GROUPS, (SubGroup(0, ("a", "b")), SubGroup(1, ("c",))))
+
+
+def index(*steps, layout=(("a", "b"), ("c",))):
+    cut = enumerate(zip(layout, steps, strict=True))
+    return make_index(groups=GROUPS, sub_groups=tuple(SubGroup(number, params, step) for number, (params, step) in cut))
+
+
+APART = (("a",), ("b",), ("c",))
+
+
+@pytest.mark.parametrize(
+    ("sources", "choice", "expected"),
+    [
+        # a step travels when all params of a flat id bring it
+        ([index(10.0, 10.0), index(5.0, 6.0)], (1, 1, 0), [(5.0, ()), (10.0, ())]),
+        # sources that agree need no compromise
+        ([index(10.0, 10.0), index(5.0, 5.0), index(5.0, 5.0)], (1, 2, 0), [(5.0, ()), (10.0, ())]),
+        # where they differ the base's stays
+        ([index(200.0, 200.0), index(100.0, 100.0)], (1, 0, 0), [(200.0, (100.0,)), (200.0, ())]),
+        # params that differ in the base itself get its newest, as when one with a step per layer gets fewer groups
+        ([index(10.0, 8.0, 3.0, layout=APART)], (0, 0, 0), [(10.0, (8.0,)), (3.0, ())]),
+        ([index(8.0, 10.0, 3.0, layout=APART)], (0, 0, 0), [(10.0, (8.0,)), (3.0, ())]),
+    ],
+)
+def test_what_is_chosen(sources, choice, expected):
+    found = choose_steps(sources, Sources(dict(zip("abc", choice, strict=True))), base=0, target=TARGET)
+    assert [(one.step, one.others) for one in found] == expected
+
+
+def test_where_they_differ_it_is_said():
+    sources = [index(200.0, 200.0), index(100.0, 100.0)]
+    choices = choose_steps(sources, Sources({"a": 1, "b": 0, "c": 0}), base=0, target=TARGET)
+    (notice,) = step_notices(choices, "base")
+    assert "1 of 2 sub-groups" in notice.what and "100" in notice.what and "200" in notice.what
+    assert f"{choices[0].worst_factor:.3f}" in notice.what
+    assert str(notice).count("\n") == 0
+    assert step_notices(choices, "base", rebased=True) == []
+    assert step_notices(choose_steps(sources, Sources({"a": 0, "b": 0, "c": 0}), base=0, target=TARGET), "base") == []
+    old = [index(20_000.0, 20_000.0), index(19_900.0, 19_900.0)]  # less than 1 % of the first update
+    assert step_notices(choose_steps(old, Sources({"a": 1, "b": 0, "c": 0}), base=0, target=TARGET), "base") == []
+
+
+@pytest.mark.parametrize(("own", "used"), [(5, 10), (100, 200), (50, 1000), (1000, 1100), (10, 5)])
+def test_the_factor_is_what_adam_does(own, used):
+    """Oracle: torch's own AdamW makes its next update with either step."""
+
+    def update(step):
+        param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = torch.optim.AdamW([param], lr=1.0, betas=(0.9, 0.999), eps=0.0, weight_decay=0.0)
+        state = {
+            "step": torch.tensor(float(step)),
+            "exp_avg": torch.tensor([0.3]).double(),
+            "exp_avg_sq": torch.tensor([0.5]).double(),
+        }
+        optimizer.state[param] = state
+        param.grad = torch.tensor([0.7]).double()
+        optimizer.step()
+        return param.item()
+
+    assert bias_factor(own, used, 0.9, 0.999) == pytest.approx(update(used) / update(own), rel=1e-6)
+
+
+# --- tensors cut along several dimensions -----------------------------------------------------------------------------
+
+
+@st.composite
+def grids(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    return shape, tuple(tuple(sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))})) for size in shape)
+
+
+@given(grids(), st.data())
+def test_any_elements_are_found_in_any_grid(grid, data):
+    shape, cuts = grid
+    whole = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+    stored, extents = b"", []
+    for cell in itertools.product(*(itertools.pairwise(cut) for cut in cuts)):
+        box = whole[tuple(slice(low, high) for low, high in cell)].tobytes()
+        extents.append(Extent("file", len(stored), len(stored) + len(box)))
+        stored += box
+    place = Boxes(shape, cuts, tuple(extents), ITEMSIZE["I64"])
+    begin = data.draw(st.integers(0, whole.size))
+    end = data.draw(st.integers(begin, whole.size))
+    found, at = b"", begin
+    for fragment in place.cover(begin, end):
+        assert fragment.begin == at
+        found += stored[fragment.extent.start : fragment.extent.stop]
+        at = fragment.end
+    assert at == end or begin == end
+    assert found == whole.reshape(-1)[begin:end].tobytes()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,7 +63,7 @@ def snapshot(run: Run, step: int) -> Snapshot:
     return found if run.spec.gather else with_weights(found, torch.bfloat16, run.spec.arch)
 
 
-@pytest.mark.parametrize("name", every(2, ZERO3))
+@pytest.mark.parametrize("name", every(4, ZERO3))
 def test_a_checkpoint_merged_with_itself_is_itself(runs: Runs, name: str, tmp_path: Path) -> None:
     run = runs[name]
     source, wanted = run.checkpoint(6), snapshot(run, 6)
@@ -157,6 +156,7 @@ def test_a_stock_resume_from_one_step_repeats_the_straight_run(resumed: dict[str
 def test_stock_deepspeed_holds_what_was_planned(resumed: dict[str, Run], runs: Runs, mixture: str) -> None:
     """Before the first step after the resume, the engine's states are those of the oracle's composite."""
     run, echo = runs[mixture.split()[0]], resumed[mixture].echo
+    assert sorted(resumed[mixture].losses) == [7, 8]
     tied = load(run.checkpoint(6)).rest["tied"]
     steps = {part: step for part, step in MIXED.items() if not (run.spec.tied and part == "lm_head")}
     wanted = compose(snapshots(run), "6", lambda name: str(steps.get(part_of(tied.get(name, name)), 6)))
@@ -167,23 +167,6 @@ def test_stock_deepspeed_holds_what_was_planned(resumed: dict[str, Run], runs: R
             assert not differ(echo[kind][param], tensor), State(param, kind)
     for param, tensor in wanted.kind(FROZEN).items():
         assert not differ(echo["weight"][param], tensor), param
-
-
-@pytest.mark.parametrize("mixture", long_but(SHORT_MIXTURES, MIXTURES))
-def test_a_stock_resume_from_a_mixed_composite_stays_near_the_straight_run(
-    resumed: dict[str, Run], runs: Runs, mixture: str
-) -> None:
-    """Some parts are two and four steps back, of six: the loss must lie in the range that the run has gone through."""
-    straight, after = runs[mixture.split()[0]].losses, resumed[mixture].losses
-    print(f"{mixture}: straight {show(straight)}; resumed {show(after)}", file=os.sys.stderr)
-    assert sorted(after) == [7, 8]
-    spread = max(straight.values()) - min(straight.values())
-    for loss in after.values():
-        assert min(straight.values()) - spread <= loss <= max(straight.values()) + spread
-
-
-def show(losses: Mapping[int, float]) -> str:
-    return " ".join(f"{step}:{loss:.4f}" for step, loss in losses.items())
 
 
 @pytest.mark.parametrize("mixture", ["llama-layer mixed"])

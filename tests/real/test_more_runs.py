@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("peft")
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file

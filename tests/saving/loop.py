@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,13 @@ class Loop:
         self.start().make_saves(saves, steps)
         self.saver.close()
         return self
+
+    @contextmanager
+    def copied(self, run: Path) -> Iterator[Loop]:
+        """Itself, with a copy of its run's folder."""
+        original, self.run = self.run, Path(shutil.copytree(self.run, run))
+        yield self
+        self.run = original
 
     def start_again(self, policy: str, **options: Any) -> None:
         """Let another saver continue with the same training."""

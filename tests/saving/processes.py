@@ -239,7 +239,7 @@ def kills(folder: Path) -> None:
     """Kill trainings at random moments: while states are copied, written, published or copied to the run's folder.
 
     After each kill the newest published save must be composed, and the training continues from there. The folder's name
-    says how many kills, and from which seed: ``6-1``.
+    says how many kills, and from which seed: ``3-1``.
     """
     count, seed = map(int, folder.name.split("-"))
     chance = random.Random(seed)

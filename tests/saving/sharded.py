@@ -14,12 +14,12 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import TrainingArguments, default_data_collator
+from transformers import default_data_collator
 
 from helpers.composing import compose
 from llmtailor.saving import attach, saver_for
 from saving.loop import build
-from trainings.common import Tokens
+from trainings.common import Tokens, arguments
 from trainings.fsdp import FORMS, CpuTrainer, Watch
 
 STEPS, VOCAB = 6, 62
@@ -33,7 +33,7 @@ def model_of(kind: str) -> Any:
     sizes = {"hidden": 10, "vocab": VOCAB, "intermediate_size": 22, "num_key_value_heads": 1, "head_dim": 6}
     if kind == "experts":
         return build(num_experts=3, num_experts_per_tok=2, **sizes)
-    model = build(**sizes)
+    model = build(layers=2, **sizes)
     if kind == "hsdp":
         model.model.added = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
         model.model.again = model.model.added
@@ -109,31 +109,11 @@ def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def train_with_trainer(folder: Path) -> None:
-    """The Trainer with FSDP version 2, from scratch or from a composite.
-
-    It takes these ranks for an accelerator's, see dcp/train.py.
-    """
+    """The Trainer with FSDP version 2, from scratch or from a composite."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    args = TrainingArguments(
-        output_dir=str(folder / "run"),
-        **FORMS["trainer"],
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        max_steps=STEPS,
-        save_strategy="no",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    watch = Watch(2)
-    trainer = CpuTrainer(
-        model=model_of("trainer"),
-        args=args,
-        train_dataset=Tokens(256),
-        data_collator=default_data_collator,
-        callbacks=[watch],
-    )
+    args = arguments(folder / "run", **FORMS["trainer"], per_device_train_batch_size=2, max_steps=STEPS)
+    watch, model = Watch(2), model_of("trainer")
+    trainer = CpuTrainer(model, args, default_data_collator, Tokens(), callbacks=[watch])
     attach(trainer, policy="adaptive", save_steps=2)
     trainer.train(resume_from_checkpoint=str(folder / "composite") if folder.name == "resumed" else None)
     if args.process_index == 0:

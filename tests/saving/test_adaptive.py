@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtailor.model.parts import EMBED, HEAD, NORM
-from llmtailor.policies import Adaptive, Situation, choose, make_policy, restore_state, state_of
+from llmtailor.policies import Adaptive, Situation, state_of
 from recipe.structures import llama
 from saving.loop import Disk, Loop
 from saving.policy_runs import run
@@ -96,22 +96,6 @@ def test_parts_take_turns_by_how_fast_they_change(rate):
     count = {part: sum(part in saved for saved in made.saved) for part in structure.parts}
     most = max(count[part] for part in structure.parts if part != EMBED)
     assert count[EMBED] > 1.5 * most if rate > 1 else made.oldest == 3 and set(made.costs) == {300}
-
-
-def test_the_credit_is_resumed():
-    structure, sizes = llama(2), BYTES
-    told = []
-    for resumes in (False, True):
-        policy, last = make_policy("adaptive:0.2"), dict.fromkeys(sizes, 0)
-        for save in range(1, 20):
-            if resumes:
-                state, policy = state_of(policy), make_policy("adaptive:0.2")
-                restore_state(policy, state)
-            cost = {part: 1.0 * (save - held) for part, held in last.items()}
-            answer = choose(policy, Situation(save, save, structure, tuple(sizes), sizes, dict(last), cost, cost), 20)
-            last |= dict.fromkeys(answer.parts, save)
-            told.append(list(answer.parts))
-    assert told[:19] == told[19:]
 
 
 def test_a_training_saves_its_share_and_a_failed_save_counts_for_nothing(tmp_path, monkeypatch):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("accelerate")
-
 from llmtailor.errors import UsageError
 from llmtailor.policies.check import NUM_SAVES
 from llmtailor.saving import attach

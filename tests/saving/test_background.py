@@ -18,26 +18,24 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
+from torch._dynamo.utils import counters
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-import safetensors.torch  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
-from torch.optim.optimizer import _global_optimizer_pre_hooks  # noqa: E402
-
-from helpers.commands import call  # noqa: E402
-from llmtailor.checkpoint.layout import BLOCK_BYTES  # noqa: E402
-from llmtailor.engine import streams  # noqa: E402
-from llmtailor.errors import StorageError, UsageError  # noqa: E402
-from llmtailor.formats.partial.json_trees import lay_out_tensors  # noqa: E402
-from llmtailor.saving import SaveFailed, SavingOptions, saver, writing  # noqa: E402
-from llmtailor.saving import save as shutdown  # noqa: E402
-from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier, storage_of  # noqa: E402
-from llmtailor.saving.torch_training import PlainTraining  # noqa: E402
-from llmtailor.saving.writing import Share, write_share  # noqa: E402
-from saving.loop import Disk, Loop, log_of  # noqa: E402
-from trainings.harness import start_ranks  # noqa: E402
+from helpers.cases import diagonal, mostly_long
+from helpers.commands import call
+from llmtailor.checkpoint.layout import BLOCK_BYTES
+from llmtailor.engine import streams
+from llmtailor.errors import StorageError, UsageError
+from llmtailor.formats.partial.json_trees import lay_out_tensors
+from llmtailor.saving import SaveFailed, SavingOptions, saver, writing
+from llmtailor.saving import save as shutdown
+from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.torch_training import PlainTraining
+from llmtailor.saving.writing import Share, write_share
+from saving.loop import Disk, Loop, log_of
+from trainings.harness import start_ranks
 
 SMALLEST = 1 << 20
 
@@ -220,8 +218,7 @@ def frozen_of(run, step):
     return safetensors.torch.load_file(path)
 
 
-@pytest.mark.parametrize("when", ["before the step", "after the step"])
-@pytest.mark.parametrize("host_buffer", ["auto", SMALLEST])
+@pytest.mark.parametrize(("host_buffer", "when"), diagonal(["auto", SMALLEST], ["before the step", "after the step"]))
 def test_a_teacher_is_saved_as_it_was(loop, slow_frozen, caplog, when, host_buffer):
     """BYOL, DINO, MoCo: a user's code changes frozen params at each step; a small buffer holds a part of them only."""
     run = loop(policy="full", teacher=True, hidden=32 if host_buffer == "auto" else 160, host_buffer=host_buffer)
@@ -286,7 +283,7 @@ def test_a_check_that_takes_long_is_awaited(loop, monkeypatch):
     assert not run.saves
 
 
-@pytest.mark.parametrize("has_scheduler", [True, False])
+@pytest.mark.parametrize("has_scheduler", mostly_long([True, False], True))
 def test_a_compiled_step_does_not_compile_the_saver(tmp_path, loop, has_scheduler):
     """Steps with and without a save before them run what was compiled at the first."""
     torch._dynamo.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,47 +28,49 @@ def nothing(situation):
     return {}
 
 
-def test_a_choice_is_in_the_order_of_the_model_and_knows_what_was_added():
-    policy = Custom(lambda now: {HEAD: "mine", "layer 0": "mine"})
-    found = choose(policy, situation(llama(2), 4, last=alike(llama(2).parts, 3) | {NORM: 0}), 3)
-    assert list(found.parts.items()) == [("layer 0", "mine"), (NORM, MAX_STALENESS), (HEAD, "mine")]
-    assert found.added == {NORM}
-    assert found.problems == ()
+LAST = {EMBED: 19, "layer 0": 11, "layer 1": 12, NORM: 20, HEAD: 20}
 
 
-def test_what_was_never_saved_is_saved():
-    last = {EMBED: 0, "layer 0": 0, "layer 1": 1, NORM: 0, HEAD: 1}
-    del last["layer 1"]  # unfrozen since the base
-    found = choose(Parity(), situation(llama(2), 2, last=last), 1)
-    assert found.parts["layer 1"] == IN_NO_SAVE
-    assert found.added == {"layer 1"}
+@pytest.mark.parametrize(
+    ("policy", "now", "limit", "added", "chosen"),
+    [
+        # what was added is in the order of the model
+        (Custom(lambda now: {HEAD: "mine", "layer 0": "mine"}),
+         situation(llama(2), 4, last=alike(llama(2).parts, 3) | {NORM: 0}), 3, {NORM},
+         {"layer 0": "mine", NORM: MAX_STALENESS, HEAD: "mine"}),
+        # layer 1 was unfrozen after the base
+        (Custom(lambda now: {NORM: "mine"}), situation(llama(2), 2, last={EMBED: 0, "layer 0": 0, NORM: 0, HEAD: 1}), 9,
+         {"layer 1"}, {"layer 1": IN_NO_SAVE, NORM: "mine"}),
+        # an empty answer becomes the oldest part; of Parity, where only odd layers are trainable
+        (Custom(nothing), situation(llama(2), 7, last={EMBED: 5, "layer 0": 3, "layer 1": 3, NORM: 4, HEAD: 6}), 50,
+         {"layer 0"}, {"layer 0": OLDEST}),
+        (Parity(), situation(llama(4), 2, parts=["layer 1", "layer 3"], last={"layer 1": 1, "layer 3": 0}), 9,
+         {"layer 3"}, {"layer 3": OLDEST}),
+        # resumed from another policy's saves, at the embeddings' turn: what is overdue is saved at once
+        (RoundRobin(5), situation(llama(2), 21, last=LAST), 9, {"layer 0"},
+         {EMBED: "group 1 of 5", "layer 0": MAX_STALENESS}),
+        (RoundRobin(5), situation(llama(2), 21, last=LAST), 8, {"layer 0", "layer 1"},
+         {EMBED: "group 1 of 5", "layer 0": MAX_STALENESS, "layer 1": MAX_STALENESS}),
+    ],
+)  # fmt: skip
+def test_what_is_added(policy, now, limit, added, chosen):
+    found = choose(policy, now, limit)
+    assert (found.added, [*found.parts.items()], found.problems) == (added, [*chosen.items()], ())
 
 
-def test_an_empty_answer_becomes_the_oldest_part():
-    last = {EMBED: 5, "layer 0": 3, "layer 1": 3, NORM: 4, HEAD: 6}
-    assert choose(Custom(nothing), situation(llama(2), 7, last=last), 50).parts == {"layer 0": OLDEST}
-    # Only odd layers are trainable, so the even half is empty.
-    found = choose(Parity(), situation(llama(4), 2, parts=["layer 1", "layer 3"], last={"layer 1": 1, "layer 3": 0}), 9)
-    assert found.parts == {"layer 3": OLDEST}
-
-
-def test_a_policy_of_ones_own_can_be_wrong_without_ending_the_run():
-    def problem(answer):
-        found = choose(Custom(answer), situation(llama(2), 7, last=alike(llama(2).parts, 6)), 20)
-        (told,) = found.problems
-        assert told.where == "policy custom, save 7"
-        return dict(found.parts), told.what, told.fix
-
-    def fails(situation):
-        raise KeyError("lr")
-
-    parts, what, fix = problem(lambda now: {"layer 1": "mine", "layer 7": "mine"})
-    assert parts == {"layer 1": "mine"}
-    assert what == "there is no part 'layer 7'"
-    assert fix == "did you mean 'layer 1'? Valid here: embed_tokens, layers 0-1, norm, lm_head"
-    assert problem(fails)[:2] == ({EMBED: OLDEST}, "it raised KeyError('lr')")
-    assert problem(lambda now: ["layer 1"])[:2] == ({EMBED: OLDEST}, "it returned a list")
-    assert problem(lambda now: None)[1] == "it returned a NoneType"
+@pytest.mark.parametrize(
+    ("answer", "parts", "what"),
+    [
+        (lambda now: {"layer 1": "mine", "layer 7": "mine"}, {"layer 1": "mine"}, "there is no part 'layer 7'"),
+        (lambda now: {}[now.save], {EMBED: OLDEST}, "it raised KeyError(7)"),
+        (lambda now: ["layer 1"], {EMBED: OLDEST}, "it returned a list"),
+        (lambda now: None, {EMBED: OLDEST}, "it returned a NoneType"),
+    ],
+)
+def test_a_policy_of_ones_own_can_be_wrong_without_ending_the_run(answer, parts, what):
+    found = choose(Custom(answer), situation(llama(2), 7, last=alike(llama(2).parts, 6)), 20)
+    assert found.parts == parts
+    assert [(one.where, one.what) for one in found.problems] == [("policy custom, save 7", what)]
 
 
 def test_parts_that_wait_for_different_saves_are_added_no_sooner_than_they_must():
@@ -94,14 +97,6 @@ def test_a_schedule_within_the_limit_is_left_alone():
             limit = policy.worst_staleness(llama(12), llama(12).parts) + slack
             reasons = {why for saved in run(policy, llama(12), limit, 100).saved for why in saved.values()}
             assert not reasons & {MAX_STALENESS, IN_NO_SAVE, OLDEST}
-
-
-def test_a_schedule_that_starts_from_elsewhere_is_held_to_the_limit():
-    """Resumed from another policy's saves: what is overdue is saved at once, the rest when it is due."""
-    last = {EMBED: 19, "layer 0": 11, "layer 1": 12, NORM: 20, HEAD: 20}
-    policy = RoundRobin(5)  # at save 21 it is the embeddings' turn
-    assert choose(policy, situation(llama(2), 21, last=last), 9).added == {"layer 0"}
-    assert choose(policy, situation(llama(2), 21, last=last), 8).added == {"layer 0", "layer 1"}
 
 
 sizes = st.lists(st.integers(0, 300), min_size=4, max_size=30)

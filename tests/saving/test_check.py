@@ -99,7 +99,12 @@ UNLIMITED = "does not limit how old a part can become; give max_staleness"
         (Custom(all_but_one, 2), 50, "its worst_staleness is 2, but at save 3"),
         (BY_DRIFT, None, "its worst_staleness is 1, but at save 2 layer 0 is older"),
         # that name what is not there, raise, never choose, or decide by chance
-        (Custom(lambda now: {"layer 6": "", EMBED: ""}), 5, "at save 1: there is no part 'layer 6'; did you mean"),
+        (
+            Custom(lambda now: {"layer 6": "", EMBED: ""}),
+            5,
+            "at save 1: there is no part 'layer 6'; did you mean 'layer 5'? "
+            "Valid here: embed_tokens, layers 0-5, norm, lm_head",
+        ),
         (Custom(lambda now: {EMBED}), 5, "at save 1: it returned a set; return a mapping"),
         (Custom(fails_late), 5, "at save 30: it raised KeyError(30)"),
         (Custom(lambda now: now.drift[EMBED]), 5, "at save 1: it raised TypeError"),

@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
+from safetensors.torch import load_model
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from safetensors.torch import load_model  # noqa: E402
-
-import llmtailor  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.recipe import Recipe  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from saving.loop import Loop, build, log_of  # noqa: E402
+import llmtailor
+from helpers.cases import mostly_long
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.recipe import Recipe
+from llmtailor.verify.verify import verify_checkpoint
+from saving.loop import Loop, build, log_of
 
 
 class Buffers(torch.nn.Module):
@@ -69,7 +67,7 @@ def state_of(loop):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("add", [None, *ADDED])
+@pytest.mark.parametrize("add", mostly_long([None, *ADDED], None))
 def test_modules_that_no_config_describes_and_tensors_as_options(tmp_path, add, tied, caplog):
     """Composites hold them, also after a conversion into ZeRO and back, and torch continues to the last bit."""
     loop = make(tmp_path / "run", add, tied=tied, policy="parity").start()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from torch import nn  # noqa: E402
-from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
-
-from llmtailor.codes import Code  # noqa: E402
-from llmtailor.saving import SaveFailed  # noqa: E402
-from llmtailor.saving.save import RunRecord  # noqa: E402
-from saving.loop import Disk, Loop  # noqa: E402
+from llmtailor.codes import Code
+from llmtailor.saving import SaveFailed
+from llmtailor.saving.save import RunRecord
+from saving.loop import Disk, Loop
 
 
 class Tokenizer:

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-import llmtailor  # noqa: E402
-from helpers.commands import call, run_here  # noqa: E402
-from llmtailor.errors import SourceError  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.recipe import Recipe  # noqa: E402
-from saving.loop import Loop, check_states, fold, manifests, read_states  # noqa: E402
+import llmtailor
+from helpers.commands import call, run_here
+from llmtailor.errors import SourceError
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.recipe import Recipe
+from saving.loop import Loop, check_states, fold, manifests, read_states
 
 NUM_LAYERS, NUM_EXPERTS = 3, 4
 BY_TURNS = "round_robin:5"
@@ -42,9 +40,8 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def copied(trained, tmp_path):
-    original, trained.run = trained.run, shutil.copytree(trained.run, tmp_path / "run")
-    yield trained
-    trained.run = original
+    with trained.copied(tmp_path / "run") as copy:
+        yield copy
 
 
 def test_saves_hold_single_experts_and_the_rest_of_a_layer(trained):

@@ -7,19 +7,15 @@ import shutil
 import signal
 import time
 
+import fsspec
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from helpers.commands import call  # noqa: E402
-from llmtailor.errors import UsageError  # noqa: E402
-from llmtailor.saving import tiers  # noqa: E402
-from llmtailor.storage import remote  # noqa: E402
-from saving.loop import Loop, log_of  # noqa: E402
-from trainings.harness import start_ranks  # noqa: E402
-
-fsspec = pytest.importorskip("fsspec")
+from helpers.commands import call
+from llmtailor.errors import UsageError
+from llmtailor.saving import tiers
+from llmtailor.storage import remote
+from saving.loop import Loop, log_of
+from trainings.harness import start_ranks
 
 
 @pytest.fixture

@@ -9,23 +9,20 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from helpers.cases import mostly_long  # noqa: E402
-from helpers.commands import call  # noqa: E402
-from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, newer_masters, sources_at, usable_at  # noqa: E402
-from llmtailor.compose.plan import explain_recipe, plan_merge  # noqa: E402
-from llmtailor.errors import SourceError  # noqa: E402
-from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
-from llmtailor.model.parts import Part  # noqa: E402
-from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
-from llmtailor.runs.gc import find_reachable, needed  # noqa: E402
-from llmtailor.runs.scan import choose_for_run, describe_checkpoint  # noqa: E402
-from llmtailor.verify.inspect import describe  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from report.parsing import Page  # noqa: E402
-from saving.loop import Loop, check_states, fold, manifests  # noqa: E402
+from helpers.cases import mostly_long
+from helpers.commands import call
+from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, newer_masters, sources_at, usable_at
+from llmtailor.compose.plan import explain_recipe, plan_merge
+from llmtailor.errors import SourceError
+from llmtailor.formats.registry import find_structure, index_checkpoint
+from llmtailor.model.parts import Part
+from llmtailor.recipe.strategies import StrategyOptions
+from llmtailor.runs.gc import find_reachable, needed
+from llmtailor.runs.scan import choose_for_run, describe_checkpoint
+from llmtailor.verify.inspect import describe
+from llmtailor.verify.verify import verify_checkpoint
+from report.parsing import Page
+from saving.loop import Loop, check_states, fold, manifests
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
+from helpers.cases import mostly_long
 from trainings.harness import TIMEOUT_S, environment
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +88,7 @@ def test_every_way_of_saving_is_measured_and_explained(tmp_path):
         assert f"  {name}" in columns or f", {name}" in columns
 
 
-@pytest.mark.parametrize("policy", ["adaptive:0.5", "moments_in_turn:3"])
+@pytest.mark.parametrize("policy", mostly_long(["adaptive:0.5", "moments_in_turn:3"], "moments_in_turn:3"))
 def test_the_study_composes_what_the_saver_composes(policy, monkeypatch, tmp_path):
     """In memory, where ``merge --run`` composes from files."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

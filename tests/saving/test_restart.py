@@ -8,27 +8,25 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Trainer, TrainerCallback
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
+from helpers.cases import mostly_long
+from helpers.composing import compose
+from llmtailor.errors import SourceError, TargetError, UsageError
+from llmtailor.runs.scan import Newest, compose_newest
+from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint
+from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment
+from saving.processes import JOB_STEPS, KILLED_AT, LIVES
+from trainings.alone import Alone
+from trainings.harness import start_ranks
+
 pytestmark = pytest.mark.real
-
-from transformers import Trainer, TrainerCallback  # noqa: E402
-
-from helpers.composing import compose  # noqa: E402
-from llmtailor.errors import SourceError, TargetError, UsageError  # noqa: E402
-from llmtailor.runs.scan import Newest, compose_newest  # noqa: E402
-from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint  # noqa: E402
-from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment  # noqa: E402
-from saving.processes import JOB_STEPS, KILLED_AT, LIVES  # noqa: E402
-from trainings.alone import Alone  # noqa: E402
-from trainings.harness import start_ranks  # noqa: E402
-
 FULL = {"policy": "full", "save_steps": 2}
 COMPOSE = {**FULL, "on_restart": "compose"}
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("zero3", 2)])
+@pytest.mark.parametrize(("kind", "ranks"), [pytest.param("plain", 1, marks=pytest.mark.long), ("zero3", 2)])
 def test_a_job_that_is_killed_twice_repeats_the_straight_run(tmp_path, kind, ranks):
     (folder := tmp_path / kind).mkdir()
     start_ranks("saving.processes", ["restarts", folder], ranks, folder, 120)
@@ -39,7 +37,7 @@ def test_a_job_that_is_killed_twice_repeats_the_straight_run(tmp_path, kind, ran
     assert [one["resumed_at"] for one in attempts] == [0, *((step - 1) // 2 * 2 for step in KILLED_AT)]
 
 
-@pytest.mark.parametrize("campaign", ["6-1", pytest.param("200-2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("campaign", ["3-1", pytest.param("200-2", marks=pytest.mark.long)])
 @pytest.mark.timeout(1800)
 def test_the_newest_published_save_survives_a_kill(tmp_path, campaign):
     (folder := tmp_path / campaign).mkdir()
@@ -78,7 +76,7 @@ def begun(run):
     return [one["resumed_at"] for one in json.loads((run / "partial" / "attempts.json").read_text())["attempts"]]
 
 
-@pytest.mark.parametrize("resume", [None, False, True])
+@pytest.mark.parametrize("resume", mostly_long([None, False, True], None, True))
 def test_train_goes_on_from_the_newest_state(run, stopped, resume):
     again = Alone(run, COMPOSE)
     again.trainer.train(resume_from_checkpoint=resume)
@@ -95,7 +93,7 @@ class RunsOut(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-@pytest.mark.parametrize("attached", [FULL, COMPOSE], ids=["refuse", "compose"])
+@pytest.mark.parametrize("attached", mostly_long([FULL, COMPOSE], COMPOSE), ids=["refuse", "compose"])
 def test_a_trainer_that_begins_again_with_smaller_batches_makes_another_attempt(tmp_path, attached):
     run = Alone(tmp_path / "run", attached, kind=RunsOut, auto_find_batch_size=True, rows=60).train()
     assert run.trainer._train_batch_size == 2 and run.saves == [2, 4, 6]

@@ -129,7 +129,7 @@ def test_every_process_gets_the_same_answers():
             capture_output=True,
             text=True,
         ).stdout
-        for seed in ("0", "1", "2")
+        for seed in ("0", "1")
     }
     assert len(said) == 1
     assert len(json.loads(said.pop())) == 39 * len(SPECS)

@@ -31,9 +31,17 @@ def test_setbacks(loss, steps, expected):
     assert setbacks(loss, steps) == expected
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Never write into its folder."""
+    run = tmp_path_factory.mktemp("setback") / "run"
+    return Loop(run, layers=6, policy="adaptive:0.4", background=False).trained(5, 2)
+
+
 @pytest.fixture
-def run(tmp_path):
-    return Loop(tmp_path / "run", layers=6, policy="adaptive:0.4", background=False).trained(5, 2)
+def run(trained, tmp_path):
+    with trained.copied(tmp_path / "run") as copy:
+        yield copy
 
 
 def planned(run, *words):

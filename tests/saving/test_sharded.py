@@ -5,23 +5,20 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import AutoModelForCausalLM
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from helpers.commands import call  # noqa: E402
-from llmtailor.checkpoint.lineage import Ledger  # noqa: E402
-from llmtailor.containers.safetensors import read_header  # noqa: E402
-from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
-from llmtailor.runs.save_log import LOG, read_log  # noqa: E402
-from saving.loop import check_states, fold, manifests  # noqa: E402
-from saving.sharded import RANKS, model_of, optimizer_for  # noqa: E402
-from trainings.harness import start_ranks  # noqa: E402
+from helpers.commands import call
+from llmtailor.checkpoint.lineage import Ledger
+from llmtailor.containers.safetensors import read_header
+from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.runs.save_log import LOG, read_log
+from saving.loop import check_states, fold, manifests
+from saving.sharded import RANKS, model_of, optimizer_for
+from trainings.harness import start_ranks
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +116,7 @@ def test_composites_hold_the_newest_of_every_expert(trained, tmp_path):
     call("verify", "--deep", run / "partial" / "step-00000006")
 
 
+@pytest.mark.long
 def test_thin_keeps_the_newest_of_every_expert(trained, tmp_path):
     """Composites become partial checkpoints, and stand for the saves that they were made of."""
     run = shutil.copytree(trained / "experts" / "run", tmp_path / "run")

@@ -98,7 +98,7 @@ def test_a_plan_holds_no_pieces_of_ranks(large, tmp_path):
     assert held[1] - held[0] <= 3 * (WORLDS[1] - WORLDS[0]), "one for the random states of a rank, and little more"
 
 
-@pytest.mark.parametrize("world", [1, 3, 40])
+@pytest.mark.parametrize("world", [1, 3, 13])
 def test_a_rank_gets_the_file_that_its_own_tree_makes(small, tmp_path, world):
     base = index_checkpoint(small)
     composition = plan_merge(Recipe("test", "", small, (), None, None), tmp_path / "out", Options(world_size=world))

@@ -10,8 +10,7 @@ out, and they are streamed into the files afterwards.
 """
 
 from synthetic.checkpoint import SHARD_BYTES, make_checkpoint
-from synthetic.layout import DEFAULT_SUB_GROUP_SIZE, Layout, lay_out
-from synthetic.shapes import SHAPES, Shape
+from synthetic.layout import DEFAULT_SUB_GROUP_SIZE, SHAPES, Layout, Shape, lay_out
 from synthetic.torch_files import pickled_as_deepspeed
 
 __all__ = [

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from synthetic.layout import DEFAULT_SUB_GROUP_SIZE, Layout
-from synthetic.shapes import Shape
+from synthetic.layout import DEFAULT_SUB_GROUP_SIZE, Layout, Shape, Values, flat_bytes
 from synthetic.torch_files import LossScaler, ZeroStageEnum, save_with_data
-from synthetic.values import Values, flat_bytes
 
 SHARD_BYTES = 5_000_000_000
 """Weights above this are spread over several safetensors files."""
@@ -25,7 +23,6 @@ SHARD_BYTES = 5_000_000_000
 def make_checkpoint(
     root: Path, shape: Shape, layout: Layout, step: int, *, sparse: bool = False, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write one checkpoint folder."""
     tag = f"global_step{step}"
     (root / tag).mkdir(parents=True)
     values = Values(step)

@@ -120,8 +120,8 @@ def expected():
 def test_the_groups_get_through_the_trainer_and_deepspeed(train):
     """Also through a resume."""
     made = [Spec(f"{stage}", "qwen2", tied=True, layers=2, stage=stage, groups="mixin", steps=2) for stage in (3, 2)]
-    again = [spec.resumed(f"{spec.name}/checkpoint-2", f"{spec.name}-again", steps=3, save_steps=3) for spec in made]
-    for run in train([*made, *again]).values():
+    again = made[0].resumed("3/checkpoint-2", "3-again", steps=3, save_steps=3)
+    for run in train([*made, again]).values():
         index = index_checkpoint(run.checkpoint(run.spec.steps))
         assert index.form.stage == run.spec.stage
         assert [list(params) for params in index.group_params] == named(expected())

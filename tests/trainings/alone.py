@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +132,15 @@ def train(
     """Train without the saver; the Trainer saves every second step. ``bf16`` computes in it, by autocast."""
     often = {"max_steps": steps, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": batch}
     return Alone(folder, arch=arch, layers=layers, rows=rows, **often, **more).train(resume_from)
+
+
+@cache
+def finished() -> Alone:
+    """Return a training that tests share. Never write into its folder."""
+    return train(Path(_made().name) / "run")
+
+
+@cache
+def _made() -> tempfile.TemporaryDirectory[str]:
+    """Removed when this process ends"""
+    return tempfile.TemporaryDirectory(prefix="llmtailor-tests-")

@@ -10,7 +10,7 @@ import gc
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,51 +97,55 @@ def overwrite(fragments: list[Fragment], value: Callable[[Fragment], Any]) -> Un
     return undo
 
 
+def change(holder: dict[str, Any], key: str, value: Any) -> Undo:
+    before, holder[key] = holder[key], value
+    return lambda: holder.update({key: before})
+
+
 def of_rank(numbers: set[int], fragments: list[Fragment]) -> list[Fragment]:
     return fragments if dist.get_rank() in numbers else []
 
 
-def exchanged(tensor: torch.Tensor, source: int) -> torch.Tensor | None:
-    """Return what a rank has in place of this; None if it has another number of elements."""
+def of(source: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a rank has in place of this."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, tensor)
-    found = everybody[source]
-    return found if found.shape == tensor.shape else None
+    return everybody[source]  # type: ignore[no-any-return]
+
+
+def exchanged(tensor: torch.Tensor, source: int) -> torch.Tensor | None:
+    """Return what a rank has in place of this; None if it has another number of elements."""
+    return found if (found := of(source, tensor)).shape == tensor.shape else None
 
 
 def begun_as(tensor: torch.Tensor, source: int) -> torch.Tensor:
     """Return a flat tensor that begins with what a rank has in its place; DeepSpeed cuts padding off masters."""
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, tensor)
-    found, count = tensor.clone(), min(tensor.numel(), everybody[source].numel())
-    found[:count] = everybody[source][:count]
+    other, found = of(source, tensor), tensor.clone()
+    count = min(tensor.numel(), other.numel())
+    found[:count] = other[:count]
     return found
 
 
 class Faults:
     """What may go wrong; each method changes the training and returns how to undo that."""
 
-    def __init__(self, resumed: Resumed, older: dict[tuple[str, str, int], torch.Tensor], draw: random.Random) -> None:
+    def __init__(self, resumed: Resumed, older: Mapping[Any, torch.Tensor], draw: random.Random) -> None:
         self.one, self.older, self.draw = resumed, older, draw
 
     def clean(self) -> Undo:
         return lambda: None
 
     def moments_dropped(self) -> Undo:
-        state = self.one.torchs.state
-        before = dict(state)
-        state.clear()
-
-        def undo() -> None:
-            state.update(before)
-
-        return undo
+        return self._dropped(1)
 
     def half_dropped(self) -> Undo:
         """Of a training whose optimizer has one state per param"""
+        return self._dropped(2)
+
+    def _dropped(self, every: int) -> Undo:
         state = self.one.torchs.state
         before = dict(state)
-        for param in list(state)[::2]:
+        for param in list(state)[::every]:
             del state[param]
 
         def undo() -> None:
@@ -220,64 +224,35 @@ class Faults:
         return overwrite(weights, lambda one: one.tensor * 1.25 + 0.01)
 
     def steps_reset(self) -> Undo:
-        state = self.one.torchs.state
-        before = {param: kinds["step"] for param, kinds in state.items()}
-        for kinds in state.values():
-            kinds["step"] = torch.zeros_like(kinds["step"]) if isinstance(kinds["step"], torch.Tensor) else 0
+        undos = []
+        for kinds in self.one.torchs.state.values():
+            zero = torch.zeros_like(kinds["step"]) if isinstance(kinds["step"], torch.Tensor) else 0
+            undos.append(change(kinds, "step", zero))
 
         def undo() -> None:
-            for param, step in before.items():
-                state[param]["step"] = step
+            for one in undos:
+                one()
 
         return undo
 
     def rate_changed(self) -> Undo:
         groups = self.one.torchs.param_groups  # those of ZeRO-3 list no params, and PEFT leaves one empty
         group = self.draw.choice([one for one in groups if one["params"]] or groups)
-        before, group["lr"] = group["lr"], group["lr"] * 3 + 1e-4  # the end of a schedule has 0
-
-        def undo() -> None:
-            group["lr"] = before
-
-        return undo
+        return change(group, "lr", group["lr"] * 3 + 1e-4)  # the end of a schedule has 0
 
     def decay_changed(self) -> Undo:
-        group = self.one.torchs.param_groups[0]
-        before, group["weight_decay"] = group["weight_decay"], 0.7
-
-        def undo() -> None:
-            group["weight_decay"] = before
-
-        return undo
+        return change(self.one.torchs.param_groups[0], "weight_decay", 0.7)
 
     def schedule_restarted(self) -> Undo:
-        scheduler = self.one.scheduler
-        key = next(key for key in ("last_epoch", "last_batch_iteration") if hasattr(scheduler, key))
-        before = getattr(scheduler, key)
-        setattr(scheduler, key, 0)
-
-        def undo() -> None:
-            setattr(scheduler, key, before)
-
-        return undo
+        state = vars(self.one.scheduler)
+        return change(state, next(key for key in ("last_epoch", "last_batch_iteration") if key in state), 0)
 
     def counter_reset(self) -> Undo:
-        engine = self.one.engine
-        before, engine.global_steps = engine.global_steps, 0
-
-        def undo() -> None:
-            engine.global_steps = before
-
-        return undo
+        return change(vars(self.one.engine), "global_steps", 0)
 
     def scale_changed(self) -> Undo:
-        scaler = self.one.engine.optimizer.loss_scaler
-        before, scaler.cur_scale = scaler.cur_scale, scaler.cur_scale * 4
-
-        def undo() -> None:
-            scaler.cur_scale = before
-
-        return undo
+        scaler = vars(self.one.engine.optimizer.loss_scaler)
+        return change(scaler, "cur_scale", scaler["cur_scale"] * 4)
 
     def random_drawn(self) -> Undo:
         before = torch.get_rng_state()
@@ -289,27 +264,33 @@ class Faults:
         return lambda: self.one.load(self.one.checkpoint)
 
 
-def run_case(case: dict[str, Any], root: Path) -> dict[str, Any]:
+def attested(one: Resumed, older: Mapping[Any, torch.Tensor], faults: Iterable[tuple[str, int]]) -> list[Any]:
+    """Return what is found with each fault, given by name and seed, each of which is undone."""
+    found = []
+    for name, seed in faults:
+        undo = getattr(Faults(one, older, random.Random(seed)), name)()
+        found.append(one.attest().to_json())
+        undo()
+    again = one.attest("full")
+    assert again.is_same and again.num_same == again.num_states, again
+    return found
+
+
+def run_case(case: dict[str, Any], root: Path) -> list[Any]:
     resumed = Resumed(case["spec"], root, case["step"])
     resumed.load(resumed.run / f"checkpoint-{case['step'] - 2}")
     older = resumed.values()
     resumed.load(resumed.checkpoint)
-    found: dict[str, Any] = {}
-    for number, name in enumerate(case["faults"]):
-        faults = Faults(resumed, older, random.Random(case.get("seed", 0) * 1000 + number))
-        undo = getattr(faults, name)()
-        found[name] = resumed.attest(case.get("how", "sample")).to_json()
-        undo()
-    again = resumed.attest("full")
-    assert again.is_same and again.num_same == again.num_states, again  # so every fault was undone
-    return found
+    return attested(resumed, older, case["faults"])
 
 
 def main(plan: Path, folder: Path) -> None:
     deepspeed.init_distributed("gloo")
     for case in json.loads(plan.read_text()):
-        found = run_case(case, Path(case["root"]))
+        names = case["faults"]
+        found = run_case({**case, "faults": [(name, number) for number, name in enumerate(names)]}, Path(case["root"]))
+        by_name = dict(zip(names, found, strict=True))
         if dist.get_rank() == 0:
-            (folder / f"{case['name']}.json").write_text(json.dumps(found))
+            (folder / f"{case['name']}.json").write_text(json.dumps(by_name))
         gc.collect()
     dist.barrier()

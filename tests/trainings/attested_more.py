@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from llmtailor.saving.callbacks import find_trainer
 from llmtailor.saving.training import Held
 from trainings import lightning
 from trainings import trainer as stock
-from trainings.attested import Faults, Resumed
+from trainings.attested import Resumed, attested, run_case
 from trainings.spec import from_json
 
 stock_attest = stock.AttestResume
@@ -113,12 +112,7 @@ def run_faults(case: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def act(here: Here) -> None:
-        for name, seed in case["faults"]:
-            undo = getattr(Faults(here, older, random.Random(seed)), name)()
-            found.append(here.attest().to_json())
-            undo()
-        again = here.attest("full")
-        assert again.is_same and again.num_same == again.num_states, again
+        found.extend(attested(here, older, case["faults"]))
 
     resume(case, before, lambda here: older.update(here.values()), folder)
     resume(case, newer, act, folder)
@@ -140,20 +134,6 @@ def run_clean(case: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def run_seeded(case: dict[str, Any], root: Path) -> list[dict[str, Any]]:
-    """Faults of a loop, each with a seed of its own."""
-    resumed = Resumed(case["spec"], root, case["step"])
-    resumed.load(resumed.run / f"checkpoint-{case['step'] - 2}")
-    older = resumed.values()
-    resumed.load(resumed.checkpoint)
-    found = []
-    for name, seed in case["faults"]:
-        undo = getattr(Faults(resumed, older, random.Random(seed)), name)()
-        found.append(resumed.attest().to_json())
-        undo()
-    return found
-
-
 def main(plan: Path, folder: Path) -> None:
     deepspeed.init_distributed("gloo")
     cases: Sequence[dict[str, Any]] = json.loads(plan.read_text())
@@ -161,7 +141,7 @@ def main(plan: Path, folder: Path) -> None:
         if "clean" in case:
             found = run_clean(case, folder)
         elif case["by"] == "loop":
-            found = run_seeded(case, Path(case["root"]))
+            found = run_case(case, Path(case["root"]))
         else:
             found = run_faults(case, folder)
         if dist.get_rank() == 0:

@@ -137,6 +137,8 @@ class Runs:
             specs = batch_of(name, self._everything, without)
             if name not in specs:
                 pytest.skip("DeepSpeedCPUAdam cannot be built: no C++ compiler or no ninja")
+            if specs[name].program == "lightning":
+                pytest.importorskip("lightning")
             specs = {each: self._placed(spec, specs) for each, spec in specs.items()}
             try:
                 self._found |= train_once(specs, self._session if ALL[name].has_saver else kept_folder())

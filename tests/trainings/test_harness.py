@@ -120,30 +120,25 @@ def test_torchrun_trains_the_same(runs: Runs, tmp_path: Path) -> None:
     assert again.losses == straight.after(2)
 
 
-def test_a_hung_training_is_killed_and_tells_its_log(tmp_path: Path) -> None:
-    with pytest.raises(TrainingFailed, match=r"not done after 2 s(.|\n)*rank 0 hangs"):
-        start_ranks("trainings.unlucky", [tmp_path / "nothing"], 2, tmp_path, timeout_s=2)
-    wait_for_the_end_of_both_ranks(tmp_path)
-
-
-def test_a_killed_rank_takes_the_others_along(tmp_path: Path) -> None:
-    (tmp_path / "kill").touch()
-    with pytest.raises(TrainingFailed, match=r"rank 1 ended with code -9(.|\n)*rank 0 hangs"):
-        start_ranks("trainings.unlucky", [tmp_path / "kill"], 2, tmp_path)
-    wait_for_the_end_of_both_ranks(tmp_path)
+@pytest.mark.parametrize(
+    ("kills", "timeout_s", "told"), [(False, 2, "not done after 2 s"), (True, 60, "rank 1 ended with code -9")]
+)
+def test_a_rank_that_hangs_or_dies_ends_all_and_the_log_is_told(
+    tmp_path, kills: bool, timeout_s: int, told: str
+) -> None:
+    if kills:
+        (tmp_path / "kill").touch()
+    with pytest.raises(TrainingFailed, match=rf"{told}(.|\n)*rank 0 hangs"):
+        start_ranks("trainings.unlucky", [tmp_path / "kill"], 2, tmp_path, timeout_s)
+    ranks = [path.name for path in tmp_path.glob("[0-9]*")]
+    assert len(ranks) == 2
+    while any(is_running(rank) for rank in ranks):  # a test that hangs here has left one behind
+        time.sleep(0.01)
 
 
 def test_a_failed_training_tells_why(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed, match=r"rank \d ended with code 1(.|\n)*KeyError: 'no-such-model'"):
         train([Spec("failed", "no-such-model")], tmp_path)
-
-
-def wait_for_the_end_of_both_ranks(folder: Path) -> None:
-    """Of those that have written down their process ids; a test that hangs here has left one behind."""
-    ranks = [path.name for path in folder.glob("[0-9]*")]
-    assert len(ranks) == 2
-    while any(is_running(rank) for rank in ranks):
-        time.sleep(0.01)
 
 
 def is_running(rank: str) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import llmtailor
 from helpers.checkpoints import edit, make, optim_states
 from helpers.commands import run_here
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding, folded
@@ -197,18 +196,6 @@ def test_newer_partial_checkpoints_are_told_of(folder):
     assert done.returncode == 7 and "fix: compose one: llmtailor merge --run run; or restart" in done.stderr
     content = json.loads(call(folder, "latest", "run", "--json").stdout)
     assert content["newer_partial"] == "run/partial/step-00001000"
-
-
-def test_from_python(folder):
-    verdict = llmtailor.verify_checkpoint(folder / "run/checkpoint-100", deep=True)
-    assert isinstance(verdict, llmtailor.Verdict)
-    assert verdict.is_resumable and verdict.level == "resumable"
-    found = llmtailor.find_latest(folder / "run", at=95)
-    assert found.path == folder / "run/checkpoint-90"
-    (folder / "run/checkpoint-90/trainer_state.json").unlink()
-    found = llmtailor.find_latest(folder / "run", at=95)
-    assert found.path is None and not found.passed_over[0].is_resumable
-    assert isinstance(found.passed_over[0].findings[0], llmtailor.Finding)
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
+from helpers.fields import Damage, damages_of, places_of, unlike
+from llmtailor.codes import Code
+from llmtailor.findings import ERROR
+from llmtailor.formats.common.optimizer import OPTIMIZER_TABLE
+from llmtailor.formats.deepspeed_common.shards import MODEL, ZERO3, ZERO12
+from llmtailor.loaders.rng import RNG_TABLE
+from llmtailor.loaders.scheduler import SCHEDULER_TABLE
+from llmtailor.loaders.stock_fields import Field, Table
+from llmtailor.loaders.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE
+from llmtailor.verify.verify import verify_checkpoint
+from trainings.alone import NamedGroups, train
+from verify.damages import STEP
+
 pytestmark = pytest.mark.real
-
-from helpers.fields import Damage, damages_of, places_of, unlike  # noqa: E402
-from llmtailor.codes import Code  # noqa: E402
-from llmtailor.findings import ERROR  # noqa: E402
-from llmtailor.formats.common.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.deepspeed_common.shards import MODEL, ZERO3, ZERO12  # noqa: E402
-from llmtailor.loaders.rng import RNG_TABLE  # noqa: E402
-from llmtailor.loaders.scheduler import SCHEDULER_TABLE  # noqa: E402
-from llmtailor.loaders.stock_fields import Field, Table  # noqa: E402
-from llmtailor.loaders.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from trainings.alone import NamedGroups, train  # noqa: E402
-from verify.damaging import STEP  # noqa: E402
 
 RUNS = (
     (ZERO3, "*optim_states.pt", "llama llama-fp16"),

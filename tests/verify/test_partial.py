@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
-
-from llmtailor.cli.main import cli  # noqa: E402
-from llmtailor.errors import SourceError  # noqa: E402
-from llmtailor.formats.registry import display_name, index_checkpoint  # noqa: E402
-from llmtailor.model.roles import EXP_AVG_SQ, MASTER  # noqa: E402
-from llmtailor.salvage.plan import assess  # noqa: E402
-from llmtailor.verify.verify import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict, verify_checkpoint  # noqa: E402
-from partial.scene import FORMS, bundles, edit_manifest, flip, make_run, mend_manifest, partials  # noqa: E402
+from helpers.cases import diagonal
+from llmtailor.cli.main import cli
+from llmtailor.errors import SourceError
+from llmtailor.formats.registry import display_name, index_checkpoint
+from llmtailor.model.roles import EXP_AVG_SQ, MASTER
+from llmtailor.salvage.plan import assess
+from llmtailor.verify.verify import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict, verify_checkpoint
+from partial.scene import FORMS, bundles, edit_manifest, flip, make_run, mend_manifest, partials
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +59,6 @@ def test_json_says_which_parts(pristine):
         "held": ["layer 0", "layer 2", "norm"],
         "absent": ["embed_tokens", "layer 1", "layer 3", "lm_head"],
     }
-
-
-def test_it_is_never_resumable(pristine):
-    verdict = verify_checkpoint(partials(pristine["zero3"])[0], deep=True)
-    assert verdict.is_intact and verdict.is_partial and not verdict.is_resumable
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -119,12 +112,7 @@ DAMAGES: dict[str, tuple[str, Callable[..., object], tuple[str, ...], str]] = {
     "a bundle missing": (RANK, lambda path, *_: path.unlink(), ZERO3, "the file is missing"),
     "frozen params missing": (FROZEN_FILE, lambda path, *_: path.unlink(), SAVER, "the file is missing"),
     "bundles of two ranks swapped": (RANK, swap, RANKS, ""),
-    "bundles of two ranks swapped (mended)": (
-        RANK,
-        swap,
-        RANKS,
-        "it states rank '1', but manifest.json states",
-    ),
+    "bundles of two ranks swapped (mended)": (RANK, swap, RANKS, "it states rank '1', but manifest.json states"),
     "a bundle of another save": (RANK, lambda path, _, save: shutil.copy(save, path), FORMS, ""),
     "a bundle of another save (mended)": (
         RANK,
@@ -143,8 +131,15 @@ DAMAGES: dict[str, tuple[str, Callable[..., object], tuple[str, ...], str]] = {
 """Which file, what is done to it (given also that of another rank, and of another save), the forms, what is said"""
 
 
-@pytest.mark.parametrize(("title", "form"), [(title, form) for title, row in DAMAGES.items() for form in row[2]])
-def test_a_damage_is_told(copy_of, title, form):
+@pytest.mark.parametrize(
+    ("form", "title"),
+    [
+        pytest.param(form, title, marks=() if number == at % len(row[2]) else pytest.mark.long)
+        for at, (title, row) in enumerate(DAMAGES.items())
+        for number, form in enumerate(row[2])
+    ],
+)
+def test_a_damage_is_told(copy_of, form, title):
     pattern, damage, _, told = DAMAGES[title]
     second, third = (sorted(save.glob(pattern)) for save in partials(copy_of(form))[1:])
     damage(second[0], second[-1], third[0])
@@ -167,8 +162,7 @@ def check(path: Path, told: str, deep: bool) -> None:
     assert invoke(checkpoint, *(["--deep"] if deep else []))[0] == 7
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("where", [-1, -200, 9000])
+@pytest.mark.parametrize(("form", "where"), diagonal(FORMS, [-1, -200, 9000]))
 def test_a_flipped_bit_anywhere_else(copy_of, form, where):
     """9,000 is in the header: inside of a tree, where JSON may stay JSON."""
     path = bundles(partials(copy_of(form))[1])[-1]
@@ -187,10 +181,10 @@ def test_a_damage_of_each_bundle_is_told_at_once(copy_of):
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "told"), [(MASTER, float("nan"), "not finite"), (EXP_AVG_SQ, -1.0, "negative")]
+    ("form", "case"), diagonal(FORMS, [(MASTER, float("nan"), "not finite"), (EXP_AVG_SQ, -1.0, "negative")])
 )
-@pytest.mark.parametrize("form", FORMS)
-def test_values(copy_of, form, kind, value, told):
+def test_values(copy_of, form, case):
+    kind, value, told = case
     checkpoint = partials(copy_of(form))[1]
     state = next(
         state for state, held in index_checkpoint(checkpoint).held.items() if held.is_here and state.kind == kind

@@ -1,9 +1,10 @@
-"""Universal checkpoints as sources: those of DeepSpeed's own script, and those of llmtailor."""
+"""Universal checkpoints of DeepSpeed's own script, and of llmtailor: as sources, and as what DeepSpeed resumes from."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 import llmtailor
 import oracle.any
 from helpers.commands import run_here as run
-from helpers.composing import convert, merge
-from helpers.states import read
+from helpers.composing import convert, convert_to_resume, merge
+from helpers.states import assert_same_held, held_by, loaded_by, read
 from llmtailor.errors import MismatchError, SourceError, TargetError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import BUFFER, WEIGHT
@@ -22,12 +23,26 @@ from llmtailor.recipe import Recipe, Select
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from oracle.deepspeed_tools import to_universal
 from oracle.zero3 import Snapshot
+from trainings.catalogue import DEEPSPEED
+from trainings.harness import Run
+from trainings.spec import Spec
 
-NAMES = ["llama-extras-layer", "zero1-bf16opt"]
-LONG = ["llama", "llama-fp16", "llama-frozen", "llama-tied", "gpt-neox", "mixtral", "llama-sub-w3", "llama-ds-both"]
-LONG += ["llama-sharded", "zero1", "zero2", "zero2-aligned", "zero2-tied", "zero2-fp16", "zero1-extras-layer"]
-LONG += ["zero2-w3"]
-CASES: list[Any] = [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+# --- as sources -------------------------------------------------------------------------------------------------------
+
+READ = ["llama-extras-layer", "zero1-bf16opt"]
+LONG_READ = [
+    "llama",
+    "llama-fp16",
+    "llama-frozen",
+    "llama-tied",
+    "gpt-neox",
+    "mixtral",
+    "llama-sub-w3",
+    "llama-sharded",
+]
+LONG_READ += ["llama-ds-both", "zero1", "zero2", "zero2-aligned", "zero2-tied", "zero2-fp16"]
+LONG_READ += ["zero1-extras-layer", "zero2-w3"]
+READ_CASES: list[Any] = [*READ, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_READ)]
 
 
 def same(one: Snapshot, other: Snapshot) -> None:
@@ -39,7 +54,7 @@ def same(one: Snapshot, other: Snapshot) -> None:
         assert str(one.rest.get(key)) == str(other.rest.get(key))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", READ_CASES)
 def test_what_deepspeeds_script_writes_is_read(runs, tmp_path, name):
     source = runs[name].checkpoint(2)
     out = to_universal(source, tmp_path / "checkpoint-2")
@@ -56,7 +71,7 @@ def test_what_deepspeeds_script_writes_is_read(runs, tmp_path, name):
     same(oracle.any.load(convert(out, tmp_path / "back", to="deepspeed")), wanted)
 
 
-@pytest.mark.parametrize("name", [*CASES, pytest.param("zero2-rr", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", [*READ_CASES, pytest.param("zero2-rr", marks=pytest.mark.long)])
 def test_there_and_back(runs, tmp_path, name):
     """Everything that a resume reads comes back, through two universal checkpoints on other ranks."""
     source = runs[name].checkpoint(2)
@@ -126,7 +141,7 @@ def test_commands_know_it(runs, tmp_path):
     assert index_checkpoint(out).world_size == 3
     (out / "global_step2_universal/zero/mine").touch()
     with pytest.raises(TargetError, match="zero/mine"):
-        llmtailor.merge(Recipe("x", "", source, (), None, None), out, llmtailor.Options(replace=True))
+        convert(source, out, replace=True)
 
 
 def test_what_can_not_be_one_is_refused(runs, tmp_path):
@@ -167,3 +182,92 @@ def test_a_run_with_a_damaged_one_is_salvaged(runs, tmp_path, fragments):
         is_old = state.param == lost if fragments else ".layers.1." in state.param
         if state.kind != WEIGHT:
             assert torch.equal(tensor, (old if is_old else new).states[state]), state
+
+
+# --- as what DeepSpeed resumes from -----------------------------------------------------------------------------------
+
+STEP = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A universal checkpoint, and the run that resumes from it."""
+
+    source: str
+    """A run of trainings/catalogue.py"""
+    stage: int
+    ranks: int = 2
+    is_own: bool = True
+    """Whether llmtailor has made it; otherwise ds_to_universal"""
+
+    def __str__(self) -> str:
+        return f"{self.source}-to-{self.stage}-on-{self.ranks}{'' if self.is_own else '-by-deepspeed'}"
+
+    def spec(self, out: Path) -> Spec:
+        own = DEEPSPEED.get(self.source)
+        # with round_robin_gradients DeepSpeed's loader mixes up the params, as a notice says
+        changes = {"stage": self.stage, "steps": 4, "save_steps": 4, "round_robin": False, "load_universal": True}
+        batch = (own.per_device_batch if own else 3) if self.ranks == 2 else 2
+        base = own or DEEPSPEED["llama"]
+        return base.resumed(out, str(self), ranks=self.ranks, per_device_batch=batch, **changes)
+
+
+SHORT = [Case("llama", 3), Case("llama", 2), Case("zero1-bf16opt", 1), Case("no-fsdp", 2)]
+LONG = [Case("llama", 3, is_own=False), Case("llama-ds-both", 3), Case("titan", 1)]
+LONG += [Case(name, stage) for name in ("llama-frozen", "llama-tied", "gpt-neox", "mixtral") for stage in (1, 2, 3)]
+LONG += [
+    case
+    for name in ("zero1", "zero2", "zero3", "zero2-aligned", "zero2-tied", "zero2-rr", "zero1-bf16opt", "zero2-layer")
+    for stage in (1, 2, 3)
+    for ranks in (2, 3)
+    if (case := Case(name, stage, ranks)) not in SHORT
+]
+LONG += [Case(f"zero{stage}", stage, ranks, is_own=False) for stage in (1, 2, 3) for ranks in (2, 3)]
+CASES = [*(pytest.param(case, id=str(case)) for case in SHORT)]
+CASES += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in LONG]
+
+
+@pytest.fixture(scope="module")
+def resumed(runs, train, selected, tmp_path_factory) -> dict[str, Run]:
+    folder, specs = tmp_path_factory.mktemp("converted"), []
+    for case in (case for case in (*SHORT, *LONG) if case in selected):
+        source, out = runs.checkpoint(case.source, STEP), folder / str(case) / f"checkpoint-{STEP}"
+        if case.is_own:
+            dtype = None if case.source in DEEPSPEED else "BF16"
+            convert_to_resume(source, out, dtype=dtype, to="universal", world_size=case.ranks)
+        else:
+            to_universal(source, out)
+        specs.append(case.spec(out))
+    return train(specs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_deepspeed_holds_what_the_source_held(runs, resumed, case):
+    run, wanted = resumed[str(case)], held_by(runs[case.source], STEP)
+    assert_same_held(loaded_by(run, STEP), wanted)
+    for name, weight in run.echo["weight"].items():
+        if name in wanted["weights"]:
+            assert torch.equal(weight, wanted["weights"][name].bfloat16()), name
+    decay = [group["weight_decay"] for group in run.echo["groups"]]
+    if case.is_own or case.stage < 3:
+        assert len(decay) == 1 or 0.0 in decay
+    else:  # DeepSpeed gives the options of the first group to all, if they are in the file
+        assert set(decay) == {0.1}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on(runs, resumed, case):
+    losses = resumed[str(case)].losses
+    assert losses.keys() == {3, 4}
+    straight = runs[case.source].losses
+    if case.source not in DEEPSPEED:
+        if case.source == "no-fsdp":  # the others see other samples
+            assert losses[3] == pytest.approx(straight[3], rel=1e-2)  # fp32 before, bf16 now
+    elif case.ranks == 2:
+        assert losses[3] == straight[3]
+        is_exact = case.stage < 3 or case.source == "llama-ds-both"
+        assert (losses[4] == straight[4]) == is_exact
+    elif (theirs := resumed.get(str(replace(case, is_own=False)))) and case.stage < 3:
+        assert losses == theirs.losses
+    else:
+        assert losses[3] == pytest.approx(straight[3], rel=1e-5)

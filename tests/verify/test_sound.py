@@ -1,4 +1,4 @@
-"""What llmtailor writes verifies, also with its manifest; and merge does not publish what would not."""
+"""What stock training leaves behind is resumable, and so is what llmtailor writes; merge publishes nothing else."""
 
 from __future__ import annotations
 
@@ -9,17 +9,42 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import edit, make, optim_states
+from helpers.composing import convert
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import merge, write
 from llmtailor.errors import VerificationError
+from llmtailor.model.roles import EXP_AVG, MASTER
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, WITH_WARNINGS, verify_checkpoint
+from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, WITH_WARNINGS, to_json, verify_checkpoint
+from trainings.catalogue import DEEPSPEED
+
+# --- of stock training ------------------------------------------------------------------------------------------------
+
+SAYS = {
+    "llama-no-gather": "there are no weights",
+    "zero1-elastic": "can't be resumed by stock DeepSpeed",
+    "zero2-elastic": "can't be resumed by stock DeepSpeed",
+}
 
 
-def convert(source: Path, out: Path, **options: object) -> Path:
-    merge(Recipe("convert", "", source, (), None, None), out, Options(**options))  # type: ignore[arg-type]
-    return out
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_every_kind_of_run(runs, name):
+    first, *_, last = sorted(runs[name].folder.glob("checkpoint-*"))
+    for checkpoint in (first, last):
+        read: list[int] = []
+        deep = verify_checkpoint(checkpoint, deep=True, on_progress=read.append)
+        assert deep.level == (NOT_RESUMABLE if "elastic" in name else RESUMABLE)
+        assert [SAYS[name] in finding.what for finding in deep.findings] == ([True] if name in SAYS else [])
+        assert not deep.damage.files and not deep.damage.states
+        assert verify_checkpoint(checkpoint).findings == deep.findings
+        assert json.loads(json.dumps(to_json(deep)))["damaged_states"] == []
+        assert deep.index is not None
+        optimizer = [held.num_bytes for state, held in deep.index.held.items() if state.kind in (MASTER, EXP_AVG)]
+        assert sum(read) > sum(optimizer)
+
+
+# --- of llmtailor -----------------------------------------------------------------------------------------------------
 
 
 def compose(base: Path, other: Path, out: Path, extra: str = "", **options: object) -> Path:
@@ -36,7 +61,11 @@ def assert_clean(checkpoint: Path) -> None:
 
 LAYOUTS = [(stage, ranks) for stage in (None, 0, 1, 2) for ranks in (1, 3)]
 CONVERSIONS = [
-    *((name, 4, *layout) for name in ("llama-layer", "zero2-rr", "qwen3-moe") for layout in LAYOUTS),
+    *(
+        pytest.param(name, 4, *layout, marks=pytest.mark.long if at % 2 else ())
+        for name in ("llama-layer", "zero2-rr", "qwen3-moe")
+        for at, layout in enumerate(LAYOUTS, name == "zero2-rr")
+    ),
     *(("llama-extras-layer", 4, *layout) for layout in ((None, 1), (None, 3), (2, 3))),  # buffers of other ranks
     *((name, 1, None, 3) for name in ("llama-fp16", "zero2-fp16")),  # without a good step yet
 ]

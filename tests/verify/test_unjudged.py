@@ -1,46 +1,114 @@
-"""Healthy checkpoints of optimizers that can't be judged are refused once, by name. Params may lack a gradient."""
+"""What stock software reads and llmtailor does not is no damage: other forms of files, other optimizers."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.optimization import Adafactor
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
-pytestmark = pytest.mark.real
+from helpers.checkpoints import edit
+from helpers.commands import run_here
+from llmtailor.codes import Code
+from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.findings import ERROR, NOTE, WARNING
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import State
+from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint
+from trainings.alone import finished, train
+from verify.damages import STEP
 
-from safetensors.torch import load_file  # noqa: E402
-from transformers.optimization import Adafactor  # noqa: E402
+# --- forms of files ---------------------------------------------------------------------------------------------------
 
-from helpers.checkpoints import edit  # noqa: E402
-from helpers.commands import run_here  # noqa: E402
-from llmtailor.codes import Code  # noqa: E402
-from llmtailor.errors import UnsupportedCheckpoint  # noqa: E402
-from llmtailor.findings import NOTE  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import State  # noqa: E402
-from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint  # noqa: E402
-from trainings.alone import train  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("trained"))
+OPTIM = f"global_step{STEP}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = f"global_step{STEP}/zero_pp_rank_1_mp_rank_00_model_states.pt"
 
 
 @pytest.fixture
-def checkpoint(trained, tmp_path):
-    return shutil.copytree(trained.checkpoint(4), tmp_path / "checkpoint-4")
+def of_zero3(runs, tmp_path) -> Path:
+    return Path(shutil.copytree(runs["llama"].checkpoint(STEP), tmp_path / f"checkpoint-{STEP}"))
+
+
+def deflate(path: Path) -> None:
+    with zipfile.ZipFile(path) as source:
+        content = [(info.filename, source.read(info)) for info in source.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for name, data in content:
+            target.writestr(name, data)
+    torch.load(path, weights_only=False)  # stock reads it
+
+
+def save_as_before_1_6(path: Path) -> None:
+    torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
+
+
+FORMS = pytest.mark.parametrize(("form", "code"), [(deflate, Code.COMPRESSED), (save_as_before_1_6, Code.LEGACY)])
+"""Those that stock reads, and llmtailor doesn't"""
+
+
+@FORMS
+@pytest.mark.parametrize("path", ["scheduler.pt", "rng_state_0.pth"])
+def test_another_form_of_a_file_of_the_trainer_is_no_damage(of_zero3: Path, path: str, form: Any, code: Code):
+    form(of_zero3 / path)
+    verdict = verify_checkpoint(of_zero3, name="x", deep=True)
+    assert [(one.code, one.path, one.severity) for one in verdict.findings] == [(code, path, WARNING)]
+    assert verdict.is_resumable and "torch.save" in verdict.findings[0].fix
+
+
+@FORMS
+def test_another_form_of_a_file_that_no_resume_reads_is_not_even_told(of_zero3: Path, form: Any, code: Code):
+    form(of_zero3 / "training_args.bin")
+    assert not verify_checkpoint(of_zero3, name="x", deep=True).findings
+
+
+@FORMS
+@pytest.mark.parametrize("paths", [[OPTIM], [MODEL], [OPTIM, OPTIM.replace("rank_1", "rank_0")]])
+def test_states_in_another_form_can_not_be_judged(of_zero3: Path, paths: list[str], form: Any, code: Code):
+    for path in paths:
+        form(of_zero3 / path)
+    with pytest.raises(UnsupportedCheckpoint) as refused:
+        verify_checkpoint(of_zero3, name="x")
+    assert {(one.code, one.path) for one in refused.value.problems} == {(code, path) for path in paths}
+
+
+def test_tensors_that_do_not_lie_in_one_piece_can_not_be_judged(of_zero3: Path):
+    def change(tree: Any) -> None:
+        masters = tree["optimizer_state_dict"]["fp32_flat_groups"]
+        masters[1] = torch.stack([masters[1].detach()] * 2, dim=1)[:, 0]
+
+    edit(of_zero3 / OPTIM, change)
+    with pytest.raises(UnsupportedCheckpoint, match="not contiguous") as refused:
+        verify_checkpoint(of_zero3, name="x")
+    assert {(one.code, one.path) for one in refused.value.problems} == {(Code.STATE_LAYOUT, OPTIM)}
+
+
+def test_compressed_states_beside_a_damage_are_not_called_damaged(of_zero3: Path):
+    deflate(of_zero3 / OPTIM)
+    (of_zero3 / "latest").unlink()
+    verdict = verify_checkpoint(of_zero3, name="x")
+    found = {(one.code, one.severity) for one in verdict.findings}
+    assert found == {(Code.COMPRESSED, WARNING), (Code.FILE_NAME, ERROR)}
+
+
+# --- optimizers; params may lack a gradient ---------------------------------------------------------------------------
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return shutil.copytree(finished().checkpoint(4), tmp_path / "checkpoint-4")
 
 
 def stepped(optimizer: Any) -> dict[str, Any]:
-    """Return the state dict of an optimizer that has made a step."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.ones_like(param)
@@ -48,15 +116,15 @@ def stepped(optimizer: Any) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
-Make = Callable[[Any, dict[str, Any], pytest.MonkeyPatch], dict[str, Any]]
-"""Given a training, and Adam's state dict of it"""
+Make = Callable[[dict[str, Any], pytest.MonkeyPatch], dict[str, Any]]
+"""Given Adam's state dict of the finished training"""
 
 
 def stock(make: Callable[..., Any], **options: Any) -> Make:
     """What an optimizer of torch or transformers saves for the params of the training."""
 
-    def build(trained, tree, patch):
-        groups = trained.trainer.optimizer.param_groups
+    def build(tree, patch):
+        groups = finished().trainer.optimizer.param_groups
         params = [[torch.nn.Parameter(param.detach().clone()) for param in group["params"]] for group in groups]
         return stepped(make([{"params": group} for group in params], **options))
 
@@ -64,7 +132,7 @@ def stock(make: Callable[..., Any], **options: Any) -> Make:
 
 
 def like(change: Callable[[Any], Any], **options: Any) -> Make:
-    return lambda trained, tree, patch: changed(without_adams_options(tree), change, **options)
+    return lambda tree, patch: changed(without_adams_options(tree), change, **options)
 
 
 def changed(tree: dict[str, Any], change, **options: Any) -> dict[str, Any]:
@@ -113,7 +181,7 @@ def by_params(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def package(module: str, name: str) -> Make:
-    return lambda trained, tree, patch: of_package(tree, patch, module, name)
+    return lambda tree, patch: of_package(tree, patch, module, name)
 
 
 OTHERS: dict[str, Make] = {
@@ -127,16 +195,16 @@ OTHERS: dict[str, Make] = {
     "a schedule-free optimizer": like(as_schedule_free, k=4, weight_sum=1.0, weight_lr_power=2.0),
     "an 8-bit optimizer of bitsandbytes": like(as_8_bit),
     "an optimizer of bitsandbytes": like(as_ademamix, t_beta3=None),
-    "GrokAdamW": lambda trained, tree, patch: by_params(tree),
+    "GrokAdamW": lambda tree, patch: by_params(tree),
     "GaLore": package("galore_torch.galore_projector", "GaLoreProjector"),
     "a low-bit optimizer of torchao": package("torchao.optim.subclass_8bit", "OptimState8bit"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_optimizers_are_refused_once_by_name(name, trained, checkpoint, monkeypatch):
+def test_other_optimizers_are_refused_once_by_name(name, checkpoint, monkeypatch):
     path = checkpoint / "optimizer.pt"
-    torch.save(OTHERS[name](trained, torch.load(path), monkeypatch), path)
+    torch.save(OTHERS[name](torch.load(path), monkeypatch), path)
     for read in (verify_checkpoint, index_checkpoint):
         with pytest.raises(UnsupportedCheckpoint) as refused:
             read(checkpoint)
