@@ -234,7 +234,11 @@ def _fragments(training: Attestable) -> Iterator[LiveFragment]:
         if one.tensor.dtype not in DTYPES:
             continue
         weight = training.weight_of(one) if one.kind == "master" else None
-        shape = training.shape_of(one) if isinstance(training, AnyTraining) else training.params[one.param].shape
+        shape = one.shape  # of a state that is not elementwise
+        if shape is None and isinstance(training, AnyTraining):
+            shape = training.shape_of(one)
+        elif shape is None:
+            shape = training.params[one.param].shape
         forward = None if weight is None else _fragment(replace(one, tensor=weight), shape)
         yield _fragment(one, shape, forward)
 

@@ -25,9 +25,9 @@ from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.provenance import ManifestFacts
 from llmtailor.loaders.files import ADAPTER_CONFIG, CONFIG, MANIFEST, is_weight_file
 from llmtailor.loaders.loader import is_resumed_from, loader_of
-from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.loaders.stock_fields import ADAM_KINDS
+from llmtailor.model.roles import FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
-_NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
 _NOT_READ = "a DeepSpeed resume does not read them, but evaluation and inference do"
 _OTHER_MODEL = f"{_NOT_READ}; they may belong to another model"
 _COPY_AGAIN = "copy the composite again, or merge again"
@@ -92,7 +92,7 @@ def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
     cast: dict[tuple[str, str, str], list[str]] = {}
     for state, held in index.held.items():
         master = index.held.get(State(state.param, MASTER))
-        if state.kind in _NOT_MOMENTS or master is None or held.live_dtype == master.dtype:
+        if state.kind not in ADAM_KINDS or master is None or held.live_dtype == master.dtype:
             continue
         if not index.form.has_masters or ITEMSIZE[held.dtype] < ITEMSIZE[master.dtype]:
             cast.setdefault((state.kind, held.dtype, master.dtype), []).append(state.param)

@@ -269,7 +269,10 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
     for state, held in index.held.items():
         if state.kind not in _OF_THE_MODEL:
             checks = (NOT_FINITE, NEGATIVE) if state.kind in _NON_NEGATIVE else (NOT_FINITE,)
-            moments.setdefault(state.param, []).append(Stream(state, held, checks))
+            if held.shape == index.params[state.param].shape:
+                moments.setdefault(state.param, []).append(Stream(state, held, checks))
+            else:  # not elementwise
+                yield StateBundle(held.numel, [Stream(state, held, checks)])
     for param in index.params.values():
         streams = []
         kind = KIND_OF_ROLE[param.role]

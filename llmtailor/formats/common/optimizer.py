@@ -31,6 +31,7 @@ from llmtailor.containers.json import (
     check_kind,
     check_name,
     get,
+    is_name,
     read_option,
     read_step,
     read_tensor,
@@ -171,7 +172,7 @@ def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
 
 def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     state = get(tree, "state", dict, where)
-    groups = tuple(_read_group(root, group, where) for group in get(tree, "param_groups", list, where))
+    groups = _with_own_names([_read_group(root, group, where) for group in get(tree, "param_groups", list, where)])
     ids = [number for group in groups for number in group.ids]
     _check_ids(ids, state, where)
     options = keys_below(tree, "param_groups")
@@ -209,6 +210,14 @@ def _read_group(root: Path, node: Any, where: str) -> SavedGroup:
         names = tuple(check_name(name, key, where) for name in listed)
     options = ((key, value) for key, value in group.items() if key not in ("params", SAVED_NAMES))
     return SavedGroup(ids, names, {key: read_option(root, value, where) for key, value in options})
+
+
+def _with_own_names(groups: Sequence[SavedGroup]) -> tuple[SavedGroup, ...]:
+    """Return the groups; if each has one param and its own ``name``, as Adam-mini's have, with these as names."""
+    names = [name for group in groups if len(group.ids) == 1 and is_name(name := group.hyper.get("name"))]
+    if len(set(names)) < len(groups) or len(groups) < 3 or any(group.names is not None for group in groups):
+        return tuple(groups)
+    return tuple(replace(group, names=(name,)) for group, name in zip(groups, names, strict=True))
 
 
 def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
