@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 import llmtailor
 from helpers.checkpoints import make
 from llmtailor.checkpoint.lineage import Ledger

@@ -6,9 +6,6 @@ import shutil
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from attempts import campaign
 from attempts.world import World, step_of
 from helpers.cases import mostly_long

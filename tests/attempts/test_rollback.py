@@ -8,9 +8,6 @@ import shutil
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from attempts.world import PARTS, World, read_full, step_of
 from helpers.cases import diagonal
 from helpers.commands import call, run_here

@@ -13,9 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 import llmtailor
 from attempts.world import PARTS, World
 from helpers.commands import call, run_here

@@ -10,8 +10,6 @@ from subprocess import CompletedProcess
 
 import pytest
 
-pytest.importorskip("torch")
-
 from helpers.checkpoints import edit, make, model_states, optim_states
 from helpers.commands import run_here
 from llmtailor.errors import StorageError, TargetError

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 import llmtailor
 from helpers.checkpoints import make
 from llmtailor.checkpoint.lineage import Ledger

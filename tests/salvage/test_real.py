@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 
 from llmtailor.compose.write import write

@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
 from safetensors.torch import load_file
 
 from helpers.cases import mostly_long

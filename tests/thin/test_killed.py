@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from faults.driver import Server
 from faults.scene import Killing
 from helpers.cases import mostly_long

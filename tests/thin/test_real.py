@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 
 import llmtailor
