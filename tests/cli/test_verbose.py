@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
-import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 import llmtailor
 from helpers.checkpoints import SMALL, make
-from helpers.commands import call, on_terminal
+from helpers.commands import as_it_was, call, on_terminal
+from llmtailor.cli.main import cli
+from llmtailor.engine.staging import Staging
+from llmtailor.errors import Interrupted
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
 LINE = re.compile(r"\d\d:\d\d:\d\d (.*)")
@@ -80,15 +83,15 @@ def test_why_a_part_comes_from_where(run):
     assert any(line.startswith("skipped checkpoint-100/latest: it points to") for line in lines), lines
 
 
-def test_what_a_journal_is_worth(run):
-    """A merge that was killed behind a mark; the file it marked is damaged since."""
-    program = (
-        "import os, sys; from pathlib import Path; from llmtailor.engine import staging; import llmtailor\n"
-        "staging.Staging.publish = lambda self: os._exit(9)\n"
-        "llmtailor.merge(Path('recipe.yaml'), Path('out'))"
-    )
-    killed = subprocess.run([sys.executable, "-c", program])
-    assert killed.returncode == 9
+def test_what_a_journal_is_worth(run, monkeypatch):
+    """A merge that was interrupted behind a mark; the file it marked is damaged since."""
+
+    def end(staging):
+        raise Interrupted.at("", "killed", "")
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Staging, "publish", end)
+        llmtailor.merge(Path("recipe.yaml"), Path("out"))
     weights = run / ".out.llmtailor-staging" / "out" / "model.safetensors"
     weights.write_bytes(bytes(len(weights.read_bytes())))
     lines = told(call("merge", "recipe.yaml", "out", "-v").stderr)
@@ -111,7 +114,7 @@ def test_the_log_stands_above_the_bar(run):
     """On a terminal each line is whole, whatever the bar does."""
     shown = on_terminal("-v", "merge", "recipe.yaml", "out")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
-    assert "/s" in shown
+    assert "writing" in shown and "/s" in shown
     lines = told(shown)
     assert begins(lines, STAGES), shown
     assert [line for line in lines if line.startswith("latest: 14 bytes, CRC-32 5f46f5fe, in ")]
@@ -128,13 +131,10 @@ def test_twice_says_more(run, verbose):
 
 
 def test_names_in_hostile_files_can_not_play_with_the_terminal(run):
-    program = (
-        "import logging; from llmtailor.cli.main import cli\n"
-        "cli.main(['-v', 'inspect', 'checkpoint-100'], standalone_mode=False)\n"
-        "logging.getLogger('llmtailor.any').info('skipped %s', '\\x1b[2J\\nerror: x')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert told(done.stderr)[-1] == r"skipped \x1b[2J\nerror: x"
+    with redirect_stderr(StringIO()) as stderr, as_it_was():
+        cli.main(["-v", "latest", "."], standalone_mode=False)
+        logging.getLogger("llmtailor.any").info("skipped %s", "\x1b[2J\nerror: x")
+    assert told(stderr.getvalue())[-1] == r"skipped \x1b[2J\nerror: x"
 
 
 def test_a_library_user_sees_it_by_own_logging_and_gets_no_handler(run, caplog, monkeypatch, capfd):

@@ -15,6 +15,7 @@ import pytest
 
 import llmtailor
 from attempts.world import PARTS, World
+from helpers.cases import examples
 from helpers.commands import call, run_here
 from llmtailor.report import chart
 from llmtailor.runs.scan import compose_newest
@@ -241,11 +242,12 @@ def test_attested_resumes(run):
     assert "script" not in page.tags
 
 
-def test_two_thousand_saves(run):
+def test_many_saves(run):
+    count = examples(400, 2000)
     parts = ["embed_tokens", *(f"layer {number}" for number in range(126)), "norm", "lm_head"]
     last = dict.fromkeys(parts, 0)
     with (run / "partial" / "saves.jsonl").open("w") as log:
-        for number in range(2000):
+        for number in range(count):
             saved = [part for at, part in enumerate(parts) if number == 0 or (at + number) % 4 == 0]
             last |= dict.fromkeys(saved, number)
             behind = {part: 50 * (number - last[part]) for part in parts}
@@ -256,9 +258,9 @@ def test_two_thousand_saves(run):
     page = report(run)
     assert (run.parent / "report.html").stat().st_size < 2_000_000
     assert page.table("part", "saves", "newest at step").column("part") == parts
-    assert "A bar stands for up to 20 saves" in page.text
-    assert "The newest 200 of 2,000 saves." in page.text
-    assert "at most 20 s" in page.text
+    assert f"A bar stands for up to {count // 100} saves" in page.text
+    assert f"The newest 200 of {count:,} saves." in page.text
+    assert f"at most {(count - 1) / 100:.3g} s" in page.text
 
 
 @pytest.mark.parametrize("ages", [range(50, 300, 50), [1], [1, 2, 3], [0.5, 7.5, 900], [0]])

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytestmark = pytest.mark.real
-
 from transformers import Trainer
 
 from helpers.states import read
@@ -22,6 +19,7 @@ from llmtailor.verify.verify import verify_checkpoint
 from salvage.damage import flip, truncate
 from trainings.alone import train
 
+pytestmark = pytest.mark.real
 PARAM = "model.layers.1.mlp.up_proj.weight"
 
 
