@@ -15,11 +15,13 @@ from typing import Any
 
 import llmtailor
 from campaigns.fuzz.parsers import PARSERS, Parser
-from campaigns.fuzz.partial import make_partial
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.compose.plan import Options
 from llmtailor.errors import TailorError
+from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.recipe import Recipe
 from synthetic import SHAPES, lay_out, make_checkpoint
+from thin.scene import save_partial
 
 SECONDS = 20
 """An input that takes longer is a finding. None should take more than a few seconds."""
@@ -55,7 +57,9 @@ def make_sound(folder: Path) -> dict[str, Path]:
         llmtailor.merge(Recipe("x", "", sound["zero3"], (), None, None), folder / form / "checkpoint-100", options)
         sound[form] = folder / form / "checkpoint-100"
     for form, full in (("partial", "zero3"), ("partial2", "zero2"), ("partial0", "plain")):
-        sound[form] = make_partial(sound[full], folder / form)
+        index = index_checkpoint(sound[full])
+        save_partial(folder / form, sound[full], find_structure(index).parts, Ledger("fuzz"))
+        (sound[form],) = (folder / form / "partial").iterdir()
     return sound
 
 
