@@ -85,16 +85,13 @@ def play(world, moves, actions=ACTIONS):
     world.stop()
 
 
-@pytest.mark.parametrize("seed", mostly_long(range(8), 1))
-def test_no_composite_mixes_attempts(tmp_path, seed):
+MIXED = ACTIONS | campaign.ACTIONS
+CASES = [*((seed, MIXED) for seed in range(100, 104)), *((seed, ACTIONS) for seed in range(8))]
+
+
+@pytest.mark.parametrize(("seed", "actions"), mostly_long(CASES, CASES[0]))
+def test_no_composite_mixes_attempts_and_nothing_promised_is_lost(tmp_path, seed, actions):
     world = World(tmp_path / "run", seed)
-    play(world, 24)
+    play(world, 24, actions)
     assert world.outputs
-    shutil.rmtree(tmp_path)
-
-
-@pytest.mark.parametrize("seed", mostly_long(range(100, 104), 100))
-def test_nothing_promised_is_lost_whatever_is_done_to_the_folder(tmp_path, seed):
-    world = World(tmp_path / "run", seed)
-    play(world, 24, ACTIONS | campaign.ACTIONS)
     shutil.rmtree(tmp_path)

@@ -38,16 +38,6 @@ def place(tmp_path):
     return tmp_path / "small"
 
 
-@pytest.mark.long
-def test_too_small_from_the_begin(scene, place):
-    """Nothing is written, and nothing is left."""
-    script = f'code=0; {OURS} || code=$?; ls -A "$2"; echo "code $code"'
-    result = in_a_small_file_system(script, 10 << 20, place, scene.root)
-    assert result.stdout == "code 8\n", result
-    assert "bytes are needed, but" in result.stderr
-    assert "free " in result.stderr
-
-
 def test_filled_up_meanwhile(scene, place):
     """What is written is kept; once there is room, the same command goes on, and the result is the same."""
     script = f"""
@@ -82,22 +72,3 @@ def test_filled_up_meanwhile(scene, place):
     assert all("llmtailor.json" in line for line in differing), result  # the date, unless it is the same second
     rest = [line for line in lines[2:] if line[0] not in "<>-" and not line[0].isdigit() and line not in differing]
     assert rest == ["out"], result
-
-
-@pytest.mark.long
-def test_no_room_for_another_file(scene, place):
-    """The bytes would fit, but the file system has run out of inodes."""
-    script = f"""
-        mount -o remount,nr_inodes=12 "$2"
-        code=0; {OURS} || code=$?
-        echo "code $code" "$(ls -A "$2" | xargs)"
-        mount -o remount,nr_inodes=1000 "$2"
-        {OURS}
-        ls -A "$2"
-    """
-    result = in_a_small_file_system(script, 100 << 20, place, scene.root)
-    lines = result.stdout.splitlines()
-    assert lines[0] == "code 8 .out.llmtailor-staging", result
-    assert "No space left on device" in result.stderr
-    assert "note: resuming the merge" in result.stderr
-    assert lines[1].startswith("wrote ") and lines[2:] == ["out"], result
