@@ -89,8 +89,9 @@ MIXED = ACTIONS | campaign.ACTIONS
 CASES = [*((seed, MIXED) for seed in range(100, 104)), *((seed, ACTIONS) for seed in range(8))]
 
 
-@pytest.mark.parametrize(("seed", "actions"), mostly_long(CASES, CASES[0]))
-def test_no_composite_mixes_attempts_and_nothing_promised_is_lost(tmp_path, seed, actions):
+@pytest.mark.parametrize("case", mostly_long(CASES, CASES[0]), ids=lambda case: str(case[0]))
+def test_no_composite_mixes_attempts_and_nothing_promised_is_lost(tmp_path, case):
+    seed, actions = case
     world = World(tmp_path / "run", seed)
     play(world, 24, actions)
     assert world.outputs
