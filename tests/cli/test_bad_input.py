@@ -15,12 +15,11 @@ import click
 import pytest
 import torch
 
-import llmtailor
 from helpers.checkpoints import SMALL, edit, make, model_states, optim_states
 from helpers.commands import run_here
+from helpers.composing import convert
 from llmtailor.cli.command import REMOVED
 from llmtailor.cli.main import cli
-from llmtailor.recipe import Recipe
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - from: checkpoint-100\n    select: [odd]\n"
 
@@ -164,7 +163,7 @@ def without_zero(checkpoint: Path, rank: int) -> None:
 
 def of_another_stage(run: Path) -> None:
     other = run.parent / "other" / "checkpoint-100"
-    llmtailor.merge(Recipe("x", "", run / "checkpoint-100", (), None, None), other, llmtailor.Options(stage=2))
+    convert(run / "checkpoint-100", other, stage=2)
     shutil.copy(optim_states(other, 1), optim_states(run / "checkpoint-100", 1))
 
 

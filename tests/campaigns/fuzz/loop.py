@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import llmtailor
 from campaigns.fuzz.parsers import PARSERS, Parser
+from helpers.composing import convert
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.compose.plan import Options
 from llmtailor.errors import TailorError
 from llmtailor.formats.registry import find_structure, index_checkpoint
-from llmtailor.recipe import Recipe
 from synthetic import SHAPES, lay_out, make_checkpoint
 from thin.scene import save_partial
 
@@ -51,11 +49,9 @@ def make_sound(folder: Path) -> dict[str, Path]:
     make_checkpoint(sound["zero3"], shape, lay_out(shape, 2), 100)
     make_checkpoint(sound["sharded"], shape, lay_out(shape, 2), 100, shard_bytes=200)
     for form, stage in (("zero2", 2), ("plain", 0)):
-        llmtailor.merge(Recipe("x", "", sound["zero3"], (), None, None), sound[form], Options(stage=stage))
+        convert(sound["zero3"], sound[form], stage=stage)
     for form in ("universal", "dcp", "fsdp"):
-        options = Options(to=form, world_size=2)
-        llmtailor.merge(Recipe("x", "", sound["zero3"], (), None, None), folder / form / "checkpoint-100", options)
-        sound[form] = folder / form / "checkpoint-100"
+        sound[form] = convert(sound["zero3"], folder / form / "checkpoint-100", to=form, world_size=2)
     for form, full in (("partial", "zero3"), ("partial2", "zero2"), ("partial0", "plain")):
         index = index_checkpoint(sound[full])
         save_partial(folder / form, sound[full], find_structure(index).parts, Ledger("fuzz"))
