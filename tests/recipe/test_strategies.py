@@ -158,7 +158,7 @@ def test_every_part_has_a_source_that_holds_it_or_there_is_a_problem(case: Any, 
 
 LOG = "flags.jsonl"
 BASE = full(100)
-LOGGED = [full(step) for step in range(100, 191, 10)]
+TENS = [full(step) for step in range(100, 191, 10)]
 TWO, VISUAL = llama(2), llama(28, tied=True, extra={"visual.weight": "visual"})
 Flagged = tuple[int, list[int]]
 
@@ -214,13 +214,13 @@ PARTLY = [full(100), full(110), SHARE]
     ("log", "failure", "base", "run", "structure", "expected", "newest"),
     [
         # tied: 29 is embed_tokens, and visual has no number; the failure lies between two lines
-        ([(110, [0, 1, 28]), (120, [29, 2]), (150, [1, 28]), (160, [29, 0])], 155, BASE, LOGGED, VISUAL,
+        ([(110, [0, 1, 28]), (120, [29, 2]), (150, [1, 28]), (160, [29, 0])], 155, BASE, TENS, VISUAL,
          [120, 150, 120, *[100] * 25, 150, 110, 100], 150),
         # the failure step itself counts; before the first line, all comes from the base
-        *(([(110, [0]), (130, [0])], failure, BASE, LOGGED, TWO, [100, 100, 100, norm, 100], norm)
+        *(([(110, [0]), (130, [0])], failure, BASE, TENS, TWO, [100, 100, 100, norm, 100], norm)
           for failure, norm in ((109, 100), (130, 130))),
         # without a base, everything was flagged
-        ([(110, [0, 1, 2]), (120, [3, 4, 1])], 125, None, LOGGED, TWO, [120, 120, 110, 110, 120], 120),
+        ([(110, [0, 1, 2]), (120, [3, 4, 1])], 125, None, TENS, TWO, [120, 120, 110, 110, 120], 120),
         # a part comes from what holds it, and the rest from the newest that can be resumed from
         ([(110, [2]), (120, [0, 1])], 160, BASE, PARTLY, TWO, [100, 120, 110, 120, 100], 110),
         ([(120, [0, 2])], 160, BASE, [*PARTLY, full(120)], TWO, [100, 100, 120, 120, 100], 120),
@@ -246,7 +246,7 @@ def test_the_bases_own_step_is_the_base_wherever_that_lies():
 
 
 TEN_THIRTY = [full(10), full(30)]
-STEPS = ", ".join(str(one.step) for one in LOGGED)
+STEPS = ", ".join(str(one.step) for one in TENS)
 
 
 @pytest.mark.parametrize(
@@ -255,27 +255,27 @@ STEPS = ", ".join(str(one.step) for one in LOGGED)
         ([(10, [0, 2]), (30, [1])], 25, None, TEN_THIRTY, llama(3), None,
          [(LOG, "never flagged at or before step 25: embed_tokens, layers 0, 2, lm_head", "--base")]),
         ([], 25, None, TEN_THIRTY, llama(3), None, [(LOG, "embed_tokens, layers 0-2, norm, lm_head", "--base")]),
-        ([(110, [0, 31, 99]), (120, [1]), (900, [31])], 160, BASE, LOGGED, llama(28), None,
+        ([(110, [0, 31, 99]), (120, [1]), (900, [31])], 160, BASE, TENS, llama(28), None,
          [(f"{LOG}:1", "31, 99 are not numbers of parts",
            "1-28 are its layers, 0 is norm, 29 is lm_head, 30 is embed_tokens"),
           (f"{LOG}:3", "31 is not the number of a part", "1-28")]),
-        ([(110, [30])], 160, BASE, LOGGED, llama(28, tied=True), None, [(f"{LOG}:1", "30 is not", "29 is embed_tokens")]),
+        ([(110, [30])], 160, BASE, TENS, llama(28, tied=True), None, [(f"{LOG}:1", "30 is not", "29 is embed_tokens")]),
         # 117 and 119 are not chosen for anything
-        ([(110, [0, 1, 2]), (115, [1, 3]), (117, [2]), (119, [3]), (120, [2, 3]), (165, [1])], 160, BASE, LOGGED,
+        ([(110, [0, 1, 2]), (115, [1, 3]), (117, [2]), (119, [3]), (120, [2, 3]), (165, [1])], 160, BASE, TENS,
          llama(4), None, [(f"{LOG}:2", "step 115 is flagged for layer 0", f"available: {STEPS}")]),
         ([(115, [1]), (117, [2, 3])], 160, BASE, [], llama(4), None,
          [(f"{LOG}:1", "step 115 is flagged for layer 0", "available: none"),
           (f"{LOG}:2", "step 117 is flagged for layers 1-2", "available: none")]),
-        ([], 160, BASE, LOGGED, llama(28), 24,
+        ([], 160, BASE, TENS, llama(28), 24,
          [("--total-layers", "24 layers are expected, but the model has 28 layers", "--total-layers 28")]),
-        ([], 160, full(170), LOGGED, llama(28), None, [("--base", "later than the failure", "before the failure")]),
-        ([(110, [2])], 160, RunCheckpoint(Path("/b"), 100, frozenset({"norm", "layer 0"})), LOGGED, TWO, None,
+        ([], 160, full(170), TENS, llama(28), None, [("--base", "later than the failure", "before the failure")]),
+        ([(110, [2])], 160, RunCheckpoint(Path("/b"), 100, frozenset({"norm", "layer 0"})), TENS, TWO, None,
          [("--base", "b does not hold embed_tokens, lm_head, which no line after step 100 flags", "every part")]),
         ([(110, [1]), (120, [0, 2])], 160, BASE, PARTLY, TWO, None,
          [(f"{LOG}:2", "step 120 is flagged for layer 1, but no checkpoint of that step holds it", "remove it")]),
         ([(120, [0, 1, 2, 3, 4])], 160, None, [RunCheckpoint(Path("/p"), 120, None, resumable=False)], TWO, None,
          [(LOG, "none of the checkpoints used is resumable", "--base")]),
-        ([(110, [9]), (115, [1])], 160, None, LOGGED, TWO, 3,  # all at once
+        ([(110, [9]), (115, [1])], 160, None, TENS, TWO, 3,  # all at once
          [(f"{LOG}:1", "9", ""), ("--total-layers", "3 layers", ""), (f"{LOG}:2", "115", ""), (LOG, "never", "")]),
     ],
 )  # fmt: skip
