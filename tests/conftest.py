@@ -33,11 +33,6 @@ TRAINING = {"runs", "train"}
 FIRST = ("partial/test_real.py", "real/test_merge.py")
 TESTS = Path(__file__).parent
 
-# The same examples every time; LLMTAILOR_HYPOTHESIS=random looks for new ones. A busy machine is no failure.
-settings.register_profile("same", derandomize=True, deadline=None)
-settings.register_profile("random", deadline=None)
-settings.load_profile(os.environ.get("LLMTAILOR_HYPOTHESIS", "same"))
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked long too")
@@ -50,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.argv = config.workerinput["mainargv"]
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The same examples every time; LLMTAILOR_HYPOTHESIS=random looks for new ones. A busy machine is no failure.
+    count = 100 if config.getoption("--all") else 50
+    settings.register_profile("same", derandomize=True, deadline=None, max_examples=count)
+    settings.register_profile("random", deadline=None)
+    settings.load_profile(os.environ.get("LLMTAILOR_HYPOTHESIS", "same"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

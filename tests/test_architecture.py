@@ -1,13 +1,18 @@
-"""Imports go one way, and the merge path stays light."""
+"""What holds of all of the package's code: imports go one way, the merge path stays light, messages decide nothing, and
+every refusal says where, what and how to mend it."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+
+from llmtailor.codes import Code
 
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
 BASE = {"codes", "errors", "findings", "documents", "timing", "balance", "model", "storage", "checkpoint"}
@@ -59,24 +64,34 @@ MAY_BE_HEAVY = {"training", "saving", "integrations"}
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "mergekit"}
 
 
-def modules():
-    return sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+Nodes = dict[str, list[ast.AST]]
+"""File in the package -> all nodes of its tree"""
 
 
-def imports(path: Path) -> set[str]:
+@pytest.fixture(scope="module")
+def package() -> Nodes:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): nodes_of(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def nodes_of(source: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(source))]
+
+
+def imports(nodes: Iterable[ast.AST]) -> set[str]:
     """Every module that a file imports, wherever in it."""
     found = set()
-    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0 and node.module, "a relative import"
             found.add(node.module)
     return found
 
 
-def may_import(path: Path, module: str) -> bool:
-    room = path.parts[0].removesuffix(".py")
+def may_import(path: str, module: str) -> bool:
+    room = path.split("/")[0].removesuffix(".py")
     if room in ("__init__", "__main__"):
         return True
     top, *below = module.split(".")
@@ -85,32 +100,27 @@ def may_import(path: Path, module: str) -> bool:
     return top not in HEAVY or room in MAY_BE_HEAVY
 
 
-def test_rooms_import_only_what_they_may():
-    assert len(modules()) > 50
-    wrong = [f"{path}: {module}" for path in modules() for module in imports(path) if not may_import(path, module)]
-    assert not wrong
+def test_rooms_import_only_what_they_may(package):
+    assert len(package) > 50
+    pairs = [(path, module) for path, nodes in package.items() for module in imports(nodes)]
+    assert not [f"{path}: {module}" for path, module in pairs if not may_import(path, module)]
 
 
 SHARED = {"common", "deepspeed_common"}
 """What formats share; a format imports no other one."""
 
 
-def folders_of_formats() -> dict[str, set[str]]:
-    """The folders in formats/, and which of them each imports."""
+def test_formats_know_each_other_only_through_what_they_share(package):
     found: dict[str, set[str]] = {}
-    for path in modules():
-        if path.parts[0] == "formats" and len(path.parts) == 3:
-            parts = [module.split(".") for module in imports(path)]
+    for path, nodes in package.items():
+        if path.startswith("formats/") and path.count("/") == 2:
+            parts = [module.split(".") for module in imports(nodes)]
             folders = {names[2] for names in parts if names[:2] == ["llmtailor", "formats"] and len(names) > 2}
-            found.setdefault(path.parts[1], set()).update(folders)
-    return {folder: imported & found.keys() - {folder} for folder, imported in found.items()}
-
-
-def test_formats_know_each_other_only_through_what_they_share():
-    found = folders_of_formats()
+            found.setdefault(path.split("/")[1], set()).update(folders)
+    others = {folder: (imported & found.keys()) - {folder} for folder, imported in found.items()}
     assert found.keys() > SHARED
-    assert not {folder: others for folder, imported in found.items() if (others := imported - SHARED)}
-    assert found["common"] == set()  # so there is no circle
+    assert not {folder: more for folder, imported in others.items() if (more := imported - SHARED)}
+    assert others["common"] == set()  # so there is no circle
 
 
 def modules_in_circles(imported_by: dict[str, set[str]]) -> set[str]:
@@ -121,13 +131,12 @@ def modules_in_circles(imported_by: dict[str, set[str]]) -> set[str]:
     return set(waiting)
 
 
-def test_no_modules_import_each_other():
-    names = {path: ".".join(path.with_suffix("").parts).removesuffix("__init__").rstrip(".") for path in modules()}
+def test_no_modules_import_each_other(package):
+    names = {path: path[:-3].replace("/", ".").removesuffix("__init__").rstrip(".") for path in package}
     known = {f"llmtailor.{name}": name for name in names.values() if name}
     found: dict[str, set[str]] = {}
     for path, name in names.items():
-        tree = ast.parse((PACKAGE / path).read_text())
-        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        froms = [node for node in package[path] if isinstance(node, ast.ImportFrom) and node.module]
         pairs = [(node.module, f"{node.module}.{alias.name}") for node in froms for alias in node.names]
         found[name] = {known[one] for pair in pairs for one in [pair[pair[1] in known]] if one in known} - {name}
     assert not modules_in_circles(found)
@@ -146,41 +155,268 @@ def test_a_circle_would_be_seen():
     ],
 )
 def test_such_imports_would_be_seen(path, module):
-    assert not may_import(Path(path), module)
+    assert not may_import(path, module)
 
 
 def test_files_can_be_read_in_one_sitting():
-    assert not [path for path in modules() if len((PACKAGE / path).read_text().splitlines()) > 800]
+    assert not [path for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 800]
 
 
-def loaded_by(program: str) -> set[str]:
-    code = f"import sys\n{program}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+LIGHT = [
+    # what is done, one after another in one process; what is imported by then, and what is not
+    ("from click.testing import CliRunner; from llmtailor.cli.main import cli; "
+     "assert CliRunner().invoke(cli, ['--help']).exit_code == 0",
+     set(), HEAVY | {"numpy", "yaml", "rich", "isal", "safetensors", "jinja2", "email"}),
+    ("import llmtailor.policies, llmtailor.checkpoint.lineage, llmtailor.recipe",
+     set(), HEAVY | {"numpy", "yaml", "isal", "safetensors"}),
+    # a merge without casts
+    ("import llmtailor.cli.merge, llmtailor.cli.tables, llmtailor.compose.write",
+     {"yaml"}, HEAVY | {"safetensors", "numpy", "email"}),
+    # all of the merge path
+    ("import llmtailor.cli.options, llmtailor.compose.write, llmtailor.verify.inspect, llmtailor.cli.tables, "
+     "llmtailor.runs.thin, llmtailor.runs.gc, llmtailor.runs.simulate, llmtailor.report.page",
+     {"numpy", "yaml"}, HEAVY | {"safetensors", "jinja2"}),
+]  # fmt: skip
 
 
-def test_help_imports_nothing_that_takes_time():
-    loaded = loaded_by(
-        "from click.testing import CliRunner; from llmtailor.cli.main import cli; "
-        "assert CliRunner().invoke(cli, ['--help']).exit_code == 0"
-    )
-    assert not loaded & (HEAVY | {"numpy", "yaml", "rich", "isal", "safetensors", "jinja2"})
+def test_what_needs_no_framework_imports_none():
+    show = "print(*{name.split('.')[0] for name in sys.modules})"
+    code = "\n".join(["import sys", *(line for program, *_ in LIGHT for line in (program, show))])
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    for (program, wanted, unwanted), line in zip(LIGHT, done.stdout.splitlines(), strict=True):
+        loaded = set(line.split())
+        assert wanted <= loaded and not loaded & unwanted, program
 
 
-def test_the_merge_path_imports_no_framework():
-    loaded = loaded_by(
-        "import llmtailor.cli.options, llmtailor.compose.write, llmtailor.verify.inspect, llmtailor.cli.tables, "
-        "llmtailor.runs.thin, llmtailor.runs.gc, llmtailor.runs.simulate, llmtailor.report.page"
-    )
-    assert {"numpy", "yaml"} <= loaded
-    assert not loaded & (HEAVY | {"safetensors", "jinja2"})
+# --- what decides ----------------------------------------------------------------------------------------------------
+
+TEXTS = {"where", "what", "fix"}
+MAY_READ_TEXT = {
+    "'os error' not in str(error)": "tokenizers reports the system error only in the text of a bare Exception",
+    "problem.what.split(' ')": "lists for people fold problems that differ in one word; nothing else depends on that",
+    "word in problem.fix": "the same",
+}
+"""Expressions that read a text, and why"""
+ASKING = {"startswith", "endswith", "removeprefix", "removesuffix", "split", "partition", "rpartition", "find", "index"}
 
 
-def test_a_merge_without_casts_imports_no_numpy():
-    loaded = loaded_by("import llmtailor.cli.merge, llmtailor.cli.tables, llmtailor.compose.write")
-    assert "yaml" in loaded
-    assert not loaded & (HEAVY | {"safetensors", "numpy", "email"})
+def is_text(node: ast.AST) -> bool:
+    """Whether this is a problem's text, or all texts of an error at once: ``x.what``, ``x["what"]``, ``str(error)``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in TEXTS
+    if isinstance(node, ast.Name):
+        return node.id == "where"
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Constant) and node.slice.value in TEXTS
+    is_str = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str"
+    return is_str and isinstance(node.args[0], ast.Name) and node.args[0].id in ("error", "problem", "finding")
 
 
-def test_policies_need_nothing_but_the_standard_library():
-    loaded = loaded_by("import llmtailor.policies, llmtailor.checkpoint.lineage, llmtailor.recipe")
-    assert not loaded & (HEAVY | {"numpy", "yaml", "isal", "safetensors"})
+def decides(node: ast.AST) -> bool:
+    """Whether a text is compared, searched, cut up, or made the key that something is looked up by."""
+    if isinstance(node, ast.Compare):
+        return any(is_text(side) for side in (node.left, *node.comparators))
+    if isinstance(node, ast.SetComp):
+        return is_text(node.elt)
+    if isinstance(node, ast.DictComp):
+        return is_text(node.key)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        is_regex = node.func.attr in ("match", "fullmatch", "search") and any(map(is_text, node.args))
+        return is_regex or (node.func.attr in ASKING and is_text(node.func.value))
+    return False
+
+
+def test_nothing_is_decided_by_the_text_of_a_message(package):
+    found = [(path, ast.unparse(node)) for path, nodes in package.items() for node in nodes if decides(node)]
+    assert not [f"{path}: {text}" for path, text in found if text not in MAY_READ_TEXT]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "problem.where.removeprefix(name)",
+        "where.removesuffix(path)",
+        "finding.what in told",
+        "one.where == name",
+        "{notice.what for notice in notices}",
+        'notice["where"] == SPLIT',
+        '"missing" in str(error)',
+        "re.match(pattern, problem.what)",
+    ],
+)
+def test_such_decisions_would_be_seen(source):
+    assert decides(ast.parse(source, mode="eval").body)
+
+
+def test_every_finding_has_a_code(package):
+    made = [(path, node) for path, nodes in package.items() for node in calls(nodes) if node.func.id == "Finding"]
+    assert len(made) > 10
+    assert not [
+        f"{path}: {ast.unparse(node)}"
+        for path, node in made
+        if len(node.args) <= 3 and not any(word.arg == "code" for word in node.keywords)
+    ]
+
+
+def calls(nodes: Iterable[ast.AST]) -> list[ast.Call]:
+    """Calls of something by its bare name"""
+    return [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+
+
+def test_codes_are_written_alike():
+    for code in Code:
+        assert code.value == code.name.lower().replace("_", "-")
+        assert code.meaning
+
+
+FORM_WORDS = {"stage", "is_partial", "variant"}
+FORM_FUNCTIONS = {"is_partial", "looks_partial", "is_plain"}
+MAY_ASK_FOR_THE_FORM = {
+    "compose/plan.py": "--stage names one; a partial base has its output in the run's folder, elastic is no base",
+    "runs/folder.py": "a partial checkpoint without its manifest is an unfinished save",
+    "runs/prune.py": "thin turns full checkpoints into partial ones",
+    "runs/gc.py": "steps count with full checkpoints, and with partial ones alone",
+    "runs/scan.py": "a partial checkpoint builds on others, and needs no stock resume",
+    "salvage/plan.py": "a full checkpoint needs no salvage; a file's checksum does not say which states it costs",
+    "saving/deepspeed.py": "a live DeepSpeed engine cuts by its stage",
+    "verify/values.py": "partial checkpoints have checksums of other files, and may lack what is zero elsewhere",
+    "verify/verify.py": "no stock resume reads a partial checkpoint, so it is judged as a source",
+}
+"""The files outside of formats/ and loaders/ that ask for a stage, or whether something is partial or plain, and why"""
+
+
+def asks_for_the_form(nodes: Iterable[ast.AST]) -> bool:
+    for node in nodes:
+        tests: list[ast.expr] = []
+        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+            tests = [node.test]
+        elif isinstance(node, ast.comprehension):
+            tests = node.ifs
+        elif isinstance(node, (ast.Compare, ast.BoolOp)):
+            tests = [node]
+        for inner in (inner for test in tests for inner in ast.walk(test)):
+            if isinstance(inner, ast.Attribute) and inner.attr in FORM_WORDS:
+                return True
+            if isinstance(inner, ast.Name) and inner.id in FORM_FUNCTIONS:
+                return True
+    return False
+
+
+def test_few_ask_for_the_form_of_a_checkpoint(package):
+    rooms = ("formats", "loaders", "checkpoint")
+    outside = {path: nodes for path, nodes in package.items() if path.split("/")[0] not in rooms}
+    found = {path for path, nodes in outside.items() if asks_for_the_form(nodes)}
+    assert found == MAY_ASK_FOR_THE_FORM.keys() and len(found) <= 12
+
+
+@pytest.mark.parametrize(
+    "source", ["1 if index.stage else 2", "[x for x in y if x.is_partial]", "is_plain(root) and z"]
+)
+def test_such_questions_would_be_seen(source):
+    assert asks_for_the_form(nodes_of(source))
+
+
+MOST_CALLS = {
+    "names of parts are parsed": ({"Part"}, "model", 13),
+    "paths are asked whether they are in a store": ({"RemotePath"}, "storage", 15),
+}
+"""What is asked in too many places -> the functions, or the class that ``isinstance`` is called with; the room that may
+call them freely, and the most calls elsewhere.
+The numbers may only fall: lower one when you remove a call."""
+
+
+@pytest.mark.parametrize("what", MOST_CALLS)
+def test_what_is_asked_in_too_many_places_gets_no_more(package, what):
+    names, room, most = MOST_CALLS[what]
+    outside = [node for path, nodes in package.items() if path.split("/")[0] != room for node in calls(nodes)]
+    asked = [ast.unparse(node.args[-1]) if node.func.id == "isinstance" else node.func.id for node in outside]
+    assert len([name for name in asked if name in names]) == most
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+NOWHERE = {
+    "cli/main.py": "an interrupt, or a bug: there is no place to name",
+    "ranks/board.py": "an interrupt, or a bug: there is no place to name",
+    "engine/pool.py": "an interrupt has no place",
+}
+"""Files that may leave ``where`` empty in as many words, and why"""
+
+
+def refusals(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, dict[str, ast.expr]]]:
+    """Yield line and fields of each `Problem`, `Finding`, ``SomeError.at``, `damaged` (which knows the fix) and
+    `SelectorError` (whose place its caller knows) that is made."""
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        fields = ("where", "what", "fix")
+        match node.func:
+            case ast.Name(id="Problem" | "Finding"):
+                pass
+            case ast.Name(id="SelectorError"):
+                fields = ("what", "fix")
+            case ast.Name(id="damaged"):
+                fields = ("where", "what")
+            case ast.Attribute(attr="at", value=ast.Name(id=name)) if name[0].isupper() or name == "cls":
+                pass
+            case _:
+                continue
+        named = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        found = dict(zip(fields, node.args, strict=False)) | named
+        yield node.lineno, {field: found.get(field, ast.Constant("")) for field in fields}
+
+
+def lacking(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
+    return [
+        (line, field)
+        for line, fields in refusals(nodes)
+        for field, value in fields.items()
+        if isinstance(value, ast.Constant) and not str(value.value or "").strip()
+    ]
+
+
+def test_every_refusal_says_where_what_and_how_to_mend_it(package):
+    found = {(path, *one) for path, nodes in package.items() for one in lacking(nodes)}
+    allowed = {one for one in found if one[0] in NOWHERE and one[2] == "where"}
+    assert not [f"{path}:{line}: no {field}" for path, line, field in sorted(found - allowed)]
+    assert {path for path, *_ in allowed} == NOWHERE.keys(), "a file that needs no exception any more"
+    assert sum(1 for nodes in package.values() for _ in refusals(nodes)) > 400
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("SourceError.at(path, 'damaged')", [(1, "fix")]),
+        ("Problem(where='x', what=f'{x}', fix=' ')", [(1, "fix")]),
+        ("Finding('', what, fix, ERROR)", [(1, "where")]),
+        ("SelectorError(what)", [(1, "fix")]),
+        ("damaged('', what, Code.TIED)", [(1, "where")]),
+        ("folder.at(step); Problem(where, what, fix)", []),
+    ],
+)
+def test_such_refusals_would_be_seen(source, expected):
+    assert lacking(nodes_of(source)) == expected
+
+
+MAY_BE_REMOVED = {
+    "cli/run.py": "a file that the command itself made: a shell removes it",
+    "compose/write.py": "an unfinished merge: its bytes are those of the sources",
+    "engine/staging.py": "the same, and the mark of a process that is dead",
+    "recipe/resolve.py": "an entry of a recipe",
+    "recipe/strategies.py": "a line of a map",
+    "training.py": "an entry of a config",
+    **dict.fromkeys(("cli/thin.py", "cli/main.py", "runs/gc.py"), "what a command does"),
+    **dict.fromkeys(("salvage/replace.py", "storage/remote.py"), "what has failed"),
+}
+"""Files that say ``remove`` to users, and what is meant"""
+
+
+def test_no_text_says_to_remove_a_file_that_may_be_the_only_copy(package):
+    words = re.compile(r"\b(?:remove|delete|rm)\b")
+    found = set()
+    for path, nodes in package.items():
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        texts = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings]
+        if any(isinstance(node.value, str) and words.search(node.value) for node in texts):
+            found.add(path)
+    assert found <= MAY_BE_REMOVED.keys()

@@ -16,13 +16,19 @@ import llmtailor
 from faults.driver import Server
 from faults.scene import RECIPE, Scene, contents
 from helpers.checkpoints import make
+from helpers.composing import convert, merge
 from llmtailor.checkpoint.layout import Cast, Copy
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import bytes_to_move, write
 from llmtailor.engine import pool, streams
 from llmtailor.engine import staging as space
 from llmtailor.engine.staging import peek
 from llmtailor.errors import Interrupted, SourceError, StorageError
+from llmtailor.model.parts import Part
+from llmtailor.model.roles import EXP_AVG, MASTER, State
+from salvage.damage import flip
+from thin.scene import save_partial
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +94,8 @@ def test_what_is_there_is_checked_and_not_written_again(left):
 
 
 def test_a_long_file_is_kept_up_to_the_last_mark(left):
+    left.reset()
+    interrupt(left, 150)  # late enough for a file with several marks, however two writers take turns
     path, marks = max(peek(left.out).marks.items(), key=lambda one: len(one[1]))
     assert len(marks) > 1
     os.truncate(left.staging / "out" / path, marks[-2].num_bytes + 3)
@@ -338,3 +346,51 @@ def test_the_space_that_an_earlier_run_takes_counts_as_free(run, monkeypatch):
     with pytest.raises(StorageError, match="bytes are needed"):
         write(composition)
     assert not (run / "out").exists()
+
+
+# ``--checksum`` compares what it reads with what the sources state: a bit that a disk has flipped is not copied on
+
+PARAM = State("model.layers.1.mlp.up_proj.weight", EXP_AVG)
+PARTS = tuple(map(Part, ("embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head")))
+
+
+def stock(root: Path) -> Path:
+    return make(root, 100)
+
+
+def without_deepspeed(root: Path) -> Path:
+    """A composite; weights and masters are one file that only its llmtailor.json has a checksum of."""
+    return convert(stock(root), root / "checkpoint-plain", stage=0)
+
+
+def partial(root: Path) -> Path:
+    save_partial(root / "run", stock(root), PARTS, Ledger("saver"))
+    return root / "run" / "partial" / "step-00000100"
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "told"),
+    [
+        (stock, PARAM, r"optim_states\.pt: .*data/\d+ does not match its checksum"),
+        (without_deepspeed, PARAM, r"optimizer\.pt: .*data/\d+ does not match its checksum"),
+        (without_deepspeed, State(PARAM.param, MASTER), r"model\.safetensors: the file does not match its checksum"),
+        (partial, PARAM, r"rank-0000\d-of-00002\.safetensors: the file does not match its checksum"),
+    ],
+)
+def test_a_flipped_bit_is_refused(tmp_path, kind, state, told):
+    source = kind(tmp_path)
+    merge(source, tmp_path / "sound", checksum=True)
+    flip(source, state, 5)
+    with pytest.raises(SourceError, match=told) as caught:
+        merge(source, tmp_path / "out", checksum=True)
+    assert "verify --deep" in caught.value.problems[0].fix
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.llmtailor-staging").exists()
+
+
+def test_a_composites_small_files_may_be_changed_on_purpose(tmp_path):
+    source = without_deepspeed(tmp_path)
+    path = source / "trainer_state.json"
+    path.write_text(path.read_text().replace('"epoch"', '"epoch" '))
+    merge(source, tmp_path / "out", checksum=True)
+    assert (tmp_path / "out" / "trainer_state.json").read_text() == path.read_text()

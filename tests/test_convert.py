@@ -18,20 +18,15 @@ import oracle.any
 from helpers.cases import every, examples
 from helpers.checkpoints import SMALL, make
 from helpers.commands import call
+from helpers.composing import convert
 from helpers.strategies import shapes
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.model.roles import MASTER
-from llmtailor.recipe import Recipe
 from oracle import zero3
 from synthetic import pickled_as_deepspeed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
-
-
-def convert(source: Path, out: Path, **options) -> Path:
-    llmtailor.merge(Recipe("convert", "", source, (), None, None), out, llmtailor.Options(**options))
-    return out
 
 
 @pytest.mark.parametrize("stage", every(2, [1, 2, 3]))
@@ -41,7 +36,7 @@ def test_weights_of_another_dtype_are_rounded_once_from_the_masters(tmp_path, st
     for number, dtype in enumerate([torch.float16, torch.float32, torch.bfloat16, torch.float16]):
         out = tmp_path / str(number)
         told = {torch.float16: "F16", torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
-        llmtailor.merge(Recipe("x", "", at, (), told, None), out)
+        convert(at, out, dtype=told)
         with pickled_as_deepspeed():
             masters = oracle.any.load(out).kind(MASTER)
         weights = load_file(out / "model.safetensors")
@@ -100,9 +95,9 @@ def test_through_the_plain_trainers_form_and_back(tmp_path, tied):
     masters = load(source).kind(MASTER)
     assert weights.keys() == masters.keys()
     assert all(torch.equal(weights[name], masters[name]) for name in masters)
-    recipe = Recipe("back", "", convert(plain, tmp_path / "again", groups="layer"), (), "BF16", None)
-    llmtailor.merge(recipe, tmp_path / "two", llmtailor.Options(world_size=3, stage=2, groups="default"))
-    back = load(convert(tmp_path / "two", tmp_path / "back", world_size=2, stage=3))
+    again = convert(plain, tmp_path / "again", groups="layer")
+    two = convert(again, tmp_path / "two", dtype="BF16", world_size=3, stage=2, groups="default")
+    back = load(convert(two, tmp_path / "back", world_size=2, stage=3))
     wanted = load(source)
     assert back.flat_ids == wanted.flat_ids
     assert back.steps == wanted.steps
@@ -114,9 +109,8 @@ def test_through_the_plain_trainers_form_and_back(tmp_path, tied):
 
 
 def test_plain_checkpoints_refuse_to_be_rounded(tmp_path):
-    recipe = Recipe("x", "", make(tmp_path, 100), (), "BF16", None)
     with pytest.raises(llmtailor.TailorError, match="lose what was trained"):
-        llmtailor.merge(recipe, tmp_path / "out", llmtailor.Options(stage=0))
+        convert(make(tmp_path, 100), tmp_path / "out", dtype="BF16", stage=0)
     assert not (tmp_path / "out").exists()
 
 

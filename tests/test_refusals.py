@@ -1,94 +1,58 @@
-"""Every refusal in the package says where, what and how to mend it."""
+"""What problems and findings hold, and which errors of an output are known from its sources."""
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 
-PACKAGE = Path(__file__).parents[1] / "llmtailor"
-NOWHERE = {
-    "cli/main.py": "an interrupt, or a bug: there is no place to name",
-    "ranks/board.py": "an interrupt, or a bug: there is no place to name",
-    "engine/pool.py": "an interrupt has no place",
-}
-"""Files that may leave ``where`` empty in as many words, and why"""
+import pytest
 
-
-def modules() -> list[Path]:
-    return sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+from helpers.checkpoints import edit, make, optim_states
+from llmtailor.codes import Code
+from llmtailor.compose.plan import plan_merge
+from llmtailor.compose.write import write
+from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
+from llmtailor.findings import ERROR, NOTE, Finding
+from llmtailor.recipe import Recipe
 
 
-def refusals(source: str) -> Iterator[tuple[int, dict[str, ast.expr]]]:
-    """Yield line and fields of each `Problem`, `Finding`, ``SomeError.at``, `damaged` (which knows the fix) and
-    `SelectorError` (whose place its caller knows) that is made."""
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call):
-            continue
-        fields = ("where", "what", "fix")
-        match node.func:
-            case ast.Name(id="Problem" | "Finding"):
-                pass
-            case ast.Name(id="SelectorError"):
-                fields = ("what", "fix")
-            case ast.Name(id="damaged"):
-                fields = ("where", "what")
-            case ast.Attribute(attr="at", value=ast.Name(id=name)) if name[0].isupper() or name == "cls":
-                pass
-            case _:
-                continue
-        named = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-        found = dict(zip(fields, node.args, strict=False)) | named
-        yield node.lineno, {field: found.get(field, ast.Constant("")) for field in fields}
+def test_a_finding_keeps_the_code_and_the_path_of_its_problem():
+    error = SourceError.at(PathIn("run/checkpoint-4", "latest"), "the file is missing", "copy it", Code.FILE_MISSING)
+    finding = Finding.of(error.problems[0], ERROR)
+    assert (finding.code, finding.path, finding.severity) == (Code.FILE_MISSING, "latest", ERROR)
+    assert finding.problem == error.problems[0]
+    assert finding.to_json() == {
+        "severity": "error",
+        "code": "file-missing",
+        "where": "run/checkpoint-4/latest",
+        "path": "latest",
+        "what": "the file is missing",
+        "fix": "copy it",
+    }
 
 
-def lacking(source: str) -> list[tuple[int, str]]:
-    return [
-        (line, field)
-        for line, fields in refusals(source)
-        for field, value in fields.items()
-        if isinstance(value, ast.Constant) and not str(value.value or "").strip()
-    ]
+def test_what_concerns_the_whole_checkpoint_has_no_path():
+    assert Problem("run/checkpoint-4", "it is odd").path is None
+    assert Finding("run/checkpoint-4", "it is odd", "", Code.OTHER, NOTE).to_json()["path"] is None
 
 
-def test_every_refusal_says_where_what_and_how_to_mend_it():
-    found = {(str(path), *one) for path in modules() for one in lacking((PACKAGE / path).read_text(encoding="utf-8"))}
-    allowed = {one for one in found if one[0] in NOWHERE and one[2] == "where"}
-    assert not [f"{path}:{line}: no {field}" for path, line, field in sorted(found - allowed)]
-    assert {path for path, *_ in allowed} == NOWHERE.keys(), "a file that needs no exception any more"
-
-
-def test_the_test_sees_them():
-    assert sum(1 for path in modules() for _ in refusals((PACKAGE / path).read_text(encoding="utf-8"))) > 400
-    assert lacking("SourceError.at(path, 'damaged')") == [(1, "fix")]
-    assert lacking("Problem(where='x', what=f'{x}', fix=' ')") == [(1, "fix")]
-    assert lacking("Finding('', what, fix, ERROR)") == [(1, "where")]
-    assert lacking("SelectorError(what)") == [(1, "fix")]
-    assert lacking("damaged('', what, Code.TIED)") == [(1, "where")]
-    assert not lacking("folder.at(step); Problem(where, what, fix)")
-
-
-MAY_BE_REMOVED = {
-    "cli/run.py": "a file that the command itself made: a shell removes it",
-    "compose/write.py": "an unfinished merge: its bytes are those of the sources",
-    "engine/staging.py": "the same, and the mark of a process that is dead",
-    "recipe/resolve.py": "an entry of a recipe",
-    "recipe/strategies.py": "a line of a map",
-    "training.py": "an entry of a config",
-    **dict.fromkeys(("cli/thin.py", "cli/main.py", "runs/gc.py"), "what a command does"),
-    **dict.fromkeys(("salvage/replace.py", "storage/remote.py"), "what has failed"),
-}
-"""Files that say ``remove`` to users, and what is meant"""
-
-
-def test_no_text_says_to_remove_a_file_that_may_be_the_only_copy():
-    words = re.compile(r"\b(?:remove|delete|rm)\b")
-    found = set()
-    for path in modules():
-        tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
-        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-        constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in texts)
-        if any(isinstance(node.value, str) and words.search(node.value) for node in constants):
-            found.add(str(path))
-    assert found <= MAY_BE_REMOVED.keys()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_an_output_is_known_only_if_the_same_file_of_a_source_has_it(tmp_path, rank):
+    """Also among the shards: that another rank's file has it says nothing about this one."""
+    base = make(tmp_path, 100)
+    for one in (0, 1):
+        edit(optim_states(base, one), lambda tree: tree["optimizer_state_dict"].update(dynamic_loss_scale="yes"))
+    composition = plan_merge(Recipe("recipe", "", base, (), None, None), tmp_path / "out")
+    report = composition.report
+    errors = [one for one in report.notices if isinstance(one, Finding) and one.severity == ERROR]
+    paths = [optim_states(base, one).relative_to(base).as_posix() for one in (0, 1)]
+    assert [one.path for one in errors] == paths
+    notice = errors[0]
+    moved = replace(notice, where=PathIn("checkpoint-100", paths[rank]))
+    notices = tuple(moved if one is notice else one for one in report.notices)
+    known = replace(composition, report=replace(report, notices=notices))
+    if rank == 0:
+        write(known)
+        return
+    with pytest.raises(VerificationError) as caught:
+        write(known)
+    assert [(one.path, one.code) for one in caught.value.problems] == [(paths[0], notice.code)]

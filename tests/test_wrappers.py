@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers.cases import mostly_long
 from helpers.checkpoints import SMALL, make
+from helpers.commands import call
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.formats.registry import display_name
+from thin.scene import save_partial
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 OURS = {
@@ -32,18 +36,23 @@ def run(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="module")
-def partial_run(tmp_path_factory):
-    """A run that saved parts of its model at steps 2, 4 and 6, and nothing else."""
-    from saving.loop import Loop
-
-    root = tmp_path_factory.mktemp("partial-run")
-    Loop(root, hidden=8, layers=4, policy="parity").trained(3, 2)
-    return root
+@pytest.fixture
+def stub(tmp_path, monkeypatch) -> Callable[[], list[list[str]]]:
+    """Stands for llmtailor, and ends by the codes in ``CODES``, in turn; returns the words of its calls."""
+    program, calls = tmp_path / "llmtailor-stub", tmp_path / "stub-calls"
+    program.write_text(
+        "#!/usr/bin/env bash\n"
+        f'printf "%q " "$@" >>"{calls}"; echo >>"{calls}"\n'
+        f'read -r -a codes <<<"${{CODES:-0}}"; number=$(wc -l <"{calls}")\n'
+        'exit "${codes[number - 1]:-${codes[-1]}}"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("LLMTAILOR", str(program))
+    return lambda: [shlex.split(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
 
 def start(script: str, *arguments: str, code: int = 0, **variables: object) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in OURS}
+    environment = {key: value for key, value in os.environ.items() if key not in OURS - {"LLMTAILOR"}}
     environment |= {key: str(value) for key, value in variables.items()}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     done = subprocess.run([str(SCRIPTS / script), *arguments], env=environment, capture_output=True, text=True)
@@ -63,53 +72,49 @@ def test_a_recipe(run, tmp_path):
     assert (out / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("config", mostly_long([None, "made recipe.yaml"], "made recipe.yaml"))
-def test_the_update_log(run, tmp_path, config):
+@pytest.mark.parametrize("config", [None, "made recipe.yaml"])
+def test_the_update_log(run, tmp_path, stub, config):
     out = tmp_path / "out"
     variables = {"CONFIG_YML": tmp_path / config} if config else {}
     start(
         "start_merge.sh", OUTPUT_PATH=out, CHECKPOINT_PATH=run, LAYER_WISE_CHECKPOINT_JSON=run / "flags.jsonl",
         FAILURE_STEP=30, TOTAL_LAYERS=4, BASE_CHECKPOINT=run / "checkpoint-10", COPY_TOKENIZER=0, **variables,
     )  # fmt: skip
+    assert [words[0] for words in stub()] == ["recipe", "merge"][not config :]
+    for words in stub():
+        call(*words)
     assert steps(out) == [10, 30, 30, 20, 20, 30, 10]
     assert not (out / "tokenizer.json").exists()
-    if config:
-        assert "base_model" in (tmp_path / config).read_text()
 
 
-def test_a_runs_folder(run, tmp_path):
+def test_a_runs_folder(run, tmp_path, stub):
     out = tmp_path / "out"
     start("start_merge.sh", OUTPUT_PATH=out, CHECKPOINT_PATH=run, FAILURE_STEP=25, STRATEGY="parity")
+    [words] = stub()
+    call(*words)
     assert steps(out) == [20, 20, 10, 20, 10, 20, 20]
 
 
 @pytest.mark.parametrize(
-    ("variables", "code", "told"),
+    ("variables", "told"),
     [
-        ({"OUTPUT_PATH": None, "CONFIG_YML": "x"}, 2, "OUTPUT_PATH"),
-        ({}, 2, "CHECKPOINT_PATH"),
-        ({"LAYER_WISE_CHECKPOINT_JSON": "x", "CONFIG_YML": "x"}, 2, "CHECKPOINT_PATH"),
-        ({"LAYER_WISE_CHECKPOINT_JSON": "x", "CHECKPOINT_PATH": "x"}, 2, "FAILURE_STEP"),
-        ({"CONFIG_YML": "x", "COPY_TOKENIZER": "maybe"}, 2, "COPY_TOKENIZER"),
-        ({"CONFIG_YML": "x", "LLMTAILOR": "/nowhere/llmtailor"}, 2, "not installed"),
-        ({"CONFIG_YML": "/nowhere.yaml"}, 3, "nowhere.yaml"),
-        pytest.param({"CHECKPOINT_PATH": "/nowhere"}, 4, "the folder does not exist", marks=pytest.mark.long),
+        ({"OUTPUT_PATH": None, "CONFIG_YML": "x"}, "OUTPUT_PATH"),
+        ({}, "CHECKPOINT_PATH"),
+        ({"LAYER_WISE_CHECKPOINT_JSON": "x", "CONFIG_YML": "x"}, "CHECKPOINT_PATH"),
+        ({"LAYER_WISE_CHECKPOINT_JSON": "x", "CHECKPOINT_PATH": "x"}, "FAILURE_STEP"),
+        ({"CONFIG_YML": "x", "COPY_TOKENIZER": "maybe"}, "COPY_TOKENIZER"),
+        ({"CONFIG_YML": "x", "LLMTAILOR": "/nowhere/llmtailor"}, "not installed"),
     ],
 )
-def test_exit_codes(tmp_path, variables, code, told):
+def test_variables_that_are_missing_or_off(tmp_path, stub, variables, told):
     given = {"OUTPUT_PATH": tmp_path / "out", **variables}
-    result = start("start_merge.sh", code=code, **{key: value for key, value in given.items() if value is not None})
-    assert told in result.stderr
-    assert not (tmp_path / "out").exists()
+    result = start("start_merge.sh", code=2, **{key: value for key, value in given.items() if value is not None})
+    assert told in result.stderr and not stub()
 
 
-def test_exit_codes_of_the_merge(run, tmp_path):
-    config = SCRIPTS.parent / "configs" / "parity.yaml"
-    variables = {"CONFIG_YML": config, "OUTPUT_PATH": tmp_path / "out"}
-    start("start_merge.sh", RUN=tmp_path, code=4, **variables)
-    (tmp_path / "out").mkdir()
-    start("start_merge.sh", RUN=run, code=6, **variables)
-    start("start_merge.sh", "--force", RUN=run, **variables)
+def test_further_arguments_and_the_exit_code_are_llmtailors(stub):
+    start("start_merge.sh", "--force", "-q", CONFIG_YML="r.yaml", OUTPUT_PATH="a b", NUM_GPU=3, CODES=6, code=6)
+    assert stub() == [["merge", "r.yaml", "a b", "--num-gpu", "3", "--force", "-q"]]
 
 
 TRAINING = """#!/usr/bin/env bash
@@ -145,11 +150,15 @@ def test_a_job_resumes_from_the_composite(run, tmp_path):
     assert steps(run / "checkpoint-30-merged") == [30, 30, 20, 30, 20, 30, 30]
 
 
-def test_a_requeued_job_goes_on_from_its_partial_checkpoints(partial_run, tmp_path):
-    _, calls = job(tmp_path, partial_run, NUM_GPU=1)
-    composite = display_name(partial_run / "checkpoint-6")
-    assert calls == [f"train.py --output_dir {partial_run} --resume_from_checkpoint {composite}"]
-    assert steps(partial_run / "checkpoint-6") == [6, 6, 4, 6, 4, 6, 4]
+def test_a_requeued_job_goes_on_from_its_partial_checkpoints(run, tmp_path):
+    odd, ledger = ["layer 1", "layer 3", "lm_head"], Ledger("saver")
+    even = ["embed_tokens", "layer 0", "layer 2", "norm"]
+    for step, parts in {10: odd + even, 20: odd, 30: even}.items():
+        ledger = save_partial(tmp_path / "run", run / f"checkpoint-{step}", parts, ledger)
+    _, calls = job(tmp_path, tmp_path / "run")
+    composite = tmp_path / "run" / "checkpoint-30"
+    assert calls == [f"train.py --output_dir {tmp_path}/run --resume_from_checkpoint {display_name(composite)}"]
+    assert steps(composite) == [30, 30, 20, 30, 20, 30, 20]
 
 
 def test_a_job_resumes_from_a_complete_checkpoint_as_it_is(run, tmp_path):
@@ -187,6 +196,16 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
 
 
+@pytest.mark.parametrize(
+    ("codes", "count", "code"),
+    [("137 9 8", 3, 8), ("9 0", 2, 0), ("8 4 0", 2, 4), ("0", 1, 0), ("130", 1, 130)],
+)
+def test_a_merge_is_started_again_if_a_rank_dies_or_the_disk_fails(stub, codes, count, code):
+    start("slurm_merge.sh", "convert", "a", "b", LAUNCH="env", ATTEMPTS=3, CODES=codes, code=code)
+    assert stub() == [["convert", "a", "b", "--distributed"]] * count
+
+
+@pytest.mark.long
 def test_a_job_merges_on_two_nodes_of_which_one_dies(run, tmp_path, monkeypatch):
     """What stands for srun starts two ranks, kills one of them the first time, and ends like srun."""
     monkeypatch.chdir(tmp_path)

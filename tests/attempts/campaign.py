@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from attempts.world import DAMAGE, Holding, World, read_full, step_of
@@ -136,4 +136,78 @@ def replace(world: World) -> None:
         assert read_full(copy) == read_full(out), world.story(result)
 
 
-ACTIONS = {thin: 1, gc: 2, rotate: 1, lose_full: 0.3, copy_away: 0.3, damage: 0.7, replace: 0.7}
+def roll_back(world: World) -> None:
+    """Give up the newest steps: compose an earlier one, and resume from it."""
+    steps = sorted({step_of(path) for path in world.own()})
+    if len(steps) > 1:
+        at = world.random.choice(steps[:-1])
+        if (source := world.compose(at)) is not None:
+            world.resume_from(source, step_of(source))
+
+
+def recover(world: World) -> None:
+    if (source := world.compose()) is not None:
+        world.resume_from(source, step_of(source))
+    elif not list(world.run.glob("partial/step-*[0-9]")):
+        world.start(None, 0, None)
+
+
+def resume_by_hand(world: World) -> None:
+    """From any full checkpoint that is there, also one of an attempt that was given up."""
+    full = [path for path in world.run.glob("checkpoint-*") if path.name[11:].isdigit()]
+    if full:
+        source = world.random.choice(sorted(full))
+        world.resume_from(source, step_of(source))
+
+
+def without_saver(world: World) -> None:
+    """Somebody resumes without the saver; the Trainer saves full checkpoints then."""
+    full = [path for path in world.own() if path.parent == world.run]
+    if full:
+        source = world.random.choice(sorted(full))
+        world.resume_from(source, step_of(source), with_saver=False)
+
+
+def bring_back(world: World) -> None:
+    """Somebody puts back, or copies, what was set aside or is old."""
+    aside = sorted([*world.run.glob("abandoned-checkpoint-*"), *world.run.glob("partial/step-*.abandoned")])
+    if aside:
+        source = world.random.choice(aside)
+        target = source.with_name(source.name.removeprefix("abandoned-").removesuffix(".abandoned"))
+        if target.name[-1].isdigit() and not target.exists():
+            source.rename(target)
+            world.note("bring_back", target.name)
+
+
+def go_on(world: World) -> None:
+    world.train(world.random.randint(1, 3))
+    if world.random.random() < 0.7:
+        world.save()
+    if world.random.random() < (0.2 if world.present.saver else 0.8):
+        world.save_full()
+
+
+Actions = dict[Callable[[World], object], float]
+SAVING: Actions = {
+    go_on: 10,
+    recover: 2,
+    roll_back: 3,
+    resume_by_hand: 1,
+    without_saver: 1,
+    bring_back: 1,
+    World.tear_a_save: 1,
+    World.compose: 3,
+}
+EVERYTHING: Actions = SAVING | {thin: 1, gc: 2, rotate: 1, lose_full: 0.3, copy_away: 0.3, damage: 0.7, replace: 0.7}
+"""What people do, and how often"""
+
+
+def play(world: World, moves: int, actions: Actions) -> None:
+    world.start(None, 0, None)
+    for _ in range(moves):
+        action = world.random.choices(list(actions), list(actions.values()))[0]
+        try:
+            action(world)
+        except Exception as error:
+            raise AssertionError(world.story(f"{action.__name__}: {error!r}")) from error
+    world.stop()

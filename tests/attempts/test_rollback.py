@@ -8,11 +8,9 @@ import shutil
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
+from attempts.campaign import EVERYTHING, SAVING, play
 from attempts.world import PARTS, World, read_full, step_of
-from helpers.cases import diagonal
+from helpers.cases import diagonal, mostly_long
 from helpers.commands import call, run_here
 from llmtailor.runs import scan as newest
 from llmtailor.saving import SaveFailed
@@ -263,3 +261,15 @@ def test_a_process_that_waits_sees_what_another_publishes_after_its_scan(world, 
     monkeypatch.setattr(newest, "plan_merge", late)
     found = newest.compose_newest(world.run, waits=True)
     assert published[0].is_new and (found.path, found.is_new) == (published[0].path, False)
+
+
+CASES = [*((seed, EVERYTHING) for seed in range(100, 104)), *((seed, SAVING) for seed in range(8))]
+
+
+@pytest.mark.parametrize("case", mostly_long(CASES, CASES[0]), ids=lambda case: str(case[0]))
+def test_no_history_mixes_attempts_or_loses_what_is_promised(tmp_path, case):
+    seed, actions = case
+    world = World(tmp_path / "run", seed)
+    play(world, 24, actions)
+    assert world.outputs
+    shutil.rmtree(tmp_path)

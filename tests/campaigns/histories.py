@@ -24,8 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("TQDM_DISABLE", "1")
 
-from attempts import campaign  # noqa: E402
-from attempts.test_histories import ACTIONS, play  # noqa: E402
+from attempts.campaign import EVERYTHING, play  # noqa: E402
 from attempts.world import World  # noqa: E402
 
 
@@ -42,7 +41,7 @@ def main() -> int:
         root = Path(tempfile.mkdtemp(prefix="llmtailor-histories-"))
         world = World(root / "run", seed)
         try:
-            play(world, options.moves, ACTIONS | campaign.ACTIONS)
+            play(world, options.moves, EVERYTHING)
         except AssertionError as error:
             print(f"history {seed} went wrong, in {root}:\n{error}")
             return 1

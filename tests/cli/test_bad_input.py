@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 
-import llmtailor
 from helpers.checkpoints import SMALL, edit, make, model_states, optim_states
 from helpers.commands import run_here
-from llmtailor.recipe import Recipe
+from helpers.composing import convert
+from llmtailor.cli.command import REMOVED
+from llmtailor.cli.main import cli
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - from: checkpoint-100\n    select: [odd]\n"
 
@@ -161,7 +163,7 @@ def without_zero(checkpoint: Path, rank: int) -> None:
 
 def of_another_stage(run: Path) -> None:
     other = run.parent / "other" / "checkpoint-100"
-    llmtailor.merge(Recipe("x", "", run / "checkpoint-100", (), None, None), other, llmtailor.Options(stage=2))
+    convert(run / "checkpoint-100", other, stage=2)
     shutil.copy(optim_states(other, 1), optim_states(run / "checkpoint-100", 1))
 
 
@@ -351,3 +353,36 @@ def test_usage(run):
         result = run_here(*arguments, cwd=run)
         assert result.returncode == 2
         assert "Traceback" not in result.stderr
+
+
+# --- an option that is gone is refused with what does its job now ----------------------------------------------------
+
+
+@pytest.mark.parametrize(("command", "option"), sorted(REMOVED))
+def test_what_was_removed_is_refused_with_what_to_do_instead(command, option, tmp_path):
+    result = run_here(command, *option.split(), cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        f"error: {option}: this option of llmtailor {command} was removed",
+        f"  fix: {REMOVED[command, option]}",
+    ]
+
+
+def test_nothing_that_is_there_counts_as_removed():
+    context = click.Context(cli)
+    for command, option in REMOVED:
+        name, *value = option.split()
+        found = cli.get_command(context, command)
+        assert found is not None
+        there = [one for one in found.get_params(context) if name in one.opts]
+        if value:
+            (choice,) = [one.type for one in there]
+            assert value[0] not in choice.choices
+        else:
+            assert not there
+
+
+def test_an_unknown_option_is_unknown(tmp_path):
+    result = run_here("thin", "run", "--never", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "No such option" in result.stderr

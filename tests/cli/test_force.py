@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-pytest.importorskip("torch")
-
 from helpers.checkpoints import make, optim_states
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli

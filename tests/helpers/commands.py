@@ -24,7 +24,7 @@ def run_here(*words: object, cwd: Path | None = None, env: Mapping[str, str] | N
     command = ["llmtailor", *map(str, words)]
     out, err = (TextIOWrapper(BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     code = 0
-    with redirect_stdout(out), redirect_stderr(err), mock.patch.object(sys, "argv", command), _as_it_was(cwd, env):
+    with redirect_stdout(out), redirect_stderr(err), mock.patch.object(sys, "argv", command), as_it_was(cwd, env):
         try:
             main()
         except SystemExit as end:
@@ -59,7 +59,7 @@ def on_terminal(*words: object) -> str:
 
 
 @contextmanager
-def _as_it_was(cwd: Path | None, env: Mapping[str, str] | None) -> Iterator[None]:
+def as_it_was(cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Iterator[None]:
     """Put back what a command changes in its process: the folder, the environment, a signal's handler, the log."""
     before, on_sigterm = Path.cwd(), signal.getsignal(signal.SIGTERM)
     logger = logging.getLogger("llmtailor")

@@ -43,11 +43,11 @@ def settings(port: int) -> dict[str, str]:
 
 
 class Proxy:
-    """Forwards connections. Every n-th long answer is cut off in its middle, every m-th connection is told to wait."""
+    """Relays connections; cuts one off whenever so many more bytes were answered; tells every m-th request to wait."""
 
     def __init__(self, port: int, cut_every: int = 0, busy_every: int = 0) -> None:
         self.upstream, self.cut_every, self.busy_every = port, cut_every, busy_every
-        self.connections = self.answers = self.cut = self.refused = 0
+        self.requests = self.answered = self.cut = self.refused = 0
         self.lock = threading.Lock()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
@@ -59,64 +59,33 @@ class Proxy:
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                client, _ = self.listener.accept()
-                threading.Thread(target=self._serve, args=[client], daemon=True).start()
+                client, server = self.listener.accept()[0], socket.create_connection(("127.0.0.1", self.upstream))
+                for relay in (self._ask, self._answer):
+                    threading.Thread(target=relay, args=[client, server], daemon=True).start()
 
-    def _serve(self, client: socket.socket) -> None:
-        with client, suppress(OSError), socket.create_connection(("127.0.0.1", self.upstream)) as server:
-            while request := self._request(client):
+    def _ask(self, client: socket.socket, server: socket.socket) -> None:
+        with client, server, suppress(OSError):
+            while request := client.recv(65536):  # which is as long as this here: only downloads are relayed
                 with self.lock:
-                    self.connections += 1
-                    is_busy = self.busy_every and self.connections % self.busy_every == 0
+                    self.requests += 1
+                    is_busy = self.busy_every and self.requests % self.busy_every == 0
                     self.refused += bool(is_busy)
                 if is_busy:
                     client.sendall(BUSY)
                     return
                 server.sendall(request)
-                if not self._answer(server, client):
+
+    def _answer(self, client: socket.socket, server: socket.socket) -> None:
+        with client, server, suppress(OSError):
+            while answer := server.recv(65536):
+                with self.lock:
+                    self.answered += len(answer)
+                    is_cut = self.cut_every and self.answered > self.cut_every * (self.cut + 1)
+                    self.cut += bool(is_cut)
+                client.sendall(answer[: len(answer) // 2] if is_cut else answer)
+                if is_cut:
+                    client.shutdown(socket.SHUT_RDWR)
                     return
-
-    def _request(self, client: socket.socket) -> bytes:
-        return read_message(client, is_answer=False)
-
-    def _answer(self, server: socket.socket, client: socket.socket) -> bool:
-        answer = read_message(server, is_answer=True)
-        head, _, body = answer.partition(b"\r\n\r\n")
-        with self.lock:
-            self.answers += len(body) > 1000
-            is_cut = self.cut_every and len(body) > 1000 and self.answers % self.cut_every == 0
-            self.cut += bool(is_cut)
-        client.sendall(answer[: len(head) + 4 + len(body) // 2] if is_cut else answer)
-        return not is_cut and bool(answer)
-
-
-def read_message(source: socket.socket, *, is_answer: bool) -> bytes:
-    """Return one HTTP message; what has no length ends with the connection."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        some = source.recv(65536)
-        if not some:
-            return data
-        data += some
-    head, _, body = data.partition(b"\r\n\r\n")
-    fields = {
-        name.strip().lower(): value.strip()
-        for name, _, value in (line.partition(b":") for line in head.split(b"\r\n")[1:])
-    }
-    if b"content-length" in fields:
-        wanted = int(fields[b"content-length"])
-        while len(body) < wanted:
-            some = source.recv(65536)
-            if not some:
-                break
-            body += some
-    elif fields.get(b"transfer-encoding") == b"chunked":
-        while not body.endswith(b"0\r\n\r\n") and not body.endswith(b"\r\n0\r\n\r\n"):
-            some = source.recv(65536)
-            if not some:
-                break
-            body += some
-    return head + b"\r\n\r\n" + body
 
 
 def environment(port: int) -> dict[str, str]:

@@ -234,7 +234,7 @@ def assignments(draw: st.DrawFn) -> tuple[ModelStructure, Assignment]:
     return structure, Assignment(draw(st.sampled_from(run)), source_of, reason, draw(st.text()))
 
 
-@settings(max_examples=examples(60, 300))
+@settings(max_examples=examples(30, 300))
 @given(case=assignments(), folder=st.sampled_from([None, "/w", "/w/a", "/w/b/c", "/far/away/from"]))
 def test_the_recipe_of_an_assignment_and_its_text_mean_the_same(case, folder):
     structure, assignment = case
@@ -358,6 +358,7 @@ def test_what_the_normal_form_can_not_say():
 
 
 @given(structure=structures(), data=st.data())
+@settings(max_examples=examples(40, 200))
 def test_any_choice_reads_back_from_its_normal_form(structure, data):
     source_of = {name: data.draw(st.sampled_from([BASE, A, B])) for name in structure.part_of}
     if structure.tied:

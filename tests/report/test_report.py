@@ -9,17 +9,19 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 import llmtailor
 from attempts.world import PARTS, World
+from helpers.cases import examples
 from helpers.commands import call, run_here
 from llmtailor.report import chart
+from llmtailor.report.gather import Attempt, Losses, RunFacts
+from llmtailor.report.page import page
+from llmtailor.runs.save_log import FailedSave, LoggedSave, SaveLog
 from llmtailor.runs.scan import compose_newest
 from report.parsing import Page
 
@@ -244,11 +246,12 @@ def test_attested_resumes(run):
     assert "script" not in page.tags
 
 
-def test_two_thousand_saves(run):
+def test_many_saves(run):
+    count = examples(400, 2000)
     parts = ["embed_tokens", *(f"layer {number}" for number in range(126)), "norm", "lm_head"]
     last = dict.fromkeys(parts, 0)
     with (run / "partial" / "saves.jsonl").open("w") as log:
-        for number in range(2000):
+        for number in range(count):
             saved = [part for at, part in enumerate(parts) if number == 0 or (at + number) % 4 == 0]
             last |= dict.fromkeys(saved, number)
             behind = {part: 50 * (number - last[part]) for part in parts}
@@ -259,9 +262,9 @@ def test_two_thousand_saves(run):
     page = report(run)
     assert (run.parent / "report.html").stat().st_size < 2_000_000
     assert page.table("part", "saves", "newest at step").column("part") == parts
-    assert "A bar stands for up to 20 saves" in page.text
-    assert "The newest 200 of 2,000 saves." in page.text
-    assert "at most 20 s" in page.text
+    assert f"A bar stands for up to {count // 100} saves" in page.text
+    assert f"The newest 200 of {count:,} saves." in page.text
+    assert f"at most {(count - 1) / 100:.3g} s" in page.text
 
 
 @pytest.mark.parametrize("ages", [range(50, 300, 50), [1], [1, 2, 3], [0.5, 7.5, 900], [0]])
@@ -271,3 +274,51 @@ def test_the_legend_says_which_ages_a_shade_has(ages):
     assert all(found[shade(age)][0] <= age <= found[shade(age)][1] for age in ages if age > 0)
     bounds = [bound for _, limits in sorted(found.items()) for bound in limits]
     assert bounds == sorted(bounds)
+
+
+# --- charts as they are drawn, not only written: needs a browser -----------------------------------------------------
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def facts() -> RunFacts:
+    """A run of 12 saves that was resumed at step 50."""
+    parts = ("embed_tokens", "layer 0", "layer 1", "norm")
+    saves = tuple(
+        LoggedSave(
+            step=10 * number,
+            parts={part: "in turn" for at, part in enumerate(parts) if number == 1 or (at + number) % 2},
+            num_bytes=1000 * number,
+            stall_s=0.01,
+            copy_s=1.0,
+            write_s=2.0,
+            publish_s=3.0,
+            drift={part: 1e-4 * (1 + at) * number for at, part in enumerate(parts)},
+            expected_loss={},
+            steps_behind={part: 0 if number == 1 or (at + number) % 2 else 10 for at, part in enumerate(parts)},
+        )
+        for number in range(1, 13)
+    )
+    losses = Losses("step-120", tuple((step, 5 / step) for step in range(1, 121)), ((60, 0.2), (120, 0.1)))
+    attempts = (Attempt(0, "2026-01-01T00:00:00+00:00"), Attempt(50, "2026-01-02T00:00:00+00:00"))
+    log = SaveLog(saves, (FailedSave(75, "no space"),))
+    return RunFacts("runs/x", datetime(2026, 1, 3, tzinfo=timezone.utc), log, attempts=attempts, losses=losses)
+
+
+def test_the_same_facts_give_the_same_page():
+    assert page(facts()) == page(facts())
+    assert page(facts()).count("<svg") == 6
+
+
+@pytest.mark.long
+@pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
+def test_a_browser_draws_it(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="reading the screenshot needs Pillow")
+    (tmp_path / "page.html").write_text(page(facts()), encoding="utf-8")
+    shot = tmp_path / "page.png"
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1000,3000"]
+    subprocess.run(
+        [*command, f"--screenshot={shot}", (tmp_path / "page.html").as_uri()], check=True, timeout=120, cwd=tmp_path
+    )
+    colours = {colour for _, colour in image.open(shot).convert("RGB").getcolors(1 << 24)}
+    assert {(0, 114, 178), (213, 94, 0), (86, 180, 233)} <= colours  # the bars and lines are there

@@ -6,14 +6,14 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
-
-pytest.importorskip("torch")
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helpers.checkpoints import edit, make, model_states, optim_states
 from helpers.commands import run_here
+from llmtailor.checkpoint.placement import Runs, count, union, without
 from llmtailor.errors import StorageError, TargetError
 from llmtailor.runs.scan import find_latest
 from llmtailor.salvage import replace as replacing
@@ -38,10 +38,6 @@ def run(whole: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def llmtailor(*words: object) -> CompletedProcess[str]:
-    return run_here(*words)
-
-
 def contents(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
@@ -49,11 +45,11 @@ def contents(run: Path) -> dict[str, bytes]:
 def test_it_says_what_went_back_before_it_writes(run: Path) -> None:
     optim_states(run / "checkpoint-300", 1).unlink()
     before = contents(run)
-    done = llmtailor("salvage", run, "--fragments", "--dry-run")
+    done = run_here("salvage", run, "--fragments", "--dry-run")
     assert done.returncode == 0 and contents(run) == before
     assert "resumes at step 300" in done.stdout and "layer 0-3 (50%)" in done.stdout
     assert "exp_avg_sq lost in bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt" in done.stdout
-    told = json.loads(llmtailor("salvage", run, "--fragments", "--dry-run", "--json").stdout)
+    told = json.loads(run_here("salvage", run, "--fragments", "--dry-run", "--json").stdout)
     assert told["outcome"] == "composite" and told["resume_from"] == str(run / "salvaged-checkpoint-300")
     assert {(row["step"], row["steps_back"]) for row in told["parts"]} == {(300, 0), (200, 100)}
     assert f"then resume with --resume_from_checkpoint {run / 'salvaged-checkpoint-300'}" in done.stdout
@@ -61,20 +57,20 @@ def test_it_says_what_went_back_before_it_writes(run: Path) -> None:
 
 def test_the_card_says_what_was_lost(run: Path) -> None:
     optim_states(run / "checkpoint-300", 1).unlink()
-    done = llmtailor("salvage", run, "--fragments")
+    done = run_here("salvage", run, "--fragments")
     assert done.returncode == 0
     assert "--resume_from_checkpoint" in done.stdout and "without --replace, auto-resume would take" in done.stdout
     out = run / "salvaged-checkpoint-300"
     assert "optim_states shard 1 of 2 is missing" in (out / "README.md").read_text()
-    again = llmtailor("salvage", run, "--fragments")
+    again = run_here("salvage", run, "--fragments")
     assert again.returncode == 6 and "--force" in again.stderr
-    assert llmtailor("salvage", run, "--fragments", "--force", "-q").returncode == 0
+    assert run_here("salvage", run, "--fragments", "--force", "-q").returncode == 0
 
 
 def test_an_older_one_is_better_than_nothing(run: Path) -> None:
     optim_states(run / "checkpoint-300", 1).unlink()
     shutil.rmtree(run / "checkpoint-200" / "global_step200")
-    done = llmtailor("salvage", run)
+    done = run_here("salvage", run)
     assert done.returncode == 0
     assert "checkpoint-100 is intact, and no newer" in done.stdout and "--fragments would take 50%" in done.stderr
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
@@ -82,17 +78,17 @@ def test_an_older_one_is_better_than_nothing(run: Path) -> None:
 
 def test_nothing_to_salvage(run: Path) -> None:
     before = contents(run)
-    done = llmtailor("salvage", run, "--replace")
+    done = run_here("salvage", run, "--replace")
     assert done.returncode == 0 and "is intact" in done.stdout and contents(run) == before
 
 
 def test_refusals(run: Path, tmp_path: Path) -> None:
     for step in (100, 200, 300):
         optim_states(run / f"checkpoint-{step}", 1).unlink()
-    done = llmtailor("salvage", run, "--fragments")
+    done = run_here("salvage", run, "--fragments")
     assert done.returncode == 4 and "embed_tokens: no checkpoint holds it intact" in done.stderr
-    assert llmtailor("salvage", tmp_path / "nowhere").returncode == 4
-    assert llmtailor("salvage", run, "--replace", "-o", "x").returncode == 2
+    assert run_here("salvage", tmp_path / "nowhere").returncode == 4
+    assert run_here("salvage", run, "--replace", "-o", "x").returncode == 2
 
 
 def test_another_save_is_not_taken_for_this_one(run: Path) -> None:
@@ -133,24 +129,24 @@ def damaged(run: Path) -> Path:
 
 def test_replace(run: Path) -> None:
     before = contents(damaged(run) / "checkpoint-300")
-    done = llmtailor("salvage", run, "--fragments", "--replace")
+    done = run_here("salvage", run, "--fragments", "--replace")
     assert done.returncode == 0 and "auto-resume" in done.stdout
     names = ["checkpoint-100", "checkpoint-200", "checkpoint-300", "damaged-checkpoint-300"]
     assert sorted(path.name for path in run.iterdir()) == names
     assert contents(run / "damaged-checkpoint-300") == before
     assert verify_checkpoint(run / "checkpoint-300", deep=True).is_resumable
-    assert "is intact" in llmtailor("salvage", run, "--replace").stdout
+    assert "is intact" in run_here("salvage", run, "--replace").stdout
 
 
 def test_replace_puts_useless_ones_aside(run: Path) -> None:
-    assert llmtailor("salvage", damaged(run), "--replace").returncode == 0
+    assert run_here("salvage", damaged(run), "--replace").returncode == 0
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-200", "damaged-checkpoint-300"]
 
 
 def test_replace_keeps_a_whole_base_under_another_name(run: Path) -> None:
     """Its counters go on with newer states, so the composite takes its name."""
     (run / "checkpoint-300" / "scheduler.pt").unlink()
-    assert llmtailor("salvage", run, "--replace").returncode == 0
+    assert run_here("salvage", run, "--replace").returncode == 0
     names = ["checkpoint-100", "checkpoint-200", "damaged-checkpoint-300", "replaced-checkpoint-200"]
     assert sorted(path.name for path in run.iterdir()) == names
     assert find_latest(run).path == run / "checkpoint-200"
@@ -158,22 +154,22 @@ def test_replace_keeps_a_whole_base_under_another_name(run: Path) -> None:
 
 def test_replace_takes_what_the_same_salvage_has_written(run: Path) -> None:
     """Nobody waits twice for the same output; one of another salvage is not touched."""
-    assert llmtailor("salvage", damaged(run), "--fragments").returncode == 0
+    assert run_here("salvage", damaged(run), "--fragments").returncode == 0
     there = (run / "salvaged-checkpoint-300" / "llmtailor.json").stat().st_ino
-    other = llmtailor("salvage", run, "--replace")
+    other = run_here("salvage", run, "--replace")
     assert other.returncode == 0, "it would be that of step 200, which is there as it is"
     for folder in ("checkpoint-300", "damaged-checkpoint-300"):
         shutil.rmtree(run / folder, ignore_errors=True)
     make(run, 300)
-    refused = llmtailor("salvage", damaged(run), "--fragments", "--replace")
+    refused = run_here("salvage", damaged(run), "--fragments", "--replace")
     assert refused.returncode == 6 and "already exists" in refused.stderr
     assert (run / "salvaged-checkpoint-300" / "llmtailor.json").stat().st_ino == there
 
 
 def test_replace_does_not_write_twice(run: Path) -> None:
-    assert llmtailor("salvage", damaged(run), "--fragments").returncode == 0
+    assert run_here("salvage", damaged(run), "--fragments").returncode == 0
     there = (run / "salvaged-checkpoint-300" / "llmtailor.json").stat().st_ino
-    done = llmtailor("salvage", run, "--fragments", "--replace")
+    done = run_here("salvage", run, "--fragments", "--replace")
     assert done.returncode == 0, done.stderr
     assert (run / "checkpoint-300" / "llmtailor.json").stat().st_ino == there
 
@@ -208,7 +204,7 @@ def test_an_interrupted_replace_leaves_alone_what_has_changed_since(run: Path, m
 )
 def test_a_damaged_record_of_renames_is_refused(run: Path, record: str) -> None:
     (damaged(run) / replacing.RECORD).write_text(record)
-    done = llmtailor("salvage", run, "--replace")
+    done = run_here("salvage", run, "--replace")
     assert done.returncode == 8 and "move this file" in done.stderr and "Traceback" not in done.stderr
     assert sorted(path.name for path in run.iterdir() if path.is_dir()) == [
         f"checkpoint-{step}00" for step in (1, 2, 3)
@@ -229,3 +225,33 @@ def test_a_rename_that_fails_is_told(run: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rename, "_renameat2", refuse)
     with pytest.raises(StorageError, match="Read-only"):
         put_salvaged_in_place(plan_replacement(found))
+
+
+# --- sets of elements against Python's own ---------------------------------------------------------------------------
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Runs:
+    cuts = sorted(draw(st.sets(st.integers(0, 30), max_size=10)))
+    return tuple(zip(cuts[0::2], cuts[1::2], strict=False))
+
+
+def elements(of: Runs) -> set[int]:
+    return {element for begin, end in of for element in range(begin, end)}
+
+
+def is_tidy(of: Runs) -> bool:
+    flat = [bound for run in of for bound in run]
+    return flat == sorted(set(flat))
+
+
+@given(runs(), runs(), runs())
+def test_union(a: Runs, b: Runs, c: Runs) -> None:
+    assert elements(union(a, b, c)) == elements(a) | elements(b) | elements(c)
+    assert is_tidy(union(a, b, c)) and count(union(a, b, c)) == len(elements(union(a, b, c)))
+
+
+@given(runs(), runs())
+def test_without(a: Runs, b: Runs) -> None:
+    assert elements(without(a, b)) == elements(a) - elements(b)
+    assert is_tidy(without(a, b))

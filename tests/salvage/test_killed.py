@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from faults.driver import Server
 from faults.scene import Killing
 from helpers.cases import diagonal, examples

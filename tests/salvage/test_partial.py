@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
-import llmtailor
 from helpers.checkpoints import make
+from helpers.composing import convert
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.compose.write import write
-from llmtailor.recipe import Recipe
 from llmtailor.salvage.plan import plan_salvage, rows
 from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
@@ -35,8 +32,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     for step in (100, 200, 300):
         made = make(tmp_path / "made", step)
         full[step] = tmp_path / "all" / made.name
-        options = llmtailor.Options(stage=request.param)
-        llmtailor.merge(Recipe("x", "", made, (), None, None), full[step], options)
+        convert(made, full[step], stage=request.param)
     ledger = save_partial(run, full[100], (*EVEN, *ODD), Ledger("saver"))
     save_partial(run, full[200], ODD, ledger)
     shutil.copytree(full[300], run / "checkpoint-300")

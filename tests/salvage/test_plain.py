@@ -6,23 +6,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Trainer
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("accelerate")
+from helpers.states import read
+from llmtailor.compose.write import write
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import EXP_AVG, State
+from llmtailor.salvage.plan import Salvage, plan_salvage, rows
+from llmtailor.saving import attach
+from llmtailor.verify.verify import verify_checkpoint
+from salvage.damage import flip, truncate
+from trainings.alone import train
+
 pytestmark = pytest.mark.real
-
-from transformers import Trainer  # noqa: E402
-
-from helpers.states import read  # noqa: E402
-from llmtailor.compose.write import write  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import EXP_AVG, State  # noqa: E402
-from llmtailor.salvage.plan import Salvage, plan_salvage, rows  # noqa: E402
-from llmtailor.saving import attach  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from salvage.damage import flip, truncate  # noqa: E402
-from trainings.alone import train  # noqa: E402
-
 PARAM = "model.layers.1.mlp.up_proj.weight"
 
 

@@ -13,11 +13,11 @@ from click.testing import CliRunner
 
 import llmtailor
 from helpers.checkpoints import SMALL, make
+from helpers.composing import convert
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.engine.pool import Stop
 from llmtailor.formats.registry import find_structure, index_checkpoint
-from llmtailor.recipe import Recipe
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.prune import Conversion
@@ -49,8 +49,7 @@ def make_run(folder: Path, steps: Iterable[int], form: str | None = None, **shap
             make(folder, step, **shape)
         else:
             source = make(folder / "source", step, **shape)
-            recipe = Recipe(form, "", source, (), None, None)
-            llmtailor.merge(recipe, folder / source.name, llmtailor.Options(to=form))
+            convert(source, folder / source.name, to=form)
             shutil.rmtree(folder / "source")
     return folder
 

@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
 from safetensors.torch import load_file
 
 from helpers.cases import mostly_long
@@ -24,7 +21,7 @@ from llmtailor.runs.prune import ThinOptions, plan_thinning
 from synthetic import SHAPES
 from thin.scene import call, compose, contents, make_run
 
-STEPS = (100, 200, 300)
+STEPS = (100, 200)
 SHAPE = replace(SHAPES["tiny"], num_layers=2)
 OPTIONS = ThinOptions(1, "parity")
 
@@ -49,7 +46,7 @@ def test_nearly_all_is_shared_and_every_reader_sees_the_same(form, tmp_path, mon
     (padded, moved, shareable, num_bytes), (plain, less, *_) = runs.values()
     assert moved.cloned_bytes == shareable > 2 * less.cloned_bytes
     assert form == "fsdp" or shareable > 0.5 * num_bytes  # of FSDP, many tensors are shorter than a block here
-    for step in STEPS[:2]:
+    for step in STEPS[:1]:
         one, other = (run / f"partial/step-{step:08}" for run in (padded, plain))
         assert run_here("verify", one, "--deep").returncode == 0
         for path in sorted(one.glob("rank-*")):
@@ -73,7 +70,7 @@ def test_on_a_file_system_with_reflinks(folder, small_limits):
     wanted = {step: values(run / f"checkpoint-{step}", kept[step]) for step in STEPS}
     done = run_here("thin", run, "--strategy", "full", "--clone", "require", "--yes")
     assert done.returncode == 0 and "cloned " in done.stderr, done
-    for step in STEPS[:2]:
+    for step in STEPS[:1]:
         out = compose(run, step, folder / f"out-{step}")
         assert values(out, index_checkpoint(out)) == wanted[step]
         assert not (run / f"checkpoint-{step}").exists()

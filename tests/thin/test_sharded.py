@@ -8,28 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-torch = pytest.importorskip("torch")
-
-from safetensors.torch import load_file  # noqa: E402
-
-import llmtailor  # noqa: E402
-import oracle.any  # noqa: E402
-from helpers.cases import mostly_long  # noqa: E402
-from helpers.commands import run_here  # noqa: E402
-from helpers.composing import convert  # noqa: E402
-from helpers.states import assert_holds, read, same  # noqa: E402
-from llmtailor.checkpoint.index import CheckpointIndex  # noqa: E402
-from llmtailor.engine import staging as space  # noqa: E402
-from llmtailor.engine.pool import Stop  # noqa: E402
-from llmtailor.errors import StorageError  # noqa: E402
-from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.roles import WEIGHT  # noqa: E402
-from llmtailor.runs import thin as service  # noqa: E402
-from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
-from oracle.deepspeed_tools import to_universal  # noqa: E402
-from thin.scene import SHORT, call, compose, copy_of, folders, make_run, sources, taken  # noqa: E402
-from trainings.harness import Runs  # noqa: E402
+import llmtailor
+import oracle.any
+from helpers.cases import mostly_long
+from helpers.commands import run_here
+from helpers.composing import convert
+from helpers.states import assert_holds, read, same
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.engine import staging as space
+from llmtailor.engine.pool import Stop
+from llmtailor.errors import StorageError
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import WEIGHT
+from llmtailor.runs import thin as service
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from oracle.deepspeed_tools import to_universal
+from thin.scene import SHORT, call, compose, copy_of, folders, make_run, sources, taken
+from trainings.harness import Runs
 
 STEPS = (100, 200, 300)
 ODD = (".layers.1.", ".layers.3.", "lm_head.")

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-pytest.importorskip("torch")
-
 from helpers.checkpoints import SMALL, edit, make, optim_states
 from helpers.commands import run_here
 from llmtailor.checkpoint.lineage import Ledger

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import llmtailor
 from campaigns.fuzz.parsers import PARSERS, Parser
-from campaigns.fuzz.partial import make_partial
-from llmtailor.compose.plan import Options
+from helpers.composing import convert
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import TailorError
-from llmtailor.recipe import Recipe
+from llmtailor.formats.registry import find_structure, index_checkpoint
 from synthetic import SHAPES, lay_out, make_checkpoint
+from thin.scene import save_partial
 
 SECONDS = 20
 """An input that takes longer is a finding. None should take more than a few seconds."""
@@ -49,13 +49,13 @@ def make_sound(folder: Path) -> dict[str, Path]:
     make_checkpoint(sound["zero3"], shape, lay_out(shape, 2), 100)
     make_checkpoint(sound["sharded"], shape, lay_out(shape, 2), 100, shard_bytes=200)
     for form, stage in (("zero2", 2), ("plain", 0)):
-        llmtailor.merge(Recipe("x", "", sound["zero3"], (), None, None), sound[form], Options(stage=stage))
+        convert(sound["zero3"], sound[form], stage=stage)
     for form in ("universal", "dcp", "fsdp"):
-        options = Options(to=form, world_size=2)
-        llmtailor.merge(Recipe("x", "", sound["zero3"], (), None, None), folder / form / "checkpoint-100", options)
-        sound[form] = folder / form / "checkpoint-100"
+        sound[form] = convert(sound["zero3"], folder / form / "checkpoint-100", to=form, world_size=2)
     for form, full in (("partial", "zero3"), ("partial2", "zero2"), ("partial0", "plain")):
-        sound[form] = make_partial(sound[full], folder / form)
+        index = index_checkpoint(sound[full])
+        save_partial(folder / form, sound[full], find_structure(index).parts, Ledger("fuzz"))
+        (sound[form],) = (folder / form / "partial").iterdir()
     return sound
 
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from campaigns.fuzz import dcp, partial
 from campaigns.fuzz.mutations import DROP, mutate_bytes, mutate_tree
-from campaigns.fuzz.partial import SEPARATOR
 from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.containers.dcp import ALLOWED, METADATA
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.safetensors import INDEX, SINGLE, read_weights
 from llmtailor.containers.torch_file import read_torch_file
@@ -26,10 +25,15 @@ from llmtailor.containers.unpickle import Storage, read_pickle
 from llmtailor.formats.common import param_names as model
 from llmtailor.formats.provenance import read_part_steps
 from llmtailor.formats.registry import index_checkpoint
+from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.strategies import read_flags
+from llmtailor.runs.scan import scan_run
 from llmtailor.verify.inspect import describe
+
+SEPARATOR = b"\n--- the file ---\n"
+"""Between the name of a file of a checkpoint, and what stands there instead"""
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,20 @@ def _mutate_json(data: bytes, other: bytes, rng: random.Random) -> bytes:
 
 
 def _mutate_header(data: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Mutate the JSON inside a safetensors file, and keep the length in front of it right."""
+    """Mutate the JSON inside a safetensors file, or a tree that is text in it; keep the length in front of it right."""
     length = int.from_bytes(data[:8], "little")
     if rng.random() < 0.3 or not 0 < length <= len(data) - 8:
         return mutate_bytes(data, other, rng)
-    header = _mutate_json(data[8 : 8 + length], other, rng)
-    return struct.pack("<Q", len(header)) + header + data[8 + length :]
+    header = data[8 : 8 + length]
+    try:
+        tree = json.loads(header)
+        metadata = tree["__metadata__"]
+        key = rng.choice(sorted(metadata))
+        metadata[key] = _mutate_json(str(metadata[key]).encode(), b"", rng).decode("utf-8", "replace")
+        changed = json.dumps(tree).encode() if rng.random() < 0.6 else _mutate_json(header, other, rng)
+    except (ValueError, RecursionError, LookupError, TypeError):  # it has none, or has been mutated before
+        changed = _mutate_json(header, other, rng)
+    return struct.pack("<Q", len(changed)) + changed + data[8 + length :]
 
 
 def storage_of(dtype: str, key: str, numel: int, location: str) -> Storage:
@@ -140,38 +152,53 @@ def _read_trainer_state(data: bytes, folder: Path, sound: dict[str, Path]) -> An
     return describe(index_checkpoint(write_file(folder, "trainer_state.json", data)))
 
 
-def _shards(sound: dict[str, Path], *forms: str) -> list[bytes]:
-    """Inputs that name a file of a checkpoint, and hold what stands there instead."""
-    found = []
-    for form in forms:
-        for path in sorted(sound[form].rglob("*")):
-            is_of_other_param = path.parent.parent.name == "zero" and path.parent.name != "model.norm.weight"
-            if path.is_file() and path.suffix in (".pt", ".pth", ".json") and not is_of_other_param:
-                name = f"{form}/{path.relative_to(sound[form])}"
-                found.append(name.encode() + SEPARATOR + path.read_bytes())
-    return found
+def _files(*forms: str, ends: tuple[str, ...] = (".pt", ".pth", ".json")) -> Callable[[dict[str, Path]], list[bytes]]:
+    def seeds(sound: dict[str, Path]) -> list[bytes]:
+        found = []
+        for form in forms:
+            for path in sorted(sound[form].rglob("*")):
+                is_of_other_param = path.parent.parent.name == "zero" and path.parent.name != "model.norm.weight"
+                if path.is_file() and path.name.endswith(ends) and not is_of_other_param:
+                    name = f"{form}/{path.relative_to(sound[form])}"
+                    found.append(name.encode() + SEPARATOR + path.read_bytes())
+        return found
+
+    return seeds
 
 
-def _mutate_shard(data: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Mutate the tree inside; now and then bytes, and now and then put another file in its place."""
+def _mutate_file(data: bytes, other: bytes, rng: random.Random) -> bytes:
     name, _, content = data.partition(SEPARATOR)
-    content = mutate_content(content, other.partition(SEPARATOR)[2], rng)
-    return name + SEPARATOR + content
+    return name + SEPARATOR + mutate_content(content, other.partition(SEPARATOR)[2], rng, name.decode())
 
 
-def mutate_content(content: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Mutate a file of a checkpoint in a way that fits what it is."""
+def mutate_content(content: bytes, other: bytes, rng: random.Random, name: str = "") -> bytes:
+    """Mutate the tree inside a file of a checkpoint; now and then its bytes, or put another file in its place."""
     way = rng.random()
     if way < 0.05:
         return other
-    if content[:2] != b"PK":
+    if name.endswith(".safetensors"):
+        return _mutate_header(content, other[:400], rng)
+    if name.endswith(".distcp"):
+        return mutate_bytes(content, other[:400], rng)
+    is_metadata = name.endswith(METADATA)
+    if content[:2] != b"PK" and not is_metadata:
         return _mutate_json(content, other, rng)
+    by_bytes = mutate_bytes if is_metadata else _mutate_zip
     if way < 0.2:
-        return _mutate_zip(content, other, rng)
+        return by_bytes(content, other[:400] if is_metadata else other, rng)
     try:
+        if is_metadata:
+            return write_pickle(_changed(read_pickle(content, "x", allowed=ALLOWED, object_keys=True), rng))[0]
         return _with_other_tree(content, rng)
     except Exception:  # it has been mutated before, so anything may be wrong with it
-        return _mutate_zip(content, other, rng)
+        return by_bytes(content, other[:400] if is_metadata else other, rng)
+
+
+def _changed(tree: Any, rng: random.Random) -> Any:
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        changed = mutate_tree(tree, rng)
+        tree = tree if changed is DROP else changed
+    return tree
 
 
 def _with_other_tree(data: bytes, rng: random.Random) -> bytes:
@@ -186,11 +213,7 @@ def _with_other_tree(data: bytes, rng: random.Random) -> bytes:
     with zipfile.ZipFile(io.BytesIO(data)) as source:
         records = {info.filename: source.read(info) for info in source.infolist()}
     prefix = next(iter(records)).partition("/")[0]
-    tree = read_pickle(records[f"{prefix}/data.pkl"], "x", find)
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        changed = mutate_tree(tree, rng)
-        tree = tree if changed is DROP else changed
-    raw, found = write_pickle(tree)
+    raw, found = write_pickle(_changed(read_pickle(records[f"{prefix}/data.pkl"], "x", find), rng))
     named = {f"{prefix}/data/{at}": records[f"{prefix}/data/{storages[id(one)][1]}"] for at, one in enumerate(found)}
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as target:
@@ -201,19 +224,38 @@ def _with_other_tree(data: bytes, rng: random.Random) -> bytes:
 
 
 def _read_checkpoint(data: bytes, folder: Path, sound: dict[str, Path]) -> Any:
-    """Inspect a checkpoint with one file exchanged, and plan what can be made of it."""
+    """Inspect a checkpoint with one file exchanged, scan its run, and plan what can be made of it."""
     name, _, content = data.partition(SEPARATOR)
     form, _, path = name.decode().partition("/")
-    root = folder / "checkpoint-100"
+    is_partial = form.startswith("partial")
+    root = folder / "run" / "partial" / sound[form].name if is_partial else folder / "checkpoint-100"
     shutil.copytree(sound[form], root, copy_function=os.link)
     (root / path).unlink()
     (root / path).write_bytes(content)
+    if is_partial and path.endswith(".safetensors"):
+        _state_size(root / PARTIAL_MANIFEST, path, len(content))
     with patch.object(model, "_describe", lambda config: "building models takes seconds"):
         index = index_checkpoint(root)
         describe(index)
-        recipe = Recipe("x", "", root, (), None, None)
-        for options in (Options(), Options(world_size=3, stage=2 if index.form.stage == 3 else 3, groups="default")):
-            plan_merge(recipe, folder / "out", options)
+        if is_partial:
+            scan_run(folder / "run")
+            others = [Options(world_size=3), Options(groups="layer")]
+        elif form in ("dcp", "fsdp"):
+            others = [Options(world_size=3, to="deepspeed")]
+        else:
+            others = [Options(world_size=3, stage=2 if index.form.stage == 3 else 3, groups="default")]
+        for options in (Options(), *others):
+            plan_merge(Recipe("x", "", root, (), None, None), folder / "out", options)
+
+
+def _state_size(manifest: Path, path: str, num_bytes: int) -> None:
+    """Let the manifest agree, or it would refuse every bundle whose length has changed."""
+    stated = json.loads(manifest.read_bytes())
+    for fact in stated["bundles"]:
+        if fact["path"] == path:
+            fact["num_bytes"] = num_bytes
+    manifest.unlink()
+    manifest.write_text(json.dumps(stated))
 
 
 PARSERS = {
@@ -250,8 +292,10 @@ PARSERS = {
         ),
     ),
     "flags": Parser(_flags, _parse_text(lambda text: read_flags(text, "flags.jsonl"))),
-    "checkpoint": Parser(lambda sound: _shards(sound, "zero3", "zero2", "plain"), _read_checkpoint, _mutate_shard),
-    "universal": Parser(lambda sound: _shards(sound, "universal"), _read_checkpoint, _mutate_shard),
-    "partial checkpoint": Parser(partial.seeds, partial.read, partial.mutate),
-    "dcp": Parser(dcp.seeds, dcp.read, dcp.mutate),
+    "checkpoint": Parser(_files("zero3", "zero2", "plain"), _read_checkpoint, _mutate_file),
+    "universal": Parser(_files("universal"), _read_checkpoint, _mutate_file),
+    "partial checkpoint": Parser(
+        _files("partial", "partial2", "partial0", ends=(".json", ".safetensors")), _read_checkpoint, _mutate_file
+    ),
+    "dcp": Parser(_files("dcp", "fsdp", ends=(METADATA, ".distcp")), _read_checkpoint, _mutate_file),
 }
