@@ -293,14 +293,6 @@ class CheckpointIndex:
         return f"partial-{name}" if self.form.is_partial else name
 
     @property
-    def optimizer(self) -> str:
-        """The optimizer, judged by its hyperparameters, e.g. ``torch AdamW``"""
-        keys = self.groups[0].hyper.keys() if self.groups else ()
-        if self.form.has_masters and ("bias_correction" in keys or not self.train.step_is_tensor):
-            return "DeepSpeed Adam"
-        return "torch AdamW" if "betas" in keys else "unknown"
-
-    @property
     def has_weight_files(self) -> bool:
         """Whether its weights, if it has any, are in files of the whole model."""
         has_files = self.form.framework in (DEEPSPEED, UNIVERSAL, TRAINER) and self.client != LIGHTNING

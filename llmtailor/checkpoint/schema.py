@@ -16,7 +16,7 @@ can hold them. Scalars are the same on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -54,14 +54,30 @@ def _kind_of(shape: tuple[int, ...], dtype: str, held: tuple[int, ...], has_code
     return StateKind.FACTORED if len(shape) > 1 and held in lines else StateKind.OPAQUE
 
 
-def units(index: CheckpointIndex, params: Collection[str] | None = None) -> dict[str, dict[str, StateKind]]:
-    """Return the params with states that are not elementwise, and what these are; of all trained params, or these."""
+def schema_of(index: CheckpointIndex) -> dict[str, StateKind]:
+    """Return the optimizer's states by name; of one that params have in several kinds, such as bitsandbytes' state1,
+    the first that is not elementwise."""
+    found: dict[str, StateKind] = {}
+    for param, states in _states_of(index).items():
+        for name, kind in kinds_of(index.params[param].shape, states).items():
+            if found.get(name, StateKind.ELEMENTWISE) is StateKind.ELEMENTWISE:
+                found[name] = kind
+    scalars = (name for one in index.sub_groups for name in one.scalars)
+    return dict.fromkeys(scalars, StateKind.SCALAR) | found
+
+
+def _states_of(index: CheckpointIndex) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
     of_param: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for state, held in index.held.items():
-        if is_moment(state.kind) and (params is None or state.param in params):
+        if is_moment(state.kind):
             of_param.setdefault(state.param, {})[state.kind] = held.live_dtype, held.shape
+    return of_param
+
+
+def units(index: CheckpointIndex) -> dict[str, dict[str, StateKind]]:
+    """Return the params with states that are not elementwise, and what these are."""
     found: dict[str, dict[str, StateKind]] = {}
-    for param, states in of_param.items():
+    for param, states in _states_of(index).items():
         others = kinds_of(index.params[param].shape, states)
         others = {name: kind for name, kind in others.items() if kind is not StateKind.ELEMENTWISE}
         if others:
@@ -69,16 +85,13 @@ def units(index: CheckpointIndex, params: Collection[str] | None = None) -> dict
     return found
 
 
-def refuse_cuts(index: CheckpointIndex, where: str, params: Collection[str] | None = None) -> list[Problem]:
+def refuse_cuts(index: CheckpointIndex, where: str) -> list[Problem]:
     """Return why a layout that cuts params can't hold the states of a checkpoint: one problem for each kind of state.
 
-    Args:
-        index: the checkpoint.
-        where: the option, or the checkpoint, that asks for such a layout.
-        params: those that are cut; None for all.
+    ``where`` is the option that asks for such a layout.
     """
     by_kind: dict[tuple[StateKind, str], list[str]] = {}
-    for param, others in units(index, params).items():
+    for param, others in units(index).items():
         for name, kind in others.items():
             by_kind.setdefault((kind, name), []).append(param)
     problems = []
@@ -91,6 +104,46 @@ def refuse_cuts(index: CheckpointIndex, where: str, params: Collection[str] | No
         )
         problems.append(Problem(where, what, "keep the format of the base, which holds params whole"))
     return problems
+
+
+_BY_OPTION = {
+    "use_muon": "Muon with Adam",
+    "ns_steps": "Muon",
+    "weight_lr_power": "schedule-free",
+    "d_coef": "Prodigy",
+    "dampening": "SGD",
+    "lambd": "ASGD",
+    "etas": "Rprop",
+    "lr_decay": "Adagrad",
+    "rho": "Adadelta",
+    "centered": "RMSprop",
+    "momentum_decay": "NAdam",
+    "scale_parameter": "Adafactor (transformers)",
+    "d": "Adafactor (torch)",
+    "triton": "optimi",
+}
+_BY_STATE = {
+    "exp_avg_res_row": "CAME",
+    "vmean": "Adam-mini",
+    "exp_inf": "Adamax",
+    "exp_avg.codes": "AdamW with low-bit states (torchao)",
+    "absmax1": "8-bit optimizer (bitsandbytes)",
+    "state1": "optimizer of bitsandbytes",
+}
+
+
+def name_of(index: CheckpointIndex) -> str:
+    """Return the likely name of the optimizer, by its states and options, e.g. ``torch AdamW``."""
+    options = {option for group in index.groups for option in group.hyper}
+    kinds = {state.kind for state in index.held if is_moment(state.kind)}
+    named = [name for kind, name in _BY_STATE.items() if kind in kinds]
+    if named := named or [name for option, name in _BY_OPTION.items() if option in options]:
+        return named[0]
+    if not ({"exp_avg", "exp_avg_sq"} <= kinds or (not kinds and "betas" in options)):
+        return "unknown"
+    if index.form.has_masters and ("bias_correction" in options or not index.train.step_is_tensor):
+        return "DeepSpeed Adam"
+    return "torch AdamW" if "betas" in options else "unknown"
 
 
 _IN_WORDS = {

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from llmtailor.verify.inspect import Inspection, PartFacts
 
 
+_USUAL = ("elementwise", "scalar")
+"""Kinds of states that need no mention"""
+
+
 def parts_text(report: Report) -> str:
     setback = total_setback(row.setback for row in report.parts)
     parts = [
@@ -88,11 +92,17 @@ def inspection_text(content: Inspection) -> str:
         f"saved by {counted(content['world_size'], 'rank')}"
         + ("" if content["client"] in ("trainer", "dcp") else f", resumed by {content['client']}"),
         f"trained in {content['precision']}, weights {', '.join(content['weights_dtype']) or unsaved}, "
-        f"optimizer {content['optimizer']} at step {', '.join(f'{step:g}' for step in content['optimizer_steps'])}"
+        f"optimizer {content['optimizer']}"
+        + (
+            f" at step {', '.join(f'{step:g}' for step in content['optimizer_steps'])}"
+            * bool(content["optimizer_steps"])
+        )
         + (f", {counted(content['skipped_steps'], 'step')} skipped" if content["skipped_steps"] else ""),
         f"{counted(content['num_layers'], 'layer')}, {content['num_params']:,} params in {tensors['trainable']} "
         f"trainable and {tensors['frozen']} frozen tensors, {counted(tensors['buffer'], 'buffer')}",
     ]
+    others = {name: kind for name, kind in content["optimizer_states"].items() if kind not in _USUAL}
+    lines += [f"optimizer states: {', '.join(f'{name} ({kind})' for name, kind in others.items())}"] if others else []
     lines += [f"tied: {name} is {stored}" for name, stored in content["tied"].items()]
     groups = [
         (
@@ -121,7 +131,7 @@ def inspection_text(content: Inspection) -> str:
         for at in group_shares([part["part"] for part in listed], facts)
         for group in [[listed[number] for number in at]]
     ]
-    head = ("part", "tensors", "step", *(("moments at",) if has_newer else ()), "Adam step", "bytes")
+    head = ("part", "tensors", "step", *(("moments at",) if has_newer else ()), "optimizer step", "bytes")
     lines += [
         "",
         table(("group", "params", "sub-groups", "lr", "weight decay", "betas"), groups, right=(0, 1)),

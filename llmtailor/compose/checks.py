@@ -20,7 +20,9 @@ _NO_MOMENTS = (
     "averaged, or let llmtailor merge --run RUN_DIR choose the sources"
 )
 _OTHER_MODEL = "use checkpoints of the same model and training setup"
-_IN_UPDATE = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
+_IN_UPDATE = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum", "nesterov", "use_muon")
+_COUNTERS = ("step", "k", "weight_sum", "lr_max", "d", "d_max")
+"""What optimi, schedule-free and Prodigy count per param group"""
 
 
 def check_fit(indexes: Sequence[CheckpointIndex], base: int, any_groups: bool = False) -> None:
@@ -80,6 +82,10 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
         for state, held in theirs.items()
         if state in mine and state.kind != BUFFER and mine[state].shape != held.shape
     ]
+    modes = [{group.hyper.get("train_mode") for group in each.groups} for each in (index, base)]
+    if modes[0] != modes[1]:
+        what = "its schedule-free optimizer was in another mode (train_mode), so its weights are of another kind"
+        differ(what, "use checkpoints that were all saved in the same mode, such as before any evaluation")
     moments = {state for state in mine.keys() ^ theirs.keys() if is_moment(state.kind)}
     if kinds != wanted:
         what = f"it holds {', '.join(sorted(kinds))}, the base {', '.join(sorted(wanted))}"
@@ -156,7 +162,7 @@ def differing_hyperparameters(index: CheckpointIndex, base: CheckpointIndex) -> 
     """Return the hyperparameters that affect the update and differ from the base's, whose values are kept."""
     return [
         key
-        for key in _IN_UPDATE
+        for key in (*_IN_UPDATE, *_COUNTERS)
         if [group.hyper.get(key) for group in index.groups] != [group.hyper.get(key) for group in base.groups]
     ]
 

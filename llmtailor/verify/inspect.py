@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import common, count
+from llmtailor.checkpoint.schema import name_of, schema_of
 from llmtailor.containers.unpickle import as_number
 from llmtailor.documents import encode
 from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint, split_parts
@@ -115,7 +116,8 @@ def describe(index: CheckpointIndex) -> Inspection:
         "tag": index.zero.tag,
         "precision": index.precision,
         "weights_dtype": sorted({held.dtype for state, held in index.held.items() if state.kind == WEIGHT}),
-        "optimizer": index.optimizer,
+        "optimizer": name_of(index),
+        "optimizer_states": {name: kind.value for name, kind in sorted(schema_of(index).items())},
         "num_layers": structure.num_layers,
         "tied": dict(index.tied),
         "num_params": sum(param.numel for param in index.params.values() if param.role != "buffer"),

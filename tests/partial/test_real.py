@@ -497,10 +497,6 @@ def test_nothing_is_saved_before_the_first_step_of_the_optimizer(runs, name):
     [
         ("locked", "TargetError", "another run is saving"),
         ("anew", "TargetError", "up to step 8"),
-        ("sgd-2", "UnsupportedCheckpoint", "has no moments"),
-        ("sgd-3", "UnsupportedCheckpoint", "has no moments"),
-        ("adafactor-2", "UnsupportedCheckpoint", "is not elementwise"),
-        ("adafactor-3", "UnsupportedCheckpoint", "is not elementwise"),
     ],
 )
 def test_a_refusal_is_the_same_on_all_ranks(runs, name, kind, words):

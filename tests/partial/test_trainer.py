@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from helpers.cases import diagonal, mostly_long
+from helpers.cases import diagonal
 from helpers.composing import compose
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.saving import attach, saver_for
@@ -205,8 +205,6 @@ def of_class(optimizer):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"optim": "sgd"}, "the optimizer SGD: it has made a step but has no moments"),
-        ({"optim": "adafactor"}, "the optimizer Adafactor: its state exp_avg_sq_row of .* has another shape"),
         (
             of_class(Quantized),
             r"the optimizer Quantized: its state exp_avg of .* is quantized, or another .* \(Codes\)",
@@ -261,21 +259,6 @@ def test_a_loop_with_an_optimizer_of_such_a_package_is_refused(tmp_path, name):
     optimizer = type(kind, (torch.optim.AdamW,), {"__module__": module})(model.parameters())
     with pytest.raises(UnsupportedCheckpoint, match=f"the optimizer {kind}: "):
         saver_for(tmp_path, model=model, optimizer=optimizer, scheduler=optimizer)
-
-
-@pytest.mark.parametrize("kind", mostly_long(["AdamW8bit", "AdamW4bit", "AdamWFp8"], "AdamW8bit"))
-def test_quantized_optimizers_of_torchao_are_refused_at_the_first_step(tmp_path, monkeypatch, kind):
-    optimizers = pytest.importorskip("torchao.optim")
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # minutes of a C++ compiler
-
-    def widen(model):  # smaller params are not quantized
-        return type(model)(type(model.config)(**{**model.config.to_dict(), "intermediate_size": 512}))
-
-    run = Alone(tmp_path / "run", {"save_steps": 4}, prepare=widen, **of_class(getattr(optimizers, kind)))
-    run.trainer.remove_callback(run.truth)  # such states can't be copied
-    with pytest.raises(UnsupportedCheckpoint, match=f"the optimizer {kind}: its state exp_avg of .* is quantized"):
-        run.train()
-    assert run.trainer.state.global_step == 1
 
 
 def test_a_schedule_that_can_not_be_written_is_refused_before_training(tmp_path):

@@ -278,11 +278,6 @@ JOBS = by_name(
         Job("torn-ddp", unguarded=True, arguments={"optim": "adamw_torch"}, **PLAIN),
         Job("locked", disturb={"what": "locked"}, **REFUSED),
         Job("anew", goes_on="z3", **REFUSED),
-        *(
-            Job(f"{optim}-{stage}", stage=stage, arguments={"optim": optim}, **REFUSED)
-            for optim in ("sgd", "adafactor")
-            for stage in (2, 3)
-        ),
     ]
 )
 MIXED = ("z3", "z3-layer", "z2", "z1", "ddp")
@@ -323,7 +318,7 @@ SHORT = {
     *("z2-experts", "ddp-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
     *("lively-2", "lively-2-alone", "z3-again"),
-    *("full-1", "frozen-2", "ddp-teacher", "locked", "anew", "adafactor-3"),
+    *("full-1", "frozen-2", "ddp-teacher", "locked", "anew"),
     *("nodes", "slow-skip", "slow-wait", "torn-ddp"),
     *("z3@2", "ddp@2", "ddp@4", "lively-2@2"),
 }

@@ -130,6 +130,7 @@ OTHERS = {
     "optimi Lion": of("optimi.Lion", lr=1e-3),
     "optimi AdamW": of("optimi.AdamW", lr=1e-3),
     "optimi Adan": of("optimi.Adan", lr=1e-3),
+    "torchao fp8": of("torchao.optim.AdamWFp8", lr=1e-3),
     "optimi SGD": of("optimi.SGD", lr=1e-3),
 }
 ALL = {**TORCH, **TRANSFORMERS, **OTHERS}
