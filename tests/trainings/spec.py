@@ -177,6 +177,8 @@ class Loop(Training):
     """Whether the optimizer gets ``named_parameters()``"""
     objects: bool = False
     """Whether an object is registered with accelerate for its checkpoints"""
+    optimizer: str = ""
+    """One of `optimizers.IN_LOOPS`; `optimizers.DEEPSPEEDS_MUON` for that of the DeepSpeed config. Empty: AdamW"""
 
 
 @dataclass(frozen=True)
