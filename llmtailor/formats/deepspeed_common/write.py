@@ -40,6 +40,7 @@ from llmtailor.formats.weights import lay_out_missing_weights
 from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, SCALER
 from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.loaders.scheduler import regroup_scheduler
+from llmtailor.loaders.stock_fields import is_muons
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
@@ -149,6 +150,15 @@ class ZeroTarget:
         """Return the vector of a group under ZeRO-1/2."""
         return lay_out_vector([*self.numels(one).values()], one.gaps, self.layout.world_size)
 
+    def keeps_whole(self, one: SubGroup, kind: str) -> bool:
+        """Return whether the ranks of ZeRO-1/2 have a state of all params that overlap their partitions, each whole.
+
+        DeepSpeed's Muon does, unless the optimizer is offloaded.
+        """
+        zero = section(self.base.train.ds_config, "zero_optimization")
+        is_offloaded = section(zero, "offload_optimizer").get("device") == "cpu"
+        return is_muons(self.layout.groups[one.group].hyper, kind) and not is_offloaded
+
     def dtype(self, state: State) -> str:
         """Return the dtype that a state is written in: under DeepSpeed, master weights and moments are fp32."""
         if self.base.form.has_masters or state.kind == BUFFER:
@@ -205,6 +215,8 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
     cut, stage = layout.sub_groups, layout.stage
 
     def flat(one: SubGroup, kind: str) -> Any:
+        if stage < 3 and target.keeps_whole(one, kind):
+            return _whole_on_rank(target, one, kind, rank)
         if stage < 3:
             return _partition(target, one, kind, rank, is_stripped=kind == MASTER and not is_bf16)
         return _flat_tensor(target, [State(param, kind) for param in one.params], rank)
@@ -357,6 +369,15 @@ def _partition(target: ZeroTarget, one: SubGroup, kind: str, rank: int, is_strip
     if at < length:
         content.append(Zeros((length - at) * ITEMSIZE[dtype], _PADDING))
     return _joined(dtype, content)
+
+
+def _whole_on_rank(target: ZeroTarget, one: SubGroup, kind: str, rank: int) -> Any:
+    """Return a rank's tensor of a state of whole params under ZeRO-1/2: see `ZeroTarget.keeps_whole`."""
+    numels = target.numels(one)
+    states = [State(param, kind) for param in target.vector(one).whole_on_rank(numels, rank)]
+    dtypes = [target.dtype(state) for state in states]
+    slots = [Slot(state, dtype, 0, numels[state.param]) for state, dtype in zip(states, dtypes, strict=True)]
+    return _joined(dtypes[0] if dtypes else "F32", slots)
 
 
 def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
