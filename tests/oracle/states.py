@@ -1,8 +1,8 @@
 """What an optimizer keeps of each param, of any optimizer and format: read by torch, joined and cut by hand.
 
 Of DeepSpeed's files (ZeRO-1/2: one vector per group in equal partitions; ZeRO-3: each param in equal slices), of DCP
-folders by torch's own loader, and of the Trainer's ``optimizer.pt``. Under ZeRO-1/2, DeepSpeed's Muon keeps the momentum
-of all params that overlap a rank's partition, each whole, so some are on two ranks, which must agree.
+folders by torch's own loader, and of the Trainer's ``optimizer.pt``. Under ZeRO-1/2, DeepSpeed's Muon keeps the
+momentum of all params that overlap a rank's partition, each whole, so some are on two ranks, which must agree.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def _load_dcp(folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     tree: dict[str, Any] = {}
-    _load_state_dict(
-        tree, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
+    _load_state_dict(tree, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return tree
 
 

@@ -25,8 +25,8 @@ import llmtailor
 from llmtailor.saving import saver_for
 from trainings.common import DECAY, RATE, Losses, batch, checkpoint_of, die, new_model, train_each
 from trainings.models import VOCAB
-from trainings.optimizers import DEEPSPEEDS_MUON, IN_LOOPS
-from trainings.spec import Loop
+from trainings.optimizers import IN_LOOPS
+from trainings.spec import DEEPSPEEDS_MUON, Loop
 
 FSDP = {
     "fsdp_version": 2,

@@ -134,8 +134,6 @@ OTHERS = {
 }
 ALL = {**TORCH, **TRANSFORMERS, **OTHERS}
 
-DEEPSPEEDS_MUON = "ds_muon"
-"""Of the DeepSpeed config: Muon for the matrices in layers, Adam for the rest"""
 IN_LOOPS = {
     **TORCH,
     **OTHERS,

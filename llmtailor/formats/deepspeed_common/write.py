@@ -507,7 +507,7 @@ def lay_out_engine(
         weights, missing = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
         notices += missing
     made, about = synthesize_files(base, wanted)
-    notices += [*about, *_rounded_twice(base, wanted.dtype)]
+    notices += [*about, *_rounded_twice(base, wanted.dtype), *_rounded_momentum(target)]
     if base.form.family in (FSDP, DCP) and wanted.dtype is None:
         what = f"the run that resumes has to train in {precision}, the dtype of the params"
         notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
@@ -537,6 +537,20 @@ def _check_plain_base(base: CheckpointIndex, precision: str) -> None:
         what = f"the weight files have other names for {some(unnamed)} than the model, so they have no master weights"
         fix = "stay without DeepSpeed; or train on with a run that saves the params' own names"
         raise UnsupportedCheckpoint.at(base.name, what, fix)
+
+
+def _rounded_momentum(target: ZeroTarget) -> list[Problem]:
+    """Return a notice on Muon's momentum that is written with more digits than DeepSpeed's Muon keeps of it."""
+    hyper = {param: group.hyper for group in target.layout.groups for param in group.params}
+    momenta = (state for state in target.base.held if is_muons(hyper.get(state.param, {}), state.kind))
+    wide = [state.param for state in momenta if ITEMSIZE[target.dtype(state)] > ITEMSIZE[target.precision]]
+    if not wide:
+        return []
+    what = (
+        f"Muon's momentum of {some(wide)} is written as it is, in fp32, but DeepSpeed keeps it in the dtype of the "
+        f"gradients: a resume rounds it to {target.precision}"
+    )
+    return [Problem(target.base.name, what, "nothing, if that run trains in that precision as usual")]
 
 
 def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
