@@ -176,7 +176,7 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
     where = PathIn(name, client.optimizer)
     fix = f"copy {client.optimizer} and {client.scheduler} again; they come from different saves"
     if not of_step:
-        if counted > 0 and not (keeps_nothing(index) or kinds_by_param(index)):
+        if counted > 0 and not (keeps_nothing(index) or _has_states(index)):
             what = f"the optimizer has no states, but the schedule is at step {counted}"
             raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     elif not usual.intersection(of_step):
@@ -233,6 +233,10 @@ def kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
         if is_moment(state.kind):
             kinds.setdefault(state.param, {})[state.kind] = held
     return kinds
+
+
+def _has_states(index: CheckpointIndex) -> bool:
+    return any(is_moment(state.kind) and not held.is_all_zero for state, held in index.held.items())
 
 
 NO_STATES = "its optimizer has made no step yet, so it has no states"

@@ -280,10 +280,10 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         if step is not None:
             step_is_tensor = not isinstance(step, (int, float))
         steps[flat_id] = None if step is None else fields.read_step(root, step, flat_id, where)
-        if lacking := next((other.keys() - kinds.keys() for other in flats if flats[-1].keys() < other.keys()), ()):
+        if lacking := next((other.keys() - flats[-1].keys() for other in flats if flats[-1].keys() < other.keys()), ()):
             what = f"sub-group {flat_id} lacks the state {some(sorted(lacking))}, which others have"
             raise damaged(where, what, Code.STATE_MISSING)
-        if extra := next((kinds.keys() - other.keys() for other in flats if other.keys() < flats[-1].keys()), ()):
+        if extra := next((flats[-1].keys() - other.keys() for other in flats if other.keys() < flats[-1].keys()), ()):
             what = f"sub-group {flat_id} has the state {some(sorted(extra))}, which others lack"
             raise damaged(where, what, Code.STATE_MISSING)
     gaps = () if is_zero3 else outer.get("param_alignment_paddings") or ()

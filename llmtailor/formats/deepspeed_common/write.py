@@ -194,7 +194,7 @@ class ZeroTarget:
 
 def refuse_states(base: CheckpointIndex, layout: OptimizerLayout) -> None:
     """Raise MismatchError, with every reason, for states that flat tensors of several params can't hold."""
-    problems = refuse_cuts(base, "--to deepspeed")
+    problems = [] if base.form.has_masters else refuse_cuts(base, "--to deepspeed")  # DeepSpeed's are elementwise
     kinds = {param: {*states} for param, states in kinds_by_param(base).items()}
     for number, one in enumerate(() if problems else layout.sub_groups):
         found = {frozenset(kinds.get(param, ())) for param in one.params if base.params[param].numel}
