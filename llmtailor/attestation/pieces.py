@@ -69,8 +69,8 @@ def _joined(shape: tuple[int, ...], ones: Sequence[SavedAs], files: Mapping[str,
     pieces = [(one, files[one.name]) for one in sorted(ones, key=lambda one: one.begin) if one.name in files]
     at, dtype = 0, pieces[0][1].dtype if pieces else ""
     for one, held in pieces:
-        is_plain = isinstance(held.place, Contiguous) and held.dtype == dtype
-        if not is_plain or one.begin != at or held.numel != math.prod(one.shape):
+        is_contiguous = isinstance(held.place, Contiguous) and held.dtype == dtype
+        if not is_contiguous or one.begin != at or held.numel != math.prod(one.shape):
             return None
         at += held.numel
     if len(pieces) != len(ones) or not pieces or at != math.prod(shape):

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from llmtailor.model.roles import ITEMSIZE
 
+_Key = TypeVar("_Key")
 NAMES_KEY = "lt_params"
 """The names of its params, in a param group that `llmtailor.training` or a writer made: torch itself saves none"""
 NAME_KEYS = (NAMES_KEY, "param_names")
@@ -171,13 +173,19 @@ class Vector:
         """Return the number of padding elements at the end of a rank's partition."""
         return min(self.partition, max(0, (rank + 1) * self.partition - self.total))
 
-    def on_rank(self, numels: Mapping[str, int], rank: int) -> Iterator[tuple[str, int, int, int]]:
+    def on_rank(self, numels: Mapping[_Key, int], rank: int) -> Iterator[tuple[_Key, int, int, int]]:
         """Yield (param, begin, end, offset in the partition) of the params that overlap a rank's partition."""
         low, high = rank * self.partition, (rank + 1) * self.partition
         for (param, numel), offset in zip(numels.items(), self.offsets, strict=True):
             begin, end = max(low, offset), min(high, offset + numel)
             if begin < end:
                 yield param, begin - offset, end - offset, begin - low
+
+    def whole_on_rank(self, numels: Mapping[_Key, int], rank: int) -> dict[_Key, int]:
+        """Return the params that overlap a rank's partition, and where each begins if the rank has them whole, one
+        after the other: as DeepSpeed's Muon keeps its momentum."""
+        params = [param for param, *_ in self.on_rank(numels, rank)]
+        return dict(zip(params, accumulate((numels[param] for param in params), initial=0), strict=False))
 
 
 def lay_out_vector(numels: Sequence[int], gaps: Sequence[int], world_size: int) -> Vector:

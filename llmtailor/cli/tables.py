@@ -87,16 +87,14 @@ def inspection_text(content: Inspection) -> str:
     is_adapter = any(file["path"] == ADAPTER for file in content["files"])
     tensors = content["num_tensors"]
     unsaved = "those of an adapter" if is_adapter else "not saved"
+    counted_steps = ", ".join(f"{step:g}" for step in content["optimizer_steps"])
     lines = [
         f"{content['name']}: {content['format']} (ZeRO stage {content['zero_stage']}), step {content['global_step']}, "
         f"saved by {counted(content['world_size'], 'rank')}"
         + ("" if content["client"] in ("trainer", "dcp") else f", resumed by {content['client']}"),
         f"trained in {content['precision']}, weights {', '.join(content['weights_dtype']) or unsaved}, "
         f"optimizer {content['optimizer']}"
-        + (
-            f" at step {', '.join(f'{step:g}' for step in content['optimizer_steps'])}"
-            * bool(content["optimizer_steps"])
-        )
+        + (f" at step {counted_steps}" if counted_steps else "")
         + (f", {counted(content['skipped_steps'], 'step')} skipped" if content["skipped_steps"] else ""),
         f"{counted(content['num_layers'], 'layer')}, {content['num_params']:,} params in {tensors['trainable']} "
         f"trainable and {tensors['frozen']} frozen tensors, {counted(tensors['buffer'], 'buffer')}",

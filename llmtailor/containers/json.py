@@ -19,7 +19,7 @@ from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.torch_file import TorchFile, Undecoded, open_torch_file, read_torch_file
 from llmtailor.containers.unpickle import SmallTensor, TensorView, as_shape, as_tensor
-from llmtailor.errors import UnsupportedCheckpoint, damaged
+from llmtailor.errors import AnotherOptimizer, UnsupportedCheckpoint, damaged
 from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT
 from llmtailor.storage.local import open_source, read_source
 
@@ -188,7 +188,7 @@ def as_dict(value: Any, what: str, where: str) -> dict[Any, Any]:
 def read_elementwise(state: dict[Any, Any], numel: int | None, flat_id: int, where: str) -> dict[str, Tensor]:
     """Return the flat tensors of a sub-group's state, all with ``numel`` elements if that is given.
 
-    Left out are the step, and what is no tensor or has no dimensions. Raises UnsupportedCheckpoint for states that are
+    Left out are the step, and what is no tensor or has no dimensions. Raises AnotherOptimizer for states that are
     not elementwise: in a flat tensor of several params, which is cut anywhere, they belong to none of them.
     """
     kinds = {}
@@ -201,7 +201,7 @@ def read_elementwise(state: dict[Any, Any], numel: int | None, flat_id: int, whe
         is_flat = len(view.shape) == 1 and view.storage.dtype in FLOATING
         if kind not in _OF_ADAM and (not is_flat or numel not in (None, view.numel)):  # those are, whatever their shape
             have = f"is {view.storage.dtype} with shape {list(view.shape)}"
-            raise UnsupportedCheckpoint.at(
+            raise AnotherOptimizer.at(
                 where,
                 f"optimizer state {kind} {have}, which is not one value for each element of the params: it can't be "
                 "assigned to params, whose elements DeepSpeed joins and cuts anywhere",

@@ -247,6 +247,11 @@ def is_adam(tree: Any, *at: str) -> bool:
 ADAM_KINDS = frozenset(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
 
 
+def is_muons(hyper: Mapping[str, Any], kind: str) -> bool:
+    """Return whether a state is the momentum of Muon, which DeepSpeed keeps in the dtype of the gradients."""
+    return hyper.get("use_muon") is True and kind == "momentum_buffer"
+
+
 def keeps_as_adam(kinds: Collection[str], options: Collection[str]) -> bool:
     """Whether an optimizer is Adam, by all kinds of its states and all options of its param groups.
 

@@ -45,7 +45,17 @@ logger = logging.getLogger(__name__)
 OnProgress = Callable[[int], None]
 _DISK_OR_BUG = f"the disk loses data, or {BUG}"
 _ALIKE = (
-    *("form.stage", "form.variant", "world_size", "global_step", "precision", "optimizer", "params", "tied", "groups"),
+    *(
+        "form.stage",
+        "form.variant",
+        "world_size",
+        "global_step",
+        "precision",
+        "train.step_is_tensor",
+        "params",
+        "tied",
+        "groups",
+    ),
     *("sub_groups", "zero.skipped_steps", "zero.settings", "composite"),
 )
 """The index fields that a partial checkpoint shares with the full one it was made from"""

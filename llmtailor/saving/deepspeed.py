@@ -20,7 +20,7 @@ from llmtailor.formats.other_optimizers import flattened, is_storable, unsupport
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.loaders.files import WHOLE_MODEL
 from llmtailor.loaders.loader import LOADERS, Loader
-from llmtailor.loaders.stock_fields import has_adams_options
+from llmtailor.loaders.stock_fields import has_adams_options, is_muons
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.training import (
@@ -236,9 +236,12 @@ class ZeroTraining:
         gaps = getattr(self.zero, "round_robin_bit16_padding", None)
         for flat_id, (shapes, kinds) in enumerate(zip(self._shapes, flats, strict=True)):
             numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+            hyper = self.zero.optimizer.param_groups[self._group_of_flat[flat_id]]
+            whole = self._whole(numels, gaps[flat_id] if gaps else ()) if self.stage < 3 else {}
             for param, begin, end, offset in cut(numels, gaps[flat_id] if gaps else ()):
                 for kind, flat in kinds.items() if param in wanted else ():
-                    yield Fragment(param, kind, begin, flat[offset : offset + end - begin])
+                    at = whole[param] + begin if whole and is_muons(hyper, kind) else offset
+                    yield Fragment(param, kind, begin, flat[at : at + end - begin])
 
     def _slices(self, numels: Mapping[str, int], _: Sequence[int]) -> Iterator[tuple[str, int, int, int]]:
         """Yield (param, begin, end, offset in the flat tensor) by the rule of ZeRO-3."""
@@ -258,6 +261,12 @@ class ZeroTraining:
             begin, end = max(low, at), min(high, at + numel)
             if begin < end:
                 yield param, begin - at, end - at, begin - low
+
+    def _whole(self, numels: Mapping[str, int], gaps: Sequence[int]) -> Mapping[str, int]:
+        """Return where this rank has each param of a state that it keeps of whole params; none if Muon is offloaded."""
+        vector = lay_out_vector(list(numels.values()), gaps, self.ranks.world_size)
+        is_offloaded = getattr(self.zero, "cpu_offload", False)
+        return {} if is_offloaded else vector.whole_on_rank(numels, self.ranks.rank)
 
     def _optim_tree(self) -> dict[str, Any]:
         outer = dict(self.zero.state_dict())

@@ -67,6 +67,8 @@ class Inspection(TypedDict):
     precision: str
     weights_dtype: list[str]
     optimizer: str | None
+    optimizer_states: dict[str, str]
+    """What it keeps of the params -> `checkpoint.schema.StateKind`"""
     num_layers: int
     tied: dict[str, str]
     num_params: int

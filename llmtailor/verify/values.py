@@ -122,7 +122,8 @@ def find_zeroed(index: CheckpointIndex, not_zero: Collection[State]) -> Iterator
         if State(flat.params[0], EXP_AVG_SQ) in index.held
     ]
     for kind in (EXP_AVG, EXP_AVG_SQ):
-        zeroed = [flat for flat in stepped if not any(State(param, kind) in not_zero for param in flat.params)]
+        keeping = [flat for flat in stepped if State(flat.params[0], kind) in index.held]  # Adafactor has no exp_avg
+        zeroed = [flat for flat in keeping if not any(State(param, kind) in not_zero for param in flat.params)]
         if zeroed:
             params = tuple(param for flat in zeroed for param in flat.params)
             what = f"{kind} of {some(params)} is all zero after {zeroed[0].step or 0:g} steps of Adam"

@@ -214,7 +214,7 @@ SOURCES = [
     (edited(lambda tree: tree["optimizer_state_dict"]["fp32_flat_groups"].pop()), 4, ["1 flat master,"]),
     (edited(lambda tree: state_of(tree)[0].update(exp_avg=torch.zeros(3))), 4,
      ["exp_avg of sub-group 0 has 3 elements"]),
-    (edited(lambda tree: state_of(tree)[0].pop("exp_avg")), 4, ["but sub-group 0 has master, exp_avg_sq"]),
+    (edited(lambda tree: state_of(tree)[0].pop("exp_avg")), 4, ["has the state exp_avg, which others lack"]),
     (edited(lambda tree: state_of(tree)[0].update(row_factor=torch.zeros(3, 2))), 4,
      ["of another kind than those of the other ranks"]),
     (edited(lambda tree: tree.clear()), 4, ["optimizer_state_dict is missing"]),

@@ -67,7 +67,7 @@ def saved(*groups):
     for number, group in enumerate(groups):
         made.append(SavedGroup(tuple(range(at, at + len(group))), None, {"weight_decay": 0.1 * (not number)}))
         at += len(group)
-    return SavedOptimizer(tuple(made), tensors, {}, {}, True)
+    return SavedOptimizer(tuple(made), tensors, {number: {} for number in tensors}, {}, True)
 
 
 MODEL = ModelFacts(

@@ -362,7 +362,7 @@ SAYINGS: dict[str, tuple[Build, str]] = {
     "a state called 3": (kind(3), "has a int as its name"),
     "a state called with an escape": (kind("\x1b[2J"), "invalid name"),
     "the state of nobody": (optims(lambda tree: inner(tree)["state"].update({99: "x"})), "which no param group owns"),
-    "other kinds in one state": (optims(lambda tree: inner(tree)["state"][1].pop("exp_avg_sq")), "has the states"),
+    "other kinds in one state": (optims(lambda tree: inner(tree)["state"][1].pop("exp_avg_sq")), "lacks the state"),
     "betas in text": (hyper(betas="xy"), ""),
     "betas of 1": (hyper(betas=(1.0, 1.0)), ""),
     "betas in a tensor": (hyper(betas=(torch.ones(1), 0.9)), ""),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainings.spec import Fsdp, Job, Lightning, Loop, Spec, Training, by_name
+from trainings.spec import DEEPSPEEDS_MUON, Fsdp, Job, Lightning, Loop, Spec, Training, by_name
 
 FROZEN = ("*embed_tokens*", "*.layers.1.*")
 SMALL_GROUPS = 3000
@@ -147,6 +147,34 @@ LOOPS_SAVED = by_name(
         Loop("accelerate-ddp-saver", "accelerate", named=True, objects=True, saver="full", **PLAIN),
         Loop("accelerate-fsdp-saver", "accelerate", fsdp=True, named=True, objects=True, saver="full", **PLAIN),
     ]
+)
+
+ENGINE: dict[str, Any] = {"scheduler": "", "save_steps": 1}
+FSDP2: dict[str, Any] = {"fsdp": True, "objects": True, "save_steps": 1, **PLAIN}
+OPTIMIZERS = by_name(
+    [
+        *(Loop(f"muon-{stage}", stage=stage, optimizer=DEEPSPEEDS_MUON, **ENGINE) for stage in (1, 2, 3)),
+        Loop("momentum-3", stage=3, optimizer="SGD momentum", **ENGINE),
+        Loop("lion-2", stage=2, optimizer="optimi Lion", **ENGINE),
+        Loop("bnb-lion-2", stage=2, optimizer="bnb Lion", **ENGINE),
+        Loop("adafactor-1", stage=1, optimizer="transformers Adafactor", **ENGINE),
+        Loop("fsdp-muon", "accelerate", optimizer="Muon", **FSDP2),
+        Loop("fsdp-muon-adam", "accelerate", optimizer="Muon with Adam", **FSDP2),
+        Loop("fsdp-sgd", "accelerate", optimizer="SGD momentum", **FSDP2),
+        Loop("fsdp-stable", "accelerate", optimizer="optimi StableAdamW", **FSDP2),
+        Loop("fsdp-lion", "accelerate", optimizer="optimi Lion", **FSDP2),
+    ]
+)
+"""Other optimizers than AdamW, in loops"""
+WHOLE = by_name(
+    [
+        Loop("bnb-8bit-2", stage=2, optimizer="bnb AdamW 8-bit", **ENGINE),
+        Loop("ddp-adafactor", "accelerate", optimizer="Adafactor", objects=True, **PLAIN),
+    ]
+)
+"""With states that can't be cut"""
+OPTIMIZERS_SAVED = by_name(
+    replace(spec, name=f"{name}-saver", saver="moments_in_turn:2") for name, spec in OPTIMIZERS.items()
 )
 
 LIGHTNING = by_name(
@@ -303,6 +331,7 @@ WITHOUT_SAVER = by_name(
 ALL: dict[str, Training] = by_name(
     [
         *(DEEPSPEED | RESUMES | PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED).values(),
+        *(OPTIMIZERS | WHOLE | OPTIMIZERS_SAVED).values(),
         *(SAVED | TEACHERS | JOBS | WITHOUT_SAVER).values(),
     ]
 )
@@ -321,6 +350,7 @@ SHORT = {
     *("full-1", "frozen-2", "ddp-teacher", "locked", "anew"),
     *("nodes", "slow-skip", "slow-wait", "torn-ddp"),
     *("z3@2", "ddp@2", "ddp@4", "lively-2@2"),
+    *("muon-2", "bnb-lion-2", "adafactor-1", "momentum-3", "fsdp-stable", *WHOLE, "muon-2-saver", "fsdp-stable-saver"),
 }
 """What is trained without --all: every feature, and every pair of features that has code of its own"""
 LONG = ALL.keys() - SHORT

@@ -29,9 +29,11 @@ from trainings.spec import Training
 
 HERE = Path(__file__).parent
 NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "safetensors")
+OPTIMIZERS = {"optimi": "optimi", "bnb": "bitsandbytes"}
+"""First word of an optimizer's name -> its package"""
 TIMEOUT_S = 560
 TAIL_LINES = 60
-USED = {"trainer": ("trainer", "echo"), "fsdp": ("fsdp", "fsdp1")}
+USED = {"trainer": ("trainer", "echo"), "fsdp": ("fsdp", "fsdp1"), "loops": ("loops", "optimizers")}
 """Program -> its modules, if there are several"""
 
 
@@ -133,10 +135,10 @@ class Runs:
     def __getitem__(self, name: str) -> Run:
         if name not in self._found:
             assert self._everything or name in batch_of(name, False), f"{name} needs --all: mark this test long"
-            without = () if compiler() else ("cpu_adam",)
+            without = missing_optimizers()
             specs = batch_of(name, self._everything, without)
             if name not in specs:
-                pytest.skip("DeepSpeedCPUAdam cannot be built: no C++ compiler or no ninja")
+                pytest.skip(f"no {ALL[name].optimizer}: its package is missing, or it can't be built")
             if specs[name].program == "lightning":
                 pytest.importorskip("lightning")
             specs = {each: self._placed(spec, specs) for each, spec in specs.items()}
@@ -308,6 +310,14 @@ def compiler() -> bool:
 def missing() -> list[str]:
     """Name the packages that real training needs and does not find."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+def missing_optimizers() -> list[str]:
+    """Name the optimizers of trainings whose package is missing, or that need a compiler where there is none."""
+    lacking = [first for first, package in OPTIMIZERS.items() if importlib.util.find_spec(package) is None]
+    named = {str(getattr(spec, "optimizer", "")) for spec in ALL.values()}
+    found = [name for name in named if name.partition(" ")[0] in lacking]
+    return [*found, *(() if compiler() else ("cpu_adam",))]
 
 
 def versions() -> dict[str, str]:

@@ -25,7 +25,8 @@ import llmtailor
 from llmtailor.saving import saver_for
 from trainings.common import DECAY, RATE, Losses, batch, checkpoint_of, die, new_model, train_each
 from trainings.models import VOCAB
-from trainings.spec import Loop
+from trainings.optimizers import IN_LOOPS
+from trainings.spec import DEEPSPEEDS_MUON, Loop
 
 FSDP = {
     "fsdp_version": 2,
@@ -47,10 +48,20 @@ def engine_config(spec: Loop) -> dict[str, Any]:
     }
     if spec.scheduler == "deepspeed":
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 10}}
+    if spec.optimizer == DEEPSPEEDS_MUON:
+        torch._dynamo.config.disable = True  # else it compiles for minutes
+        config["optimizer"] = {"type": "Muon", "params": {"lr": RATE, "momentum": 0.95, "weight_decay": DECAY}}
+        config["zero_optimization"]["reduce_scatter"] = False  # which Muon asks for
     return config
 
 
-def new_optimizer(spec: Loop, model: Any) -> torch.optim.AdamW:
+def new_optimizer(spec: Loop, model: Any) -> Any:
+    if spec.optimizer == DEEPSPEEDS_MUON:
+        return None
+    if spec.optimizer:
+        make = IN_LOOPS[spec.optimizer].make
+        assert make is not None
+        return make(model)
     params = model.named_parameters() if spec.named else model.parameters()
     return torch.optim.AdamW(params, lr=RATE, weight_decay=DECAY)
 

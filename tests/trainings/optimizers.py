@@ -134,3 +134,15 @@ OTHERS = {
     "optimi SGD": of("optimi.SGD", lr=1e-3),
 }
 ALL = {**TORCH, **TRANSFORMERS, **OTHERS}
+
+IN_LOOPS = {
+    **TORCH,
+    **OTHERS,
+    "optimi StableAdamW": of("optimi.StableAdamW", lr=1e-3),
+    "bnb Lion": of("bitsandbytes.optim.Lion32bit", lr=1e-3),
+    "bnb AdamW 8-bit": of("bitsandbytes.optim.AdamW8bit", lr=1e-3),
+    "transformers Adafactor": of(
+        "transformers.optimization.Adafactor", lr=1e-3, relative_step=False, scale_parameter=False
+    ),
+}
+"""What a loop makes of its model, before ZeRO or FSDP2 cuts the params"""

@@ -7,6 +7,8 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 Kind = TypeVar("Kind", bound="Training")
+DEEPSPEEDS_MUON = "ds_muon"
+"""Of a `Loop`: the optimizer of the DeepSpeed config, Muon for the matrices in layers and Adam for the rest"""
 NEWEST = "newest"
 """Of Lightning: what `newest_checkpoint` composes of the run's own saves, in the ranks that resume"""
 
@@ -177,6 +179,8 @@ class Loop(Training):
     """Whether the optimizer gets ``named_parameters()``"""
     objects: bool = False
     """Whether an object is registered with accelerate for its checkpoints"""
+    optimizer: str = ""
+    """One of `optimizers.IN_LOOPS`, or `DEEPSPEEDS_MUON`; empty: AdamW"""
 
 
 @dataclass(frozen=True)

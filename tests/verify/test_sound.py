@@ -151,7 +151,7 @@ def test_a_changed_json_is_a_warning(composite):
     [
         (lambda content: content.update(global_step=7), "global_step was 7"),
         (lambda content: content.update(world_size=5), "the world size was 5"),
-        (lambda content: content["optimizer_steps"][0].update(step=3.0), "Adam's step of sub-group 0 was 3"),
+        (lambda content: content["optimizer_steps"][0].update(step=3.0), "the optimizer's step of sub-group 0 was 3"),
         (lambda content: content["files"].append({"path": "more", "num_bytes": 1, "crc32": "0"}), "now missing"),
         (lambda content: content.pop("files"), "the manifest is damaged"),
     ],

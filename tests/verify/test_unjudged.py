@@ -159,7 +159,7 @@ def package(module: str, name: str) -> Make:
 
 
 OTHERS: dict[str, Make] = {
-    "GrokAdamW": lambda trained, tree, patch: by_params(tree),
+    "GrokAdamW": lambda tree, patch: by_params(tree),
     "GaLore": package("galore_torch.galore_projector", "GaLoreProjector"),
     "of another version of torchao": package("torchao.optim.subclass_2bit", "OptimState2bit"),
     "SOAP": like(lambda state: {**state, "GG": [state["exp_avg"], state["exp_avg_sq"]]}),
@@ -349,7 +349,7 @@ def test_under_deepspeed_states_are_read_if_they_are_elementwise(name, change, r
     for shard in root.glob("global_step*/*optim_states.pt"):
         edit(shard, edit_states)
     if change is in_blocks:
-        with pytest.raises(UnsupportedCheckpoint, match="state1 is U8 .* which is not one value for each element"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"state1 is U8 .* which is not one value for each element"):
             verify_checkpoint(root)
     else:
         assert verify_checkpoint(root).level == RESUMABLE

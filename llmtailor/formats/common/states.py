@@ -20,6 +20,7 @@ from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEnt
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import SAVED_NAMES, OptimizerLayout, ParamGroup, SubGroup, with_names
 from llmtailor.checkpoint.placement import AllZero
+from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_strict_json, read_tied
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
@@ -71,6 +72,7 @@ def make_index(
     ``dtypes`` are those of the weights, which the moments have that do not exist yet.
     """
     usual = max(dtypes.values(), key=[*dtypes.values()].count, default="F32")
+    named = step_of(root)  # of optimizers that count no steps
     sub_groups: list[SubGroup] = []
     held: dict[State, TensorEntry] = {}
     zero: dict[State, TensorEntry] = {}
@@ -87,7 +89,7 @@ def make_index(
         name=name,
         form=Form(TRAINER),
         world_size=1,
-        global_step=int(max((step for step in optimizer.steps.values() if step is not None), default=0)),
+        global_step=int(max((step for step in optimizer.steps.values() if step is not None), default=named or 0)),
         precision="F32",
         params=params,
         tied=tied,
@@ -174,7 +176,7 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
     where = PathIn(name, client.optimizer)
     fix = f"copy {client.optimizer} and {client.scheduler} again; they come from different saves"
     if not of_step:
-        if counted > 0 and not (keeps_nothing(index) or kinds_by_param(index)):
+        if counted > 0 and not (keeps_nothing(index) or _has_states(index)):
             what = f"the optimizer has no states, but the schedule is at step {counted}"
             raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     elif not usual.intersection(of_step):
@@ -231,6 +233,10 @@ def kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
         if is_moment(state.kind):
             kinds.setdefault(state.param, {})[state.kind] = held
     return kinds
+
+
+def _has_states(index: CheckpointIndex) -> bool:
+    return any(is_moment(state.kind) and not held.is_all_zero for state, held in index.held.items())
 
 
 NO_STATES = "its optimizer has made no step yet, so it has no states"

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from llmtailor.checkpoint.index import DcpEntry
@@ -182,7 +183,13 @@ def _check_owned(optimizer: Optimizer, where: str) -> None:
 
 
 def check_options(optimizer: Optimizer, where: str) -> Iterator[Finding]:
-    """Yield a finding for each option that some param groups lack: ``dcp.load`` raises for keys that are not there."""
+    """Yield a finding for each option that some param groups lack: ``dcp.load`` raises for keys that are not there.
+
+    Groups with other states may have other options, as with Muon for the matrices and Adam for the rest.
+    """
+    kinds = [{*chain(*(optimizer.tensors.get(param, ()) for param in group.params))} for group in optimizer.groups]
+    if any(one != kinds[0] for one in kinds):
+        return
     for key in _IN_ALL:
         lacking = [number for number, group in enumerate(optimizer.groups) if key not in group.hyper]
         if 0 < len(lacking) < len(optimizer.groups):

@@ -458,8 +458,8 @@ class _Indexing:
         manifest = attempt(lambda: read_manifest(self.root, self.name), self.problems)
         if manifest is not None:  # a composite may mix steps, and nothing else says which of them it resumes at
             return manifest.global_step
-        newest = int(max(steps.values(), default=0))
         named = step_of(self.root)
+        newest = int(max(steps.values(), default=named or 0))
         return named if named in set(steps.values()) else newest
 
     def _findings(

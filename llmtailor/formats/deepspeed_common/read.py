@@ -7,7 +7,8 @@ without gaps. The excess of a slice over the param is padding; in fp32 it is uni
 ZeRO-1 and ZeRO-2 cut one vector per group; see `checkpoint.optimizer`. Names and order come from ``param_shapes``,
 which is right even under ``round_robin_gradients``, where the mappings that DeepSpeed saves beside it are wrong. Master
 weights are saved without the padding at the vector's end, moments with it; BF16_Optimizer saves both with it, and
-elastic checkpoints both without.
+elastic checkpoints both without. DeepSpeed's Muon, unless it is offloaded, keeps on each rank the momentum of all
+params that overlap the partition, each whole, in the dtype of the gradients.
 
 ZeRO's and universal checkpoints share the checks here: whether the shards and the Trainer's files around them come from
 one save, and whether a stock resume accepts them. The effects on a resume were observed with damaged checkpoints, in
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -47,7 +48,7 @@ from llmtailor.checkpoint.optimizer import (
     part_size,
     round_robin,
 )
-from llmtailor.checkpoint.placement import Extent, Partitioned, Placement, Sliced
+from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Placement, Sliced
 from llmtailor.checkpoint.step_names import step_of_tag
 from llmtailor.codes import Code
 from llmtailor.containers.json import Tensor, Trees
@@ -109,7 +110,8 @@ def read_shards(
     cuts = [_cut(group, usual, sample) for group in range(len(usual.param_shapes)) if sample is not None]
     if sample is not None and not files.is_zero3:
         attempt(lambda: _check_mappings(name, files.optim, optim, known, cuts), problems)
-    optim = _drop(files.optim, optim, _wrong_flats(usual, cuts), name, problems, Code.STATE_SIZE)
+    whole = _find_whole(optim, cuts)
+    optim = _drop(files.optim, optim, _wrong_flats(usual, cuts, whole), name, problems, Code.STATE_SIZE)
     model = fit_models(trees, files, model, name, problems)
     sample, usual = first_of(optim), first_of(model)
     if sample is None or usual is None:
@@ -123,7 +125,7 @@ def read_shards(
         files,
         sample,
         model,
-        trained=_trained(files, usual, sample, optim, cuts),
+        trained=_trained(files, usual, sample, optim, cuts, whole),
         steps=[*sample.steps.values()],
         scalars=sample.scalars,
         rests=[None if shard is None else shard.rest for shard in optim],
@@ -224,6 +226,8 @@ class _Cut:
     """ZeRO-3: the elements of each param per rank"""
     vector: Vector
     """ZeRO-1/2; empty for ZeRO-3"""
+    numels: Mapping[int, int]
+    """Of the params"""
 
     def length(self, rank: int, is_stripped: bool) -> int:
         """Return how many elements a rank has, without padding at the vector's end if ``is_stripped``."""
@@ -235,6 +239,23 @@ class _Cut:
             yield Sliced(extents, offset, part, itemsize)
         for offset in self.vector.offsets:
             yield Partitioned(extents, offset, self.vector.partition, itemsize)
+
+    def whole_length(self, rank: int) -> int:
+        """Return how many elements a rank of ZeRO-1/2 has of a state that it keeps of whole params."""
+        return sum(self.numels[param] for param in self.vector.whole_on_rank(self.numels, rank))
+
+    def whole_places(self, extents: tuple[Extent, ...], itemsize: int, are_known: Sequence[bool]) -> list[Placement]:
+        """Return the place of each param in the tensors of a state that ranks keep of whole params.
+
+        Of those on several ranks, it is in the first file that is ``known``.
+        """
+        places = dict.fromkeys(self.numels, Contiguous(extents[0], itemsize))
+        for rank in sorted(range(len(extents)), key=lambda rank: (not are_known[rank], rank), reverse=True):
+            path, first, _ = extents[rank]
+            for param, offset in self.vector.whole_on_rank(self.numels, rank).items():
+                start = first + offset * itemsize
+                places[param] = Contiguous(Extent(path, start, start + self.numels[param] * itemsize), itemsize)
+        return [*places.values()]
 
 
 def fit_models(
@@ -287,13 +308,29 @@ def _pad(shards: Sequence[AnyShard | None], count: int) -> list[AnyShard | None]
 def _cut(group: int, model: ModelShard, sample: OptimShard) -> _Cut:
     numels = [math.prod(shape) for shape in model.param_shapes[group].values()]
     if sample.stage == 3:
-        return _Cut(tuple(part_size(numel, model.world_size) for numel in numels), lay_out_vector((), (), 1))
+        return _Cut(tuple(part_size(numel, model.world_size) for numel in numels), lay_out_vector((), (), 1), {})
     fits = list(map(len, sample.gaps)) == list(map(len, model.param_shapes))
-    return _Cut((), lay_out_vector(numels, sample.gaps[group] if fits else (), model.world_size))
+    vector = lay_out_vector(numels, sample.gaps[group] if fits else (), model.world_size)
+    return _Cut((), vector, dict(enumerate(numels)))
 
 
-def _wrong_flats(model: ModelShard, cuts: Sequence[_Cut]) -> Callable[[int, OptimShard], Iterator[str]]:
-    """Return what yields flat tensors of a wrong length by the cutting rule."""
+def _find_whole(optim: Sequence[OptimShard | None], cuts: Sequence[_Cut]) -> frozenset[tuple[int, str]]:
+    """Return (sub-group, kind) of the states that ranks of ZeRO-1/2 keep of whole params: their lengths show it."""
+    shards = [(rank, shard) for rank, shard in enumerate(optim) if shard is not None and len(shard.flats) == len(cuts)]
+    found = set()
+    for flat_id, cut in enumerate(cuts) if shards and shards[0][1].stage < 3 else ():
+        for kind in shards[0][1].flats[flat_id].keys() - {MASTER}:
+            have = {rank: shard.flats[flat_id][kind].numel for rank, shard in shards if kind in shard.flats[flat_id]}
+            is_cut = all(numel == cut.vector.partition for numel in have.values())
+            if not is_cut and all(numel == cut.whole_length(rank) for rank, numel in have.items()):
+                found.add((flat_id, kind))
+    return frozenset(found)
+
+
+def _wrong_flats(
+    model: ModelShard, cuts: Sequence[_Cut], whole: Collection[tuple[int, str]]
+) -> Callable[[int, OptimShard], Iterator[str]]:
+    """Return what yields flat tensors of a wrong length by the cutting rule; ``whole`` are states of whole params."""
     counts = list(map(len, model.param_shapes))
 
     def wrong(rank: int, shard: OptimShard) -> Iterator[str]:
@@ -306,7 +343,7 @@ def _wrong_flats(model: ModelShard, cuts: Sequence[_Cut]) -> Callable[[int, Opti
                 for kind in flat if shard.stage < 3 else [MASTER]:  # all of ZeRO-3's have the same length
                     stripped = shard.variant == ELASTIC or (shard.variant == PLAIN and kind == MASTER)
                     have, length = flat[kind].numel, cut.length(rank, stripped)
-                    if have != length:
+                    if have != length and (flat_id, kind) not in whole:
                         yield f"{kind} of sub-group {flat_id} has {have} elements instead of {length}"
 
     return wrong
@@ -417,12 +454,20 @@ def _extents(
 
 
 def _trained(
-    files: ShardFiles, model: ModelShard, sample: OptimShard, optim: Sequence[OptimShard | None], cuts: Sequence[_Cut]
+    files: ShardFiles,
+    model: ModelShard,
+    sample: OptimShard,
+    optim: Sequence[OptimShard | None],
+    cuts: Sequence[_Cut],
+    whole: Collection[tuple[int, str]],
 ) -> _Placed:
+    are_known = [shard is not None for shard in optim]
     for flat_id, (shapes, cut) in enumerate(zip(model.param_shapes, cuts, strict=True)):
         for kind, like in sample.flats[flat_id].items():
             extents = _extents(files.optim, optim, lambda shard: shard.flats[flat_id][kind])  # noqa: B023
-            places = cut.places(extents, ITEMSIZE[like.dtype])
+            size = ITEMSIZE[like.dtype]
+            is_whole = (flat_id, kind) in whole
+            places = cut.whole_places(extents, size, are_known) if is_whole else cut.places(extents, size)
             for (param, shape), place in zip(shapes.items(), places, strict=True):
                 yield Param(param, shape, "trainable"), kind, TensorEntry(like.dtype, shape, place)
 

@@ -246,19 +246,19 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         inner = get(outer, inner_key, dict, where)
         groups = tuple(read_param_group(root, group, where) for group in get(inner, "param_groups", list, where))
         state = get(inner, "state", dict, where)
-        refuse_objects(state, where)
         owned = [list(ids) for ids, _ in groups]
         if [*chain(*owned)] != [*range(len(masters))] or not (is_zero3 or len(groups) == len(masters)):
             have = counted(len(masters), "flat master")
             what = f"it has {have}, but the param groups own {owned}, in this order"
             raise damaged(where, what, Code.FIELD_CONFLICT)
+    state = {flat_id: flattened(one) if isinstance(one, dict) else one for flat_id, one in state.items()}
+    refuse_objects(state, where)
     if unexpected := [key for key in state if key not in range(len(masters))]:
         what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"
         raise damaged(where, what, Code.FIELD_UNKNOWN)
     flats: list[Mapping[str, Tensor]] = []
     steps, step_is_tensor = dict[int, float | None](), True
     options = {str(option) for _, hyper in groups for option in hyper}
-    state = {flat_id: flattened(one) if isinstance(one, dict) else one for flat_id, one in state.items()}
     scalars: list[Mapping[str, Any]] = []
     for flat_id, master in enumerate(masters):
         if not state:  # fp16, and every step so far has overflowed
@@ -280,10 +280,10 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         if step is not None:
             step_is_tensor = not isinstance(step, (int, float))
         steps[flat_id] = None if step is None else fields.read_step(root, step, flat_id, where)
-        if lacking := next((other.keys() - kinds.keys() for other in flats if flats[-1].keys() < other.keys()), ()):
+        if lacking := next((other.keys() - flats[-1].keys() for other in flats if flats[-1].keys() < other.keys()), ()):
             what = f"sub-group {flat_id} lacks the state {some(sorted(lacking))}, which others have"
             raise damaged(where, what, Code.STATE_MISSING)
-        if extra := next((kinds.keys() - other.keys() for other in flats if other.keys() < flats[-1].keys()), ()):
+        if extra := next((flats[-1].keys() - other.keys() for other in flats if other.keys() < flats[-1].keys()), ()):
             what = f"sub-group {flat_id} has the state {some(sorted(extra))}, which others lack"
             raise damaged(where, what, Code.STATE_MISSING)
     gaps = () if is_zero3 else outer.get("param_alignment_paddings") or ()
@@ -353,9 +353,6 @@ def read_param_group(root: Path, group: Any, where: str) -> tuple[tuple[int, ...
         raise damaged(where, "a param group's params are not a list of sub-groups", Code.FIELD_TYPE)
     if group.get("moe"):
         raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
-    if group.get("use_muon"):
-        what, fix = "the optimizer is Muon, whose state is not elementwise", "only Adam-like optimizers can be composed"
-        raise AnotherOptimizer.at(where, what, fix)
     return ids, {key: fields.read_option(root, value, where) for key, value in group.items() if key != "params"}
 
 

@@ -40,6 +40,7 @@ from llmtailor.formats.weights import lay_out_missing_weights
 from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, SCALER
 from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.loaders.scheduler import regroup_scheduler
+from llmtailor.loaders.stock_fields import is_muons
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
@@ -149,6 +150,15 @@ class ZeroTarget:
         """Return the vector of a group under ZeRO-1/2."""
         return lay_out_vector([*self.numels(one).values()], one.gaps, self.layout.world_size)
 
+    def keeps_whole(self, one: SubGroup, kind: str) -> bool:
+        """Return whether the ranks of ZeRO-1/2 have a state of all params that overlap their partitions, each whole.
+
+        DeepSpeed's Muon does, unless the optimizer is offloaded.
+        """
+        zero = section(self.base.train.ds_config, "zero_optimization")
+        is_offloaded = section(zero, "offload_optimizer").get("device") == "cpu"
+        return is_muons(self.layout.groups[one.group].hyper, kind) and not is_offloaded
+
     def dtype(self, state: State) -> str:
         """Return the dtype that a state is written in: under DeepSpeed, master weights and moments are fp32."""
         if self.base.form.has_masters or state.kind == BUFFER:
@@ -184,7 +194,7 @@ class ZeroTarget:
 
 def refuse_states(base: CheckpointIndex, layout: OptimizerLayout) -> None:
     """Raise MismatchError, with every reason, for states that flat tensors of several params can't hold."""
-    problems = refuse_cuts(base, "--to deepspeed")
+    problems = [] if base.form.has_masters else refuse_cuts(base, "--to deepspeed")  # DeepSpeed's are elementwise
     kinds = {param: {*states} for param, states in kinds_by_param(base).items()}
     for number, one in enumerate(() if problems else layout.sub_groups):
         found = {frozenset(kinds.get(param, ())) for param in one.params if base.params[param].numel}
@@ -205,6 +215,8 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
     cut, stage = layout.sub_groups, layout.stage
 
     def flat(one: SubGroup, kind: str) -> Any:
+        if stage < 3 and target.keeps_whole(one, kind):
+            return _whole_on_rank(target, one, kind, rank)
         if stage < 3:
             return _partition(target, one, kind, rank, is_stripped=kind == MASTER and not is_bf16)
         return _flat_tensor(target, [State(param, kind) for param in one.params], rank)
@@ -359,6 +371,15 @@ def _partition(target: ZeroTarget, one: SubGroup, kind: str, rank: int, is_strip
     return _joined(dtype, content)
 
 
+def _whole_on_rank(target: ZeroTarget, one: SubGroup, kind: str, rank: int) -> Any:
+    """Return a rank's tensor of a state of whole params under ZeRO-1/2: see `ZeroTarget.keeps_whole`."""
+    numels = target.numels(one)
+    states = [State(param, kind) for param in target.vector(one).whole_on_rank(numels, rank)]
+    dtypes = [target.dtype(state) for state in states]
+    slots = [Slot(state, dtype, 0, numels[state.param]) for state, dtype in zip(states, dtypes, strict=True)]
+    return _joined(dtypes[0] if dtypes else "F32", slots)
+
+
 def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
     """Return the places of params in a rank's partition; right even with round_robin_gradients, unlike stock's."""
     return Ordered(
@@ -486,7 +507,7 @@ def lay_out_engine(
         weights, missing = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
         notices += missing
     made, about = synthesize_files(base, wanted)
-    notices += [*about, *_rounded_twice(base, wanted.dtype)]
+    notices += [*about, *_rounded_twice(base, wanted.dtype), *_rounded_momentum(target)]
     if base.form.family in (FSDP, DCP) and wanted.dtype is None:
         what = f"the run that resumes has to train in {precision}, the dtype of the params"
         notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
@@ -516,6 +537,20 @@ def _check_plain_base(base: CheckpointIndex, precision: str) -> None:
         what = f"the weight files have other names for {some(unnamed)} than the model, so they have no master weights"
         fix = "stay without DeepSpeed; or train on with a run that saves the params' own names"
         raise UnsupportedCheckpoint.at(base.name, what, fix)
+
+
+def _rounded_momentum(target: ZeroTarget) -> list[Problem]:
+    """Return a notice on Muon's momentum that is written with more digits than DeepSpeed's Muon keeps of it."""
+    hyper = {param: group.hyper for group in target.layout.groups for param in group.params}
+    momenta = (state for state in target.base.held if is_muons(hyper.get(state.param, {}), state.kind))
+    wide = [state.param for state in momenta if ITEMSIZE[target.dtype(state)] > ITEMSIZE[target.precision]]
+    if not wide:
+        return []
+    what = (
+        f"Muon's momentum of {some(wide)} is written as it is, in fp32, but DeepSpeed keeps it in the dtype of the "
+        f"gradients: a resume rounds it to {target.precision}"
+    )
+    return [Problem(target.base.name, what, "nothing, if that run trains in that precision as usual")]
 
 
 def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
