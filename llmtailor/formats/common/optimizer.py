@@ -214,7 +214,8 @@ def _read_group(root: Path, node: Any, where: str) -> SavedGroup:
 
 def _with_own_names(groups: Sequence[SavedGroup]) -> tuple[SavedGroup, ...]:
     """Return the groups; if each has one param and its own ``name``, as Adam-mini's have, with these as names."""
-    names: list[str] = [name for group in groups if len(group.ids) == 1 and is_name(name := group.hyper.get("name"))]
+    stated = [group.hyper.get("name") for group in groups if len(group.ids) == 1]
+    names = [str(name) for name in stated if is_name(name)]
     if len(set(names)) < len(groups) or len(groups) < 3 or any(group.names is not None for group in groups):
         return tuple(groups)
     return tuple(replace(group, names=(name,)) for group, name in zip(groups, names, strict=True))
