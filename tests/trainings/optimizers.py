@@ -121,7 +121,7 @@ TRANSFORMERS = {
         "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb",
         "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit",
         "paged_ademamix_8bit", "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "stable_adamw",
-        "lomo", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fused",
+        "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fused",
     )
 }  # fmt: skip
 OTHERS = {
