@@ -223,9 +223,10 @@ class ZeroTraining:
                     is_plain_tensor(value) and value.is_floating_point() and value.numel() >= master.numel()
                 )
                 if not is_flat or not (isinstance(value, torch.Tensor) or is_storable(value)):
+                    optimizer = type(self.zero.optimizer).__name__
                     what = (
-                        f"the optimizer's state {kind} is not one value for each element of the params, which "
-                        "DeepSpeed joins and cuts anywhere"
+                        f"the state {kind} of the optimizer {optimizer} is not one value for each element of the "
+                        "params, which DeepSpeed joins and cuts anywhere"
                     )
                     raise UnsupportedCheckpoint.at(_WHERE, what, _ELEMENTWISE)
             flats.append({kind: flat.detach() for kind, flat in {MASTER: master, **kinds}.items()})

@@ -154,6 +154,7 @@ FSDP2: dict[str, Any] = {"fsdp": True, "objects": True, "save_steps": 1, **PLAIN
 OPTIMIZERS = by_name(
     [
         *(Loop(f"muon-{stage}", stage=stage, optimizer=DEEPSPEEDS_MUON, **ENGINE) for stage in (1, 2, 3)),
+        Loop("muon-offload-2", stage=2, optimizer=DEEPSPEEDS_MUON, offload=True, **ENGINE),
         Loop("momentum-3", stage=3, optimizer="SGD momentum", **ENGINE),
         Loop("lion-2", stage=2, optimizer="optimi Lion", **ENGINE),
         Loop("bnb-lion-2", stage=2, optimizer="bnb Lion", **ENGINE),

@@ -52,6 +52,8 @@ def engine_config(spec: Loop) -> dict[str, Any]:
         torch._dynamo.config.disable = True  # else it compiles for minutes
         config["optimizer"] = {"type": "Muon", "params": {"lr": RATE, "momentum": 0.95, "weight_decay": DECAY}}
         config["zero_optimization"]["reduce_scatter"] = False  # which Muon asks for
+    if spec.offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     return config
 
 

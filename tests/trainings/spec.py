@@ -179,6 +179,8 @@ class Loop(Training):
     """Whether the optimizer gets ``named_parameters()``"""
     objects: bool = False
     """Whether an object is registered with accelerate for its checkpoints"""
+    offload: bool = False
+    """Optimizer states in CPU memory (``offload_optimizer``)"""
     optimizer: str = ""
     """One of `optimizers.IN_LOOPS`, or `DEEPSPEEDS_MUON`; empty: AdamW"""
 
