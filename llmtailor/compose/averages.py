@@ -175,12 +175,26 @@ def number_sources(
     moments_of = {name: number_of[root] for name, root in choice.moments_of.items()}
     of_moments = of_name | moments_of
     more: dict[State, tuple[Cut, ...]] = {}
+    whole: dict[str, list[str]] = {}
     for param, names in choice.structure.pieces_of.items():
         of_name[param] = max((of_name[name] for name in names), key=lambda number: indexes[number].global_step)
         kinds = {MASTER, *(state.kind for state in reference.held if state.param == param)} - {WEIGHT, BUFFER}
         for kind in kinds:
             source_of = of_moments if is_moment(kind) else of_name
-            more[State(param, kind)] = _join(Cut(pieces[one].begin, pieces[one].end, source_of[one]) for one in names)
+            cuts_of_kind = _join(Cut(pieces[one].begin, pieces[one].end, source_of[one]) for one in names)
+            held = reference.held.get(State(param, kind))
+            if held is None or held.shape == reference.params[param].shape:
+                more[State(param, kind)] = cuts_of_kind
+            elif len(cuts_of_kind) > 1:
+                whole.setdefault(kind, []).append(param)
+            else:
+                moments_of[param] = cuts_of_kind[0].source
+    if whole:
+        fix = "take all experts of a layer from one checkpoint"
+        raise MismatchError(
+            Problem(reference.name, f"{kind} of {some(params)} can't be divided among experts", fix)
+            for kind, params in whole.items()
+        )
     return Sources(of_name, weights_of, {**more, **cuts}, averages, of_moments=moments_of)
 
 
