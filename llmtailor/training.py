@@ -1,4 +1,5 @@
-"""For training scripts: layer-aligned param groups, and a Trainer mixin that keeps them under DeepSpeed.
+"""For training scripts: layer-aligned param groups, a Trainer mixin that keeps them under DeepSpeed, and several
+optimizers as one.
 
 >>> class LayerTrainer(LayerGroupsMixin, Trainer): ...
 
@@ -7,7 +8,7 @@ They are the groups that ``--groups layer`` creates from a checkpoint: both call
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmtailor.checkpoint.layout import LAYER, NO_DECAY, arrange
@@ -16,9 +17,10 @@ from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-__all__ = ["LayerGroupsMixin", "layer_param_groups"]
+__all__ = ["LayerGroupsMixin", "join_optimizers", "layer_param_groups"]
 _GROUPING = {"params", "model", "optimizer_dict"}
 """Arguments of optimizers with param groups of their own (GaLore, LOMO)"""
 
@@ -46,6 +48,25 @@ def layer_param_groups(
         }
         for names in arrange(params, live_structure(model), decays, LAYER)
     ]
+
+
+def join_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Return one optimizer that steps several, such as Muon for matrices and AdamW for the rest.
+
+    Give it to a Trainer (``optimizers=(joint, scheduler)``), to a scheduler and to the saver. Its ``state_dict`` has
+    the groups and states of all, in their order, and the names of the params, so that checkpoints can be composed.
+
+    Args:
+        model: the model, from which the names are.
+        optimizers: torch optimizers of different params of the model, without DeepSpeed.
+
+    Raises:
+        UsageError: an optimizer has params that are not the model's.
+        ValueError: a param is in two optimizers.
+    """
+    from llmtailor.saving.joint_optimizer import JointOptimizer
+
+    return JointOptimizer(model, optimizers)
 
 
 def decaying_names(model: nn.Module) -> set[str]:

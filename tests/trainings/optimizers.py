@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from llmtailor.training import join_optimizers
+
 Params = list[torch.nn.Parameter]
 
 
@@ -90,6 +92,16 @@ def muon_and_adamw(model: Any) -> Any:
     return torch.optim.Muon([param for param in model.parameters() if param.requires_grad], lr=1e-3)
 
 
+def muon_beside_adamw(model: Any) -> Any:
+    """Two optimizers, joined."""
+    named = dict(model.named_parameters())
+    others = ("embed_tokens", "lm_head")
+    matrices = [name for name, param in named.items() if param.ndim > 1 and not any(one in name for one in others)]
+    rest = [param for name, param in named.items() if name not in matrices]
+    muon = torch.optim.Muon([named[name] for name in matrices], lr=1e-3)
+    return join_optimizers(model, [muon, torch.optim.AdamW(rest, lr=1e-3)])
+
+
 def adam_mini(model: Any) -> Any:
     from adam_mini import Adam_mini
 
@@ -113,6 +125,7 @@ TORCH = {
     "Adafactor": of("torch.optim.Adafactor"),
     "Muon": Made(make=muon_and_adamw),
     "Muon with Adam": Made(make=muon_with_adam),
+    "Muon beside AdamW": Made(make=muon_beside_adamw),
 }
 TRANSFORMERS = {
     name: Made(name)
