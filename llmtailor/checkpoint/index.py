@@ -74,6 +74,8 @@ class TrainState:
     """DeepSpeed: the ``model_states``, of each rank or of all, without params and buffers"""
     dcp: DcpKeyLayout | None = None
     """FSDP and others that save with torch.distributed.checkpoint"""
+    step_dtype: str = "F32"
+    """Of a step that is a tensor, in a torch optimizer's state dict"""
 
     @property
     def others(self) -> Mapping[str, DcpEntry]:

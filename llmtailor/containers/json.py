@@ -93,7 +93,7 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MAX_COUNT
 
 
-_STEP_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+STEP_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 """Dtypes of a step -> `struct` format. torch writes the first; a resume also accepts the others."""
 _OF_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _OUR_KINDS = (WEIGHT, MASTER, FROZEN, MODULE, BUFFER)
@@ -246,10 +246,10 @@ def read_step(root: Path, node: Any, flat_id: int, where: str) -> float:
         step: float = node
     else:
         tensor = node if isinstance(node, Tensor) else read_tensor(node, f"state[{flat_id}][step]", where)
-        if tensor.dtype not in _STEP_FORMATS or tensor.numel != 1:
+        if tensor.dtype not in STEP_FORMATS or tensor.numel != 1:
             raise damaged(where, f"the step of sub-group {flat_id} is not a number", Code.FIELD_TYPE)
         with open_source(root / tensor.extent.path, where) as file:
-            step = struct.unpack(_STEP_FORMATS[tensor.dtype], file.read(tensor.extent.start, tensor.extent.stop))[0]
+            step = struct.unpack(STEP_FORMATS[tensor.dtype], file.read(tensor.extent.start, tensor.extent.stop))[0]
     if isinstance(step, bool) or not 0 <= step < MAX_COUNT or step != int(step):
         raise damaged(where, f"the step of sub-group {flat_id} is {step}, not a number of steps", Code.FIELD_RANGE)
     return float(step)

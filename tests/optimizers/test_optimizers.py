@@ -6,6 +6,7 @@ The oracle takes each param's whole entry of ``optimizer.pt`` from the checkpoin
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from helpers.cases import mostly_long
 from helpers.commands import run_here
-from trainings.alone import Alone
+from trainings.alone import Alone, finished
 from trainings.optimizers import ALL
 
 pytestmark = pytest.mark.real
@@ -85,6 +86,10 @@ def compose(folder: Path, base: Path, older: Path) -> Path:
     return out
 
 
+def is_of_older(param: str) -> bool:
+    return "embed_tokens" in param or ".layers.0." in param
+
+
 @pytest.mark.parametrize("name", mostly_long(ALL, *SHORT))
 def test_an_optimizer(name, tmp_path):
     run, saved = begin(tmp_path / "run", name), begin(tmp_path / "saved", name, {"save_steps": 1, "policy": "full"})
@@ -104,7 +109,7 @@ def test_an_optimizer(name, tmp_path):
     out = compose(tmp_path, base, older)
     composed = Saved(out)
     for param in composed.order:
-        source = old if "embed_tokens" in param or ".layers.0." in param else new
+        source = old if is_of_older(param) else new
         assert_same(composed.states[param], source.states[param], param)
         assert_same(composed.weights[param], source.weights[param], param)
     assert_same(composed.groups, new.groups)
@@ -127,3 +132,44 @@ def begin(folder: Path, name: str, attached: dict[str, Any] | None = None) -> Al
     run = Alone(folder, attached, arch="wide", layers=2, rows=64, learning_rate=1e-3, **made)
     run.trainer.remove_callback(run.truth)  # quantized states can't be copied
     return run
+
+
+def as_flash(state: dict[str, Any]) -> dict[str, Any]:
+    """What FlashAdamW of flashoptim 0.1.4 saves, which needs a GPU."""
+    made: dict[str, Any] = {"step": state["step"].long()}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        made[f"{kind}::quantized"] = (state[kind] * 1e4).to(torch.int8)
+        made[f"{kind}::scales"] = torch.rand(-(-state[kind].numel() // 32)).half()
+    return {**made, "error_bits": torch.rand_like(state["exp_avg"]).to(torch.bfloat16)}
+
+
+def as_anyprecision(state: dict[str, Any]) -> dict[str, Any]:
+    """What AnyPrecisionAdamW of torchdistx saves, with Kahan summation."""
+    return {**state, "compensation": torch.rand_like(state["exp_avg"]).to(torch.bfloat16)}
+
+
+LAID_OUT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "flash_adamw": (as_flash, {"quantize": True, "master_bytewidth": 4}),
+    "adamw_anyprecision": (as_anyprecision, {"use_kahan_summation": True, "momentum_dtype": torch.bfloat16}),
+}
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_files_as_an_optimizer_lays_them_out(name, tmp_path):
+    """Of packages that can't run here."""
+    change, options = LAID_OUT[name]
+    torch.manual_seed(0)
+    for step in (2, 4):
+        root = shutil.copytree(finished().checkpoint(step), tmp_path / f"checkpoint-{step}")
+        tree = torch.load(root / "optimizer.pt")
+        keys = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr")
+        groups = [{**{key: group[key] for key in keys}, **options} for group in tree["param_groups"]]
+        states = {number: change(state) for number, state in tree["state"].items()}
+        torch.save({"state": states, "param_groups": groups}, root / "optimizer.pt")
+    base, older = tmp_path / "checkpoint-4", tmp_path / "checkpoint-2"
+    out = compose(tmp_path, base, older)
+    composed = Saved(out)
+    new, old = Saved(base, composed.order), Saved(older, composed.order)
+    for param in composed.order:
+        assert_same(composed.states[param], (old if is_of_older(param) else new).states[param], param)
+    assert run_here("verify", out, "--deep").returncode == 0

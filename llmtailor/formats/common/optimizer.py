@@ -116,6 +116,7 @@ class SavedOptimizer:
     steps: Mapping[int, float | None]
     """0 for a param of Adam that has had no gradient yet; None for one whose steps are not counted"""
     step_is_tensor: bool
+    step_dtype: str = "F32"
     findings: tuple[Finding, ...] = ()
     """What makes a resume fail, or change, without preventing reading"""
     zeroed: tuple[str, ...] = ()
@@ -185,12 +186,14 @@ def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     is_zeroed = keeps_as_adam(known, options) if known else has_adams_options(options)
     zeroed = (*next(iter(kinds.values()), _OF_ADAM),) if is_zeroed else ()
     steps = {number: read_step(root, node, number, where) for number, node in counted.items()}
+    step = next((view for node in counted.values() if (view := as_tensor(node)) is not None), None)
     return SavedOptimizer(
         groups,
         {number: kinds.get(number, {}) for number in ids},
         {number: scalars.get(number, {}) for number in ids},
         {number: steps.get(number, 0.0 if is_zeroed and number not in nodes else None) for number in ids},
         all(as_tensor(node) for node in counted.values()),
+        "F32" if step is None else step.storage.dtype,
         zeroed=zeroed,
     )
 

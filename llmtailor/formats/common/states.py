@@ -22,7 +22,7 @@ from llmtailor.checkpoint.optimizer import SAVED_NAMES, OptimizerLayout, ParamGr
 from llmtailor.checkpoint.placement import AllZero
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
-from llmtailor.containers.json import read_strict_json, read_tied
+from llmtailor.containers.json import STEP_FORMATS, read_strict_json, read_tied
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
 from llmtailor.containers.unpickle import Quantized, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
@@ -97,7 +97,7 @@ def make_index(
         groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
         sub_groups=tuple(sub_groups),
         files={},
-        train=TrainState(optimizer.step_is_tensor),
+        train=TrainState(optimizer.step_is_tensor, step_dtype=optimizer.step_dtype),
     )
 
 
@@ -294,7 +294,9 @@ def step_node(base: CheckpointIndex, step: float, what: str) -> Any:
     """Return a param's step in the form of torch's AdamW, or as the number that the base has instead."""
     if not (base.form.has_masters or base.train.step_is_tensor):
         return int(step)
-    return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of {what}"),))
+    dtype = "F32" if base.form.has_masters else base.train.step_dtype
+    data = struct.pack(STEP_FORMATS[dtype], step if dtype in FLOATING else int(step))
+    return make_tensor(dtype, (), (Bytes(data, f"step of {what}"),))
 
 
 def lay_out_master_weights(base: CheckpointIndex) -> list[FileLayout]:
