@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import click
 
 from llmtailor.cli.command import command, print_json
 from llmtailor.cli.options import COUNT, JSON, PATH, STEP
+from llmtailor.model.roles import ADAM_BYTES
 
 if TYPE_CHECKING:
     from llmtailor.runs.simulate import Cost, Hardware, ModelSize, Schedule
@@ -81,6 +83,14 @@ _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
     "--keep", type=COUNT, metavar="N", default=2, show_default=True, help="Number of newest steps that stay composable."
 )
 @click.option("--max-staleness", type=STEP, metavar="N", help="Maximum age of a part, in saves, as for attach.")
+@click.option(
+    "--state-bytes",
+    type=_SHARE,
+    metavar="BYTES",
+    default=ADAM_BYTES,
+    show_default=True,
+    help="Bytes of the optimizer's states per param: 8 for AdamW, 2 for 8-bit AdamW, 4 for Muon and Lion, 0 for SGD.",
+)
 @click.option("--experts", is_flag=True, help='Make each expert of a layer a part, as with attach(experts="parts").')
 @JSON
 def policy(
@@ -92,6 +102,7 @@ def policy(
     slowdown: float,
     keep: int,
     max_staleness: int | None,
+    state_bytes: float,
     experts: bool,
     as_json: bool,
 ) -> None:
@@ -100,10 +111,11 @@ def policy(
     MODEL is a config.json or a folder with one, such as a checkpoint. The policies are simulated over 600 saves and
     compared with full saves. Nothing is trained, and no tensor is read.
 
-    Assumptions: a partial checkpoint takes 12 bytes per param, a full one of the Trainer 14; a blocking save stops
-    training until it is written; a background save slows steps down until it is written, and the next one waits for it;
-    failures are independent of time. Parts that are n saves old set training back by n intervals, times their share of
-    the params; half of that is lost permanently (benchmarks/fidelity.md). Restarting the job is not counted.
+    Assumptions: a partial checkpoint takes 4 bytes per param for the fp32 master, and those of the optimizer's states
+    (--state-bytes); a full one of the Trainer 2 more for the bf16 weight; a blocking save stops training until it is
+    written; a background save slows steps down until it is written, and the next one waits for it; failures are
+    independent of time. Parts that are n saves old set training back by n intervals, times their share of the params;
+    half of that is lost permanently (benchmarks/fidelity.md). Restarting the job is not counted.
 
     \b
     Examples:
@@ -115,7 +127,7 @@ def policy(
     from llmtailor.runs.simulate import Hardware, cost_of, simulate, size_of_config, to_json, trainer_schedule
 
     made = {spec: make_policy(spec) for spec in dict.fromkeys((_FULL, *(policies or _POLICIES)))}
-    size = size_of_config(model, experts)
+    size = replace(size_of_config(model, experts), state_bytes=state_bytes)
     machine = Hardware(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)
     schedules = {_TRAINER: trainer_schedule(size, keep)}
     for spec, one in made.items():

@@ -252,6 +252,8 @@ ITEMSIZE = {
     "C64": 8,
 }
 """Bytes per element, by the dtype names of the safetensors format, which llmtailor uses everywhere"""
+ADAM_BYTES = 8.0
+"""Per param: AdamW's exp_avg and exp_avg_sq in fp32"""
 FLOATING = frozenset(("F64", "F32", "F16", "BF16"))
 """The dtypes that weights and moments are trained in"""
 

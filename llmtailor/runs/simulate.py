@@ -20,15 +20,14 @@ from llmtailor.formats.common.param_names import describe_config
 from llmtailor.loaders.files import CONFIG
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure, Part
+from llmtailor.model.roles import ADAM_BYTES
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
 from llmtailor.runs.gc import deletable
 
-PARTIAL_BYTES = 12
-"""Per param of a partial checkpoint: fp32 master, exp_avg and exp_avg_sq"""
 MASTER_BYTES = 4
-"""Per param of which it holds the master alone"""
-TRAINER_BYTES = 14
-"""Per param of a full checkpoint of the Trainer with DeepSpeed: these, and the bf16 weight"""
+"""Per param: the fp32 master"""
+WEIGHT_BYTES = 2
+"""Per param: the bf16 weight, which only a full checkpoint of the Trainer with DeepSpeed has"""
 NUM_SAVES = 600
 """Simulated saves behind the base, a multiple of the periods of usual policies"""
 _DISK_SAVES = 24
@@ -46,6 +45,8 @@ class ModelSize:
     structure: ModelStructure
     numels: Mapping[str, int]
     """Part -> trained params, for the parts that have any, in the order of the model"""
+    state_bytes: float = ADAM_BYTES
+    """Of the optimizer's states, per param"""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -144,7 +145,7 @@ def size_of_config(path: Path, experts: bool = False) -> ModelSize:
 
 def trainer_schedule(model: ModelSize, keep: int) -> Schedule:
     """Return the Trainer's own full checkpoints with ``save_total_limit=keep``, which are deleted after a new one."""
-    size = model.total * TRAINER_BYTES
+    size = round(model.total * (MASTER_BYTES + model.state_bytes + WEIGHT_BYTES))
     return Schedule((size,), on_disk=(keep + 1) * size)
 
 
@@ -153,7 +154,7 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
 
     Raises UsageError if the policy is refused, as in a training; ``max_staleness`` is that of `check_policy`.
     """
-    num_bytes = {part: numel * PARTIAL_BYTES for part, numel in model.numels.items()}
+    num_bytes = {part: round(numel * (MASTER_BYTES + model.state_bytes)) for part, numel in model.numels.items()}
     limit = check_policy(policy, model.structure, model.parts, num_bytes, max_staleness)
     ledger = Ledger("run").after(0, model.parts, model.parts)
     on_disk, bytes_at = {0: RunCheckpoint.saved(Path(), ledger)}, {0: sum(num_bytes.values())}

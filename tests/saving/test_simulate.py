@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import pytest
 from helpers.cases import every
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.model.parts import EMBED, HEAD, NORM
+from llmtailor.model.roles import ADAM_BYTES
 from llmtailor.policies import make_policy
-from llmtailor.runs.simulate import PARTIAL_BYTES, Hardware, Schedule, cost_of, simulate, size_of_config
+from llmtailor.runs.simulate import MASTER_BYTES, Hardware, Schedule, cost_of, simulate, size_of_config
 from saving.loop import Loop
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -42,11 +44,13 @@ def test_params_are_those_of_the_models(llama):
 
 def test_sizes(llama):
     full = simulate(make_policy("full"), llama, 2)
-    assert full.mean == full.largest == llama.total * PARTIAL_BYTES
+    assert full.mean == full.largest == llama.total * (MASTER_BYTES + ADAM_BYTES)
     assert (full.oldest, full.mean_age) == (0, 0)
     assert full.on_disk == 3 * full.largest  # the newest two, and the one before them until the new one is complete
+    lion = simulate(make_policy("full"), replace(llama, state_bytes=4), 2)
+    assert lion.mean == llama.total * 8
     parity = simulate(make_policy("parity"), llama, 2)
-    assert parity.mean == llama.total * PARTIAL_BYTES / 2
+    assert parity.mean == llama.total * (MASTER_BYTES + ADAM_BYTES) / 2
     assert (parity.oldest, parity.mean_age) == (1, pytest.approx(0.5))
     auxiliary = 2 * 525_336_576 + 4096
     expected = 12 * (4 * 218_112_000 + 14 * 218_112_000 / 5 + auxiliary / 3)
@@ -59,7 +63,7 @@ def test_sizes(llama):
 def test_the_default_of_filter_comes_nearest_to_the_paper(model):
     def distance(aux_every: int) -> float:
         found = simulate(make_policy({"name": "filter", "aux_every": aux_every}), model, 1)
-        return abs(model.total * PARTIAL_BYTES / found.mean - PAPERS[model.name])
+        return abs(model.total * (MASTER_BYTES + ADAM_BYTES) / found.mean - PAPERS[model.name])
 
     assert min(range(2, 5), key=distance) == make_policy("filter").settings()["aux_every"]
 
@@ -76,12 +80,12 @@ def test_a_saver_does_the_same(spec, tmp_path):
         loop.train()
         loop.save().wait()  # type: ignore[union-attr]
         manifest = read_manifest(loop.saver.folder.at(loop.step), "the newest")
-        sizes.append(sum(model.numels[part] * PARTIAL_BYTES for part in manifest.parts))
+        sizes.append(sum(model.numels[part] * (MASTER_BYTES + ADAM_BYTES) for part in manifest.parts))
         most = max(most, sum(held.values()) + sizes[-1])
         held = {step: size for step, size in (held | {loop.step: sizes[-1]}).items() if step in loop.saves}
     loop.saver.close()
     found = simulate(make_policy(spec), model, 2)
-    assert sizes[0] == model.total * PARTIAL_BYTES
+    assert sizes[0] == model.total * (MASTER_BYTES + ADAM_BYTES)
     assert tuple(sizes[1:]) == found.num_bytes[:11]
     assert most == found.on_disk
 
