@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "attestation",
         "training",
     },
-    "training": {"checkpoint", "model"},
+    "training": {"errors", "checkpoint", "model"},
     "integrations": {*BASE, "containers", "loaders", "formats", "policies", "runs", "saving", "ranks", "attestation"},
     "report": {*BASE, "containers", "loaders", "formats", "recipe", "verify", "compose", "runs"},
     "cli": {

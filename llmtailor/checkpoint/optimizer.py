@@ -61,7 +61,7 @@ class SubGroup:
     gaps: tuple[int, ...] = ()
     """ZeRO-1/2 with ``parameter_alignment``: elements of the gap after each param; empty for none."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    """States that are no tensors with dimensions, but for ``step``: name -> a number, None, text, or a tensor's node
+    """States that are no tensors with dimensions, but for ``step``: name -> a number, None, or a tensor's node
     with its bytes"""
 
 

@@ -46,11 +46,11 @@ def refuse_objects(state: Mapping[Any, Any], where: str) -> None:
 
 
 def is_storable(value: Any) -> bool:
-    """Return whether a state is a tensor, perhaps quantized, a number, None, text, or a few numbers."""
+    """Return whether a state is a tensor, perhaps quantized, a number, None, or a few numbers."""
     if isinstance(value, (list, tuple)):
         return all(isinstance(one, (int, float)) for one in value)
     is_tensor = as_tensor(value) is not None or Quantized.of(value) is not None
-    return is_tensor or isinstance(value, (int, float, str, type(None)))
+    return is_tensor or isinstance(value, (int, float, type(None)))
 
 
 @contextmanager

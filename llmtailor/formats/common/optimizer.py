@@ -112,7 +112,7 @@ class SavedOptimizer:
     kinds: Mapping[int, Mapping[str, Tensor]]
     """id -> kind -> tensor. Empty for a param that has had no gradient yet, or of which the optimizer keeps nothing"""
     scalars: Mapping[int, Mapping[str, Any]]
-    """id -> kind -> a number, None, text, or the node of a tensor without dimensions; without the step"""
+    """id -> kind -> a number, None, or the node of a tensor without dimensions; without the step"""
     steps: Mapping[int, float | None]
     """0 for a param of Adam that has had no gradient yet; None for one whose steps are not counted"""
     step_is_tensor: bool

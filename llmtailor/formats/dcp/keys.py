@@ -64,7 +64,7 @@ class Optimizer:
     tensors: dict[str, dict[str, Stored]] = field(default_factory=dict)
     """Param -> kind, ``step`` included -> tensor"""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Param -> kind -> a state that is not a tensor: a number, None, text"""
+    """Param -> kind -> a state that is not a tensor: a number, None"""
     groups: tuple[ParamGroup, ...] = ()
     is_flat: bool = False
 
