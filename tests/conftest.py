@@ -131,13 +131,15 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 @pytest.fixture(scope="module")
 def selected(request: pytest.FixtureRequest) -> set[Any]:
-    """The parameters, and the pairs of the first two, of the tests of this module that use ``resumed`` and run.
+    """The parameters, and the pairs of the first two, of the tests of this module that run and use these fixtures:
+    ``resumed`` or ``found``.
 
-    That fixture trains for all of them at once, and leaves out what nobody asks for.
+    They train for all of them at once, and leave out what nobody asks for.
     """
     found: set[Any] = set()
     for item in request.session.items:
-        if item.path == request.path and "resumed" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
+        uses = {"resumed", "found"} & {*getattr(item, "fixturenames", ())}
+        if item.path == request.path and uses and hasattr(item, "callspec"):
             values = tuple(item.callspec.params.values())
             found |= {*values, values[:2]}
     return found

@@ -37,7 +37,7 @@ _BY_STATE = {"scaled_grad": "APOLLO", "projector": "GaLore", "GG": "SOAP"}
 def refuse_objects(state: Mapping[Any, Any], where: str) -> None:
     """Raise AnotherOptimizer for states that are neither tensors nor numbers. ``state`` has those of each param."""
     states = [one for one in state.values() if isinstance(one, dict)]
-    objects = {f"{kind}" for one in states for kind, value in one.items() if not is_storable(value)}
+    objects = {f"{kind}" for one in states for kind, value in one.items() if not (kind == "step" or is_storable(value))}
     if objects:
         named = [name for key, name in _BY_STATE.items() if any(key in one for one in states)]
         keeps = f"it keeps objects or lists of tensors in {some(sorted(objects))}"

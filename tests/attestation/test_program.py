@@ -267,7 +267,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("bad", 7), pytest.param("good", 0, marks=pytest.mark.long), ("begin", 2)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("bad", 7), *(pytest.param(*one, marks=pytest.mark.long) for one in [("good", 0), ("begin", 2)])]
+)
 def test_lightning(tmp_path, how, code):
     pytest.importorskip("lightning")
     saved, file = tmp_path / "saved", tmp_path / "program.py"

@@ -344,14 +344,13 @@ SHORT = {
     *("zero2-tied", "zero2-extras", "zero2-elastic"),
     *("llama-sub-w3", "zero2-w3", "zero2-rr-w3"),
     *(PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED),
-    *("z3", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras"),
-    *("z2-experts", "ddp-experts"),
+    *("z3", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
     *("lively-2", "lively-2-alone", "z3-again"),
     *("full-1", "frozen-2", "ddp-teacher", "locked", "anew"),
-    *("nodes", "slow-skip", "slow-wait", "torn-ddp"),
+    *("nodes", "slow-skip", "torn-ddp"),
     *("z3@2", "ddp@2", "ddp@4", "lively-2@2"),
-    *("muon-2", "bnb-lion-2", "adafactor-1", "momentum-3", "fsdp-stable", *WHOLE, "muon-2-saver", "fsdp-stable-saver"),
+    *("muon-2", "bnb-lion-2", "adafactor-1", "fsdp-stable", *WHOLE, "muon-2-saver"),
 }
 """What is trained without --all: every feature, and every pair of features that has code of its own"""
 LONG = ALL.keys() - SHORT
