@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
+LONG = pytest.mark.long
 pytestmark = pytest.mark.real
 
 import transformers.trainer  # noqa: E402
@@ -110,7 +111,7 @@ def test_a_loop_may_attest_itself(tmp_path, program):
     assert done.returncode == 7 and "it trained on" not in done.stderr, done.stderr
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize("client", ["accelerate", "fsdp", "deepspeed"])
 def test_loops_of_all_clients(tmp_path, program, client):
     saved = tmp_path / "saved"

@@ -13,9 +13,7 @@ def mostly_long(cases: Iterable[Any], *kept: Any) -> list[Any]:
     """Return cases for `parametrize`, all but the ``kept`` ones marked; a kept one has to be there."""
     listed = list(cases)
     assert all(one in listed for one in kept), f"not all of {kept} are cases"
-    long = pytest.mark.long
-    split = [(one, one if isinstance(one, tuple) else (one,)) for one in listed]
-    return [one if one in kept else pytest.param(*values, marks=long) for one, values in split]
+    return [one if one in kept else pytest.param(one, marks=pytest.mark.long) for one in listed]
 
 
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
