@@ -245,6 +245,10 @@ def is_adam(tree: Any, *at: str) -> bool:
 
 
 ADAM_KINDS = frozenset(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+TORCH_KINDS = ADAM_KINDS.union(
+    ("sum", "square_avg", "grad_avg", "momentum_buffer", "acc_delta", "exp_inf", "prev", "step_size", "ax")
+)
+"""States of torch's other optimizers too (2.13), but for Adafactor's: all have the param's shape"""
 
 
 def is_muons(hyper: Mapping[str, Any], kind: str) -> bool:

@@ -42,6 +42,7 @@ from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
 from llmtailor.loaders.stock_fields import (
     EACH,
+    TORCH_KINDS,
     Field,
     FieldType,
     Table,
@@ -181,8 +182,8 @@ def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     kinds = {number: _read_kinds(node, number, where) for number, node in nodes.items()}
     scalars = {number: _read_scalars(root, node, kinds[number], where) for number, node in nodes.items()}
     counted = {number: node["step"] for number, node in nodes.items() if "step" in node}
-    _check_kinds(kinds, counted, options, where)
-    known = frozenset().union(*kinds.values())
+    _check_kinds(kinds, scalars, counted, options, where)
+    known = frozenset().union(*kinds.values(), *scalars.values())
     is_zeroed = keeps_as_adam(known, options) if known else has_adams_options(options)
     zeroed = (*next(iter(kinds.values()), _OF_ADAM),) if is_zeroed else ()
     steps = {number: read_step(root, node, number, where) for number, node in counted.items()}
@@ -274,25 +275,36 @@ def with_inner(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _check_kinds(
-    kinds: Mapping[int, Mapping[str, Tensor]], counted: Collection[int], options: Collection[str], where: str
+    kinds: Mapping[int, Mapping[str, Tensor]],
+    scalars: Mapping[int, Mapping[str, Any]],
+    counted: Collection[int],
+    options: Collection[str],
+    where: str,
 ) -> None:
     """Raise SourceError for states that are missing, or have another shape than others of the same param.
 
     An optimizer may keep other kinds of state for some params. Damage is what it never does: to keep less for a param
-    than for another if all of it is elementwise, to count steps of some params with the same states only, and, of
-    Adam, states in another shape than the param's.
+    than for another if all of it is elementwise or scalar, to count steps of some params with the same states only,
+    and, of Adam and torch's other elementwise optimizers, states in another shape than the param's.
     """
     problems: list[Problem] = []
-    is_adam = keeps_as_adam(frozenset().union(*kinds.values()), options)
+    of_tensors = frozenset().union(*kinds.values())
+    is_adam = keeps_as_adam(of_tensors, options)
     for number, tensors in kinds.items():
         shapes = {tensor.shape for tensor in tensors.values()}
-        if len(shapes) > 1 and is_adam:
+        if single := scalars[number].keys() & {*_OF_ADAM} if has_adams_options(options) else ():
+            problems.append(
+                Problem(where, f"{min(single)} of id {number} is a single value", COPY_FILE, Code.STATE_SIZE)
+            )
+        if len(shapes) > 1 and (is_adam or TORCH_KINDS.issuperset(tensors)):
             listed = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in tensors.items())
             what = f"the states of id {number} have different shapes ({listed})"
             problems.append(Problem(where, what, COPY_FILE, Code.STATE_SIZE))
     by_kinds: dict[frozenset[str], list[int]] = {}
     for number, tensors in kinds.items():
-        by_kinds.setdefault(frozenset(tensors), []).append(number)
+        plain = {kind for kind, value in scalars[number].items() if isinstance(value, (int, float))}
+        # a number in place of a tensor that others have is damage
+        by_kinds.setdefault(frozenset((*tensors, *scalars[number])) - (plain & of_tensors), []).append(number)
     are_elementwise = all(len({tensor.shape for tensor in tensors.values()}) < 2 for tensors in kinds.values())
     for have, numbers in by_kinds.items():
         uncounted = [number for number in numbers if number not in counted] if have else []

@@ -170,8 +170,10 @@ def _check_owned(optimizer: Optimizer, where: str) -> None:
     if twice := [param for param, count in owned.items() if count > 1]:
         what = f"the param groups own {some(twice)} twice"
         problems.append(Problem(where, what, COPY_CHECKPOINT, Code.FIELD_CONFLICT))
-    lost = [param for param in owned if param not in states]
-    if lost and has_adams_options({option for group in optimizer.groups for option in group.hyper}):
+    is_adam = has_adams_options({option for group in optimizer.groups for option in group.hyper})
+    stateless = [(group, [param for param in group.params if param not in states]) for group in optimizer.groups]
+    # an optimizer may keep nothing of a whole group, as SGD without momentum
+    if lost := [one for group, found in stateless if is_adam or len(found) < len(group.params) for one in found]:
         what = f"the optimizer states of {some(lost)} are missing"
         fix = f"a resume fails, or silently restarts Adam there {_PARTIAL_LOAD}"
         problems.append(Problem(where, what, fix, Code.STATE_MISSING))

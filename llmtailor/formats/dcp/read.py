@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ from llmtailor.formats.other_optimizers import refuse_objects
 from llmtailor.formats.provenance import read_manifest
 from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
 from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
-from llmtailor.loaders.stock_fields import ADAM_KINDS, keeps_as_adam
+from llmtailor.loaders.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, EXP_AVG, FLOATING, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.storage.local import open_source
@@ -82,9 +83,11 @@ from llmtailor.storage.local import open_source
 _MIXED = "silent: copy the whole checkpoint again; its files come from different saves"
 
 
-def is_scalar(stored: Stored) -> bool:
-    """Return whether a state of the optimizer is a tensor without dimensions."""
-    return not stored.held.shape
+def scalars_in(kinds: Mapping[str, Stored]) -> set[str]:
+    """Return the states of a param, without the step, that are tensors without dimensions if others have some: as for
+    `formats.common.optimizer`, the others are those of a param without dimensions."""
+    flat = {kind for kind, stored in kinds.items() if kind != "step" and not stored.held.shape}
+    return flat if flat != kinds.keys() - {"step"} else set()
 
 
 def compare_steps(
@@ -339,20 +342,22 @@ class _Indexing:
 
     def _scalars(self, optimizer: Optimizer, param: str) -> dict[str, Any]:
         tensors = optimizer.tensors.get(param, {})
-        values = {**optimizer.numbers.get(param, {}), **{kind: one for kind, one in tensors.items() if is_scalar(one)}}
+        values = optimizer.numbers.get(param, {}) | {kind: tensors[kind] for kind in sorted(scalars_in(tensors))}
         return {kind: self._option(value) for kind, value in values.items() if kind != "step"}
 
     def _check_states(self, optimizer: Optimizer, weights: Mapping[str, Stored]) -> None:
         problems, kinds_of = [], dict[frozenset[str], list[str]]()
+        options = {option for group in optimizer.groups for option in group.hyper}
         is_elementwise = True
         for param, kinds in optimizer.tensors.items():
             shape = weights[param].held.shape
-            kinds_of.setdefault(frozenset(kinds) - {"step"}, []).append(param)
+            kinds_of.setdefault(_kinds(optimizer, param), []).append(param)
+            scalars = scalars_in(kinds) - (ADAM_KINDS if has_adams_options(options) else set())
             for kind, stored in kinds.items():
-                if kind == "step" or is_scalar(stored) or stored.held.shape == shape:
+                if kind == "step" or kind in scalars or stored.held.shape == shape:
                     continue
                 is_elementwise = False
-                if kind in ADAM_KINDS:
+                if kind in ADAM_KINDS or TORCH_KINDS.issuperset(kinds):
                     what = f"{kind} of {param} has shape {list(stored.held.shape)}, the param {list(shape)}"
                     problems.append(Problem(self.optimizer_where, what, COPY_CHECKPOINT, Code.STATE_SIZE))
         for have, params in kinds_of.items() if is_elementwise else ():
@@ -367,6 +372,8 @@ class _Indexing:
         options = {option for group in optimizer.groups for option in group.hyper}
         kinds = frozenset[str]().union(*optimizer.tensors.values(), *optimizer.numbers.values())
         is_counted = "step" in kinds and keeps_as_adam(kinds, options)
+        having = (one.items() for one in (optimizer.tensors, optimizer.numbers))
+        counted = {_kinds(optimizer, param) for param, states in chain(*having) if "step" in states}
         for number, param in enumerate(trained):
             node: Any = optimizer.numbers.get(param, {}).get("step")
             if stored := optimizer.tensors.get(param, {}).get("step"):
@@ -376,7 +383,7 @@ class _Indexing:
                     continue
                 node = Tensor(stored.held.dtype, stored.held.shape, extent)
             if node is None:
-                if is_counted:
+                if is_counted or (_kinds(optimizer, param) or None) in counted:
                     lost.append(param)
                 continue
             steps[param] = read_step(self.root, node, number, self.optimizer_where)
@@ -431,7 +438,8 @@ class _Indexing:
                 params[name] = Param(name, weight.shape, "trainable")
                 held[State(name, MASTER)] = weight
                 kinds = optimizer.tensors.get(name, {}).items()
-                held |= {State(name, kind): one.held for kind, one in kinds if kind != "step" and not is_scalar(one)}
+                others = {"step", *scalars_in(optimizer.tensors.get(name, {}))}
+                held |= {State(name, kind): one.held for kind, one in kinds if kind not in others}
             elif name not in tied:
                 params[name] = Param(name, weight.shape, "frozen")
                 held[State(name, FROZEN)] = weight
@@ -478,6 +486,11 @@ class _Indexing:
             what = f"the optimizer has no states of {some(frozen)}: assumed to be frozen, or buffers"
             fix = "if they were trained, their states are lost: leave this checkpoint out"
             yield Finding(self.optimizer_where, what, fix, Code.STATE_MISSING)
+
+
+def _kinds(optimizer: Optimizer, param: str) -> frozenset[str]:
+    """Return the names of a param's states, without the step."""
+    return frozenset((*optimizer.tensors.get(param, ()), *optimizer.numbers.get(param, ()))) - {"step"}
 
 
 _PARTIAL_LOAD = "a resume fails, or silently restarts it with allow_partial_load; copy the checkpoint again"
