@@ -18,7 +18,7 @@ from llmtailor.formats.other_optimizers import UNSAVED_FIX, flattened, is_storab
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.weights import NAMING
 from llmtailor.loaders.files import OPTIMIZER, SCALER
-from llmtailor.loaders.stock_fields import ADAM_KINDS, has_adams_options
+from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
 from llmtailor.model.mergekit_data import on_disk
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER
@@ -96,7 +96,8 @@ class PlainTraining:
         return self.scaler is not None
 
     def has_state(self) -> bool:
-        states = [self._state_of(name) for name in self._names()]
+        like = self._first_states()
+        states = [self._state_of(name, like) for name in self._names()]
         return any(states) or (self.has_stepped() and not self._may_be_late())
 
     def _may_be_late(self) -> bool:
@@ -113,9 +114,10 @@ class PlainTraining:
         return None
 
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
+        like = self._first_states()
         for name, begin in self._mine(params):
             yield Fragment(name, MASTER, begin, self._elements(self._live[name]))
-            for kind, value in with_elements(self._state_of(name)).items():
+            for kind, value in with_elements(self._state_of(name, like)).items():
                 yield self._fragment(name, kind, begin, value)
 
     def masters(self) -> Iterator[Fragment]:
@@ -194,17 +196,22 @@ class PlainTraining:
         found: dict[str, Any] = self.optimizer.state.get(self._live[name]) or {}
         return flattened(found)
 
-    def _state_of(self, name: str) -> dict[str, Any]:
+    def _first_states(self) -> dict[str, Any]:
+        """Return states whose zeros a param that has had no gradient yet starts from: Adam's, if all others have these.
+
+        Readers of the checkpoint decide by the same rule. Empty for another optimizer, and before the first step.
+        """
+        found = [state for name in self._names() if (state := self._saved(name))]
+        options = {option for group in self.optimizer.param_groups for option in group}
+        return found[0] if found and keeps_as_adam({kind for state in found for kind in state}, options) else {}
+
+    def _state_of(self, name: str, like: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a param, including ``step``; empty for one that the optimizer keeps nothing of.
 
-        A param that has had no gradient yet has none; if others have Adam's, zeros have the same effect, because Adam
-        starts from them.
+        A param that has had no gradient yet has none, and gets zeros ``like`` those of others.
         """
         state, param = self._saved(name), self._live[name]
         if not state:
-            like: dict[str, Any] = next((found for other in self._names() if (found := self._saved(other))), {})
-            if not (like.keys() <= ADAM_KINDS and self._may_be_late()):
-                return {}
             return {
                 kind: (torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
                 if kind == "step"
@@ -230,7 +237,8 @@ class PlainTraining:
         groups = self.optimizer.state_dict()["param_groups"]
         names = self._names() if self.has_state() else []
         numbers = [number for group in groups for number in group["params"]]
-        states = {number: self._state_of(name) for number, name in zip(numbers, names, strict=False)}
+        like = self._first_states()
+        states = {number: self._state_of(name, like) for number, name in zip(numbers, names, strict=False)}
         return {
             "state": {number: Omitted.all_of(state) for number, state in states.items() if state},
             "param_groups": [
