@@ -279,6 +279,7 @@ SENSELESS: dict[str, Callable[[Header], object]] = {
     "a call": planted({"$": "call", "func": EVAL, "args": ["1"], "new": False, "appends": [], "items": []}),
     "a deep tree": in_trees(lambda text: '{"$":"tuple","items":[' * 5000 + "]}" * 5000),
     "a tensor elsewhere": planted({"$": "tensor", "file": "../../../../etc/passwd", "key": "x"}),
+    "whole tensors without names": lambda header: header["__metadata__"].update(whole="[[]]"),
     "a key twice": in_trees(lambda text: '{"x": 1, "x": 2, ' + text[1:]),
 }
 

@@ -161,9 +161,12 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
     for path, file in files.items():
         try:
             begins = read_strict_json(file.metadata.get("begin", "{}").encode())
-            keys = read_strict_json(file.metadata.get("whole", "[]").encode())
-            if not isinstance(begins, dict) or not isinstance(keys, list):
+            listed = read_strict_json(file.metadata.get("whole", "[]").encode())
+            if not isinstance(begins, dict) or not isinstance(listed, list):
                 raise ValueError("begin is not a mapping, or whole not a list")
+            if not all(isinstance(key, str) and key in file.tensors for key in listed):
+                raise ValueError("whole lists what is no tensor of the file")
+            keys = {*listed}
             for key, held in file.tensors.items():
                 kind, _, param = key.partition("/")
                 if kind in _NOT_FRAGMENTS or param not in begins:
