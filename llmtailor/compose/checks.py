@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Plan, Slot
@@ -86,7 +86,9 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
     if modes[0] != modes[1]:
         what = "its schedule-free optimizer was in another mode (train_mode), so its weights are of another kind"
         differ(what, "use checkpoints that were all saved in the same mode, such as before any evaluation")
-    moments = {state for state in mine.keys() ^ theirs.keys() if is_moment(state.kind)}
+    # params without states, which get some with their first gradient, are compared where they are used: `check_states`
+    both_have = _with_moments(mine) & _with_moments(theirs)
+    moments = {state for state in mine.keys() ^ theirs.keys() if is_moment(state.kind) and state.param in both_have}
     if kinds != wanted:
         what = f"it holds {', '.join(sorted(kinds))}, the base {', '.join(sorted(wanted))}"
         differ(f"the kinds of state differ: {what}", "use checkpoints of the same optimizer")
@@ -102,6 +104,30 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
     elif dtypes:
         differ(f"dtypes differ from the base's: {some(dtypes)}")
     return found
+
+
+def _with_moments(states: Iterable[State]) -> set[str]:
+    return {state.param for state in states if is_moment(state.kind)}
+
+
+def check_states(indexes: Sequence[CheckpointIndex], sources: Sources, base: int) -> None:
+    """Raise MismatchError for params of which only one of the base and their source has states of the optimizer: it
+    makes them with the first gradient. They would be lost, or be those of no step."""
+    have = [_with_moments(index.held) for index in indexes]
+    unlike: dict[int, list[str]] = {}
+    for param in (param for params in indexes[base].group_params for param in params):
+        for source in sources.moments_from(param):
+            if (param in have[source]) != (param in have[base]):
+                unlike.setdefault(source, []).append(param)
+    if unlike:
+        raise MismatchError(
+            Problem(
+                indexes[source].name,
+                f"the optimizer's states differ: only one of this and the base has any of {some(params)}",
+                "take these params from a checkpoint that is like the base",
+            )
+            for source, params in unlike.items()
+        )
 
 
 def check_filled(plan: Plan, indexes: Sequence[CheckpointIndex], sources: Sources) -> None:

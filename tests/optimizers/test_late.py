@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,20 +48,27 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_param_without_gradients_is_saved_and_composed(name, tmp_path):
-    model, make = new_model(), OPTIMIZERS[name]
+def train(run: Path, make: Callable[[Any], Any], policy: str, steps: int, first: int) -> tuple[Any, Any]:
+    """Return a model and its optimizer after steps that were all saved; one param gets gradients from ``first`` on."""
+    model = new_model()
     optimizer = make(model)
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    saver = saver_for(tmp_path / "run", model=model, optimizer=optimizer, scheduler=scheduler, policy="full")
+    saver = saver_for(run, model=model, optimizer=optimizer, scheduler=scheduler, policy=policy)
     saver.start(0)
-    for step in (1, 2):
+    for step in range(1, steps + 1):
         for param_name, param in model.named_parameters():
-            param.grad = None if param_name == LATE else torch.randn_like(param)
+            param.grad = None if param_name == LATE and step < first else torch.randn_like(param)
         optimizer.step()
         scheduler.step()
         saver.save(step).wait()
     saver.close()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_param_without_gradients_is_saved_and_composed(name, tmp_path):
+    make = OPTIMIZERS[name]
+    model, optimizer = train(tmp_path / "run", make, "full", 2, 9)
     out = tmp_path / "checkpoint-2"
     for args in (("merge", "--run", tmp_path / "run", out), ("verify", out, "--deep")):
         done = run_here(*args)
@@ -82,3 +90,29 @@ def assert_continues_alike(model: Any, optimizer: Any, make: Callable[[Any], Any
     for param, twin in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(param, twin)
         assert {*optimizer.state[param]} == {*resumed.state[twin]}
+
+
+def test_a_first_gradient_between_two_saves_in_turn(tmp_path):
+    """Each of the two saves has the states of its own parts, of which only the later one has all."""
+    run, make = tmp_path / "run", of(optim.SGD, momentum=0.9)
+    model, optimizer = train(run, make, "round_robin:2", 3, 3)
+    done = run_here("merge", "--run", run, tmp_path / "checkpoint-3")
+    assert done.returncode == 0, done.stderr
+    tree = torch.load(tmp_path / "checkpoint-3" / "optimizer.pt", weights_only=True)
+    names = [name for group in tree["param_groups"] for name in group["lt_params"]]
+    buffer = tree["state"][names.index(LATE)]["momentum_buffer"]
+    assert torch.equal(buffer, optimizer.state[model.get_parameter(LATE)]["momentum_buffer"])
+
+
+def test_states_that_only_one_source_has_are_not_mixed(tmp_path):
+    run = tmp_path / "run"
+    train(run, of(optim.SGD, momentum=0.9), "full", 2, 2)
+    for step in (1, 2):
+        assert run_here("merge", "--run", run, "--at", str(step), tmp_path / f"checkpoint-{step}").returncode == 0
+    for base, other in ((1, 2), (2, 1)):
+        parts = [{"from": str(tmp_path / f"checkpoint-{other}"), "select": [1]}]
+        recipe = tmp_path / "recipe.yaml"
+        document = {"base_model": str(tmp_path / f"checkpoint-{base}"), "merge_method": "passthrough", "parts": parts}
+        recipe.write_text(json.dumps(document))
+        done = run_here("merge", recipe, tmp_path / "out")
+        assert done.returncode == 5 and f"has any of {LATE}" in done.stderr
