@@ -64,7 +64,8 @@ def choose_steps(
         # averaged moments are made for the step that was chosen
         kept = (some for param, some in brought.items() if sources.moments_of(param) != AVERAGE)
         others = tuple(sorted({other for some in kept for other in some if other != step}))
-        betas = betas_of(target.groups[flat.group].hyper)
+        is_corrected = not any(_has_first_alone(indexes[base], param) for param in flat.params)
+        betas = betas_of(target.groups[flat.group].hyper) if is_corrected else None
         factors = [bias_factor(other, step, *betas) for other in others] if betas and step is not None else []
         worst = max(factors, key=lambda factor: abs(math.log(factor)), default=1.0)
         from_one = {source for param in flat.params for source in sources.moments_from(param)}
@@ -72,6 +73,11 @@ def choose_steps(
         of_first = scalars[number].get(flat.params[0], {}) if flat.params else {}
         choices.append(StepChoice(flat_id, step, others, worst, of_first))
     return tuple(choices)
+
+
+def _has_first_alone(index: CheckpointIndex, param: str) -> bool:
+    """Return whether an optimizer such as Lion keeps the first moment of a param only: it corrects no bias."""
+    return State(param, EXP_AVG) in index.held and State(param, EXP_AVG_SQ) not in index.held
 
 
 def with_steps(target: OptimizerLayout, choices: Sequence[StepChoice]) -> OptimizerLayout:
@@ -101,7 +107,8 @@ def rebase_scales(
                 continue
             for source in sources.moments_from(param):
                 own = steps[source].get(param, 0.0)
-                if betas and choice.step is not None and own != choice.step and own > 0:
+                is_corrected = betas and own > 0 and not _has_first_alone(indexes[source], param)
+                if betas and is_corrected and choice.step is not None and own != choice.step:
                     for kind, beta in zip((EXP_AVG, EXP_AVG_SQ), betas, strict=True):
                         scales[State(param, kind), source] = (1 - beta**choice.step) / (1 - beta**own)
     return scales

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,12 +17,12 @@ from helpers.render import render
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Bytes, Cast, Crc, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
-from llmtailor.checkpoint.placement import Boxes, Extent, Sliced
+from llmtailor.checkpoint.placement import AllZero, Boxes, Extent, Sliced
 from llmtailor.checkpoint.sources import Cut, Sources
-from llmtailor.compose.averages import bias_factor, choose_steps
+from llmtailor.compose.averages import bias_factor, choose_steps, rebase_scales
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import step_notices
-from llmtailor.model.roles import EXP_AVG, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
@@ -174,6 +175,19 @@ APART = (("a",), ("b",), ("c",))
 def test_what_is_chosen(sources, choice, expected):
     found = choose_steps(sources, Sources(dict(zip("abc", choice, strict=True))), base=0, target=TARGET)
     assert [(one.step, one.others) for one in found] == expected
+
+
+@pytest.mark.parametrize("kinds", [(EXP_AVG, EXP_AVG_SQ), (EXP_AVG,)])
+def test_only_moments_whose_bias_is_corrected_are_rebased(kinds):
+    """Lion, which keeps one moment and a step, corrects none."""
+    held = {State(name, kind): TensorEntry("F32", (4,), AllZero()) for name in "abc" for kind in kinds}
+    sources = [replace(index(step, step), held=held) for step in (200.0, 100.0)]
+    chosen = Sources({"a": 1, "b": 0, "c": 0})
+    choices = choose_steps(sources, chosen, base=0, target=TARGET)
+    scales = rebase_scales(sources, chosen, TARGET, choices)
+    is_adam = len(kinds) == 2
+    assert (choices[0].worst_factor != 1.0) == is_adam
+    assert scales.keys() == ({(State("a", kind), 1) for kind in kinds} if is_adam else set())
 
 
 def test_where_they_differ_it_is_said():
