@@ -96,6 +96,16 @@ class _JointOptimizer(torch.optim.Optimizer):
             one.step()
         return loss
 
+    def train(self) -> None:
+        """Prepare for training steps those optimizers that distinguish them, such as schedule-free ones."""
+        for one in self.optimizers:
+            getattr(one, "train", bool)()
+
+    def eval(self) -> None:
+        """Prepare for evaluation, likewise."""
+        for one in self.optimizers:
+            getattr(one, "eval", bool)()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned: each optimizer its own part, with what it does to states."""
         groups = state_dict["param_groups"]

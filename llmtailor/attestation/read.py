@@ -37,7 +37,7 @@ from llmtailor.errors import TailorError, counted, some
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.loaders.files import rng_file
 from llmtailor.loaders.rng import to_trainer
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, State, is_moment
+from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, State, is_optimizer_state
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.casts import cast
 from llmtailor.storage.local import Files
@@ -167,7 +167,7 @@ def _missing(
     for name in (master.param, *live.aliases.get(master.param, ())):
         for kind in sorted(has_kinds.get(name, ())):
             entry = index.held[State(name, kind)]
-            if is_moment(kind) and kind not in here and entry.is_here and not entry.is_all_zero:
+            if is_optimizer_state(kind) and kind not in here and entry.is_here and not entry.is_all_zero:
                 runs = _shift(sample_runs(master.numel), master.begin)
                 if runs and runs[-1][1] > entry.numel:  # not one element per weight
                     runs = sample_runs(entry.numel)

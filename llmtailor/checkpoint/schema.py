@@ -21,7 +21,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from llmtailor.errors import Problem, some
-from llmtailor.model.roles import FLOATING, is_moment
+from llmtailor.model.roles import FLOATING, is_optimizer_state
 
 if TYPE_CHECKING:
     from llmtailor.checkpoint.index import CheckpointIndex
@@ -69,7 +69,7 @@ def schema_of(index: CheckpointIndex) -> dict[str, StateKind]:
 def _states_of(index: CheckpointIndex) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
     of_param: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for state, held in index.held.items():
-        if is_moment(state.kind):
+        if is_optimizer_state(state.kind):
             of_param.setdefault(state.param, {})[state.kind] = held.live_dtype, held.shape
     return of_param
 
@@ -135,7 +135,7 @@ _BY_STATE = {
 def name_of(index: CheckpointIndex) -> str:
     """Return the likely name of the optimizer, by its states and options, e.g. ``torch AdamW``."""
     options = {option for group in index.groups for option in group.hyper}
-    kinds = {state.kind for state in index.held if is_moment(state.kind)}
+    kinds = {state.kind for state in index.held if is_optimizer_state(state.kind)}
     named = [name for kind, name in _BY_STATE.items() if kind in kinds]
     if named := named or [name for option, name in _BY_OPTION.items() if option in options]:
         return named[0]

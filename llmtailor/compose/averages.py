@@ -20,7 +20,17 @@ from llmtailor.containers.unpickle import as_number
 from llmtailor.errors import MismatchError, Problem, some
 from llmtailor.loaders.stock_fields import keeps_as_adam
 from llmtailor.model.parts import condense
-from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State, is_moment
+from llmtailor.model.roles import (
+    BUFFER,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    WEIGHT,
+    WITH_MASTER,
+    State,
+    is_moment,
+    is_optimizer_state,
+)
 from llmtailor.recipe import Average, Origin
 from llmtailor.recipe.resolve import Choice
 
@@ -229,7 +239,7 @@ def with_sums(
         return sources
     kinds: dict[str, list[str]] = {}
     for state in indexes[base].held:
-        if is_moment(state.kind):
+        if is_optimizer_state(state.kind):
             kinds.setdefault(state.param, []).append(state.kind)
     sums = {State(name, MASTER): mix.weights for name, mix in sources.averages.items()}
     problems = [*_partly_reset(sources, target, steps)]
@@ -242,6 +252,10 @@ def with_sums(
         for param in flat.params:
             mix = sources.averages.get(param)
             if mix is None:
+                continue
+            if bound := sorted(WITH_MASTER.intersection(kinds.get(param, ()))):
+                reason = f"{', '.join(bound)} is a part of the weights, so these can't be averaged", "leave them out"
+                unfit.setdefault(reason, []).append(param)
                 continue
             if mix.moments == RESET and keeps_as_adam(kinds.get(param, ()), target.groups[flat.group].hyper):
                 sums |= {State(param, kind): () for kind in kinds.get(param, ())}

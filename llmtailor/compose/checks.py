@@ -10,7 +10,7 @@ from llmtailor.checkpoint.placement import without
 from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.compose.averages import StepChoice
 from llmtailor.errors import MismatchError, Problem, some
-from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment, is_optimizer_state
 
 _PARTIAL = (
     "it is a partial checkpoint: name a source for these parts, or let llmtailor merge --run RUN_DIR choose them all"
@@ -88,7 +88,9 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
         differ(what, "use checkpoints that were all saved in the same mode, such as before any evaluation")
     # params without states, which get some with their first gradient, are compared where they are used: `check_states`
     both_have = _with_moments(mine) & _with_moments(theirs)
-    moments = {state for state in mine.keys() ^ theirs.keys() if is_moment(state.kind) and state.param in both_have}
+    moments = {
+        state for state in mine.keys() ^ theirs.keys() if is_optimizer_state(state.kind) and state.param in both_have
+    }
     if kinds != wanted:
         what = f"it holds {', '.join(sorted(kinds))}, the base {', '.join(sorted(wanted))}"
         differ(f"the kinds of state differ: {what}", "use checkpoints of the same optimizer")
@@ -107,7 +109,7 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
 
 
 def _with_moments(states: Iterable[State]) -> set[str]:
-    return {state.param for state in states if is_moment(state.kind)}
+    return {state.param for state in states if is_optimizer_state(state.kind)}
 
 
 def check_states(indexes: Sequence[CheckpointIndex], sources: Sources, base: int) -> None:

@@ -196,7 +196,7 @@ def read_elementwise(state: dict[Any, Any], numel: int | None, flat_id: int, whe
         name, view = f"{kind} of sub-group {flat_id}", as_tensor(node)
         if kind in _OF_ADAM and view is None:
             raise damaged(where, f"{name} is not a tensor", Code.FIELD_TYPE)
-        if kind == "step" or view is None or not view.shape:
+        if kind == "step" or view is None or not (view.shape or kind in _OF_ADAM):
             continue
         is_flat = len(view.shape) == 1 and view.storage.dtype in FLOATING
         if kind not in _OF_ADAM and (not is_flat or numel not in (None, view.numel)):  # those are, whatever their shape

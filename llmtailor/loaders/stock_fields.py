@@ -226,7 +226,8 @@ def optimizer_fields(at: str = "") -> tuple[Field, ...]:
         return Field(path, type, if_missing=code, applies=lambda tree: is_adam(tree, *root))
 
     def of_amsgrad(tree: Any) -> bool:
-        return any(value is True for _, value in find(tree, (*root, "param_groups", EACH, "amsgrad")))
+        stated = [value for _, value in find(tree, (*root, "param_groups", EACH, "amsgrad"))]
+        return bool(stated) and all(value is True for value in stated)
 
     return (
         Field(f"{group}.*", ANYTHING, is_alike=True),

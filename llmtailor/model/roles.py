@@ -261,9 +261,19 @@ FLOATING = frozenset(("F64", "F32", "F16", "BF16"))
 _NO_MOMENTS = frozenset((MASTER, WEIGHT, MODULE, FROZEN, BUFFER))
 
 
-def is_moment(kind: str) -> bool:
+WITH_MASTER = frozenset(("z", "kahan_comp", "compensation", "error_bits"))
+"""States of optimizers that are a part of the master's value, so that they never come from another step than it: the
+point that schedule-free optimizers move, and low bits of sums (optimi, AnyPrecisionAdamW, FlashAdamW)"""
+
+
+def is_optimizer_state(kind: str) -> bool:
     """Return whether a kind of state is one of those that an optimizer keeps beside the master."""
     return kind not in _NO_MOMENTS
+
+
+def is_moment(kind: str) -> bool:
+    """Return whether it is one that may be of another step than the master: a running mean, or the like."""
+    return kind not in _NO_MOMENTS and kind not in WITH_MASTER
 
 
 class State(NamedTuple):  # which hashes several times faster than a dataclass

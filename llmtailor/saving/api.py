@@ -68,7 +68,7 @@ def saver_for(
             and the random states, data loaders and registered objects that ``load_state`` restores.
         engine: from ``deepspeed.initialize``, with ZeRO-1, 2 or 3; leave out ``model`` and ``optimizer`` then.
         model: without DeepSpeed: bare, compiled, or inside DistributedDataParallel.
-        optimizer: without DeepSpeed: the model's optimizer, with elementwise state, such as AdamW.
+        optimizer: without DeepSpeed: the model's optimizer; see docs/optimizers.md.
         scheduler: the learning rate scheduler; required without DeepSpeed, and left out if the engine has it.
         scaler: the GradScaler of fp16 training without DeepSpeed.
         tokenizer: anything with ``save_pretrained``, saved with the model's config.

@@ -38,7 +38,7 @@ from llmtailor.formats.partial.write import Bundle
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
-from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, MASTER
+from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, MASTER, is_moment
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.snapshot import (
@@ -106,7 +106,7 @@ def lay_out_share(
     kinds: dict[str, int] = {}
     without_moments = {*masters}
     for one in training.fragments([*params, *masters]):
-        if one.kind != MASTER and one.param in without_moments:
+        if is_moment(one.kind) and one.param in without_moments:
             continue
         piece = pieces.get(one.param)
         name, begin = (piece.param, piece.begin + one.begin) if piece else (one.param, one.begin)

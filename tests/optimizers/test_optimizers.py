@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from helpers.cases import mostly_long
 from helpers.commands import run_here
+from llmtailor.training import join_optimizers
 from trainings.alone import Alone, finished
-from trainings.optimizers import ALL
+from trainings.optimizers import ALL, Made
 
 pytestmark = pytest.mark.real
 
@@ -173,3 +174,40 @@ def test_files_as_an_optimizer_lays_them_out(name, tmp_path):
     for param in composed.order:
         assert_same(composed.states[param], (old if is_of_older(param) else new).states[param], param)
     assert run_here("verify", out, "--deep").returncode == 0
+
+
+def test_what_is_a_part_of_the_weights_is_never_older_than_they_are(tmp_path):
+    """Schedule-free optimizers: by default the moments of half the parts are older than the weights, but ``z`` is
+    not; and an average is refused."""
+    name = "schedule_free_adamw"
+    run, saved = begin(tmp_path / "run", name), begin(tmp_path / "saved", name, {"save_steps": 1})
+    run.train()
+    saved.train()
+    saved.finish()
+    out = tmp_path / "out" / "checkpoint-4"
+    done = run_here("merge", "--run", saved.folder, out)
+    assert done.returncode == 0, done.stderr
+    found, newest = Saved(out), Saved(run.checkpoint(4), Saved(out).order)
+    assert_same(found.weights, newest.weights)
+    pairs = [(one, newest.states[param]) for param, one in found.states.items()]
+    same = {kind: [torch.equal(one[kind], other[kind]) for one, other in pairs] for kind in ("z", "exp_avg_sq")}
+    assert all(same["z"]) and not all(same["exp_avg_sq"])
+    recipe = tmp_path / "average.yaml"
+    shares = [{"model": str(run.checkpoint(step)), "parameters": {"weight": 1}} for step in (3, 4)]
+    recipe.write_text(json.dumps({"merge_method": "linear", "base_model": str(run.checkpoint(4)), "models": shares}))
+    done = run_here("merge", recipe, tmp_path / "average")
+    assert done.returncode == 5 and "z is a part of the weights" in done.stderr
+
+
+def test_joined_optimizers_may_have_other_states_of_the_same_class(tmp_path):
+    def make(model: Any) -> Any:
+        named = dict(model.named_parameters())
+        embeddings = [param for name, param in named.items() if "embed" in name]
+        others = [param for name, param in named.items() if "embed" not in name]
+        kinds = [torch.optim.AdamW(embeddings, amsgrad=True), torch.optim.AdamW(others)]
+        return join_optimizers(model, kinds)
+
+    often = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    run = Alone(tmp_path / "run", layers=2, rows=64, **often, **Made(make=make).given())
+    run.train()
+    assert run_here("verify", run.checkpoint(1), "--deep").returncode == 0

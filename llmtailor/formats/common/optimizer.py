@@ -182,7 +182,7 @@ def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     kinds = {number: _read_kinds(node, number, where) for number, node in nodes.items()}
     scalars = {number: _read_scalars(root, node, kinds[number], where) for number, node in nodes.items()}
     counted = {number: node["step"] for number, node in nodes.items() if "step" in node}
-    _check_kinds(kinds, scalars, counted, options, where)
+    _check_kinds(kinds, scalars, counted, groups, where)
     known = frozenset().union(*kinds.values(), *scalars.values())
     is_zeroed = keeps_as_adam(known, options) if known else has_adams_options(options)
     zeroed = (*next(iter(kinds.values()), _OF_ADAM),) if is_zeroed else ()
@@ -274,11 +274,15 @@ def with_inner(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return found
 
 
+_DECIDE = ("amsgrad", "momentum", "centered", "use_muon")
+"""Options of a param group that decide which states its params have"""
+
+
 def _check_kinds(
     kinds: Mapping[int, Mapping[str, Tensor]],
     scalars: Mapping[int, Mapping[str, Any]],
     counted: Collection[int],
-    options: Collection[str],
+    groups: Sequence[SavedGroup],
     where: str,
 ) -> None:
     """Raise SourceError for states that are missing, or have another shape than others of the same param.
@@ -288,6 +292,8 @@ def _check_kinds(
     and, of Adam and torch's other elementwise optimizers, states in another shape than the param's.
     """
     problems: list[Problem] = []
+    options = {option for group in groups for option in group.hyper}
+    decided = {number: tuple(map(group.hyper.get, _DECIDE)) for group in groups for number in group.ids}
     of_tensors = frozenset().union(*kinds.values())
     is_adam = keeps_as_adam(of_tensors, options)
     for number, tensors in kinds.items():
@@ -300,18 +306,20 @@ def _check_kinds(
             listed = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in tensors.items())
             what = f"the states of id {number} have different shapes ({listed})"
             problems.append(Problem(where, what, COPY_FILE, Code.STATE_SIZE))
-    by_kinds: dict[frozenset[str], list[int]] = {}
+    by_kinds: dict[tuple[tuple[Any, ...], frozenset[str]], list[int]] = {}
     for number, tensors in kinds.items():
         plain = {kind for kind, value in scalars[number].items() if isinstance(value, (int, float))}
         # a number in place of a tensor that others have is damage
-        by_kinds.setdefault(frozenset((*tensors, *scalars[number])) - (plain & of_tensors), []).append(number)
+        have = frozenset((*tensors, *scalars[number])) - (plain & of_tensors)
+        by_kinds.setdefault((decided[number], have), []).append(number)
     are_elementwise = all(len({tensor.shape for tensor in tensors.values()}) < 2 for tensors in kinds.values())
-    for have, numbers in by_kinds.items():
+    for (by, have), numbers in by_kinds.items():
         uncounted = [number for number in numbers if number not in counted] if have else []
         if uncounted and (len(uncounted) < len(numbers) or (is_adam and "step" not in options)):
             what = f"{_some(uncounted)} has no step of its own"
             problems.append(Problem(where, what, COPY_FILE, Code.STATE_MISSING))
-        if lacking := {kind for other in by_kinds if have < other for kind in other - have} if are_elementwise else ():
+        others = [other for decided_by, other in by_kinds if decided_by == by and have < other]
+        if lacking := {kind for other in others for kind in other - have} if are_elementwise else ():
             what = f"the state of {_some(numbers)} lacks {some(sorted(lacking))}, which others have"
             problems.append(Problem(where, what, COPY_FILE, Code.STATE_MISSING))
     if problems:

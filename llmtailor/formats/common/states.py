@@ -36,7 +36,7 @@ from llmtailor.loaders.read import TrainerFiles, compare_global_step
 from llmtailor.loaders.scheduler import read_scheduler
 from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_moment
+from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
 
 BUFFERS_KEY = "buffers"
 """Key in the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas"""
@@ -47,7 +47,7 @@ TIED_KEY = "tied"
 def _find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:
     """Yield a finding on params without a state, which an optimizer of torch gives a param with its first gradient."""
     zero = {state.param for state, held in index.held.items() if held.is_all_zero}
-    having = {state.param for state in index.held if is_moment(state.kind)} - zero
+    having = {state.param for state in index.held if is_optimizer_state(state.kind)} - zero
     params = [param for one in index.sub_groups for param in one.params]
     lacking = [param for param in params if param not in having] if having or zero else []
     if lacking:
@@ -230,13 +230,13 @@ def kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
     """Return the optimizer's states with elements, by param and kind."""
     kinds: dict[str, dict[str, TensorEntry]] = {}
     for state, held in base.held.items():
-        if is_moment(state.kind):
+        if is_optimizer_state(state.kind):
             kinds.setdefault(state.param, {})[state.kind] = held
     return kinds
 
 
 def _has_states(index: CheckpointIndex) -> bool:
-    return any(is_moment(state.kind) and not held.is_all_zero for state, held in index.held.items())
+    return any(is_optimizer_state(state.kind) and not held.is_all_zero for state, held in index.held.items())
 
 
 NO_STATES = "its optimizer has made no step yet, so it has no states"
@@ -249,7 +249,7 @@ def keeps_nothing(base: CheckpointIndex) -> bool:
 
 def is_adam(base: CheckpointIndex) -> bool:
     """Return whether the optimizer is Adam, by its states and the options of its groups."""
-    kinds = {state.kind for state in base.held if is_moment(state.kind)}
+    kinds = {state.kind for state in base.held if is_optimizer_state(state.kind)}
     return keeps_as_adam(kinds, {option for group in base.groups for option in group.hyper})
 
 
