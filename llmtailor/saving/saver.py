@@ -30,6 +30,7 @@ from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.model.parts import Part
+from llmtailor.model.roles import MASTER
 from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,
@@ -513,7 +514,13 @@ class PartialSaver:
         made = step - self._begun_at if step is not None and self._begun_at is not None else 0
         if not self._has_state:
             self._has_state = all(self.ranks.together(lambda: self._look_for_state(made - most_skipped)))
+            if self._has_state and self.ranks.is_first and self._keeps_nothing():
+                logger.info("the optimizer keeps no states of the params, so that saves hold the weights alone")
         return self._has_state
+
+    def _keeps_nothing(self) -> bool:
+        params = [name for name, fact in self.training.params.items() if fact.role == "trainable"]
+        return {one.kind for one in self.live.fragments(params)} == {MASTER}
 
     def _look_for_state(self, num_missing: int = 0) -> bool:
         """Return whether this rank has moments to save. Raises UnsupportedCheckpoint if it can't save any, or if they

@@ -211,3 +211,11 @@ def test_joined_optimizers_may_have_other_states_of_the_same_class(tmp_path):
     run = Alone(tmp_path / "run", layers=2, rows=64, **often, **Made(make=make).given())
     run.train()
     assert run_here("verify", run.checkpoint(1), "--deep").returncode == 0
+
+
+def test_an_optimizer_without_states_is_said_to_have_none(tmp_path, caplog):
+    caplog.set_level("INFO", logger="llmtailor")
+    for name, said in (("SGD", True), ("SGD momentum", False)):
+        caplog.clear()
+        begin(tmp_path / name, name, {"save_steps": 4}).train().finish()
+        assert ("the optimizer keeps no states of the params" in caplog.text) == said
