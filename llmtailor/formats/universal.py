@@ -346,6 +346,10 @@ def _check_base(base: CheckpointIndex) -> None:
     if lacking := [param for param in trained if any(State(param, kind) not in base.held for kind in moments)]:
         what = f"it has no {' or '.join(moments)} of {some(lacking)}, which a universal checkpoint needs"
         problems.append(Problem(base.name, what, "use a later checkpoint as base, or another format for its optimizer"))
+    single = [param for one in base.sub_groups if one.scalars or one.step is None for param in one.params]
+    if single and not lacking:
+        what = f"its optimizer keeps scalars, or counts no steps, of {some(single)}: the format has no place for that"
+        problems.append(Problem(base.name, what, "use another format for its optimizer"))
     no_name = re.compile(r"\.{0,2}|.*[/\0].*", re.DOTALL)
     if unfit := [one for one in trained if no_name.fullmatch(one) or len(one.encode()) > _MAX_NAME_BYTES]:
         what = f"a universal checkpoint has a folder for each param, but no folder can be called {some(unfit)}"

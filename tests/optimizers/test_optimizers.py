@@ -199,6 +199,13 @@ def test_what_is_a_part_of_the_weights_is_never_older_than_they_are(tmp_path):
     assert done.returncode == 5 and "z is a part of the weights" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["NAdam", "stable_adamw"])
+def test_a_universal_checkpoint_has_no_place_for_single_values(name, tmp_path):
+    run = begin(tmp_path / "run", name).train()
+    done = run_here("convert", run.checkpoint(3), tmp_path / "out", "--to", "universal")
+    assert done.returncode == 4 and "the format has no place for that" in done.stderr
+
+
 def test_joined_optimizers_may_have_other_states_of_the_same_class(tmp_path):
     def make(model: Any) -> Any:
         named = dict(model.named_parameters())
