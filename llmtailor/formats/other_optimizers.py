@@ -24,10 +24,7 @@ BITSANDBYTES = "__bnb_optimizer_quant_state__"
 _PROJECTING = {"galore_torch": "GaLore", "apollo_torch": "APOLLO"}
 _BY_PACKAGE = {"torchao": "of another version of torchao", **_PROJECTING}
 """Package of a class that a pickle names -> optimizer"""
-_BESIDE = {
-    *(("torch.serialization", "_get_layout"), ("torch.storage", "UntypedStorage")),
-    *(("torch._utils", "_rebuild_wrapper_subclass"), ("torch._utils", "_rebuild_tensor_v3")),
-}
+_BESIDE = {("torch.storage", "UntypedStorage"), ("torch._utils", "_rebuild_tensor_v3")}
 """What torch names for tensors of such classes"""
 
 _BY_STATE = {"scaled_grad": "APOLLO", "projector": "GaLore", "GG": "SOAP"}
@@ -79,7 +76,7 @@ def flattened(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {**outer, **inner} if isinstance(inner, dict) else dict(state)
 
 
-UNSAVED_FIX = "use AdamW, for example optim=adamw_torch, or another optimizer with elementwise state"
+UNSAVED_FIX = "use AdamW, for example optim=adamw_torch, or another optimizer that docs/optimizers.md lists"
 
 
 @dataclass(frozen=True, slots=True)

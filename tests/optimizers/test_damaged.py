@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,12 +14,14 @@ from torch import nn, optim
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from helpers.commands import run_here
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.containers.json import FileTrees
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.common.optimizer import read_optimizer
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import State
+from trainings.alone import finished
 
 pytestmark = pytest.mark.real
 
@@ -106,3 +109,14 @@ def test_a_param_without_dimensions_has_its_states(name, tmp_path):
     kinds = trained(name)[1]["state"]["scale"].keys() - {"step"}
     assert {state.kind for state in index.held if state.param == "scale"} >= kinds
     assert State("scale", "master") in index.held
+
+
+@pytest.mark.parametrize("value", [[0.9], {"a": 1}])
+def test_an_option_of_any_type_decides_which_states_a_param_has(value, tmp_path):
+    """It is a key of no dict: that would be a bug in llmtailor, exit code 1."""
+    root = shutil.copytree(finished().checkpoint(4), tmp_path / "checkpoint-4")
+    tree = torch.load(root / "optimizer.pt")
+    for group in tree["param_groups"]:
+        group["momentum"] = value
+    torch.save(tree, root / "optimizer.pt")
+    assert run_here("verify", root).returncode == 0

@@ -293,7 +293,9 @@ def _check_kinds(
     """
     problems: list[Problem] = []
     options = {option for group in groups for option in group.hyper}
-    decided = {number: tuple(map(group.hyper.get, _DECIDE)) for group in groups for number in group.ids}
+    decided = {
+        number: tuple(bool(group.hyper.get(option)) for option in _DECIDE) for group in groups for number in group.ids
+    }
     of_tensors = frozenset().union(*kinds.values())
     is_adam = keeps_as_adam(of_tensors, options)
     for number, tensors in kinds.items():
@@ -306,7 +308,7 @@ def _check_kinds(
             listed = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in tensors.items())
             what = f"the states of id {number} have different shapes ({listed})"
             problems.append(Problem(where, what, COPY_FILE, Code.STATE_SIZE))
-    by_kinds: dict[tuple[tuple[Any, ...], frozenset[str]], list[int]] = {}
+    by_kinds: dict[tuple[tuple[bool, ...], frozenset[str]], list[int]] = {}
     for number, tensors in kinds.items():
         plain = {kind for kind, value in scalars[number].items() if isinstance(value, (int, float))}
         # a number in place of a tensor that others have is damage
