@@ -10,7 +10,18 @@ import pickle
 import struct
 from typing import Any
 
-from llmtailor.containers.unpickle import STORAGE_CLASSES, Call, Global, Ordered, Storage
+from llmtailor.containers.unpickle import (
+    REBUILD_TENSOR,
+    REBUILD_UNTYPED,
+    STORAGE_CLASSES,
+    TORCH_NAMES,
+    UNTYPED_STORAGE,
+    Call,
+    Global,
+    Ordered,
+    Storage,
+)
+from llmtailor.model.roles import ITEMSIZE
 
 _PROTO, _STOP = b"\x80\x02", b"."
 
@@ -96,6 +107,9 @@ class _Writer:
         self.put(key)
 
     def save_call(self, node: Call, key: Any) -> None:
+        if node.func == REBUILD_TENSOR and node.args[0].dtype not in STORAGE_CLASSES:
+            args = (*node.args, Global("torch", TORCH_NAMES[node.args[0].dtype]))
+            node = self.keep(Call(REBUILD_UNTYPED, self.keep(args)))
         self.save(node.func)
         self.save(node.args)
         self.out += b"\x81" if node.new else b"R"
@@ -126,6 +140,8 @@ class _Writer:
         if key is None:
             key = self.keys[id(node)] = str(len(self.storages))
             self.storages.append(node)
-        pid = ("storage", Global("torch", STORAGE_CLASSES[node.dtype]), key, node.location, node.numel)
+        named = STORAGE_CLASSES.get(node.dtype)
+        kind, size = (Global("torch", named), 1) if named else (UNTYPED_STORAGE, ITEMSIZE[node.dtype])
+        pid = ("storage", kind, key, node.location, node.numel * size)
         self.save_tuple(self.keep(pid), id(pid))
         self.out += b"Q"

@@ -25,7 +25,7 @@ from typing import Any
 from llmtailor.checkpoint.layout import Bytes, Piece, Slot
 from llmtailor.codes import Code
 from llmtailor.errors import ObjectKeys, Problem, UnsafePickle, damaged
-from llmtailor.model.roles import State
+from llmtailor.model.roles import ITEMSIZE, State
 
 _DTYPES = (
     ("F64", "float64", "DoubleStorage"),
@@ -38,15 +38,16 @@ _DTYPES = (
     ("I8", "int8", "CharStorage"),
     ("U8", "uint8", "ByteStorage"),
     ("BOOL", "bool", "BoolStorage"),
-    ("F8_E4M3", "float8_e4m3fn", "Float8_e4m3fnStorage"),
-    ("F8_E5M2", "float8_e5m2", "Float8_e5m2Storage"),
+    ("F8_E4M3", "float8_e4m3fn", None),
+    ("F8_E5M2", "float8_e5m2", None),
     ("C64", "complex64", "ComplexFloatStorage"),
 )
-"""A dtype in safetensors, in torch, and the class of its storages in pickles"""
+"""A dtype in safetensors, in torch, and the class of its storages in pickles; those without one are pickled by
+``_rebuild_tensor_v3`` and are in an ``UntypedStorage``"""
 TORCH_DTYPES = {name: dtype for dtype, name, _ in _DTYPES}
 TORCH_NAMES = {dtype: name for dtype, name, _ in _DTYPES}
-STORAGE_DTYPES = {storage: dtype for dtype, _, storage in _DTYPES}
-STORAGE_CLASSES = {dtype: storage for dtype, _, storage in _DTYPES}
+STORAGE_CLASSES = {dtype: storage for dtype, _, storage in _DTYPES if storage is not None}
+STORAGE_DTYPES = {storage: dtype for dtype, storage in STORAGE_CLASSES.items()}
 
 MAX_DIMENSIONS = 64
 """torch's limit"""
@@ -131,6 +132,8 @@ class TensorView:
 
 
 REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
+REBUILD_UNTYPED = Global("torch._utils", "_rebuild_tensor_v3")
+UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 _REBUILD_TYPED = Global("torch._tensor", "_rebuild_from_type_v2")
 _REBUILD_PARAMETERS = (
     Global("torch._utils", "_rebuild_parameter"),
@@ -312,7 +315,7 @@ _ORDERED_DICT = Global("collections", "OrderedDict")
 _ENCODE = Global("_codecs", "encode")
 GETATTR = (Global("builtins", "getattr"), Global("__builtin__", "getattr"))
 """Seen with Python 3.11.2: an enum's member is pickled as ``getattr(Class, name)``; 3.11.7 writes ``Class(value)``."""
-_SPECIAL = {one.name for one in (_ORDERED_DICT, _ENCODE, *GETATTR)}
+_SPECIAL = {one.name for one in (_ORDERED_DICT, _ENCODE, *GETATTR, REBUILD_UNTYPED)}
 _MEMBERS = {
     Global("deepspeed.runtime.zero.config", "ZeroStageEnum"): {
         "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,
@@ -455,8 +458,21 @@ class Machine:
             self.push(args[0].encode("latin1"))
         elif func in GETATTR and len(args) == 2 and isinstance(args[1], str) and args[1] in _MEMBERS.get(args[0], ()):
             self.push(Call(args[0], (_MEMBERS[args[0]][args[1]],)))
+        elif func == REBUILD_UNTYPED:
+            self.push(Call(REBUILD_TENSOR, self.typed(args)))
         else:
             self.push(Call(func, args))
+
+    def typed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of ``_rebuild_tensor_v3`` as those of ``_rebuild_tensor_v2``."""
+        match args:
+            case (Call() as storage, *rest, Global("torch", str(name))) if storage.func == UNTYPED_STORAGE:
+                dtype = TORCH_DTYPES.get(name)
+                if dtype is None or dtype in STORAGE_CLASSES or self.find_storage is None:
+                    raise ValueError(f"an untyped storage of {name}")
+                key, numel, location = storage.args
+                return self.find_storage(dtype, key, numel // ITEMSIZE[dtype], location), *rest
+        raise ValueError("a tensor in something other than an untyped storage")
 
     def new_object(self) -> None:
         args, func = expect(self.stack.pop(), tuple), expect(self.stack.pop(), Global)
@@ -477,10 +493,13 @@ class Machine:
         if self.find_storage is None or not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
             raise ValueError("a persistent id that is not a storage")
         _, kind, key, location, numel = pid
-        if not (isinstance(kind, Global) and kind.module == "torch" and kind.name in STORAGE_DTYPES):
-            raise ValueError("a storage of unknown type")
         if type(numel) is not int:
             raise ValueError("a storage without a number of elements")
+        if kind == UNTYPED_STORAGE:  # typed by the call that makes a tensor of it; a call of its own is refused
+            self.push(Call(kind, (expect(key, str), numel, expect(location, str))))
+            return
+        if not (isinstance(kind, Global) and kind.module == "torch" and kind.name in STORAGE_DTYPES):
+            raise ValueError("a storage of unknown type")
         dtype = STORAGE_DTYPES[kind.name]
         self.push(self.find_storage(dtype, expect(key, str), numel, expect(location, str)))
 
@@ -588,11 +607,13 @@ ALLOWED: dict[str, set[str]] = {
     "torch.nn.parameter": {"Parameter"},
     "torch._utils": {
         "_rebuild_tensor_v2",
+        "_rebuild_tensor_v3",
         "_rebuild_parameter",
         "_rebuild_parameter_with_state",
         "_rebuild_wrapper_subclass",
     },
     "torch.serialization": {"_get_layout"},
+    "torch.storage": {"UntypedStorage"},
     **QUANTIZED,
     "torch._tensor": {"_rebuild_from_type_v2"},
     **_NUMPY,
@@ -606,6 +627,7 @@ ALLOWED: dict[str, set[str]] = {
 _ONLY_NAMED = {
     "torch": ALLOWED["torch"] - {"Size", "device"},
     "torch.nn.parameter": {"Parameter"},
+    "torch.storage": {"UntypedStorage"},
     "numpy": {"ndarray"},
 }
 """Globals that no checkpoint's pickle calls: ``torch.FloatStorage(10**12)`` would exhaust memory."""

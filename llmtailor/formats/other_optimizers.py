@@ -24,8 +24,6 @@ BITSANDBYTES = "__bnb_optimizer_quant_state__"
 _PROJECTING = {"galore_torch": "GaLore", "apollo_torch": "APOLLO"}
 _BY_PACKAGE = {"torchao": "of another version of torchao", **_PROJECTING}
 """Package of a class that a pickle names -> optimizer"""
-_BESIDE = {("torch.storage", "UntypedStorage"), ("torch._utils", "_rebuild_tensor_v3")}
-"""What torch names for tensors of such classes"""
 
 _BY_STATE = {"scaled_grad": "APOLLO", "projector": "GaLore", "GG": "SOAP"}
 """State that only one optimizer keeps -> optimizer"""
@@ -59,7 +57,7 @@ def naming_others(where: str) -> Iterator[None]:
         what = f"its optimizer is GrokAdamW (the keys of its states are the params themselves): {_RULE}"
         raise AnotherOptimizer.at(where, what, _NOT_RESUMED) from error
     except UnsafePickle as error:
-        classes = {*error.names} - _BESIDE
+        classes = {*error.names}
         found = {_BY_PACKAGE.get(module.partition(".")[0]) for module, _ in classes}
         if None in found or len(found) != 1:
             raise

@@ -52,8 +52,8 @@ ADAMW = {
 }
 """Options of torch 2.13's AdamW, and their defaults"""
 _PARTIAL_LOAD = "with allow_partial_load; copy the checkpoint again"
-_IN_ALL = (*ADAMW, "lr", "initial_lr", "param_names")
-"""Options that torch gives to all param groups or to none"""
+_IN_ALL = ("lr", "initial_lr", "param_names")
+"""Options that torch gives to all param groups or to none; Adam's groups have Adam's too"""
 
 
 @dataclass(slots=True)
@@ -192,7 +192,9 @@ def check_options(optimizer: Optimizer, where: str) -> Iterator[Finding]:
     kinds = [{*chain(*(optimizer.tensors.get(param, ()) for param in group.params))} for group in optimizer.groups]
     if any(one != kinds[0] for one in kinds):
         return
-    for key in _IN_ALL:
+    is_adam = has_adams_options({option for group in optimizer.groups for option in group.hyper})
+    # others may have an option of their user in some groups, as weight_decay without a use for it
+    for key in (*_IN_ALL, *(ADAMW if is_adam else ())):
         lacking = [number for number, group in enumerate(optimizer.groups) if key not in group.hyper]
         if 0 < len(lacking) < len(optimizer.groups):
             what = f"{key} of param group {lacking[0]} is missing, which other groups have"
