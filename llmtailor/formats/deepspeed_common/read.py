@@ -574,9 +574,9 @@ def _odd_shards(sample: OptimShard, world_size: int, where: str) -> Iterator[Fin
 def _find_strays(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
     """Yield findings on stray files: DeepSpeed opens and counts all that match a pattern."""
     known = frozenset(files.model)
+    kinds = {one.rpartition("/")[2].partition("mp_rank_")[0] for one in known}  # no rank of the run asks for others
     for path in sorted((root / files.folder).glob("*mp_rank_*_model_states.pt")):
-        kind = path.name.partition("mp_rank_")[0]
-        if f"{files.folder}{path.name}" not in known and (bool(kind) == files.is_zero3):
+        if f"{files.folder}{path.name}" not in known and path.name.partition("mp_rank_")[0] in kinds:
             what = "DeepSpeed mistakes this file for another model-parallel rank's, and refuses to resume"
             fix = "move it out of the tag folder"
             yield Finding(PathIn(name, f"{files.folder}{path.name}"), what, fix, Code.FILE_NAME, ERROR)
