@@ -100,13 +100,8 @@ def test_a_loop_may_attest_itself(tmp_path, program):
     saved = tmp_path / "saved"
     assert llmtailor("run", *ranks(program, "accelerate", saved, "save")).returncode == 0
     assert llmtailor("attest", saved, *ranks(program, "accelerate", saved, "own")).returncode == 0
-    states = torch.load(saved / "optimizer.bin", weights_only=False)
-    states["param_groups"][0]["lr"] = 0.5
-    torch.save(states, saved / "optimizer.bin")
-    text = program.read_text().replace(
-        "        import llmtailor\n", "        import llmtailor; scheduler.last_epoch = 0\n"
-    )
-    program.write_text(text)
+    changed = "        import llmtailor; scheduler.scheduler.last_epoch = 0\n"
+    program.write_text(program.read_text().replace("        import llmtailor\n", changed))
     done = llmtailor("attest", saved, *ranks(program, "accelerate", saved, "own"))
     assert done.returncode == 7 and "it trained on" not in done.stderr, done.stderr
 
