@@ -86,7 +86,7 @@ class Scene:
             return False
         try:
             found = self.compose()
-        except RecipeError as error:  # by its record of saves the others are of another attempt
+        except (RecipeError, SourceError) as error:  # by its record of saves the others are of another attempt
             assert all(problem.where and problem.what and problem.fix for problem in error.problems)
             return False
         assert any(alike(found, right) for right in self.right)
