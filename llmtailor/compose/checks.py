@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Plan, Slot
@@ -86,7 +87,7 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
     if modes[0] != modes[1]:
         what = "its schedule-free optimizer was in another mode (train_mode), so its weights are of another kind"
         differ(what, "use checkpoints that were all saved in the same mode, such as before any evaluation")
-    # params without states, which get some with their first gradient, are compared where they are used: `check_states`
+    # params without states, which get some with their first gradient: see `without_later_states`
     both_have = _with_moments(mine) & _with_moments(theirs)
     moments = {
         state for state in mine.keys() ^ theirs.keys() if is_optimizer_state(state.kind) and state.param in both_have
@@ -112,14 +113,26 @@ def _with_moments(states: Iterable[State]) -> set[str]:
     return {state.param for state in states if is_optimizer_state(state.kind)}
 
 
-def check_states(indexes: Sequence[CheckpointIndex], sources: Sources, base: int) -> None:
-    """Raise MismatchError for params of which only one of the base and their source has states of the optimizer: it
-    makes them with the first gradient. They would be lost, or be those of no step."""
-    have = [_with_moments(index.held) for index in indexes]
+def without_later_states(
+    indexes: Sequence[CheckpointIndex], sources: Sources, base: int
+) -> tuple[CheckpointIndex, list[Problem]]:
+    """Return the base without the optimizer's states of params whose source has none, and what is to be said of it.
+
+    The source was saved before their first gradient, as can be where moments are saved in turn.
+
+    Raises MismatchError for params of which only some sources have states, or the source, and not the base.
+    """
+    have, index = [_with_moments(index.held) for index in indexes], indexes[base]
     unlike: dict[int, list[str]] = {}
-    for param in (param for params in indexes[base].group_params for param in params):
-        for source in sources.moments_from(param):
-            if (param in have[source]) != (param in have[base]):
+    later: set[str] = set()
+    for param in (param for params in index.group_params for param in params):
+        found = sources.moments_from(param)
+        lacking = {source for source in found if param not in have[source]}
+        if param in have[base] and lacking == found and index.form.weights_are_whole:
+            later.add(param)
+            continue
+        for source in found:
+            if (source in lacking) == (param in have[base]):
                 unlike.setdefault(source, []).append(param)
     if unlike:
         raise MismatchError(
@@ -130,6 +143,17 @@ def check_states(indexes: Sequence[CheckpointIndex], sources: Sources, base: int
             )
             for source, params in unlike.items()
         )
+    if not later:
+        return index, []
+    held = {
+        state: one
+        for state, one in index.held.items()
+        if state.param not in later or not is_optimizer_state(state.kind)
+    }
+    groups = (replace(one, step=None, scalars={}) if later & {*one.params} else one for one in index.sub_groups)
+    what = f"the optimizer had no states of {some(sorted(later))} yet when those of their parts were saved"
+    notice = Problem(index.name, what, "nothing; it makes them at the next step, as with a first gradient")
+    return replace(index, held=held, sub_groups=tuple(groups)), [notice]
 
 
 def check_filled(plan: Plan, indexes: Sequence[CheckpointIndex], sources: Sources) -> None:

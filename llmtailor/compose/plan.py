@@ -23,7 +23,13 @@ from llmtailor.compose.averages import (
     with_steps,
     with_sums,
 )
-from llmtailor.compose.checks import check_filled, check_fit, check_one_step, check_states, differing_hyperparameters
+from llmtailor.compose.checks import (
+    check_filled,
+    check_fit,
+    check_one_step,
+    differing_hyperparameters,
+    without_later_states,
+)
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.moving import Clone, room_to_upload
@@ -206,7 +212,8 @@ def plan_merge(
 
     number_of = {index.root: number for number, index in enumerate(indexes)}
     sources = number_sources(choice, indexes, base, opened.number_cuts(number_of, reference.tied) if opened else {})
-    check_states(indexes, sources, base)
+    reference, about_states = without_later_states(indexes, sources, base)
+    indexes = (*indexes[:base], reference, *indexes[base + 1 :])
     groups = regrouping.groups if regrouping else None
     target = lay_out_target(reference, family, stage, options.world_size, groups)
     steps = choose_steps(indexes, sources, base, target)
@@ -228,6 +235,7 @@ def plan_merge(
         *about_weights,
         *about_attempts,
         *about_lags,
+        *about_states,
         *(regrouping.notices if regrouping else ()),
         *step_notices(steps, reference.name, bool(scales)),
     ]
