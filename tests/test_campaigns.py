@@ -12,7 +12,6 @@ CAMPAIGNS_FOLDER = Path(__file__).parent / "campaigns"
 CAMPAIGNS = {
     "faults": ["faults.py", "--seed", "1", "--kills", "50", "--races", "5"],
     "histories": ["histories.py", "--first", "1000", "--runs", "100"],
-    "attested": ["attested.py", "--seed", "1"],
     "fuzz": ["fuzz", "--seed", "1", "--minutes", "10", "--out", "findings"],
 }
 
