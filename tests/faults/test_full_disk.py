@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from campaigns.faults import large_scene
 from faults.driver import Server
+from faults.trials import large_scene
 
 IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-euo", "pipefail", "-c"]
 """A mount of our own needs no privileges there, and is gone with the last process."""
