@@ -26,7 +26,7 @@ from llmtailor.runs.scan import choose_for_run
 from oracle.any import load
 from oracle.zero3 import MOMENTS, differ
 from salvage.damage import truncate
-from trainings.catalogue import CHECKED, LIVELY, SAVED, TEACHERS
+from trainings.catalogue import CHECKED, LIVELY, SAVED
 from trainings.harness import Run
 
 # --- composites against the truth that the training processes wrote down ----------------------------------------------
@@ -407,14 +407,13 @@ def test_a_full_disk_costs_one_save(runs, name, tmp_path):
     assert set(check_composite(done, 6, tmp_path).values()) == {2, 6}
 
 
-@pytest.mark.parametrize("name", ["slow-skip", "slow-wait"])
-def test_a_slow_disk_tears_nothing(runs, name, tmp_path):
+def test_a_slow_disk_tears_nothing(runs, tmp_path):
     """Several steps pass while a save is written."""
-    done = runs[name]
+    done = runs["slow-skip"]
     assert len(done.losses) == done.spec.steps
     skipped = [message for message in done.messages if "still being written" in message]
-    assert len(skipped) == done.spec.steps - len(done.saves)
-    assert bool(skipped) == (name == "slow-skip") and done.saves[-1] == done.spec.steps
+    assert len(skipped) == done.spec.steps - len(done.saves) > 0
+    assert done.saves[-1] == done.spec.steps
     for step in done.saves:
         assert set(check_composite(done, step, tmp_path / str(step)).values()) == {step}
 
@@ -447,18 +446,6 @@ def test_the_disks_of_all_nodes_make_up_a_save(runs, tmp_path):
     assert json.loads(both.stdout)["global_step"] == 6
 
 
-@pytest.mark.parametrize("name", ["torn-z3", "torn-ddp", "torn-cpu-adam"])
-def test_without_the_barrier_saves_would_be_torn(runs, name, tmp_path):
-    """So what is compared with the truth above, copied as slowly, was protected."""
-    done = runs[name]
-    if name == "torn-ddp":  # torch counts its writes
-        assert any("a tensor changed outside optimizer.step()" in message for message in done.messages)
-        assert done.saves == [done.spec.steps]
-    else:  # a fused optimizer writes without torch's knowledge
-        with pytest.raises(AssertionError):
-            check_composite(done, done.saves[0], tmp_path)
-
-
 @pytest.mark.parametrize(("name", "files"), [("frozen-2", 1), ("frozen-3", 2)])
 def test_frozen_params_are_written_once_and_again_when_they_change(runs, name, files, tmp_path):
     done = runs[name]
@@ -468,7 +455,7 @@ def test_frozen_params_are_written_once_and_again_when_they_change(runs, name, f
     check_composite(done, 6, tmp_path)  # has them as they are now
 
 
-@pytest.mark.parametrize("name", TEACHERS)
+@pytest.mark.parametrize("name", ["z3-teacher"])
 def test_frozen_params_that_change_right_after_each_step_are_saved_as_they_were(runs, name, tmp_path):
     done = runs[name]
     assert done.saves == [2, 4, 6]
@@ -492,24 +479,13 @@ def test_nothing_is_saved_before_the_first_step_of_the_optimizer(runs, name):
     assert [part["why"] for part in done.manifest(2)["parts"]] == ["complete base"] * 6
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "words"),
-    [
-        ("locked", "TargetError", "another run is saving"),
-        ("anew", "TargetError", "up to step 8"),
-    ],
-)
-def test_a_refusal_is_the_same_on_all_ranks(runs, name, kind, words):
-    done = runs[name]
+def test_a_refusal_is_the_same_on_all_ranks(runs):
+    done = runs["locked"]
     errors = [done.result(rank)["error"] for rank in range(2)]
     assert errors[0] == errors[1]
-    assert errors[0]["class"] == kind
-    assert words in errors[0]["text"] and "fix:" in errors[0]["text"]
-    assert len(done.losses) <= 1
-    if name == "anew":
-        assert newest(done, 8) == newest(runs["z3"], 8)
-    else:
-        assert not done.saves
+    assert errors[0]["class"] == "TargetError"
+    assert "another run is saving" in errors[0]["text"] and "fix:" in errors[0]["text"]
+    assert len(done.losses) <= 1 and not done.saves
 
 
 @pytest.mark.parametrize("name", ["z3", pytest.param("z3-mixtral", marks=pytest.mark.long)])

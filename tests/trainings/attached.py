@@ -21,7 +21,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from helpers.composing import compose
@@ -53,8 +52,7 @@ class Messages(logging.Handler):
 class Disturbance(TrainerCallback):  # type: ignore[misc]
     """Something that goes wrong. ``{"what": "full", "step": 4, "rank": 1}``: that rank's disk is full at a save;
     ``frozen``: a frozen param changes before a save; ``teacher``: frozen params follow right after each step of the
-    optimizer; ``locked``: another run saves in the same folder; ``slow``: the disk is; ``held``: it takes two steps for
-    each write, however long they take."""
+    optimizer; ``locked``: another run saves in the same folder; ``held``: the disk takes two steps for each write."""
 
     LIMIT_BYTES = 4096
 
@@ -64,8 +62,6 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
         self.other_run: subprocess.Popen[str] | None = None
         self.write_all = streams.write_all
         self.step, self.has_stepped = (0, 1), threading.Condition()
-        if what["what"] == "slow":
-            streams.write_all = self.write_slowly
         if what["what"] == "held":
             streams.write_all = self.write_held
         if what["what"] == "locked" and rank == 0:
@@ -97,10 +93,6 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
                 with torch.no_grad(), deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=zero3):
                     if not zero3 or rank == 0:
                         param.mul_(factor)
-
-    def write_slowly(self, fd: int, data: bytes | memoryview) -> None:
-        time.sleep(0.2)
-        self.write_all(fd, data)
 
     def write_held(self, fd: int, data: bytes | memoryview) -> None:
         with self.has_stepped:
@@ -239,9 +231,6 @@ def run(job: Job, root: Path) -> Losses:
     logger = logging.getLogger("llmtailor.saving")
     logger.addHandler(messages)
     error = None
-    before_step = StepBarrier._before_step
-    if job.unguarded:
-        StepBarrier._before_step = unguarded  # type: ignore[method-assign]
     try:
         if job.policy is not None:
             attach(trainer, policy=job.policy, save_steps=job.every, **options_of(job, folder, rank))
@@ -250,7 +239,6 @@ def run(job: Job, root: Path) -> Losses:
         if not job.fails:
             raise
         error = {"class": type(caught).__name__, "text": str(caught)}
-    StepBarrier._before_step = before_step  # type: ignore[method-assign]
     logger.removeHandler(messages)
     if trainer.disturbance:
         trainer.disturbance.end()
@@ -262,17 +250,13 @@ def run(job: Job, root: Path) -> Losses:
     return {line["step"]: line for line in log if "loss" in line}
 
 
-def unguarded(*_: object) -> None:
-    """The optimizer does not wait."""
-
-
 SLOW_TENSORS = 10
 """The first of a save, which are copied slowly; the others have to wait for them."""
 
 
 def copy_late() -> None:
     """Copy so late that training would overwrite states before they are copied, if it did not wait: not before
-    somebody waits for the copies. An optimizer that does not wait has written by then."""
+    somebody waits for the copies; if nobody does, the save fails."""
     arm, copy, wait, may_copy = StepBarrier.arm, Snapshot._copy, Snapshot.wait, threading.Event()
 
     def arming(*args: Any) -> None:
@@ -289,12 +273,7 @@ def copy_late() -> None:
         may_copy.set()
         wait(*args)
 
-    def stepped(*_: object) -> None:
-        if StepBarrier._before_step is unguarded:
-            may_copy.set()
-
     StepBarrier.arm, Snapshot._copy, Snapshot.wait = arming, copying, waiting  # type: ignore[method-assign]
-    register_optimizer_step_post_hook(stepped)
 
 
 def main(specs_file: Path, root: Path) -> None:
