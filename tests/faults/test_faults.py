@@ -168,19 +168,11 @@ def test_the_trace_misses_nothing(scenes, tmp_path):
     assert last["fsync"][str(scene.root)] > published > 0
 
 
-MANY = [*[signal.SIGKILL] * 50, *[signal.SIGTERM] * 10, *[signal.SIGINT] * 10]
-
-
-@pytest.mark.parametrize(
-    ("kind", "signals", "rounds"),
-    [
-        ("merge", [signal.SIGKILL, signal.SIGTERM], 2),
-        *(pytest.param(kind, MANY, 5, marks=[pytest.mark.long, pytest.mark.timeout(3600)]) for kind in COMMANDS_TO_TRY),
-    ],
-    ids=["some", *COMMANDS_TO_TRY],
-)
-def test_processes_killed_at_random_moments_and_several_at_once(server, tmp_path, kind, signals, rounds):
-    is_short = signals is not MANY
-    scene = large_scene(server, tmp_path, kind, 32 if is_short else 128)
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", COMMANDS_TO_TRY)
+def test_processes_killed_at_random_moments_and_several_at_once(server, tmp_path, kind):
+    scene = large_scene(server, tmp_path, kind, 64)
+    signals = [*[signal.SIGKILL] * 50, *[signal.SIGTERM] * 10, *[signal.SIGINT] * 10]
     assert kills(scene, signals, random.Random(0))
-    assert races(scene, rounds, 2 if is_short else 4, random.Random(0))
+    assert races(scene, 5, 4, random.Random(0))

@@ -27,8 +27,12 @@ def in_a_small_file_system(script: str, size: int, place: Path, root: Path) -> s
     return subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
 
 
+@pytest.mark.long
 def test_filled_up_meanwhile(tmp_path):
-    """What is written is kept; once there is room, the same command goes on, and the result is the same."""
+    """What is written is kept; once there is room, the same command goes on, and the result is the same.
+
+    This is the kernel's own ENOSPC; test_faults.py makes it up at each operation.
+    """
     (place := tmp_path / "small").mkdir()
     (root := tmp_path / "run").mkdir()
     large_scene(Server(), root, "merge", 64)

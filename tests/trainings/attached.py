@@ -1,7 +1,7 @@
 """The Trainer with the saver attached.
 
-While it trains, a job writes down the truth about each save in two ways that share no code with the saver: what
-DeepSpeed's own functions (or the live tensors) say, and a checkpoint of the Trainer's own when it would have saved.
+While it trains, a job writes down the truth about each save without the saver's code: a checkpoint of the Trainer's own
+when it would have saved and, without DeepSpeed, what the processes hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from llmtailor.errors import TailorError
 from llmtailor.saving import attach
 from llmtailor.saving.snapshot import Snapshot, StepBarrier
 from trainings.common import MOMENTS, Losses, new_model, train_each
-from trainings.echo import asked
 from trainings.spec import Job
 from trainings.trainer import LayerGroups, arguments, kind_of, new_trainer
 
@@ -129,7 +128,8 @@ def watched(kind: type[Trainer], job: Job, folder: Path) -> type[Trainer]:
                     folder / "stock" / f"checkpoint-{step}", ignore_errors=True
                 )  # of what the job goes on from
                 torch.distributed.barrier()
-                write_truth(self, folder / "truth" / f"{step}.pt")
+                if not self.is_deepspeed_enabled:
+                    write_truth(self, folder / "truth" / f"{step}.pt")
                 self._in_stock = True
                 self._save_checkpoint(self.model, None)
                 self._in_stock = False
@@ -141,29 +141,18 @@ def watched(kind: type[Trainer], job: Job, folder: Path) -> type[Trainer]:
 
 
 def write_truth(trainer: Any, path: Path) -> None:
-    """Write masters, moments, steps, frozen params and buffers, asked from whoever trains."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-    stage = engine.zero_optimization_stage() if engine else 0
-    if engine and engine.skipped_steps == engine.global_steps:
-        return  # fp16: every step so far overflowed, and there is nothing to ask for yet
-    if engine:
-        if stage < 3:  # DeepSpeed 0.19.8 links the moments of all groups once the first has made a step
-            engine.optimizer._hp_optimizer_states_linked = False
-            engine.optimizer._lazy_init_hp_params_optimizer_state()
-        truth: dict[str, Any] = asked(model, engine.optimizer, stage, moments=True)
-    else:
-        states = inner(trainer.optimizer).state
-        held = {name: states[param] for name, param in model.named_parameters() if param.requires_grad}
-        truth = {kind: {name: state[kind].clone() for name, state in held.items()} for kind in ("step", *MOMENTS)}
-        truth["weight"] = {name: param.detach().clone() for name, param in model.named_parameters()}
-        truth["master"] = {name: truth["weight"][name] for name in held}
-    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-    truth["frozen"] = {name: truth["weight"][name] for name in frozen}
+    """Write masters, moments, steps, frozen params and buffers of a training without DeepSpeed, whole on each rank."""
+    model, optimizer = trainer.accelerator.unwrap_model(trainer.model), inner(trainer.optimizer)
+    names = {param: name for name, param in model.named_parameters()}
+    held = {name: optimizer.state[param] for param, name in names.items() if param.requires_grad}
+    truth: dict[str, Any] = {
+        kind: {name: state[kind].clone() for name, state in held.items()} for kind in ("step", *MOMENTS)
+    }
+    weights = {name: param.detach().clone() for param, name in names.items()}
+    truth["master"] = {name: weights[name] for name in held}
+    truth["frozen"] = {name: weight for name, weight in weights.items() if name not in held}
     truth["buffer"] = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    if not engine:
-        names = {param: name for name, param in model.named_parameters()}
-        truth["order"] = [names[param] for group in inner(trainer.optimizer).param_groups for param in group["params"]]
+    truth["order"] = [names[param] for group in optimizer.param_groups for param in group["params"]]
     if trainer.args.process_index == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(truth, path)

@@ -126,7 +126,7 @@ class Job(Spec):
     arguments: dict[str, Any] | None = None
     """More TrainingArguments, or others than usual"""
     truth: bool = True
-    """At every save, write down what the process holds, and let the Trainer save a checkpoint of its own."""
+    """Let the Trainer save a checkpoint of its own at every save; see `attached`."""
     goes_on: str | None = None
     """Another job, whose partial checkpoints this one finds in its folder: a name, or the path of its folder"""
     at: int | None = None
