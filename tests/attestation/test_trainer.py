@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -16,6 +15,7 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 import llmtailor  # noqa: E402
 from llmtailor.errors import VerificationError  # noqa: E402
 from llmtailor.saving import AttestResume  # noqa: E402
+from saving.loop import log_of  # noqa: E402
 from trainings.alone import train  # noqa: E402
 
 STEP = 2
@@ -36,7 +36,7 @@ ATTACHED = {"policy": "full", "save_steps": 4, "on_mismatch": "warn"}
 
 def resume(run, kind=Trainer, **options):
     train(run, kind=kind, attached={**ATTACHED, **options}, resume_from=run / f"checkpoint-{STEP}", steps=6)
-    lines = [json.loads(line) for line in (run / "partial" / "saves.jsonl").read_text().splitlines()]
+    lines = log_of(run)
     return [line["attested"] for line in lines if "attested" in line], lines
 
 

@@ -26,6 +26,7 @@ from llmtailor.runs.scan import choose_for_run
 from oracle.any import load
 from oracle.zero3 import MOMENTS, differ
 from salvage.damage import truncate
+from saving.loop import log_of
 from trainings.catalogue import CHECKED, LIVELY, SAVED
 from trainings.harness import Run
 
@@ -279,14 +280,9 @@ def test_a_stock_resume_from_halves_stays_near_the_straight_run(runs, resume):
         assert abs(resumed.losses[step] - straight[step]) < spread / 2
 
 
-@pytest.mark.parametrize("name", ["z3-full-again", "z3-full-twice"])
-def test_a_resume_with_the_saver_repeats_the_straight_run(runs, name):
-    assert comparable(runs[name]) == comparable(runs["z3-full"])
-
-
-@pytest.mark.parametrize(("name", "straight"), [("z3-full-on-3", "z3-full")])
-def test_a_resume_on_more_ranks_repeats_the_straight_run_nearly(runs, name, straight):
-    resumed, straight = runs[name], runs[straight]
+@pytest.mark.long
+def test_a_resume_on_more_ranks_repeats_the_straight_run_nearly(runs):
+    resumed, straight = runs["z3-full-on-3"], runs["z3-full"]
     assert after(resumed) == [5, 6, 7, 8]
     assert resumed.losses == pytest.approx(straight.losses, rel=NOISE)
 
@@ -316,8 +312,7 @@ def test_the_record_of_saves_is_taken_up(runs, name, taken_up):
 
 def lines_of(done):
     """The log of saves, by step; what was saved again after a failure goes before what was given up."""
-    text = (done.folder / "partial" / "saves.jsonl").read_text()
-    return {line["step"]: line for line in map(json.loads, text.splitlines())}
+    return {line["step"]: line for line in log_of(done.folder)}
 
 
 def exact_drift(before, now, params):
@@ -382,7 +377,7 @@ def test_a_full_disk_costs_one_save(runs, name, tmp_path):
         )
         and "fix:" in warning
     )
-    lines = [json.loads(line) for line in (done.folder / "partial" / "saves.jsonl").read_text().splitlines()]
+    lines = log_of(done.folder)
     assert [(line["step"], "failed" in line) for line in lines] == [(2, False), (4, True), (6, False)]
     assert [part["why"] for part in done.manifest(6)["parts"]] == ["odd half"] * 2
     assert set(check_composite(done, 6, tmp_path).values()) == {2, 6}
@@ -410,7 +405,7 @@ def test_each_node_saves_on_its_own_disk_first(runs, tmp_path):
         tensors = sorted(path.name for path in folder.glob("*.safetensors"))
         assert tensors == [f"frozen-0000{rank}-of-00002.safetensors", f"rank-0000{rank}-of-00002.safetensors"]
         assert (folder / "manifest.json").read_bytes() == (done.partial(6) / "manifest.json").read_bytes()
-    lines = [json.loads(line) for line in (done.folder / "partial" / "saves.jsonl").read_text().splitlines()]
+    lines = log_of(done.folder)
     assert all(line["copied_s"] >= line["publish_s"] > 0 for line in lines)
 
 
@@ -458,15 +453,6 @@ def test_nothing_is_saved_before_the_first_step_of_the_optimizer(runs, name):
     [warning] = done.messages
     assert "step 1: save skipped" in warning
     assert [part["why"] for part in done.manifest(2)["parts"]] == ["complete base"] * 6
-
-
-def test_a_refusal_is_the_same_on_all_ranks(runs):
-    done = runs["locked"]
-    errors = [done.result(rank)["error"] for rank in range(2)]
-    assert errors[0] == errors[1]
-    assert errors[0]["class"] == "TargetError"
-    assert "another run is saving" in errors[0]["text"] and "fix:" in errors[0]["text"]
-    assert len(done.losses) <= 1 and not done.saves
 
 
 @pytest.mark.parametrize("name", ["z3", pytest.param("z3-mixtral", marks=pytest.mark.long)])

@@ -12,8 +12,6 @@ import logging
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,16 +23,11 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from helpers.composing import compose
 from llmtailor.engine import streams
-from llmtailor.errors import TailorError
 from llmtailor.saving import attach
 from llmtailor.saving.snapshot import Snapshot, StepBarrier
 from trainings.common import MOMENTS, Losses, new_model, train_each
 from trainings.spec import Job
 from trainings.trainer import LayerGroups, arguments, kind_of, new_trainer
-
-HOLD_LOCK = (
-    "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
-)
 
 
 class Messages(logging.Handler):
@@ -51,23 +44,17 @@ class Messages(logging.Handler):
 class Disturbance(TrainerCallback):  # type: ignore[misc]
     """Something that goes wrong. ``{"what": "full", "step": 4, "rank": 1}``: that rank's disk is full at a save;
     ``frozen``: a frozen param changes before a save; ``teacher``: frozen params follow right after each step of the
-    optimizer; ``locked``: another run saves in the same folder; ``held``: the disk takes two steps for each write."""
+    optimizer; ``held``: the disk takes two steps for each write."""
 
     LIMIT_BYTES = 4096
 
     def __init__(self, what: dict[str, Any], model: Any, folder: Path, rank: int) -> None:
         self.what = {"step": -1, **what}
         self.model = model
-        self.other_run: subprocess.Popen[str] | None = None
         self.write_all = streams.write_all
         self.step, self.has_stepped = (0, 1), threading.Condition()
         if what["what"] == "held":
             streams.write_all = self.write_held
-        if what["what"] == "locked" and rank == 0:
-            (folder / "partial").mkdir(parents=True)
-            command = [sys.executable, "-c", HOLD_LOCK, str(folder / "partial" / ".lock")]
-            self.other_run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            assert self.other_run.stdout and self.other_run.stdout.readline()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self.has_stepped:
@@ -101,8 +88,6 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
 
     def end(self) -> None:
         streams.write_all = self.write_all
-        if self.other_run:
-            self.other_run.communicate("")
 
     def relieve(self) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -219,23 +204,15 @@ def run(job: Job, root: Path) -> Losses:
     messages = Messages()
     logger = logging.getLogger("llmtailor.saving")
     logger.addHandler(messages)
-    error = None
-    try:
-        if job.policy is not None:
-            attach(trainer, policy=job.policy, save_steps=job.every, **options_of(job, folder, rank))
-        trainer.train(resume_from_checkpoint=resume)
-    except TailorError as caught:
-        if not job.fails:
-            raise
-        error = {"class": type(caught).__name__, "text": str(caught)}
+    if job.policy is not None:
+        attach(trainer, policy=job.policy, save_steps=job.every, **options_of(job, folder, rank))
+    trainer.train(resume_from_checkpoint=resume)
     logger.removeHandler(messages)
     if trainer.disturbance:
         trainer.disturbance.end()
     log = trainer.state.log_history
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"result-{rank}.json").write_text(
-        json.dumps({"log": log, "messages": messages.told, "error": error}, indent=1)
-    )
+    (folder / f"result-{rank}.json").write_text(json.dumps({"log": log, "messages": messages.told}, indent=1))
     return {line["step"]: line for line in log if "loss" in line}
 
 

@@ -264,8 +264,6 @@ JOBS = by_name(
     [
         Job("z3-again", goes_on="z3", at=4, **GOING_ON),
         Job("z3-twice", goes_on="z3-again", at=6, **GOING_ON),
-        Job("z3-full-again", goes_on="z3-full", at=4, policy="full", **GOING_ON),
-        Job("z3-full-twice", goes_on="z3-full-again", at=6, policy="full", **GOING_ON),
         Job("z3-then-filter", goes_on="z3", at=4, policy=FEW, **GOING_ON),
         Job("z3-on-3", goes_on="z3", at=4, steps=8, ranks=3),
         Job("z3-full-on-3", goes_on="z3-full", at=4, policy="full", steps=8, ranks=3),
@@ -280,7 +278,6 @@ JOBS = by_name(
         Job("frozen-3", frozen=FROZEN, disturb=CHANGES),
         Job("nodes", options={"staging_dir": "nodes"}, frozen=FROZEN),  # two nodes, each with a disk of its own
         Job("slow-skip", stage=2, policy="full", every=1, options={"when_busy": "skip"}, disturb={"what": "held"}),
-        Job("locked", disturb={"what": "locked"}, fails=True, truth=False),
     ]
 )
 MIXED = ("z3", "z3-layer", "z2", "z1", "ddp")
@@ -323,7 +320,7 @@ SHORT = {
     ),
     *("z3", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
-    *("z3-again", "full-1", "frozen-2", "locked", "nodes", "slow-skip", "z3@2"),
+    *("z3-again", "full-1", "frozen-2", "nodes", "slow-skip", "z3@2"),
     *("muon-2", "bnb-lion-2", "adafactor-1", "fsdp-stable", *WHOLE, "muon-2-saver"),
 }
 """What is trained without --all: every feature, and every pair of features that has code of its own"""

@@ -133,8 +133,6 @@ class Job(Spec):
     """The step at which to continue: `merge --run` composes it before the training starts."""
     disturb: dict[str, Any] | None = None
     """See `attached.Disturbance`."""
-    fails: bool = False
-    """Whether the training ends with one of llmtailor's own errors, which is the result then."""
     has_saver = True
 
 
