@@ -17,6 +17,7 @@ from llmtailor.errors import SourceError, TargetError, UsageError
 from llmtailor.runs.scan import Newest, compose_newest
 from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint
 from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment
+from llmtailor.storage.local import Lock
 from saving.loop import Loop, read_states
 from saving.processes import JOB_STEPS, KILLED_AT, LIVES
 from trainings.alone import Alone
@@ -148,14 +149,14 @@ def test_it_is_refused_unless_asked_for(run):
         Alone(run, FULL).train()
 
 
-def test_two_savers_do_not_save_into_one_folder(tmp_path):
-    """Also of two trainings that both begin there."""
-    first = Loop(tmp_path, policy="full").start()
+def test_a_folder_that_another_run_saves_into_is_refused(tmp_path):
+    (tmp_path / "partial").mkdir()
+    lock = Lock(tmp_path / "partial" / ".lock")  # another process would hold one of its own too
+    lock.acquire()
     with pytest.raises(TargetError, match=r"another run is saving(.|\n)*fix: "):
         Loop(tmp_path, policy="full").start()
-    first.make_saves()
-    first.saver.close()
-    assert first.saves == [1]
+    lock.release()
+    assert Loop(tmp_path, policy="full").trained(1).saves == [1]
 
 
 def test_what_can_not_be_composed_ends_the_job(run):
