@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from faults.driver import Server
 from faults.powercut import Disk, File, read_tree
 from faults.scene import COMMANDS, Scene
 from faults.trials import ERRORS, errors, kills, large_scene, power, races, steps
@@ -29,17 +28,12 @@ SOME_ERRORS = [fault for fault in ERRORS if fault["fault"] in ("ENOSPC", "SIGTER
 
 
 @pytest.fixture(scope="module")
-def server():
-    return Server()
-
-
-@pytest.fixture(scope="module")
-def scenes(server, tmp_path_factory):
+def scenes(tmp_path_factory):
     made: dict[str, Scene] = {}
 
     def get(kind: str) -> Scene:
         if kind not in made:
-            made[kind] = Scene(server, tmp_path_factory.mktemp(kind), kind)
+            made[kind] = Scene(tmp_path_factory.mktemp(kind), kind)
         return made[kind]
 
     return get
@@ -171,8 +165,8 @@ def test_the_trace_misses_nothing(scenes, tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", COMMANDS_TO_TRY)
-def test_processes_killed_at_random_moments_and_several_at_once(server, tmp_path, kind):
-    scene = large_scene(server, tmp_path, kind, 64)
+def test_processes_killed_at_random_moments_and_several_at_once(tmp_path, kind):
+    scene = large_scene(tmp_path, kind, 64)
     signals = [*[signal.SIGKILL] * 50, *[signal.SIGTERM] * 10, *[signal.SIGINT] * 10]
     assert kills(scene, signals, random.Random(0))
     assert races(scene, 5, 4, random.Random(0))

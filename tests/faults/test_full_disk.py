@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from faults.driver import Server
 from faults.trials import large_scene
 
 IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-euo", "pipefail", "-c"]
@@ -35,7 +34,7 @@ def test_filled_up_meanwhile(tmp_path):
     """
     (place := tmp_path / "small").mkdir()
     (root := tmp_path / "run").mkdir()
-    large_scene(Server(), root, "merge", 64)
+    large_scene(root, "merge", 64)
     script = f"""
         for attempt in 1 2 3 4 5; do  # the merge may be done before it is stopped
             {OURS} >/dev/null & merge=$!

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from faults.driver import Server
 from faults.powercut import VIEWS, Disk, read_tree, write_tree
 from faults.scene import COMMANDS, Scene
 from synthetic import SHAPES
@@ -40,12 +39,12 @@ ERRORS: tuple[dict[str, object], ...] = (
 """What comes at an operation: see `faults.driver.Request`."""
 
 
-def large_scene(server: Server, root: Path, command: str, hidden_size: int) -> Scene:
+def large_scene(root: Path, command: str, hidden_size: int) -> Scene:
     """A checkpoint whose writing takes long enough to be interrupted, in many files so that there is much to keep."""
     shape = replace(
         SHAPES["tiny"], vocab_size=20_000, hidden_size=hidden_size, intermediate_size=4 * hidden_size, num_heads=8
     )
-    return Scene(server, root, command, shape, world_size=8)
+    return Scene(root, command, shape, world_size=8)
 
 
 # --- trials ----------------------------------------------------------------------------------------------------------
