@@ -2,7 +2,7 @@
 # Run every check, on a fresh machine too: formatting, lint, types, shell scripts, tests.
 #
 #   ./scripts/test.sh                  every feature once, some minutes on two cores: what CI runs
-#   ./scripts/test.sh --all            everything: every combination, and the campaigns of tests/campaigns; hours
+#   ./scripts/test.sh --all            everything: every combination, every fault, and a fuzzer; hours
 #   ./scripts/test.sh -m 'not real'    arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -13,7 +13,6 @@ import pytest
 from xxhash import xxh3_128
 
 import llmtailor
-from faults.driver import Server
 from faults.scene import RECIPE, Scene, contents
 from helpers.checkpoints import make
 from helpers.composing import convert, merge
@@ -32,13 +31,8 @@ from thin.scene import save_partial
 
 
 @pytest.fixture(scope="module")
-def server():
-    return Server()
-
-
-@pytest.fixture(scope="module")
-def made(server, tmp_path_factory):
-    return Scene(server, tmp_path_factory.mktemp("run"), "merge")
+def made(tmp_path_factory):
+    return Scene(tmp_path_factory.mktemp("run"), "merge")
 
 
 @pytest.fixture

@@ -54,10 +54,11 @@ CASES = {
     "hf": {**EVERYWHERE, **SCHEDULED, **SHARDED},
     "loop-frozen": {**EVERYWHERE, "frozen_changed": ("other values", {"frozen"}, "frozen params")},
 }
-
-
-OFTEN_TRIED = ("engine-1", "accelerate-2")
-"""Of which engine-2 has all the code"""
+TRAINERS = {name: {**EVERYWHERE, **ZERO, **SCHEDULED} for name in ("zero1", "zero2", "llama", "lora3")}
+TRAINERS |= {name: {**EVERYWHERE, **SCHEDULED} for name in ("lightning", "lightning-zero-2")}
+CASES |= TRAINERS
+LONG = {"engine-1", "accelerate-2", *TRAINERS}
+"""engine-2 has all the code of the first two; test_trainer.py and lightning_runs/test_attested.py try the others."""
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +66,8 @@ def found(tmp_path_factory, runs, selected):
     folder, plan = tmp_path_factory.mktemp("attested"), []
     wanted = {name: faults for name, faults in CASES.items() if name in selected}
     for name, faults in wanted.items():
-        run = runs[name]
-        plan.append(
-            {"name": name, "root": str(run.folder.parent), "spec": run.spec.to_json(), "step": 4, "faults": [*faults]}
-        )
+        paths = [str(runs.checkpoint(name, step)) for step in (4, 2)]
+        plan.append({"name": name, "spec": runs[name].spec.to_json(), "checkpoints": paths, "faults": [*faults]})
     (folder / "plan.json").write_text(json.dumps(plan))
     start_ranks("trainings.attested", [folder / "plan.json", folder], 2, folder)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in wanted}
@@ -77,7 +76,7 @@ def found(tmp_path_factory, runs, selected):
 @pytest.mark.parametrize(
     ("case", "fault"),
     [
-        pytest.param(case, fault, marks=[pytest.mark.long] if case in OFTEN_TRIED else [])
+        pytest.param(case, fault, marks=[pytest.mark.long] if case in LONG else [])
         for case, faults in CASES.items()
         for fault in faults
     ],

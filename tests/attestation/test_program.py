@@ -18,7 +18,8 @@ pytestmark = pytest.mark.real
 
 import transformers.trainer  # noqa: E402
 
-from attestation.test_trainer import STEP, Attached, NoOptimizer, NoRandom  # noqa: E402
+from attestation.test_trainer import ATTACHED, STEP, NoOptimizer, NoRandom  # noqa: E402
+from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import call  # noqa: E402
 from llmtailor.integrations.attested import ATTESTING, Task  # noqa: E402
 from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving  # noqa: E402
@@ -80,15 +81,20 @@ def llmtailor(*words):
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
 
 
+def alone(program, *words):
+    return ["--", sys.executable, program, *words]
+
+
 def ranks(program, *words):
     return ["--", sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, program, *words]
 
 
-def test_two_ranks_are_ended_before_their_first_step(tmp_path, program):
+@pytest.mark.parametrize("launch", mostly_long([alone, ranks], alone))
+def test_a_loop_is_ended_before_its_first_step(tmp_path, program, launch):
     space: dict = {}
     exec(LOOP.replace("__main__", "-"), space)
     space["loop"]("accelerate", str(tmp_path / "saved"), "save")
-    done = llmtailor("attest", tmp_path / "saved", "--json", *ranks(program, "accelerate", tmp_path / "saved", "bad"))
+    done = llmtailor("attest", tmp_path / "saved", "--json", *launch(program, "accelerate", tmp_path / "saved", "bad"))
     assert done.returncode == 7, done.stderr
     assert json.loads(done.stdout)["cause"] == "only the weights were loaded, not the optimizer's states"
     assert "Traceback" not in done.stderr and "it trained on" not in done.stderr
@@ -140,7 +146,7 @@ def run(straight, tmp_path, monkeypatch):
     return shutil.copytree(straight, tmp_path / "run")
 
 
-def proof(run, monkeypatch, kind, resume_from):
+def proof(run, monkeypatch, kind, resume_from, attached=None):
     def leave(code):
         assert code == 0
         raise Ended
@@ -150,7 +156,7 @@ def proof(run, monkeypatch, kind, resume_from):
         patch.setattr(os, "_exit", leave)
         patch.setenv(ATTESTING, Task(str(run / f"checkpoint-{STEP}"), str(result)).to_text())
         with pytest.raises(Ended):
-            train(run, kind=kind, resume_from=resume_from, steps=6)
+            train(run, kind=kind, attached=attached, resume_from=resume_from, steps=6)
     return json.loads(result.read_text())
 
 
@@ -163,13 +169,13 @@ class NoSchedule(transformers.Trainer):
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [
-        (Attached, None),
+        (transformers.Trainer, None),
         (NoRandom, "the random states were not restored on 1 of 1 ranks"),
         (NoSchedule, "the schedule was restarted"),
     ],
 )
 def test_a_trainer_is_ended_before_its_first_step(run, monkeypatch, kind, cause):
-    made = proof(run, monkeypatch, kind, run / f"checkpoint-{STEP}")
+    made = proof(run, monkeypatch, kind, run / f"checkpoint-{STEP}", attached=ATTACHED)
     assert (made["is_same"], made["attested"]["cause"]) == (cause is None, cause)
     assert not (run / "partial").exists(), "a saver of the program's saves nothing"
 
@@ -192,11 +198,8 @@ def test_stop_ends_a_launched_training_with_one_error(run, monkeypatch, capfd, l
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*callbacks, launched])
     monkeypatch.setenv("LLMTAILOR_ON_MISMATCH", "stop")
 
-    class Plain(transformers.Trainer):
-        _load_optimizer_and_scheduler = NoOptimizer._load_optimizer_and_scheduler
-
     with pytest.raises(SystemExit) as end:
-        train(run, kind=Plain, resume_from=run / f"checkpoint-{STEP}", steps=6)
+        train(run, kind=NoOptimizer, resume_from=run / f"checkpoint-{STEP}", steps=6)
     assert end.value.code == 7
     assert capfd.readouterr().err.count("error: ") == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -15,7 +14,8 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 
 import llmtailor  # noqa: E402
 from llmtailor.errors import VerificationError  # noqa: E402
-from llmtailor.saving import AttestResume, attach  # noqa: E402
+from llmtailor.saving import AttestResume  # noqa: E402
+from saving.loop import log_of  # noqa: E402
 from trainings.alone import train  # noqa: E402
 
 STEP = 2
@@ -31,17 +31,12 @@ def run(straight, tmp_path):
     return shutil.copytree(straight, tmp_path / "run")
 
 
-class Attached(Trainer):
-    options = (("on_mismatch", "warn"),)
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        attach(self, policy="full", save_steps=4, **dict(self.options))
+ATTACHED = {"policy": "full", "save_steps": 4, "on_mismatch": "warn"}
 
 
-def resume(run, kind=Attached, **options):
-    train(run, kind=kind, resume_from=run / f"checkpoint-{STEP}", steps=6, **options)
-    lines = [json.loads(line) for line in (run / "partial" / "saves.jsonl").read_text().splitlines()]
+def resume(run, kind=Trainer, **options):
+    train(run, kind=kind, attached={**ATTACHED, **options}, resume_from=run / f"checkpoint-{STEP}", steps=6)
+    lines = log_of(run)
     return [line["attested"] for line in lines if "attested" in line], lines
 
 
@@ -54,22 +49,22 @@ def test_a_clean_resume_says_so_and_its_losses_prove_it(run, caplog):
     assert [line["step"] for line in lines if "losses" in line] == [4]
 
 
-class NoWeights(Attached):
+class NoWeights(Trainer):
     def _load_from_checkpoint(self, *args, **kwargs):
         """As after renaming keys: the Trainer only warns of keys that are missing."""
 
 
-class NoOptimizer(Attached):
+class NoOptimizer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         pass
 
 
-class NoRandom(Attached):
+class NoRandom(Trainer):
     def _load_rng_state(self, checkpoint):
         torch.rand(3)
 
 
-class OtherOrder(Attached):
+class OtherOrder(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         states, params = self.optimizer.state, [*self.optimizer.state]
@@ -113,30 +108,19 @@ def test_a_file_that_the_trainer_does_without(run, file, cause):
 
 
 def test_stop_ends_the_training_before_its_first_step(run):
-    class Stopping(NoOptimizer):
-        options = (("on_mismatch", "stop"),)
-
     with pytest.raises(VerificationError, match="NOT THE TRAINING THAT WAS SAVED") as caught:
-        resume(run, Stopping)
+        resume(run, NoOptimizer, on_mismatch="stop")
     assert caught.value.exit_code == 7
     assert not [*(run / "partial").glob("step-*")]
     assert resume(run)[0][-1]["is_same"], "nothing was moved aside, and the folder is not locked"
 
 
 def test_off_compares_nothing(run):
-    class Off(NoOptimizer):
-        options = (("attest", "off"),)
-
-    assert resume(run, Off)[0] == []
+    assert resume(run, NoOptimizer, attest="off")[0] == []
 
 
 def test_without_the_saver(run, caplog):
-    class Plain(Trainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.add_callback(AttestResume("full"))
-
-    train(run, kind=Plain, resume_from=run / f"checkpoint-{STEP}", steps=4)
+    train(run, callbacks=(AttestResume("full"),), resume_from=run / f"checkpoint-{STEP}", steps=4)
     assert "states are the checkpoint's (every byte)" in caplog.text
     assert not (run / "partial").exists()
 

@@ -311,21 +311,16 @@ def started() -> subprocess.Popen[str]:
     return process
 
 
-class Server:
-    """The other end: asks the server."""
+def ask(environment: Mapping[str, str], requests: Sequence[Request]) -> list[int]:
+    """Have the server carry them out at once; return the exit codes, -9 if one was killed.
 
-    def run(self, request: Request) -> int:
-        """Return the exit code; -9 if it was killed."""
-        (code,) = self.run_all({}, [request])
-        return code
-
-    def run_all(self, environment: Mapping[str, str], requests: Sequence[Request]) -> list[int]:
-        """Return the exit codes of all; with an environment they are ranks of one launch."""
-        process = started()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps([dict(environment), list(map(asdict, requests))]) + "\n")
-        process.stdin.flush()
-        return list(json.loads(process.stdout.readline()))
+    With an environment they are ranks of one launch.
+    """
+    process = started()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps([dict(environment), list(map(asdict, requests))]) + "\n")
+    process.stdin.flush()
+    return list(json.loads(process.stdout.readline()))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from faults.driver import NAMES, Request, Server
+from faults.driver import NAMES, Request, ask
 from helpers.checkpoints import SMALL, make
 from synthetic import Shape
 
@@ -32,8 +32,8 @@ OLD = {"trainer_state.json": xxh3_128(b"old").hexdigest()}
 class Scene:
     """Two checkpoints and a recipe in ``root``, and a command whose output is ``out``."""
 
-    def __init__(self, server: Server, root: Path, kind: str, shape: Shape = SMALL, world_size: int = 2):
-        self.server, self.root, self.kind = server, root, kind
+    def __init__(self, root: Path, kind: str, shape: Shape = SMALL, world_size: int = 2):
+        self.root, self.kind = root, kind
         self.is_small = shape is SMALL
         self.out, self.staging = root / "out", root / ".out.llmtailor-staging"
         self.said = root / "said"
@@ -60,7 +60,8 @@ class Scene:
     def run(self, *options: str, **fault: object) -> int:
         """Run the command, with more options and a fault; return its exit code."""
         request = Request([*COMMANDS[self.kind], *options], str(self.root), small=self.is_small, **fault)
-        return self.server.run(replace(request, said=str(self.said), record=str(self.record)))
+        (code,) = ask({}, [replace(request, said=str(self.said), record=str(self.record))])
+        return code
 
     def recorded(self) -> object:
         return pickle.loads(self.record.read_bytes())
@@ -121,13 +122,12 @@ class Killing:
 
     def __init__(
         self,
-        server: Server,
         root: Path,
         words: Sequence[str],
         outcome: Callable[[Path], Any],
         no_exchange: bool = False,
     ):
-        self.server, self.root, self.outcome = server, root, outcome
+        self.root, self.outcome = root, outcome
         self.run, self.said, self.record = root / "run", root / "said", root / "record"
         only = (*NAMES, "open")
         self.request = Request([words[0], "run", *words[1:]], str(root), no_exchange=no_exchange, only=only)
@@ -143,7 +143,7 @@ class Killing:
         shutil.copytree(self.original, self.run)
 
     def command(self, expected: int = 0, **fault: Any) -> None:
-        code = self.server.run(replace(self.request, said=str(self.said), record=str(self.record), **fault))
+        (code,) = ask({}, [replace(self.request, said=str(self.said), record=str(self.record), **fault)])
         assert code == expected, f"{fault}: {self.said.read_text()}"
 
     def trials(self, last: int = 0) -> Iterator[int]:

@@ -1,6 +1,6 @@
 """Whatever fails while a merge writes: its output is absent or complete, and the same command then succeeds.
 
-A short form of tests/campaigns/faults.py, which goes through every operation, of every command, in every way.
+With --all, every operation of every command fails in every way.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from campaigns.faults import ERRORS, errors, kills, large_scene, power, races, steps
-from faults.driver import Server
 from faults.powercut import Disk, File, read_tree
 from faults.scene import COMMANDS, Scene
+from faults.trials import ERRORS, errors, kills, large_scene, power, races, steps
 from helpers.cases import diagonal
 from llmtailor.engine.staging import JOURNAL
 
@@ -29,17 +28,12 @@ SOME_ERRORS = [fault for fault in ERRORS if fault["fault"] in ("ENOSPC", "SIGTER
 
 
 @pytest.fixture(scope="module")
-def server():
-    return Server()
-
-
-@pytest.fixture(scope="module")
-def scenes(server, tmp_path_factory):
+def scenes(tmp_path_factory):
     made: dict[str, Scene] = {}
 
     def get(kind: str) -> Scene:
         if kind not in made:
-            made[kind] = Scene(server, tmp_path_factory.mktemp(kind), kind)
+            made[kind] = Scene(tmp_path_factory.mktemp(kind), kind)
         return made[kind]
 
     return get
@@ -60,6 +54,27 @@ def test_killed_at_any_operation(scenes, kind, no_exchange):
     all_over = kind == "merge"  # until the output is published, all do the same
     counts = steps(scenes(kind), some(2 if all_over else 0, ends=6 if no_exchange else 4), no_exchange=no_exchange)
     assert any(outcome.endswith("went on") for outcome in counts)
+
+
+def every(total: int) -> range:
+    return range(1, total + 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("no_exchange", [False, True])
+@pytest.mark.parametrize("kind", COMMANDS_TO_TRY)
+def test_killed_and_without_power_at_every_operation(scenes, kind, no_exchange):
+    assert steps(scenes(kind), every, no_exchange=no_exchange)
+    assert power(scenes(kind), every, no_exchange=no_exchange)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", COMMANDS_TO_TRY)
+@pytest.mark.parametrize("fault", ERRORS, ids=lambda fault: "-".join(map(str, fault.values())))
+def test_every_operation_fails(scenes, kind, fault):
+    assert errors(scenes(kind), every, fault)
 
 
 @pytest.mark.parametrize("fault", SOME_ERRORS, ids=lambda fault: "-".join(map(str, fault.values())))
@@ -147,14 +162,11 @@ def test_the_trace_misses_nothing(scenes, tmp_path):
     assert last["fsync"][str(scene.root)] > published > 0
 
 
-@pytest.fixture(scope="module")
-def large(server, tmp_path_factory):
-    return large_scene(server, tmp_path_factory.mktemp("large"), "merge", 32)
-
-
-def test_processes_killed_at_random_moments(large):
-    kills(large, [signal.SIGKILL, signal.SIGTERM], random.Random(0))
-
-
-def test_several_processes_race_for_one_output(large):
-    races(large, 2, 2, random.Random(0))
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", COMMANDS_TO_TRY)
+def test_processes_killed_at_random_moments_and_several_at_once(tmp_path, kind):
+    scene = large_scene(tmp_path, kind, 64)
+    signals = [*[signal.SIGKILL] * 50, *[signal.SIGTERM] * 10, *[signal.SIGINT] * 10]
+    assert kills(scene, signals, random.Random(0))
+    assert races(scene, 5, 4, random.Random(0))

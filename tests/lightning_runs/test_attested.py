@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from saving.loop import log_of
 from trainings.harness import train
 
 pytestmark = pytest.mark.real
@@ -27,8 +26,7 @@ def attested(runs, tmp_path_factory):
     trained = train(specs.values(), folder)
     found = {}
     for key, spec in specs.items():
-        lines = (trained[spec.name].folder / "partial" / "saves.jsonl").read_text().splitlines()
-        found[key] = [one["attested"] for one in map(json.loads, lines) if "attested" in one]
+        found[key] = [one["attested"] for one in log_of(trained[spec.name].folder) if "attested" in one]
     return found
 
 

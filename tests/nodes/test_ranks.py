@@ -10,34 +10,45 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from faults.driver import Server
+from faults.driver import Request, ask
 from faults.scene import RECIPE, Scene, contents
 from helpers.commands import call, run_here
 from llmtailor.engine.staging import acquire, lock_of, release
 from llmtailor.storage.local import Lock
-from nodes.ranks import SILENT_S, Ranks
 
 MERGE = ["merge", "recipe.yaml", "out", "--quiet", "--distributed"]
 DEAD = -signal.SIGKILL
+SILENT_S = 1.0
+"""A limit for tests in which a rank dies: the others speak many times meanwhile, even on a slow machine."""
 
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
-    return Scene(Server(), tmp_path_factory.mktemp("run"), "merge")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return Ranks()
+    return Scene(tmp_path_factory.mktemp("run"), "merge")
 
 
 @pytest.fixture(autouse=True)
 def begin(scene):
     scene.reset()
+
+
+def run(scene, command, world_size, faults=None, *, others=None, limit_s=60.0) -> list[int]:
+    """Run a command on all ranks; return their exit codes: -9 if killed, -19 if stopped for good.
+
+    ``faults`` are of `faults.driver.Request`, by rank, and ``others`` commands of ranks that differ. What rank N says
+    is in ``said-N``, and what it has counted in ``record-N``.
+    """
+    requests = []
+    for rank in range(world_size):
+        told = {name: str(scene.root / f"{name}-{rank}") for name in ("said", "record")}
+        request = Request([*(others or {}).get(rank, command)], str(scene.root), **told)
+        requests.append(replace(request, **(faults or {}).get(rank, {})))
+    return ask({"LLMTAILOR_TIMEOUT": str(limit_s), "MASTER_ADDR": "localhost"}, requests)
 
 
 def said(scene: Scene, rank: int = 0) -> str:
@@ -49,24 +60,24 @@ def nothing_is_left(scene: Scene) -> bool:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_the_output_is_the_same(scene, ranks, world_size):
-    assert ranks.run(scene.root, MERGE, world_size) == [0] * world_size
+def test_the_output_is_the_same(scene, world_size):
+    assert run(scene, MERGE, world_size) == [0] * world_size
     assert scene.state() == "complete"
     assert nothing_is_left(scene)
     assert f"wrote {Path('out')}" in said(scene)
     assert not any(said(scene, rank) for rank in range(1, world_size))
 
 
-def test_convert_with_checksums_and_an_old_output(scene, ranks):
+def test_convert_with_checksums_and_an_old_output(scene):
     command = ["convert", "checkpoint-200", "out", "--num-gpu", "3", "--checksum", "--quiet"]
-    assert ranks.run(scene.root, command, 1) == [0]
+    assert run(scene, command, 1) == [0]
     wanted = contents(scene.out)
-    assert ranks.run(scene.root, [*command, "--distributed", "--force"], 3) == [0] * 3
+    assert run(scene, [*command, "--distributed", "--force"], 3) == [0] * 3
     assert contents(scene.out) == wanted
     assert nothing_is_left(scene)
 
 
-def test_a_source_whose_checksum_is_wrong(scene, ranks):
+def test_a_source_whose_checksum_is_wrong(scene):
     """Whichever rank reads the file again says so."""
     damaged = next(scene.root.glob("checkpoint-100/global_step*/*rank_1*optim_states.pt"))
     data, at = damaged.read_bytes(), damaged.stat()
@@ -75,7 +86,7 @@ def test_a_source_whose_checksum_is_wrong(scene, ranks):
     try:
         damaged.write_bytes(changed)
         os.utime(damaged, ns=(at.st_atime_ns, at.st_mtime_ns))
-        assert ranks.run(scene.root, [*MERGE, "--checksum"], 3) == [4, 4, 4]
+        assert run(scene, [*MERGE, "--checksum"], 3) == [4, 4, 4]
         assert "does not match its checksum" in said(scene)
     finally:
         damaged.write_bytes(data)
@@ -84,28 +95,28 @@ def test_a_source_whose_checksum_is_wrong(scene, ranks):
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_one_is_killed_while_sources_are_read_again(scene, ranks, rank):
+def test_one_is_killed_while_sources_are_read_again(scene, rank):
     command, fault = [*MERGE, "--checksum"], {"fault": "count", "only": ("preadv", "readv")}
-    assert ranks.run(scene.root, command, 2, {rank: fault}) == [0, 0]
+    assert run(scene, command, 2, {rank: fault}) == [0, 0]
     at = pickle.loads((scene.root / f"record-{rank}").read_bytes()) - 3
     scene.reset()
-    codes = ranks.run(scene.root, command, 2, {rank: {**fault, "fault": "kill", "at": at}}, limit_s=SILENT_S)
+    codes = run(scene, command, 2, {rank: {**fault, "fault": "kill", "at": at}}, limit_s=SILENT_S)
     assert (codes[rank], codes[1 - rank]) == (DEAD, 9)
-    assert ranks.run(scene.root, command, 3) == [0, 0, 0]
+    assert run(scene, command, 3) == [0, 0, 0]
     assert "resuming the merge" in said(scene)
 
 
-def operations(scene: Scene, ranks: Ranks, world_size: int) -> list[int]:
+def operations(scene: Scene, world_size: int) -> list[int]:
     """How many operations on the disk each rank does, if nothing happens."""
     faults = {rank: {"fault": "count"} for rank in range(world_size)}
-    assert ranks.run(scene.root, MERGE, world_size, faults) == [0] * world_size
+    assert run(scene, MERGE, world_size, faults) == [0] * world_size
     scene.reset()
     return [pickle.loads((scene.root / f"record-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def kill_one(scene: Scene, ranks: Ranks, world_size: int, rank: int, at: int, next_size: int) -> str:
+def kill_one(scene: Scene, world_size: int, rank: int, at: int, next_size: int) -> str:
     """Kill a rank at an operation, and run the command again on another number of ranks."""
-    codes = ranks.run(scene.root, MERGE, world_size, {rank: {"fault": "kill", "at": at}}, limit_s=SILENT_S)
+    codes = run(scene, MERGE, world_size, {rank: {"fault": "kill", "at": at}}, limit_s=SILENT_S)
     state, others = scene.state(), {code for number, code in enumerate(codes) if number != rank}
     if codes[rank] == 0:  # it had less to do this time
         assert codes == [0] * world_size
@@ -119,7 +130,7 @@ def kill_one(scene: Scene, ranks: Ranks, world_size: int, rank: int, at: int, ne
     if state == "complete":
         scene.reset()
         return f"rank {'0' if rank == 0 else 'N'}, complete"
-    codes = ranks.run(scene.root, MERGE, next_size)
+    codes = run(scene, MERGE, next_size)
     assert codes == [0] * next_size, (codes, said(scene))
     assert scene.state() == "complete"
     assert nothing_is_left(scene)
@@ -128,59 +139,59 @@ def kill_one(scene: Scene, ranks: Ranks, world_size: int, rank: int, at: int, ne
     return f"rank {'0' if rank == 0 else 'N'}, {'resumed' if went_on else 'started over'}"
 
 
-def test_one_is_killed(scene, ranks):
-    counts = operations(scene, ranks, 3)
+def test_one_is_killed(scene):
+    counts = operations(scene, 3)
     outcomes = [
-        kill_one(scene, ranks, 3, 0, counts[0] // 2, 2),
-        kill_one(scene, ranks, 3, 0, counts[0] - 6, 4),
-        kill_one(scene, ranks, 3, 1, counts[1] // 2, 1),
+        kill_one(scene, 3, 0, counts[0] // 2, 2),
+        kill_one(scene, 3, 0, counts[0] - 6, 4),
+        kill_one(scene, 3, 1, counts[1] // 2, 1),
     ]
     assert any("resumed" in outcome for outcome in outcomes), outcomes
 
 
 @pytest.mark.long
-def test_kills_at_any_moment(scene, ranks):
+def test_kills_at_any_moment(scene):
     chance, outcomes = random.Random(7), Counter()
-    counts = operations(scene, ranks, 3)
+    counts = operations(scene, 3)
     last = [(0, at) for at in range(counts[0] - 12, counts[0] + 1)]  # where the output is published
     for trial in range(72):
         rank = trial % 3
         rank, at = last[trial // 5 % len(last)] if trial % 5 == 0 else (rank, chance.randint(1, counts[rank]))
-        outcomes[kill_one(scene, ranks, 3, rank, at, chance.randint(1, 4))] += 1
+        outcomes[kill_one(scene, 3, rank, at, chance.randint(1, 4))] += 1
     print(dict(outcomes))
     assert outcomes["rank 0, resumed"] and outcomes["rank N, resumed"], outcomes
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_one_hangs(scene, ranks, rank):
-    at = operations(scene, ranks, 2)[rank] // 2
-    codes = ranks.run(scene.root, MERGE, 2, {rank: {"fault": "SIGSTOP", "at": at}}, limit_s=SILENT_S)
+def test_one_hangs(scene, rank):
+    at = operations(scene, 2)[rank] // 2
+    codes = run(scene, MERGE, 2, {rank: {"fault": "SIGSTOP", "at": at}}, limit_s=SILENT_S)
     assert codes[rank] == -signal.SIGSTOP
     assert codes[1 - rank] == 9
     assert f"rank {rank} (process " in said(scene, 1 - rank)
     assert scene.state() == "absent"
-    assert ranks.run(scene.root, MERGE, 3) == [0] * 3, said(scene)
+    assert run(scene, MERGE, 3) == [0] * 3, said(scene)
     assert scene.state() == "complete"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_never_comes(scene, ranks, rank):
-    codes = ranks.run(scene.root, MERGE, 2, others={rank: ["--version"]}, limit_s=0.3)
+def test_one_never_comes(scene, rank):
+    codes = run(scene, MERGE, 2, others={rank: ["--version"]}, limit_s=0.3)
     assert (codes[rank], codes[1 - rank]) == (0, 9)
     assert f"rank {rank}: no sign of it in" in said(scene, 1 - rank)
     assert nothing_is_left(scene)
 
 
-def test_one_has_another_recipe(scene, ranks):
+def test_one_has_another_recipe(scene):
     (scene.root / "other.yaml").write_text(RECIPE.replace("odd", "even"))
     other = ["merge", "other.yaml", *MERGE[2:]]
-    assert ranks.run(scene.root, MERGE, 3, others={1: other, 2: other}) == [2, 2, 2]
+    assert run(scene, MERGE, 3, others={1: other, 2: other}) == [2, 2, 2]
     assert "ranks 1-2: not the same recipe or options as on rank 0" in said(scene)
     assert not said(scene, 1)
     assert nothing_is_left(scene)
 
 
-def test_one_sees_another_state_of_a_source(scene, ranks):
+def test_one_sees_another_state_of_a_source(scene):
     copies = scene.root / "elsewhere"
     shutil.copytree(scene.root / "checkpoint-100", copies / "checkpoint-100", copy_function=shutil.copy2)
     os.utime(copies / "checkpoint-100" / "config.json")
@@ -188,45 +199,45 @@ def test_one_sees_another_state_of_a_source(scene, ranks):
     for path in ("checkpoint-200", "recipe.yaml"):
         (copies / path).symlink_to(scene.root / path)
     program = ["merge", "recipe.yaml", "../out", *MERGE[3:]]
-    codes = ranks.run(scene.root, MERGE, 2, {1: {"cwd": str(copies)}}, others={1: program})
+    codes = run(scene, MERGE, 2, {1: {"cwd": str(copies)}}, others={1: program})
     assert codes in ([4, 4], [2, 2]), said(scene)
     assert "rank 1: " in said(scene)
     assert nothing_is_left(scene)
     shutil.rmtree(copies)
 
 
-def test_one_can_not_read_the_recipe(scene, ranks):
-    assert ranks.run(scene.root, MERGE, 2, others={1: ["merge", "missing.yaml", *MERGE[2:]]}) == [3, 3]
+def test_one_can_not_read_the_recipe(scene):
+    assert run(scene, MERGE, 2, others={1: ["merge", "missing.yaml", *MERGE[2:]]}) == [3, 3]
     assert "rank 1: " in said(scene)
     assert "missing.yaml" in said(scene)
     assert nothing_is_left(scene)
 
 
-def test_the_disk_is_full_for_one(scene, ranks):
-    at = operations(scene, ranks, 3)[2] // 2
+def test_the_disk_is_full_for_one(scene):
+    at = operations(scene, 3)[2] // 2
     full = {"fault": "ENOSPC", "at": at, "lasting": True, "only": ("write", "open", "mkdir")}
-    assert ranks.run(scene.root, MERGE, 3, {2: full}) == [8, 8, 8]
+    assert run(scene, MERGE, 3, {2: full}) == [8, 8, 8]
     assert "rank 2: " in said(scene)
     assert "No space left on device" in said(scene)
     assert "then rerun the same command: it resumes with" in said(scene)
     assert scene.state() == "absent"
-    assert ranks.run(scene.root, MERGE, 2) == [0, 0]
+    assert run(scene, MERGE, 2) == [0, 0]
     assert "resuming the merge" in said(scene)
     assert scene.state() == "complete"
 
 
-def test_one_is_interrupted(scene, ranks):
-    at = operations(scene, ranks, 2)[1] // 2
-    assert ranks.run(scene.root, MERGE, 2, {1: {"fault": "SIGTERM", "at": at}}) == [130, 130]
+def test_one_is_interrupted(scene):
+    at = operations(scene, 2)[1] // 2
+    assert run(scene, MERGE, 2, {1: {"fault": "SIGTERM", "at": at}}) == [130, 130]
     assert "rank 1: interrupted" in said(scene)
     assert scene.run() == 0  # one process goes on with what several have written
     assert scene.state() == "complete"
 
 
-def test_a_rank_of_an_earlier_merge_still_writes(scene, ranks, monkeypatch):
+def test_a_rank_of_an_earlier_merge_still_writes(scene, monkeypatch):
     """It was stopped, for instance; without its lock, two processes would write one file."""
-    at = operations(scene, ranks, 2)[1] // 2
-    assert ranks.run(scene.root, MERGE, 2, {1: {"fault": "SIGTERM", "at": at}}) == [130, 130]
+    at = operations(scene, 2)[1] // 2
+    assert run(scene, MERGE, 2, {1: {"fault": "SIGTERM", "at": at}}) == [130, 130]
     monkeypatch.setattr("llmtailor.engine.staging._LEAVING_S", 0.2)
     lock = Lock(scene.staging / "journal-1")
     lock.acquire(create=False)
@@ -239,11 +250,11 @@ def test_a_rank_of_an_earlier_merge_still_writes(scene, ranks, monkeypatch):
     assert scene.state() == "complete"
 
 
-def test_another_merge_into_the_same_output(scene, ranks):
+def test_another_merge_into_the_same_output(scene):
     """Its ranks are refused without disturbing the one that has the output."""
     lock = lock_of(scene.out)
     acquire(lock, scene.out)
-    assert ranks.run(scene.root, MERGE, 2, limit_s=0.3) == [6, 9]
+    assert run(scene, MERGE, 2, limit_s=0.3) == [6, 9]
     assert "another llmtailor is writing this output" in said(scene)
     release(lock, scene.out)
     assert nothing_is_left(scene)
@@ -274,8 +285,8 @@ def test_what_can_not_be_shared(scene, words, env, message):
     assert nothing_is_left(scene)
 
 
-def test_a_dry_run_is_shown_once(scene, ranks):
-    assert ranks.run(scene.root, [*MERGE, "--dry-run"], 2) == [0, 0]
+def test_a_dry_run_is_shown_once(scene):
+    assert run(scene, [*MERGE, "--dry-run"], 2) == [0, 0]
     assert "dry run: nothing was written" in said(scene)
     assert not said(scene, 1)
     assert nothing_is_left(scene)

@@ -20,16 +20,17 @@ from helpers.composing import compose
 from helpers.same import differences
 from helpers.states import read
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.scan import choose_for_run
 from oracle.any import load
 from oracle.zero3 import MOMENTS, differ
 from salvage.damage import truncate
-from trainings.catalogue import CHECKED, LIVELY, SAVED, TEACHERS
+from saving.loop import log_of
+from trainings.catalogue import CHECKED, LIVELY, SAVED
 from trainings.harness import Run
 
-# --- composites against the truth that the training processes wrote down ----------------------------------------------
+# --- composites against what the Trainer itself saved, and what processes without DeepSpeed held ----------------------
 
 NOT_OURS = {"zero_to_fp32.py", "zero_to_torch.py"}
 """Files of the Trainer's checkpoints that no resume reads"""
@@ -69,10 +70,6 @@ def expected(name: str, kind: str, held: dict[str, int], truths: dict[int, dict[
     return torch.stack([truths[step][kind][name][number] for number, step in enumerate(steps)])
 
 
-def is_rounded(done: Run) -> bool:
-    return (done.spec.options or {}).get("moments") == "bf16"
-
-
 def check_composite(done: Run, at: int, scratch: Path) -> dict[str, int]:
     held = newest(done, at)
     ours, stock = scratch / "ours", scratch / "stock"
@@ -80,10 +77,11 @@ def check_composite(done: Run, at: int, scratch: Path) -> dict[str, int]:
     if not done.spec.stage:
         compare_plain(done, held, at, ours)
         return held
-    if not is_rounded(done):
-        compose_stock(done, held, at, stock)
-        compare_folders(ours, stock)
-    compare_with_truth(done, held, at, ours)
+    compose_stock(done, held, at, stock)
+    if (done.spec.options or {}).get("moments") == "bf16":
+        compare_rounded(ours, stock)
+    else:
+        compare_files(ours, stock, files(ours))
     return held
 
 
@@ -100,12 +98,16 @@ def compose_stock(done: Run, held: dict[str, int], at: int, out: Path) -> None:
     llmtailor.merge(recipe, out, llmtailor.Options(world_size=done.spec.ranks))
 
 
-def compare_folders(ours: Path, stock: Path) -> None:
-    """Demand the same files, and in them the same trees, to the bit and the type."""
-    compare_files(ours, stock, files(ours))
+def compare_rounded(ours: Path, stock: Path) -> None:
+    found, wanted = load(ours).states, load(stock).states
+    assert found.keys() == wanted.keys()
+    for state, tensor in wanted.items():
+        rounded = tensor.bfloat16().to(tensor.dtype) if state.kind in MOMENTS else tensor
+        assert not differ(found[state], rounded), state
 
 
 def compare_files(ours: Path, stock: Path, paths: set[str]) -> None:
+    """Demand the same files, and in them the same trees, to the bit and the type."""
     assert files(stock) - files(ours) <= NOT_OURS
     assert not files(ours) - files(stock) - ABOUT
     wrong: list[str] = []
@@ -130,30 +132,6 @@ def sets_as_lists(path: Path) -> dict[str, object]:
     """Read PEFT's config; some of its lists are sets, which it writes in another order each time."""
     content = json.loads(path.read_text())
     return {key: sorted(value) if isinstance(value, list) else value for key, value in content.items()}
-
-
-def compare_with_truth(done: Run, held: dict[str, int], at: int, composite: Path) -> None:
-    """Demand every state that the processes had at the step of its part."""
-    snapshot = load(composite)
-    part_of = {param: part["part"] for part in done.manifest(done.saves[0])["parts"] for param in part["params"]}
-    masters = newest_masters(done, at)
-    truths = {step: done.truth(step) for step in {at, *held.values(), *masters.values()}}
-    for state, tensor in snapshot.states.items():
-        if state.kind in (MASTER, *MOMENTS) and not done.spec.round_robin:
-            of_kind = masters if state.kind == MASTER else held
-            truth = expected(state.param, state.kind, of_kind, truths, part_of.get(state.param, ""))
-            if state.kind in MOMENTS and is_rounded(done):
-                truth = truth.bfloat16().to(truth.dtype)
-            assert not differ(tensor, truth), state
-        elif state.kind == FROZEN:
-            assert not differ(tensor, truths[at]["frozen"][state.param]), state
-        elif state.kind == BUFFER:  # they go with the layer
-            truth = truths[masters.get(f"layer {layer_of(state.param)}", at)]
-            assert not differ(tensor[0], truth["buffer"][state.param]), state
-    kinds = [state.kind for state in snapshot.states]
-    trained = [param for param, fact in done.manifest(at)["params"].items() if fact["role"] == "trainable"]
-    assert kinds.count(MASTER) == kinds.count("exp_avg") == kinds.count("exp_avg_sq") == len(trained)
-    assert kinds.count(FROZEN) == (0 if done.spec.arch.endswith("+lora") else len(truths[at]["frozen"]))
 
 
 def compare_plain(done: Run, held: dict[str, int], at: int, composite: Path) -> None:
@@ -302,14 +280,9 @@ def test_a_stock_resume_from_halves_stays_near_the_straight_run(runs, resume):
         assert abs(resumed.losses[step] - straight[step]) < spread / 2
 
 
-@pytest.mark.parametrize("name", ["z3-full-again", "z3-full-twice"])
-def test_a_resume_with_the_saver_repeats_the_straight_run(runs, name):
-    assert comparable(runs[name]) == comparable(runs["z3-full"])
-
-
-@pytest.mark.parametrize(("name", "straight"), [("z3-full-on-3", "z3-full")])
-def test_a_resume_on_more_ranks_repeats_the_straight_run_nearly(runs, name, straight):
-    resumed, straight = runs[name], runs[straight]
+@pytest.mark.long
+def test_a_resume_on_more_ranks_repeats_the_straight_run_nearly(runs):
+    resumed, straight = runs["z3-full-on-3"], runs["z3-full"]
     assert after(resumed) == [5, 6, 7, 8]
     assert resumed.losses == pytest.approx(straight.losses, rel=NOISE)
 
@@ -339,8 +312,7 @@ def test_the_record_of_saves_is_taken_up(runs, name, taken_up):
 
 def lines_of(done):
     """The log of saves, by step; what was saved again after a failure goes before what was given up."""
-    text = (done.folder / "partial" / "saves.jsonl").read_text()
-    return {line["step"]: line for line in map(json.loads, text.splitlines())}
+    return {line["step"]: line for line in log_of(done.folder)}
 
 
 def exact_drift(before, now, params):
@@ -352,9 +324,13 @@ def exact_drift(before, now, params):
     return math.sqrt(moved / size)
 
 
-MEASURED = [name for name in CHECKED if "-rr" not in name and name != "ddp-mixtral"]
-"""DeepSpeed's own functions that write down the truth don't know round_robin_gradients. Fused experts, whole on a rank,
-are too large to be kept whole."""
+MEASURED = [name for name in CHECKED if name != "ddp-mixtral"]
+"""Its fused experts, whole on a rank, are too large to be kept whole."""
+
+
+def held_at(done: Run, step: int, kind: str) -> dict[str, torch.Tensor]:
+    """Return what the processes held, by their own word or as the Trainer has saved it."""
+    return dict(load(done.stock(step)).kind(kind) if done.spec.stage else done.truth(step)[kind])
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -362,10 +338,10 @@ def test_change_is_measured_since_a_parts_own_last_save(runs, name):
     """Also right after a resume. Small tensors are kept whole, so that only rounding is between both."""
     done = runs[name]
     base = done.manifest(done.saves[0])["parts"]
-    masters = {step: done.truth(step)["master"] for step in done.saves}
+    masters = {step: held_at(done, step, MASTER) for step in done.saves}
     for step in done.saves[1:]:
         held, line = newest(done, step - 1), lines_of(done)[step]
-        squares, costs = done.truth(step)["exp_avg_sq"], {}
+        squares, costs = held_at(done, step, "exp_avg_sq"), {}
         for part in base:
             before, now = masters[held[part["part"]]], masters[step]
             exact = exact_drift(before, now, part["params"])
@@ -401,20 +377,19 @@ def test_a_full_disk_costs_one_save(runs, name, tmp_path):
         )
         and "fix:" in warning
     )
-    lines = [json.loads(line) for line in (done.folder / "partial" / "saves.jsonl").read_text().splitlines()]
+    lines = log_of(done.folder)
     assert [(line["step"], "failed" in line) for line in lines] == [(2, False), (4, True), (6, False)]
     assert [part["why"] for part in done.manifest(6)["parts"]] == ["odd half"] * 2
     assert set(check_composite(done, 6, tmp_path).values()) == {2, 6}
 
 
-@pytest.mark.parametrize("name", ["slow-skip", "slow-wait"])
-def test_a_slow_disk_tears_nothing(runs, name, tmp_path):
+def test_a_slow_disk_tears_nothing(runs, tmp_path):
     """Several steps pass while a save is written."""
-    done = runs[name]
+    done = runs["slow-skip"]
     assert len(done.losses) == done.spec.steps
     skipped = [message for message in done.messages if "still being written" in message]
-    assert len(skipped) == done.spec.steps - len(done.saves)
-    assert bool(skipped) == (name == "slow-skip") and done.saves[-1] == done.spec.steps
+    assert len(skipped) == done.spec.steps - len(done.saves) > 0
+    assert done.saves[-1] == done.spec.steps
     for step in done.saves:
         assert set(check_composite(done, step, tmp_path / str(step)).values()) == {step}
 
@@ -430,7 +405,7 @@ def test_each_node_saves_on_its_own_disk_first(runs, tmp_path):
         tensors = sorted(path.name for path in folder.glob("*.safetensors"))
         assert tensors == [f"frozen-0000{rank}-of-00002.safetensors", f"rank-0000{rank}-of-00002.safetensors"]
         assert (folder / "manifest.json").read_bytes() == (done.partial(6) / "manifest.json").read_bytes()
-    lines = [json.loads(line) for line in (done.folder / "partial" / "saves.jsonl").read_text().splitlines()]
+    lines = log_of(done.folder)
     assert all(line["copied_s"] >= line["publish_s"] > 0 for line in lines)
 
 
@@ -447,18 +422,6 @@ def test_the_disks_of_all_nodes_make_up_a_save(runs, tmp_path):
     assert json.loads(both.stdout)["global_step"] == 6
 
 
-@pytest.mark.parametrize("name", ["torn-z3", "torn-ddp", "torn-cpu-adam"])
-def test_without_the_barrier_saves_would_be_torn(runs, name, tmp_path):
-    """So what is compared with the truth above, copied as slowly, was protected."""
-    done = runs[name]
-    if name == "torn-ddp":  # torch counts its writes
-        assert any("a tensor changed outside optimizer.step()" in message for message in done.messages)
-        assert done.saves == [done.spec.steps]
-    else:  # a fused optimizer writes without torch's knowledge
-        with pytest.raises(AssertionError):
-            check_composite(done, done.saves[0], tmp_path)
-
-
 @pytest.mark.parametrize(("name", "files"), [("frozen-2", 1), ("frozen-3", 2)])
 def test_frozen_params_are_written_once_and_again_when_they_change(runs, name, files, tmp_path):
     done = runs[name]
@@ -468,7 +431,7 @@ def test_frozen_params_are_written_once_and_again_when_they_change(runs, name, f
     check_composite(done, 6, tmp_path)  # has them as they are now
 
 
-@pytest.mark.parametrize("name", TEACHERS)
+@pytest.mark.parametrize("name", ["z3-teacher"])
 def test_frozen_params_that_change_right_after_each_step_are_saved_as_they_were(runs, name, tmp_path):
     done = runs[name]
     assert done.saves == [2, 4, 6]
@@ -490,26 +453,6 @@ def test_nothing_is_saved_before_the_first_step_of_the_optimizer(runs, name):
     [warning] = done.messages
     assert "step 1: save skipped" in warning
     assert [part["why"] for part in done.manifest(2)["parts"]] == ["complete base"] * 6
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "words"),
-    [
-        ("locked", "TargetError", "another run is saving"),
-        ("anew", "TargetError", "up to step 8"),
-    ],
-)
-def test_a_refusal_is_the_same_on_all_ranks(runs, name, kind, words):
-    done = runs[name]
-    errors = [done.result(rank)["error"] for rank in range(2)]
-    assert errors[0] == errors[1]
-    assert errors[0]["class"] == kind
-    assert words in errors[0]["text"] and "fix:" in errors[0]["text"]
-    assert len(done.losses) <= 1
-    if name == "anew":
-        assert newest(done, 8) == newest(runs["z3"], 8)
-    else:
-        assert not done.saves
 
 
 @pytest.mark.parametrize("name", ["z3", pytest.param("z3-mixtral", marks=pytest.mark.long)])

@@ -7,15 +7,17 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from helpers.cases import diagonal
 from helpers.composing import compose
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.policies.check import NUM_SAVES
 from llmtailor.saving import attach, saver_for
 from oracle.zero3 import differ
+from saving.loop import read_states
+from saving.policy_runs import Custom
 from trainings.alone import Alone
 from trainings.common import MOMENTS, Tokens
 from trainings.models import build, tokenizer
@@ -31,15 +33,11 @@ EACH = {"eval_strategy": "steps", "eval_steps": 2}
 def check(run, at, out, held=None):
     """Compose a step and compare it with what the optimizer held then, or at the step of each param."""
     compose(run.folder, at, out=out)
-    weights = load_file(out / "model.safetensors")
-    optimizer = torch.load(out / "optimizer.pt")
-    names = [name for group in optimizer["param_groups"] for name in group["lt_params"]]
-    assert sorted(names) == sorted(run.truth.at[at])
-    for number, name in enumerate(names):
-        truth = run.truth.at[held(name) if held else at][name]
-        found = {"master": weights[name], **optimizer["state"][number]}
-        assert found.keys() == truth.keys()
-        assert not [kind for kind in truth if differ(found[kind], truth[kind])], name
+    truths = {name: run.truth.at[held(name) if held else at][name] for name in run.truth.at[at]}
+    wanted = {(name, kind): value for name, truth in truths.items() for kind, value in truth.items()}
+    found = read_states(out)
+    assert found.keys() == wanted.keys()
+    assert not [key for key, value in wanted.items() if differ(found[key], value)]
     return out
 
 
@@ -166,12 +164,33 @@ def test_what_clashes_is_refused_when_it_is_attached(tmp_path):
     with pytest.raises(UsageError, match="load_best_model_at_end") as caught:
         Alone(tmp_path, {"policy": "full", "save_steps": 0}, **clash)
     assert len(caught.value.problems) == 2
-    with pytest.raises(UsageError, match="no policy 'partiy'"):
-        Alone(tmp_path, {"policy": "partiy"})
-    with pytest.raises(UsageError, match="max_staleness is 0"):
-        Alone(tmp_path, {"policy": "parity", "max_staleness": 0})
+    trainer = Alone(tmp_path).trainer
+    callbacks = list(trainer.callback_handler.callbacks)
+    for options, words in (
+        ({"policy": "partiy"}, "did you mean 'parity'"),
+        ({"policy": "parity", "max_staleness": 0}, "max_staleness is 0"),
+        ({"save_steps": 0}, "save_steps is 0"),
+        ({"keep_composable": 1.5}, "keep_composable: it is 1.5"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            attach(trainer, **options)
+    assert trainer.callback_handler.callbacks == callbacks
     with pytest.raises(UsageError, match="no part of the model is trainable"):
         Alone(tmp_path, {}, prepare=lambda model: model.requires_grad_(False))
+
+
+def test_a_policy_is_tried_out_once(tmp_path):
+    """When the saver is attached, and not again when training begins."""
+    asked = []
+
+    def choose(now):
+        asked.append(now.save)
+        return dict.fromkeys(now.parts, "all")
+
+    run = Alone(tmp_path / "run", {"policy": Custom(choose), "save_steps": 1, "max_staleness": 5}, max_steps=3)
+    assert len(asked) == 2 * NUM_SAVES, "once straight, once resumed"
+    run.train()
+    assert asked[2 * NUM_SAVES :] == [1, 2]
 
 
 class Quantized(torch.optim.AdamW):
@@ -333,21 +352,14 @@ def test_params_without_a_gradient_have_zeros(tmp_path):
     skip_last.calls = 3
     straight = Alone(tmp_path / "straight", FULL, prepare=skip_last).train()
     assert not any("layers.2" in name for name in straight.truth.at[2])
-    composite = compose_to(straight.folder, 2, tmp_path / "checkpoint-2")
-    optimizer = torch.load(composite / "optimizer.pt")
-    names = [name for group in optimizer["param_groups"] for name in group["lt_params"]]
-    steps = {name: float(optimizer["state"][number]["step"]) for number, name in enumerate(names)}
+    compose(straight.folder, 2, out=(composite := tmp_path / "checkpoint-2"))
+    steps = {name: float(value) for (name, kind), value in read_states(composite).items() if kind == "step"}
     assert {step for name, step in steps.items() if "layers.2" in name} == {0.0}
     assert {step for name, step in steps.items() if "layers.2" not in name} == {2.0}
     skip_last.calls = 1
     resumed = Alone(tmp_path / "resumed", prepare=skip_last).train(composite)
     assert resumed.log == straight.log
     check(straight, 6, tmp_path / "out")
-
-
-def compose_to(run, at, out):
-    compose(run, at, out=out)
-    return out
 
 
 def test_small_files_and_counters_of_callbacks_come_along(tmp_path):

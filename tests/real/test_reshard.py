@@ -25,7 +25,7 @@ from oracle.deepspeed_tools import assert_universal_agrees
 from oracle.weights import with_weights
 from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ
 from real.test_merge import part_of
-from trainings.catalogue import MIDDLE, OTHERS, RESUMED_OTHERS, long_but
+from trainings.catalogue import MIDDLE, OTHERS, long_but
 from trainings.common import DTYPES
 from trainings.harness import Run, Runs, Train
 from trainings.spec import Spec
@@ -203,14 +203,6 @@ def test_every_stock_run_of_other_stages_can_be_read(runs: Runs, name: str) -> N
 def assert_files(checkpoint: Path, run: Run, stage: int, ranks: int, step: int) -> None:
     found = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*.pt*") if path.suffix in (".pt", ".pth")}
     assert found - {"scheduler.pt"} == file_names(run.spec, stage, ranks, step)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", RESUMED_OTHERS)
-def test_a_stock_resume_of_other_stages_repeats_the_straight_run(runs: Runs, name: str) -> None:
-    straight, resumed = runs[name], runs[f"{name}+resume"]
-    assert resumed.losses == straight.after(MIDDLE)
-    assert_loaded(resumed, load(straight.checkpoint(MIDDLE)))
 
 
 @pytest.mark.parametrize(("name", "target"), long_but(CASES[::3], CASES))

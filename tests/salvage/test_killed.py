@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from faults.driver import Server
 from faults.scene import Killing
 from helpers.cases import diagonal, examples
 from helpers.checkpoints import make, optim_states
@@ -55,7 +54,7 @@ def test_replace(whole: Path, tmp_path: Path, damage: Callable[[Path], None], ca
         return {path.name: contents(path) for path in run.iterdir()}
 
     words = ("salvage", "--fragments", "--replace")
-    killing = Killing(Server(), tmp_path, words, all_of, no_exchange=not can_exchange)
+    killing = Killing(tmp_path, words, all_of, no_exchange=not can_exchange)
     stays = killing.wanted.keys() & {path.name for path in original.iterdir()}
     for moment in killing.trials(last=LAST):
         there = {path.name: tuple(contents(path).items()) for path in killing.run.iterdir() if path.is_dir()}

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Trainer
 
 from helpers.states import read
 from llmtailor.compose.write import write
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import EXP_AVG, State
 from llmtailor.salvage.plan import Salvage, plan_salvage, rows
-from llmtailor.saving import attach
 from llmtailor.verify.verify import verify_checkpoint
 from salvage.damage import flip, truncate
 from trainings.alone import train
@@ -23,19 +21,12 @@ pytestmark = pytest.mark.real
 PARAM = "model.layers.1.mlp.up_proj.weight"
 
 
-class Saving(Trainer):
-    """Saves half of the model after every step, the other half at the next, and no full checkpoints."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        attach(self, policy="parity", save_steps=1)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two trainings that do the same, in one folder."""
+    """Two trainings that do the same, in one folder; the second saves one half of the model after the other."""
     folder = train(tmp_path_factory.mktemp("run")).folder
-    shutil.copytree(train(tmp_path_factory.mktemp("partial"), kind=Saving).folder / "partial", folder / "partial")
+    saved = train(tmp_path_factory.mktemp("partial"), attached={"policy": "parity", "save_steps": 1})
+    shutil.copytree(saved.folder / "partial", folder / "partial")
     return folder
 
 

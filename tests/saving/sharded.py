@@ -20,7 +20,7 @@ from helpers.composing import compose
 from llmtailor.saving import attach, saver_for
 from saving.loop import build
 from trainings.common import Tokens, arguments
-from trainings.fsdp import FORMS, CpuTrainer, Watch
+from trainings.fsdp import FORMS, CpuTrainer, Watch, held
 
 STEPS, VOCAB = 6, 62
 RANKS = {"fsdp": 4, "hsdp": 4, "partly": 2, "trainer": 2, "experts": 2}
@@ -56,8 +56,9 @@ def shard(model: Any, kind: str) -> None:
         fully_shard(model, mesh=mesh)
 
 
-def whole(value: Any) -> Any:
-    return value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+def as_truth(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a training holds by param; frozen ones have no states."""
+    return {name: {"master": one, **found["states"].get(name, {})} for name, one in found["weights"].items()}
 
 
 def train(kind: str, folder: Path, rank: int) -> None:
@@ -66,9 +67,6 @@ def train(kind: str, folder: Path, rank: int) -> None:
     optimizer = optimizer_for(model, kind)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     how = {"policy": "round_robin:4", "experts": "parts"} if kind == "experts" else {"policy": "adaptive"}
-
-    def state_of(param: Any) -> dict[str, Any]:
-        return dict(optimizer.state.get(param, {}))  # frozen ones have none
 
     saver = saver_for(folder / "run", model=model, optimizer=optimizer, scheduler=scheduler, **how)
     saver.start(0)
@@ -86,20 +84,13 @@ def train(kind: str, folder: Path, rank: int) -> None:
         if step % 2 == 0:
             model(**batch(step, rank))  # as an evaluation, which leaves the root unsharded
             saver.save(step)
-            truth[step] = {
-                name: {kind: whole(value) for kind, value in {"master": param.detach(), **state_of(param)}.items()}
-                for name, param in sharded_params(model)
-            }
+            for module in model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+            truth[step] = as_truth(held(model, optimizer))
     saver.close()
     if rank == 0:
         torch.save((truth, losses), folder / "truth.pt")
-
-
-def sharded_params(model: Any) -> list[tuple[str, Any]]:
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
-    return list(model.named_parameters())
 
 
 def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
@@ -117,10 +108,7 @@ def train_with_trainer(folder: Path) -> None:
     attach(trainer, policy="adaptive", save_steps=2)
     trainer.train(resume_from_checkpoint=str(folder / "composite") if folder.name == "resumed" else None)
     if args.process_index == 0:
-        truth = {
-            step: {name: {"master": weight, **held["states"][name]} for name, weight in held["weights"].items()}
-            for step, held in watch.held.items()
-        }
+        truth = {step: as_truth(found) for step, found in watch.held.items()}
         torch.save((truth, watch.losses), folder / "truth.pt")
 
 

@@ -17,6 +17,8 @@ from llmtailor.errors import SourceError, TargetError, UsageError
 from llmtailor.runs.scan import Newest, compose_newest
 from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint
 from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment
+from llmtailor.storage.local import Lock
+from saving.loop import Loop, read_states
 from saving.processes import JOB_STEPS, KILLED_AT, LIVES
 from trainings.alone import Alone
 from trainings.harness import start_ranks
@@ -102,12 +104,8 @@ def test_a_trainer_that_begins_again_with_smaller_batches_makes_another_attempt(
     assert aside == ["step-00000002.abandoned", "step-00000002.abandoned-2", "step-00000004.abandoned"]
     out = tmp_path / "out"
     compose(run.folder, 4, out=out)
-    held = torch.load(out / "optimizer.pt")
-    names = [name for group in held["param_groups"] for name in group["lt_params"]]
     truth = run.truth.at[4]
-    assert names and all(
-        torch.equal(held["state"][at]["exp_avg"], truth[name]["exp_avg"]) for at, name in enumerate(names)
-    )
+    assert truth and all(torch.equal(value, truth[name][kind]) for (name, kind), value in read_states(out).items())
     with pytest.raises(TargetError, match="another run has saved here"):
         Alone(run.folder, FULL, auto_find_batch_size=True).train()
 
@@ -149,6 +147,16 @@ def test_a_checkpoint_that_is_named_is_used_until_the_attempt_from_it_has_saves_
 def test_it_is_refused_unless_asked_for(run):
     with pytest.raises(TargetError, match='on_restart="compose"'):
         Alone(run, FULL).train()
+
+
+def test_a_folder_that_another_run_saves_into_is_refused(tmp_path):
+    (tmp_path / "partial").mkdir()
+    lock = Lock(tmp_path / "partial" / ".lock")  # another process would hold one of its own too
+    lock.acquire()
+    with pytest.raises(TargetError, match=r"another run is saving(.|\n)*fix: "):
+        Loop(tmp_path, policy="full").start()
+    lock.release()
+    assert Loop(tmp_path, policy="full").trained(1).saves == [1]
 
 
 def test_what_can_not_be_composed_ends_the_job(run):

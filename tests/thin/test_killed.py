@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from faults.driver import Server
 from faults.scene import Killing
 from helpers.cases import mostly_long
 from llmtailor.checkpoint.lineage import Ledger, composable_steps
@@ -35,7 +34,7 @@ def left(run: Path, *steps: int) -> object:
 def test_thin(tmp_path, form):
     make_run(tmp_path / "original", STEPS, form, shape=SHORT)
     words = ("thin", "--strategy", "parity", "--yes")
-    killing = Killing(Server(), tmp_path, words, lambda run: left(run, STEPS[1]))  # of both that were thinned out
+    killing = Killing(tmp_path, words, lambda run: left(run, STEPS[1]))  # of both that were thinned out
     for moment in killing.trials():
         assert composable(killing.run) == list(STEPS), f"killed at {moment}: {folders(killing.run)}"
 
@@ -54,7 +53,7 @@ def test_thin_to_weights(tmp_path, can_exchange, form):
         return folders(run), contents(run / "checkpoint-100")
 
     words = ("thin", "--keep-optimizer-last", "1", "--yes")
-    killing = Killing(Server(), tmp_path, words, first, no_exchange=not can_exchange)
+    killing = Killing(tmp_path, words, first, no_exchange=not can_exchange)
     for _ in killing.trials():
         run = killing.run
         assert 200 in composable(run)
@@ -69,7 +68,7 @@ def test_gc(tmp_path):
     for step in STEPS:
         parts = ("embed_tokens", "layer 0", "layer 1", "norm", "lm_head")
         ledger = save_partial(tmp_path / "original", full / f"checkpoint-{step}", parts, ledger)
-    killing = Killing(Server(), tmp_path, ("gc", "--keep", "1", "--yes"), lambda run: left(run, 300))
+    killing = Killing(tmp_path, ("gc", "--keep", "1", "--yes"), lambda run: left(run, 300))
     assert folders(killing.run) == ["partial/step-00000300"]
     for _ in killing.trials():
         assert composable(killing.run)[-1] == 300

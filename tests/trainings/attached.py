@@ -1,7 +1,7 @@
 """The Trainer with the saver attached.
 
-While it trains, a job writes down the truth about each save in two ways that share no code with the saver: what
-DeepSpeed's own functions (or the live tensors) say, and a checkpoint of the Trainer's own when it would have saved.
+While it trains, a job writes down the truth about each save without the saver's code: a checkpoint of the Trainer's own
+when it would have saved and, without DeepSpeed, what the processes hold.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import logging
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,22 +19,15 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from helpers.composing import compose
 from llmtailor.engine import streams
-from llmtailor.errors import TailorError
 from llmtailor.saving import attach
 from llmtailor.saving.snapshot import Snapshot, StepBarrier
 from trainings.common import MOMENTS, Losses, new_model, train_each
-from trainings.echo import asked
 from trainings.spec import Job
 from trainings.trainer import LayerGroups, arguments, kind_of, new_trainer
-
-HOLD_LOCK = (
-    "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
-)
 
 
 class Messages(logging.Handler):
@@ -53,26 +44,17 @@ class Messages(logging.Handler):
 class Disturbance(TrainerCallback):  # type: ignore[misc]
     """Something that goes wrong. ``{"what": "full", "step": 4, "rank": 1}``: that rank's disk is full at a save;
     ``frozen``: a frozen param changes before a save; ``teacher``: frozen params follow right after each step of the
-    optimizer; ``locked``: another run saves in the same folder; ``slow``: the disk is; ``held``: it takes two steps for
-    each write, however long they take."""
+    optimizer; ``held``: the disk takes two steps for each write."""
 
     LIMIT_BYTES = 4096
 
     def __init__(self, what: dict[str, Any], model: Any, folder: Path, rank: int) -> None:
         self.what = {"step": -1, **what}
         self.model = model
-        self.other_run: subprocess.Popen[str] | None = None
         self.write_all = streams.write_all
         self.step, self.has_stepped = (0, 1), threading.Condition()
-        if what["what"] == "slow":
-            streams.write_all = self.write_slowly
         if what["what"] == "held":
             streams.write_all = self.write_held
-        if what["what"] == "locked" and rank == 0:
-            (folder / "partial").mkdir(parents=True)
-            command = [sys.executable, "-c", HOLD_LOCK, str(folder / "partial" / ".lock")]
-            self.other_run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            assert self.other_run.stdout and self.other_run.stdout.readline()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self.has_stepped:
@@ -98,10 +80,6 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
                     if not zero3 or rank == 0:
                         param.mul_(factor)
 
-    def write_slowly(self, fd: int, data: bytes | memoryview) -> None:
-        time.sleep(0.2)
-        self.write_all(fd, data)
-
     def write_held(self, fd: int, data: bytes | memoryview) -> None:
         with self.has_stepped:
             until = min(self.step[0] + 2, self.step[1])
@@ -110,8 +88,6 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
 
     def end(self) -> None:
         streams.write_all = self.write_all
-        if self.other_run:
-            self.other_run.communicate("")
 
     def relieve(self) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -137,7 +113,8 @@ def watched(kind: type[Trainer], job: Job, folder: Path) -> type[Trainer]:
                     folder / "stock" / f"checkpoint-{step}", ignore_errors=True
                 )  # of what the job goes on from
                 torch.distributed.barrier()
-                write_truth(self, folder / "truth" / f"{step}.pt")
+                if not self.is_deepspeed_enabled:
+                    write_truth(self, folder / "truth" / f"{step}.pt")
                 self._in_stock = True
                 self._save_checkpoint(self.model, None)
                 self._in_stock = False
@@ -149,29 +126,18 @@ def watched(kind: type[Trainer], job: Job, folder: Path) -> type[Trainer]:
 
 
 def write_truth(trainer: Any, path: Path) -> None:
-    """Write masters, moments, steps, frozen params and buffers, asked from whoever trains."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-    stage = engine.zero_optimization_stage() if engine else 0
-    if engine and engine.skipped_steps == engine.global_steps:
-        return  # fp16: every step so far overflowed, and there is nothing to ask for yet
-    if engine:
-        if stage < 3:  # DeepSpeed 0.19.8 links the moments of all groups once the first has made a step
-            engine.optimizer._hp_optimizer_states_linked = False
-            engine.optimizer._lazy_init_hp_params_optimizer_state()
-        truth: dict[str, Any] = asked(model, engine.optimizer, stage, moments=True)
-    else:
-        states = inner(trainer.optimizer).state
-        held = {name: states[param] for name, param in model.named_parameters() if param.requires_grad}
-        truth = {kind: {name: state[kind].clone() for name, state in held.items()} for kind in ("step", *MOMENTS)}
-        truth["weight"] = {name: param.detach().clone() for name, param in model.named_parameters()}
-        truth["master"] = {name: truth["weight"][name] for name in held}
-    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-    truth["frozen"] = {name: truth["weight"][name] for name in frozen}
+    """Write masters, moments, steps, frozen params and buffers of a training without DeepSpeed, whole on each rank."""
+    model, optimizer = trainer.accelerator.unwrap_model(trainer.model), inner(trainer.optimizer)
+    names = {param: name for name, param in model.named_parameters()}
+    held = {name: optimizer.state[param] for param, name in names.items() if param.requires_grad}
+    truth: dict[str, Any] = {
+        kind: {name: state[kind].clone() for name, state in held.items()} for kind in ("step", *MOMENTS)
+    }
+    weights = {name: param.detach().clone() for param, name in names.items()}
+    truth["master"] = {name: weights[name] for name in held}
+    truth["frozen"] = {name: weight for name, weight in weights.items() if name not in held}
     truth["buffer"] = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    if not engine:
-        names = {param: name for name, param in model.named_parameters()}
-        truth["order"] = [names[param] for group in inner(trainer.optimizer).param_groups for param in group["params"]]
+    truth["order"] = [names[param] for group in optimizer.param_groups for param in group["params"]]
     if trainer.args.process_index == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(truth, path)
@@ -238,32 +204,16 @@ def run(job: Job, root: Path) -> Losses:
     messages = Messages()
     logger = logging.getLogger("llmtailor.saving")
     logger.addHandler(messages)
-    error = None
-    before_step = StepBarrier._before_step
-    if job.unguarded:
-        StepBarrier._before_step = unguarded  # type: ignore[method-assign]
-    try:
-        if job.policy is not None:
-            attach(trainer, policy=job.policy, save_steps=job.every, **options_of(job, folder, rank))
-        trainer.train(resume_from_checkpoint=resume)
-    except TailorError as caught:
-        if not job.fails:
-            raise
-        error = {"class": type(caught).__name__, "text": str(caught)}
-    StepBarrier._before_step = before_step  # type: ignore[method-assign]
+    if job.policy is not None:
+        attach(trainer, policy=job.policy, save_steps=job.every, **options_of(job, folder, rank))
+    trainer.train(resume_from_checkpoint=resume)
     logger.removeHandler(messages)
     if trainer.disturbance:
         trainer.disturbance.end()
     log = trainer.state.log_history
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"result-{rank}.json").write_text(
-        json.dumps({"log": log, "messages": messages.told, "error": error}, indent=1)
-    )
+    (folder / f"result-{rank}.json").write_text(json.dumps({"log": log, "messages": messages.told}, indent=1))
     return {line["step"]: line for line in log if "loss" in line}
-
-
-def unguarded(*_: object) -> None:
-    """The optimizer does not wait."""
 
 
 SLOW_TENSORS = 10
@@ -272,7 +222,7 @@ SLOW_TENSORS = 10
 
 def copy_late() -> None:
     """Copy so late that training would overwrite states before they are copied, if it did not wait: not before
-    somebody waits for the copies. An optimizer that does not wait has written by then."""
+    somebody waits for the copies; if nobody does, the save fails."""
     arm, copy, wait, may_copy = StepBarrier.arm, Snapshot._copy, Snapshot.wait, threading.Event()
 
     def arming(*args: Any) -> None:
@@ -289,12 +239,7 @@ def copy_late() -> None:
         may_copy.set()
         wait(*args)
 
-    def stepped(*_: object) -> None:
-        if StepBarrier._before_step is unguarded:
-            may_copy.set()
-
     StepBarrier.arm, Snapshot._copy, Snapshot.wait = arming, copying, waiting  # type: ignore[method-assign]
-    register_optimizer_step_post_hook(stepped)
 
 
 def main(specs_file: Path, root: Path) -> None:

@@ -1,7 +1,8 @@
 """Resumed trainings whose states are then made wrong, one fault after another, and attested.
 
 Each is loaded by its own loader from a checkpoint of the catalogue. A fault changes what this rank holds, and is
-undone, so that one load serves all faults. What the older checkpoint holds is known by loading it.
+undone, so that one load serves all faults. What the older checkpoint holds is known by loading it. In the Trainer and
+in Lightning, a callback in the place of `AttestResume` gets the training when it has been loaded, and ends it.
 """
 
 from __future__ import annotations
@@ -19,51 +20,51 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 import llmtailor
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.saving.api import prepared, training_of
+from llmtailor.saving.attesting import parts_of
+from llmtailor.saving.callbacks import find_trainer
 from llmtailor.saving.training import Fragment, Held
+from trainings import trainer as stock
+from trainings.common import MOMENTS
 from trainings.fsdp import KINDS, Loop
 from trainings.loops import AccelerateLoop, EngineLoop
-from trainings.spec import Fsdp, from_json
+from trainings.spec import Fsdp, Lightning, Spec, from_json
 
 Undo = Callable[[], None]
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Resumed:
-    """A training that has loaded a checkpoint, and may load another."""
+    """A training that has loaded a checkpoint; ``given`` is what `llmtailor.attest` gets."""
 
-    def __init__(self, spec: dict[str, Any], root: Path, step: int) -> None:
+    load: Callable[[Any], object]
+    """Of a loop, which may load another"""
+
+    def __init__(self, given: dict[str, Any], held: Held, newer: Path, older: Path) -> None:
+        self.given, self.checkpoint, self.older = given, newer, older
+        self.engine, self.scheduler = held.engine, getattr(held.scheduler, "scheduler", held.scheduler)
+        self.training = training_of(held, LOADERS["trainer"])
+
+    @classmethod
+    def in_a_loop(cls, spec: Any, newer: Path, older: Path) -> Resumed:
         set_seed(0)
-        self.run, self.step = root / spec["name"], step
-        made = from_json(spec)
-        self.is_fsdp = isinstance(made, Fsdp)
-        if self.is_fsdp:
-            self.loop: Any = Loop(made)
-            self.load = lambda path: KINDS[made.kind][1](self.loop, path)
+        if isinstance(spec, Fsdp):
+            loop: Any = Loop(spec)
+            given = {"model": loop.model, "optimizer": loop.optimizer, "scheduler": loop.scheduler}
+            made = cls(given, Held(None, **given), newer, older)
+            made.load = lambda path: KINDS[spec.kind][1](loop, path)
+            return made
+        if spec.client == "deepspeed":
+            loop = EngineLoop(spec)
+            made = cls({"engine": loop.engine}, Held(loop.engine, scheduler=loop.engine.lr_scheduler), newer, older)
         else:
-            self.loop = EngineLoop(made) if made.client == "deepspeed" else AccelerateLoop(made)
-            self.load = self.loop.load
-        self.checkpoint = self.run / f"checkpoint-{step}"
-        engine, model, optimizer, self.scheduler = None, None, None, None
-        if self.is_fsdp:
-            model, optimizer, self.scheduler = self.loop.model, self.loop.optimizer, self.loop.scheduler
-            self.given: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": self.scheduler}
-        elif isinstance(self.loop, EngineLoop):
-            engine = self.loop.engine
-            self.given, self.scheduler = {"engine": engine}, engine.lr_scheduler
-        else:
-            one = prepared(self.loop.accelerator)
-            engine, model, optimizer = one.engine, one.model, one.optimizer
-            self.given, self.scheduler = {"accelerator": self.loop.accelerator}, one.scheduler
-        self.engine, self.optimizer, self.model = engine, optimizer, model
-        from llmtailor.loaders.loader import LOADERS
-
-        self.training = training_of(Held(engine, model, optimizer), LOADERS["trainer"])
-        if not self.is_fsdp and self.scheduler is not None:
-            self.scheduler = getattr(self.scheduler, "scheduler", self.scheduler)
+            loop = AccelerateLoop(spec)
+            made = cls({"accelerator": loop.accelerator}, prepared(loop.accelerator), newer, older)
+        made.load = loop.load
+        return made
 
     def attest(self, how: str = "sample") -> llmtailor.saving.attesting.Attestation:  # type: ignore[name-defined]
         return llmtailor.attest(self.checkpoint, how=how, **self.given)
@@ -260,37 +261,96 @@ class Faults:
         return lambda: torch.set_rng_state(before)
 
     def older_loaded(self) -> Undo:
-        self.one.load(self.one.run / f"checkpoint-{self.one.step - 2}")
+        self.one.load(self.one.older)
         return lambda: self.one.load(self.one.checkpoint)
 
 
-def attested(one: Resumed, older: Mapping[Any, torch.Tensor], faults: Iterable[tuple[str, int]]) -> list[Any]:
-    """Return what is found with each fault, given by name and seed, each of which is undone."""
-    found = []
-    for name, seed in faults:
-        undo = getattr(Faults(one, older, random.Random(seed)), name)()
-        found.append(one.attest().to_json())
+def attested(one: Resumed, older: Mapping[Any, torch.Tensor], faults: Iterable[str]) -> dict[str, Any]:
+    """Return what is found with each fault, each of which is undone."""
+    found = {}
+    for number, name in enumerate(faults):
+        undo = getattr(Faults(one, older, random.Random(number)), name)()
+        found[name] = one.attest().to_json()
         undo()
     again = one.attest("full")
     assert again.is_same and again.num_same == again.num_states, again
     return found
 
 
-def run_case(case: dict[str, Any], root: Path) -> list[Any]:
-    resumed = Resumed(case["spec"], root, case["step"])
-    resumed.load(resumed.run / f"checkpoint-{case['step'] - 2}")
-    older = resumed.values()
-    resumed.load(resumed.checkpoint)
-    return attested(resumed, older, case["faults"])
+Act = Callable[[Resumed], object]
+
+
+class Done(Exception):
+    """The training has served its purpose."""
+
+
+class InTrainer(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, act: Act, *paths: Path) -> None:
+        self.act, self.paths = act, paths
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        trainer = find_trainer(self)
+        self.act(Resumed({"trainer": trainer}, parts_of(trainer), *self.paths))
+        raise Done
+
+
+def in_lightning(act: Act, *paths: Path) -> Any:
+    import lightning.pytorch as pl
+
+    class InLightning(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            engine, scheduler = getattr(trainer.strategy, "deepspeed_engine", None), trainer.lr_scheduler_configs[0]
+            given = {"engine": engine} if engine else {"model": module, "optimizer": trainer.optimizers[0]}
+            given["scheduler"] = scheduler.scheduler
+            act(Resumed({**given, "step": trainer.global_step}, Held(**given), *paths))
+            raise Done
+
+    return InLightning()
+
+
+def resume(spec: Any, checkpoint: Path, folder: Path, watch: Callable[[], Any]) -> None:
+    """Let a trainer load a checkpoint; what watches it ends it."""
+    program: Any = stock
+    if isinstance(spec, Lightning):
+        from trainings import lightning as program
+    size, attest = os.environ["WORLD_SIZE"], program.AttestResume
+    program.AttestResume = lambda **_: watch()
+    try:
+        program.run(spec.resumed(checkpoint, "again", steps=6), folder)
+    except Done:
+        pass
+    finally:
+        program.AttestResume = attest
+        os.environ["WORLD_SIZE"] = size
+        gc.collect()
+
+
+def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    spec, (newer, older) = from_json(case["spec"]), map(Path, case["checkpoints"])
+    held: dict[Any, torch.Tensor] = {}
+    found: dict[str, Any] = {}
+    if not isinstance(spec, (Spec, Lightning)):
+        one = Resumed.in_a_loop(spec, newer, older)
+        one.load(older)
+        held |= one.values()
+        one.load(newer)
+        return attested(one, held, case["faults"])
+    watched = InTrainer if isinstance(spec, Spec) else in_lightning
+    resume(spec, older, folder, lambda: watched(lambda one: held.update(one.values()), older, older))
+    resume(
+        spec,
+        newer,
+        folder,
+        lambda: watched(lambda one: found.update(attested(one, held, case["faults"])), newer, older),
+    )
+    return found
 
 
 def main(plan: Path, folder: Path) -> None:
     deepspeed.init_distributed("gloo")
     for case in json.loads(plan.read_text()):
-        names = case["faults"]
-        found = run_case({**case, "faults": [(name, number) for number, name in enumerate(names)]}, Path(case["root"]))
-        by_name = dict(zip(names, found, strict=True))
+        found = run_case(case, folder)
         if dist.get_rank() == 0:
-            (folder / f"{case['name']}.json").write_text(json.dumps(by_name))
+            (folder / f"{case['name']}.json").write_text(json.dumps(found))
         gc.collect()
     dist.barrier()

@@ -99,13 +99,6 @@ DDP = by_name([Spec("dropout", stage=0, dtype="fp32", dropout=0.2)])
 
 MIDDLE = 4
 """The step from which the stock resumes continue"""
-RESUMED = [name for name in ZERO3 if not name.endswith("-b")]
-"""``runs["llama+resume"]`` is ``llama`` stopped at `MIDDLE` and resumed."""
-RESUMED_OTHERS = [name for name, spec in OTHERS.items() if spec.stage < 3 and not spec.elastic]
-RESUMES = by_name(
-    DEEPSPEED[name].resumed(f"{name}/checkpoint-{MIDDLE}", f"{name}+resume", save_steps=6)
-    for name in (*RESUMED, *RESUMED_OTHERS)
-)
 
 FSDP = by_name(
     [
@@ -262,24 +255,15 @@ LIVELY = by_name(
 
 EXPERTS: dict[str, Any] = {"options": {"experts": "parts"}, "steps": 8}
 """Each expert is a part."""
-TEACHERS = by_name(
-    [
-        Job("ddp-teacher", frozen=FROZEN, disturb={"what": "teacher", "param": "*"}, **PLAIN),
-        Job("z3-teacher", frozen=FROZEN, disturb={"what": "teacher", "param": "*"}),
-    ]
-)
 CHANGES = {"what": "frozen", "step": 6, "param": "*embed_tokens*"}
 """A frozen param changes before the last save."""
 GOING_ON: dict[str, Any] = {"per_device_batch": 3, "steps": 8}
 """Trainings with the saver after a first and a second failure"""
 FEW = "filter:first=1,last=1,every=2,aux_every=1"
-REFUSED: dict[str, Any] = {"fails": True, "truth": False}
 JOBS = by_name(
     [
         Job("z3-again", goes_on="z3", at=4, **GOING_ON),
         Job("z3-twice", goes_on="z3-again", at=6, **GOING_ON),
-        Job("z3-full-again", goes_on="z3-full", at=4, policy="full", **GOING_ON),
-        Job("z3-full-twice", goes_on="z3-full-again", at=6, policy="full", **GOING_ON),
         Job("z3-then-filter", goes_on="z3", at=4, policy=FEW, **GOING_ON),
         Job("z3-on-3", goes_on="z3", at=4, steps=8, ranks=3),
         Job("z3-full-on-3", goes_on="z3-full", at=4, policy="full", steps=8, ranks=3),
@@ -289,24 +273,11 @@ JOBS = by_name(
         Job("ddp-experts", "mixtral", policy="adaptive:0.6", **PLAIN, **EXPERTS),
         Job("full-0", options={"background": False}, disturb={"what": "full", "step": 4, "rank": 0}),
         Job("full-1", stage=1, options={"background": False}, disturb={"what": "full", "step": 4, "rank": 1}),
+        Job("z3-teacher", frozen=FROZEN, disturb={"what": "teacher", "param": "*"}),
         Job("frozen-2", stage=2, frozen=FROZEN, disturb=CHANGES),
         Job("frozen-3", frozen=FROZEN, disturb=CHANGES),
         Job("nodes", options={"staging_dir": "nodes"}, frozen=FROZEN),  # two nodes, each with a disk of its own
         Job("slow-skip", stage=2, policy="full", every=1, options={"when_busy": "skip"}, disturb={"what": "held"}),
-        Job(
-            "slow-wait",
-            policy="full",
-            every=1,
-            steps=4,
-            options={"when_busy": "wait", "host_buffer": 1 << 20},
-            disturb={"what": "slow"},
-            **PLAIN,
-        ),
-        Job("torn-z3", unguarded=True, steps=4),
-        Job("torn-cpu-adam", optimizer="cpu_adam", unguarded=True),
-        Job("torn-ddp", unguarded=True, arguments={"optim": "adamw_torch"}, **PLAIN),
-        Job("locked", disturb={"what": "locked"}, **REFUSED),
-        Job("anew", goes_on="z3", **REFUSED),
     ]
 )
 MIXED = ("z3", "z3-layer", "z2", "z1", "ddp")
@@ -331,25 +302,25 @@ WITHOUT_SAVER = by_name(
 )
 ALL: dict[str, Training] = by_name(
     [
-        *(DEEPSPEED | RESUMES | PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED).values(),
+        *(DEEPSPEED | PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED).values(),
         *(OPTIMIZERS | WHOLE | OPTIMIZERS_SAVED).values(),
-        *(SAVED | TEACHERS | JOBS | WITHOUT_SAVER).values(),
+        *(SAVED | JOBS | WITHOUT_SAVER).values(),
     ]
 )
 
 SHORT = {
-    *("llama", "llama-b", "llama-layer", "llama-tied", "llama-fp16", "llama-ds-both", "llama-frozen"),
+    *("llama", "llama-layer", "llama-tied", "llama-fp16", "llama-ds-both", "llama-frozen"),
     *("llama-extras-layer", "llama-no-gather", "llama-sharded", "mixtral"),
     *("zero1", "zero1-bf16opt", "zero1-extras-layer", "zero2", "zero2-rr", "zero2-aligned", "zero2-fp16"),
     *("zero2-tied", "zero2-extras", "zero2-elastic"),
     *("llama-sub-w3", "zero2-w3", "zero2-rr-w3"),
-    *(PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED),
+    *(
+        {*PEFT, *DDP, *FSDP, *LOOPS, *LOOPS_SAVED, *LIGHTNING, *LIGHTNING_SAVED}
+        - {"loop-tied", "titan-bf16", "accelerate-fsdp-named"}
+    ),
     *("z3", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
-    *("lively-2", "lively-2-alone", "z3-again"),
-    *("full-1", "frozen-2", "ddp-teacher", "locked", "anew"),
-    *("nodes", "slow-skip", "torn-ddp"),
-    *("z3@2", "ddp@2", "ddp@4", "lively-2@2"),
+    *("z3-again", "full-1", "frozen-2", "nodes", "slow-skip", "z3@2"),
     *("muon-2", "bnb-lion-2", "adafactor-1", "fsdp-stable", *WHOLE, "muon-2-saver"),
 }
 """What is trained without --all: every feature, and every pair of features that has code of its own"""

@@ -96,7 +96,7 @@ class Run:
         return dict(json.loads((self.partial(step) / "manifest.json").read_text()))
 
     def result(self, rank: int = 0) -> dict[str, Any]:
-        """``log``, that of the Trainer; ``messages`` of the saver; ``error``, llmtailor's own"""
+        """``log``, that of the Trainer; ``messages`` of the saver"""
         return dict(json.loads((self.folder / f"result-{rank}.json").read_text()))
 
     @property

@@ -126,17 +126,13 @@ class Job(Spec):
     arguments: dict[str, Any] | None = None
     """More TrainingArguments, or others than usual"""
     truth: bool = True
-    """At every save, write down what the process holds, and let the Trainer save a checkpoint of its own."""
+    """Let the Trainer save a checkpoint of its own at every save; see `attached`."""
     goes_on: str | None = None
     """Another job, whose partial checkpoints this one finds in its folder: a name, or the path of its folder"""
     at: int | None = None
     """The step at which to continue: `merge --run` composes it before the training starts."""
     disturb: dict[str, Any] | None = None
     """See `attached.Disturbance`."""
-    unguarded: bool = False
-    """Whether the optimizer does not wait for copies"""
-    fails: bool = False
-    """Whether the training ends with one of llmtailor's own errors, which is the result then."""
     has_saver = True
 
 

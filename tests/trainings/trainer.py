@@ -1,15 +1,13 @@
-"""The stock Trainer, under DeepSpeed or without; also by ``torchrun trainer.py SPECS FOLDER``."""
+"""The stock Trainer, under DeepSpeed or without."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -30,7 +28,6 @@ from trainings.common import (
     train_each,
 )
 from trainings.echo import Echo
-from trainings.forkserver import die_with_parent
 from trainings.models import layer_groups, tokenizer
 from trainings.spec import Spec
 
@@ -149,11 +146,3 @@ def run(spec: Spec, folder: Path) -> Losses:
 
 def main(specs_file: Path, folder: Path) -> None:
     train_each(specs_file, folder, run)
-
-
-if __name__ == "__main__":
-    die_with_parent()  # torchrun puts us out of reach of its process group
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
-    main(*map(Path, sys.argv[1:]))
-    sys.stdout.flush()
-    os._exit(0)  # no teardown of the interpreter: a gloo thread that wakes up in it aborts the process now and then

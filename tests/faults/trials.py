@@ -1,32 +1,20 @@
-"""Make merges fail in every way we can think of, see what they leave, run them again, and print counts.
-
-    python tests/campaigns/faults.py                              everything, some minutes
-    python tests/campaigns/faults.py --only kills --kills 500     real processes, killed at random moments
-    python tests/campaigns/faults.py --only steps --commands merge force
+"""Make merges fail in every way we can think of, see what they leave, run them again, and count the outcomes.
 
 After each trial the output must be absent (or the old one) or complete, the sources as they were, and the same command
-must then succeed and yield what an undisturbed one yields, byte for byte. The first trial that fails ends the campaign.
+must then succeed and yield what an undisturbed one yields, byte for byte.
 
-kills       `llmtailor` as a process of its own, sent SIGKILL, SIGTERM or SIGINT at random moments while it writes
-steps       killed before (writes: in the middle of) each single operation on the disk, one after the other
-errors      EIO, ENOSPC, EACCES, EROFS from each operation on: once, or for good
-power       power cuts after each operation, on a model disk that keeps no more than POSIX promises
-races       several processes at once into one output
-
-All but kills and races run in forked children whose ``os`` functions are wrapped (tests/faults/driver.py), on a small
+All but `kills` and `races` run in forked children whose ``os`` functions are wrapped (driver.py), on a small
 checkpoint, with buffers of some kB, so that there are many operations.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -34,13 +22,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from faults.driver import Server  # noqa: E402
-from faults.powercut import VIEWS, Disk, read_tree, write_tree  # noqa: E402
-from faults.scene import COMMANDS, Scene  # noqa: E402
-from synthetic import SHAPES  # noqa: E402
+from faults.powercut import VIEWS, Disk, read_tree, write_tree
+from faults.scene import COMMANDS, Scene
+from synthetic import SHAPES
 
 ERRORS: tuple[dict[str, object], ...] = (
     {"fault": "EIO"},
@@ -55,12 +39,12 @@ ERRORS: tuple[dict[str, object], ...] = (
 """What comes at an operation: see `faults.driver.Request`."""
 
 
-def large_scene(server: Server, root: Path, command: str, hidden_size: int) -> Scene:
+def large_scene(root: Path, command: str, hidden_size: int) -> Scene:
     """A checkpoint whose writing takes long enough to be interrupted, in many files so that there is much to keep."""
     shape = replace(
         SHAPES["tiny"], vocab_size=20_000, hidden_size=hidden_size, intermediate_size=4 * hidden_size, num_heads=8
     )
-    return Scene(server, root, command, shape, world_size=8)
+    return Scene(root, command, shape, world_size=8)
 
 
 # --- trials ----------------------------------------------------------------------------------------------------------
@@ -184,7 +168,7 @@ def _outcome(scene: Scene) -> str:
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
-_OURS = {**os.environ, "PYTHONPATH": str(ROOT)}
+_OURS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 _SILENT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
@@ -206,82 +190,3 @@ def _process(scene: Scene) -> Iterator[subprocess.Popen[bytes]]:
 def _wait_for_writing(scene: Scene, process: subprocess.Popen[bytes]) -> None:
     while process.poll() is None and not scene.staging.exists():
         time.sleep(0.001)
-
-
-# --- the campaign ----------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ["kills", "steps", "errors", "power", "races"]
-    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
-    parser.add_argument("--commands", nargs="+", choices=list(COMMANDS), default=list(COMMANDS))
-    parser.add_argument("--kills", type=int, default=200, help="per command (default: 200)")
-    parser.add_argument("--races", type=int, default=10, help="rounds per command (default: 10)")
-    parser.add_argument("--every", type=int, default=1, help="of steps, errors and power: every n-th operation only")
-    parser.add_argument("--hidden-size", type=int, default=128, help="of the model for kills and races (default: 128)")
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: another one each time")
-    parser.add_argument("--work", type=Path, help="where to work (default: a temporary folder)")
-    options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would pass on that it is ignored
-    chance = random.Random(options.seed)
-    print(f"seed {options.seed}", flush=True)
-
-    def every(total: int) -> range:
-        return range(1 + chance.randrange(options.every), total + 1, options.every)
-
-    work = Path(tempfile.mkdtemp(prefix="faults-", dir=options.work))
-    total: Counter[str] = Counter()
-    try:
-        for command in options.commands:
-            small, large = (_folder(work, f"{command}-{size}") for size in ("small", "large"))
-            for kind in options.only:
-                scene = (
-                    large_scene(Server(), large, command, options.hidden_size)
-                    if kind in ("kills", "races")
-                    else Scene(Server(), small, command)
-                )
-                began = time.monotonic()
-                for title, counts in _trials(kind, scene, options, every, chance):
-                    total[kind] += counts.total()
-                    print(f"\n{command}, {title}: {counts.total()} trials", flush=True)
-                    for outcome, count in sorted(counts.items()):
-                        print(f"  {count:6}  {outcome}")
-                print(f"  ({time.monotonic() - began:.0f} s)", flush=True)
-            shutil.rmtree(large)
-    finally:
-        shutil.rmtree(work)
-    print(f"\nall well: {', '.join(f'{count} {kind}' for kind, count in total.items())}")
-
-
-def _trials(
-    kind: str, scene: Scene, options: argparse.Namespace, every: Callable[[int], range], chance: random.Random
-) -> Iterator[tuple[str, Counter[str]]]:
-    if kind == "kills":
-        polite = options.kills // 5
-        yield "SIGKILL at random moments", kills(scene, [signal.SIGKILL] * options.kills, chance)
-        yield "SIGTERM at random moments", kills(scene, [signal.SIGTERM] * polite, chance)
-        yield "SIGINT at random moments", kills(scene, [signal.SIGINT] * polite, chance)
-    elif kind == "steps":
-        yield "killed at an operation", steps(scene, every)
-        yield "killed at an operation, without renameat2", steps(scene, every, no_exchange=True)
-    elif kind == "errors":
-        for fault in ERRORS:
-            how = "from an operation on" if fault.get("lasting") else "at an operation"
-            where = f" ({', '.join(fault['only'])})" if isinstance(fault.get("only"), tuple) else ""
-            yield f"{fault['fault']} {how}{where}", errors(scene, every, fault)
-    elif kind == "power":
-        yield "power cuts", power(scene, every)
-        yield "power cuts, without renameat2", power(scene, every, no_exchange=True)
-    else:
-        yield "races of 4", races(scene, options.races, 4, chance)
-
-
-def _folder(work: Path, name: str) -> Path:
-    path = work / name
-    path.mkdir()
-    return path
-
-
-if __name__ == "__main__":
-    main()
