@@ -1,12 +1,9 @@
-"""Parts from names alone: tables of name shapes, and properties that hold for any names."""
+"""Parts from names alone: tables of name shapes."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from helpers.cases import examples
 from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import ModelStructure
 
@@ -168,25 +165,3 @@ def test_two_spellings_of_a_model_are_the_same_parts() -> None:
             assert found.part_of[memory + name] == found.part_of[disk + name] == part
         assert {found.part_of[name] for name in heads} == {"lm_head"}
         assert {found.part_of[name] for name in towers} == {"visual.blocks.0"}
-
-
-WORDS = "model layers h visual encoder norm lm_head embed_tokens wte 0 1 7 lora_A x"
-word = st.sampled_from(WORDS.split())
-tensor_name = st.lists(word, min_size=1, max_size=6).map(".".join)
-
-
-@settings(max_examples=examples(40, 100))
-@given(st.lists(tensor_name, unique=True, max_size=25), st.data())
-def test_every_name_has_one_part_and_every_part_a_name(names: list[str], data: st.DataObject) -> None:
-    tied = {}
-    if names:
-        tied = data.draw(st.dictionaries(tensor_name, st.sampled_from(names), max_size=4))
-    found = find_parts_by_name(names, tied, {})
-    assert found.part_of.keys() == {*names, *tied}
-    assert set(found.parts) == set(found.part_of.values())
-    assert len(found.parts) == len(set(found.parts))
-    for name, target in tied.items():
-        assert found.part_of[name] == found.part_of[target]
-    assert all(int(part[6:]) < found.num_layers for part in found.parts if part.startswith("layer "))
-    assert not (found.tied and "lm_head" in found.parts)
-    assert find_parts_by_name(names, tied, {}) == found

@@ -17,7 +17,6 @@ TEXT: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-GPT: dict[str, Any] = {"vocab_size": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
 CLIP: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -42,55 +41,6 @@ def anatomy_of(model: Any, on_disk: list[str] | None = None) -> ModelStructure:
     names, tied = names_of(model)
     numels = {name: param.numel() for name, param in model.named_parameters()}
     return find_parts_by_name([*names, *(on_disk or [])], tied, numels)
-
-
-# architecture, changes to the config, tied, stack, parts beside the usual ones
-MODELS: list[tuple[str, str, dict[str, Any], bool, str, list[str]]] = [
-    ("LlamaForCausalLM", "LlamaConfig", TEXT, False, "model.layers", ["rotary_emb"]),
-    ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "tie_word_embeddings": True}, True, "model.layers", ["rotary_emb"]),
-    ("Qwen3ForCausalLM", "Qwen3Config", {**TEXT, "tie_word_embeddings": True}, True, "model.layers", ["rotary_emb"]),
-    ("MixtralForCausalLM", "MixtralConfig", {**TEXT, "num_local_experts": 2}, False, "model.layers", ["rotary_emb"]),
-    ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**TEXT, "num_experts": 2, "moe_intermediate_size": 8}, False,
-     "model.layers", ["rotary_emb"]),
-    ("GemmaForCausalLM", "GemmaConfig", TEXT, True, "model.layers", ["rotary_emb"]),
-    ("PhiForCausalLM", "PhiConfig", {**TEXT, "num_key_value_heads": 2}, False, "model.layers", ["rotary_emb"]),
-    ("GPT2LMHeadModel", "GPT2Config", GPT, True, "transformer.h", ["wpe"]),
-    ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, False, "gpt_neox.layers", ["rotary_emb"]),
-    ("OPTForCausalLM", "OPTConfig", {**TEXT, "ffn_dim": 32, "word_embed_proj_dim": 16}, True, "model.decoder.layers",
-     ["embed_positions"]),
-    ("FalconForCausalLM", "FalconConfig", {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 3,
-     "num_attention_heads": 2, "new_decoder_architecture": True}, True, "transformer.h", ["rotary_emb"]),
-    ("BloomForCausalLM", "BloomConfig", {"vocab_size": 32, "hidden_size": 16, "n_layer": 3, "n_head": 2}, True,
-     "transformer.h", ["word_embeddings_layernorm"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("architecture", "config", "changes", "tied", "stack", "others"),
-    MODELS,
-    ids=[f"{row[0]}-{'tied' if row[3] else 'untied'}" for row in MODELS],
-)
-def test_causal_lm(
-    architecture: str, config: str, changes: dict[str, Any], tied: bool, stack: str, others: list[str]
-) -> None:
-    with torch.device("meta"):
-        model = getattr(transformers, architecture)(getattr(transformers, config)(**changes))
-    found = anatomy_of(model)
-
-    usual = ["embed_tokens", "layer 0", "layer 1", "layer 2", "norm", *([] if tied else ["lm_head"])]
-    assert [part for part in found.parts if part not in others] == usual
-    assert found.num_layers == 3
-    assert found.tied is tied
-    for number in range(3):
-        own = [name for name in found.part_of if name.startswith(f"{stack}.{number}.")]
-        assert own
-        assert found.names(f"layer {number}") == own
-    inputs = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
-    assert found.part_of[inputs] == "embed_tokens"
-    head = model.get_output_embeddings().weight
-    heads = [name for name, p in model.named_parameters(remove_duplicate=False) if p is head]
-    assert {found.part_of[name] for name in heads} == {"embed_tokens" if tied else "lm_head"}
-    assert not any(name.startswith(f"{stack}.") for name in found.names("norm"))
 
 
 # architecture, config, its arguments, tied, stack in memory
