@@ -114,34 +114,6 @@ def test_plain_checkpoints_refuse_to_be_rounded(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_zero12_model_states_are_the_rounded_masters(tmp_path):
-    source = make(tmp_path, 100)
-    out = convert(source, tmp_path / "out", stage=2, world_size=3)
-    with pickled_as_deepspeed():
-        model = torch.load(out / "global_step100" / "mp_rank_00_model_states.pt", weights_only=False)
-        optim = [
-            torch.load(
-                out / "global_step100" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", weights_only=False
-            )
-            for rank in range(3)
-        ]
-    masters = load(source).kind(MASTER)
-    assert model["module"].keys() == masters.keys()
-    for name, tensor in model["module"].items():
-        assert torch.equal(tensor, masters[name].bfloat16())
-    inner = [each["optimizer_state_dict"] for each in optim]
-    assert [int(each["zero_stage"]) for each in inner] == [2, 2, 2]
-    for group, params in enumerate(model["param_shapes"]):
-        total = sum(shape.numel() for shape in params.values())
-        sizes = [len(each["single_partition_of_fp32_groups"][group]) for each in inner]
-        partition = len(inner[0]["base_optimizer_state"]["state"][group]["exp_avg"])
-        assert sum(sizes) == total
-        assert partition * 3 >= total
-        assert partition % 2 == 0
-        assert [each["group_paddings"][group] for each in inner] == [partition - size for size in sizes]
-    assert all(each["partition_count"] == [3, 3] for each in inner)
-
-
 @pytest.fixture
 def two(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
