@@ -167,13 +167,6 @@ def test_layer_groups_keep_a_step_per_layer(tmp_path, groups):
     assert len(found.rest["scheduler"]["base_lrs"]) == len(found.rest["param_groups"]) == 11
 
 
-def test_sources_with_other_groups_need_a_word(two):
-    shutil.rmtree(two / "checkpoint-100")
-    make(two, 100, shape=SMALL, groups="layer")
-    call("merge", "recipe.yaml", "out", code=5)
-    call("merge", "recipe.yaml", "out", "--groups", "layer")
-
-
 def test_convert_on_the_command_line(two):
     assert "no rule names" not in call("convert", "checkpoint-200", "--num-gpu", "3", "--stage", "2").stderr
     described = json.loads(call("inspect", "checkpoint-200-converted", "--json").stdout)

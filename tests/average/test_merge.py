@@ -24,7 +24,7 @@ from helpers.indexes import make_index
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Blend, Bytes, FileLayout, Plan, Slot, Term, Zeros
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.checkpoint.placement import Contiguous, Extent, Sliced
+from llmtailor.checkpoint.placement import Extent, Sliced
 from llmtailor.checkpoint.sources import Mix, Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, explain_recipe, plan_merge
@@ -127,18 +127,6 @@ def test_what_is_not_finite_stays_so():
     pairs = torch.tensor([[inf, 1.0], [inf, -inf], [nan, 1.0], [3e38, 3e38]], dtype=torch.float32)
     found = np.frombuffer(add([(bits(column), "F32", 0.5) for column in pairs.T], "F32"), "<f4")
     assert found[0] == inf and np.isnan(found[1]) and np.isnan(found[2]) and found[3] == np.float32(3e38)
-
-
-def test_no_terms_are_zeros(tmp_path):
-    state = State("w", EXP_AVG)
-    held = TensorEntry("F32", (5,), Contiguous(Extent("x", 0, 20), 4))
-    index = make_index(tmp_path, held={state: held, State("w", EXP_AVG_SQ): held})
-    sources = Sources({"w": 0}, averages={"w": Mix(())}, sums={state: ()})
-    plan = plan_composite([FileLayout("f", (Slot(state, "F32", 1, 4),))], [index], sources, base=0)
-    assert plan.files[0].pieces == (Blend((), 3, "F32", 0, state, 1),)
-    (result,) = execute(plan, tmp_path / "out")
-    assert (tmp_path / "out/f").read_bytes() == bytes(12)
-    assert [(run.state, run.begin, run.num_bytes) for run in result.runs()] == [(state, 1, 12)]
 
 
 @pytest.fixture

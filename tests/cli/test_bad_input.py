@@ -75,24 +75,6 @@ def test_the_undamaged_case_works(run):
     assert (run / "out" / "llmtailor.json").is_file()
 
 
-# --- the recipe ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("recipe", "told"),
-    [
-        ("base_modle: checkpoint-200\n" + RECIPE, ["base_modle", "base_model", "recipe.yaml:1"]),
-        ("base_model: [unclosed\nparts: {", ["recipe.yaml:"]),
-        (RECIPE.replace("odd", "12"), ["12", "4 layers"]),
-        (RECIPE.replace("odd", "lm_hed"), ["lm_hed", "lm_head"]),
-        ("parts:\n  - from: checkpoint-100\n    select: [odd, norm]\n", ["embed_tokens", "lm_head", "layer"]),
-        (RECIPE + "output: ${NOWHERE_AT_ALL}/out\n", ["NOWHERE_AT_ALL"]),
-    ],
-)
-def test_recipes(run, recipe, told):
-    refused(run, 3, *told, recipe=recipe)
-
-
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 
