@@ -38,6 +38,21 @@ def tensors(step=3.0, value=1.0, **more):
     return {"step": torch.tensor(step), "flat": torch.full((50_000,), value), **more}
 
 
+@pytest.mark.parametrize("make", [headers, tensors])
+def test_names_of_one_length_do_not_count(tmp_path, make):
+    first = key(tmp_path, make(overflow=False))
+    assert first is not None
+    assert key(tmp_path, make(overflow=False), "rank_2.pt") == first
+    assert key(tmp_path, make(overflow=True)) != first
+
+
+def test_elements_do_not_count_but_scalars_do(tmp_path):
+    first = key(tmp_path, tensors())
+    assert key(tmp_path, tensors(value=2.0)) == first
+    assert key(tmp_path, tensors(step=4.0)) != first
+    assert key(tmp_path, tensors(more=torch.zeros(3))) != first
+
+
 def test_a_file_that_holds_its_name_elsewhere_is_like_no_other(tmp_path):
     assert key(tmp_path, headers(note="rank_1/")) is None
     assert key(tmp_path, headers(note="rank_2/")) is not None

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.cases import examples
 from helpers.render import render
+from helpers.states import raw
 from hostile.exploits import Reduced
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.placement import Extent
@@ -168,10 +169,6 @@ DTYPES = [
 def save(folder, tree, name="x.pt"):
     torch.save(tree, folder / name)
     return read_torch_file(folder, name, name)
-
-
-def raw(tensor):
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

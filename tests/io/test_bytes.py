@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.states import raw
 from llmtailor.model.roles import State
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import part_digest
@@ -18,10 +19,6 @@ from llmtailor.storage.local import AHEAD_BYTES, Ahead
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 INTEGERS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-def raw(tensor):
-    return tensor.view(torch.uint8).numpy().tobytes()
 
 
 def same(ours: bytes, theirs: torch.Tensor) -> bool:
