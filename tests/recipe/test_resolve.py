@@ -198,8 +198,6 @@ REFUSED = [
     (slices("a 3 3"), HEADLESS, RANGE, "[3, 3] is not the number of a part of this model", "[0, 0] is norm"),
     (weight(PRE, "model.embed_token.weight"), FOUR, ":2 pre_weights[0]",
      "no part or tensor 'model.embed_token.weight'", "did you mean 'model.embed_tokens.weight'"),
-    (parts("a even, 8"), FOUR, ":2 parts[0]", "'8' is out of range", "4 layers, 0-3"),
-    (parts("a visual"), FOUR, ":2 parts[0]", "no part or tensor 'visual'", "embed_tokens, layers 0-3"),
     (parts("a '*.experts.*'"), FOUR, ":2 parts[0]", "matches no tensor name", "names look like"),
     ("parts: [{from: a, select: [first:3, embed_tokens, '9', '*.8.mlp.*']}]", llama(10), "",
      ": layers 3-7, layer 8 (partly), norm, lm_head", "base_model"),
