@@ -15,13 +15,17 @@ from safetensors.torch import load_file
 
 import llmtailor
 import oracle.any
-from helpers.cases import every, examples
+from campaigns.fuzz import make_sound
+from helpers.cases import diagonal, every, examples
 from helpers.checkpoints import SMALL, make
 from helpers.commands import call
 from helpers.composing import convert
+from helpers.states import read, same
 from helpers.strategies import shapes
 from llmtailor.checkpoint.optimizer import without_names
+from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from oracle import zero3
 from synthetic import pickled_as_deepspeed
 
@@ -114,34 +118,6 @@ def test_plain_checkpoints_refuse_to_be_rounded(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_zero12_model_states_are_the_rounded_masters(tmp_path):
-    source = make(tmp_path, 100)
-    out = convert(source, tmp_path / "out", stage=2, world_size=3)
-    with pickled_as_deepspeed():
-        model = torch.load(out / "global_step100" / "mp_rank_00_model_states.pt", weights_only=False)
-        optim = [
-            torch.load(
-                out / "global_step100" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", weights_only=False
-            )
-            for rank in range(3)
-        ]
-    masters = load(source).kind(MASTER)
-    assert model["module"].keys() == masters.keys()
-    for name, tensor in model["module"].items():
-        assert torch.equal(tensor, masters[name].bfloat16())
-    inner = [each["optimizer_state_dict"] for each in optim]
-    assert [int(each["zero_stage"]) for each in inner] == [2, 2, 2]
-    for group, params in enumerate(model["param_shapes"]):
-        total = sum(shape.numel() for shape in params.values())
-        sizes = [len(each["single_partition_of_fp32_groups"][group]) for each in inner]
-        partition = len(inner[0]["base_optimizer_state"]["state"][group]["exp_avg"])
-        assert sum(sizes) == total
-        assert partition * 3 >= total
-        assert partition % 2 == 0
-        assert [each["group_paddings"][group] for each in inner] == [partition - size for size in sizes]
-    assert all(each["partition_count"] == [3, 3] for each in inner)
-
-
 @pytest.fixture
 def two(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -195,13 +171,6 @@ def test_layer_groups_keep_a_step_per_layer(tmp_path, groups):
     assert len(found.rest["scheduler"]["base_lrs"]) == len(found.rest["param_groups"]) == 11
 
 
-def test_sources_with_other_groups_need_a_word(two):
-    shutil.rmtree(two / "checkpoint-100")
-    make(two, 100, shape=SMALL, groups="layer")
-    call("merge", "recipe.yaml", "out", code=5)
-    call("merge", "recipe.yaml", "out", "--groups", "layer")
-
-
 def test_convert_on_the_command_line(two):
     assert "no rule names" not in call("convert", "checkpoint-200", "--num-gpu", "3", "--stage", "2").stderr
     described = json.loads(call("inspect", "checkpoint-200-converted", "--json").stdout)
@@ -210,3 +179,63 @@ def test_convert_on_the_command_line(two):
     zero3.assert_same(load(two / "back"), load(two / "checkpoint-200"))
     call("convert", "nowhere", code=4)
     call("convert", "checkpoint-200", "--stage", "4", code=2)
+
+
+# --- other formats, of synthetic and of partial checkpoints -----------------------------------------------------------
+
+
+@st.composite
+def chains_of_formats(draw):
+    layout = {
+        "shape": draw(shapes(max_layers=2)),
+        "world_size": draw(st.integers(1, 3)),
+        "groups": draw(st.sampled_from(["default", "layer"])),
+    }
+    hop = st.tuples(st.sampled_from(["fsdp", "dcp", "deepspeed"]), st.integers(1, 5))
+    return layout, draw(st.lists(hop, min_size=1, max_size=4))
+
+
+@given(chains_of_formats())
+@settings(max_examples=examples(2, 40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_chain_of_formats_leads_back(tmp_path_factory, case):
+    layout, hops = case
+    root = tmp_path_factory.mktemp("chain")
+    source = at = make(root, 100, **layout)
+    wanted = index_checkpoint(source)
+    for number, (to, ranks) in enumerate([*hops, ("deepspeed", layout["world_size"])]):
+        dtype = "BF16" if to == "deepspeed" and not index_checkpoint(at).form.has_masters else None
+        out = root / f"hop-{number}"
+        convert(at, out, dtype=dtype, to=to, world_size=ranks, stage=3 if to == "deepspeed" else None)
+        verdict = verify_checkpoint(out, deep=True)
+        assert verdict.level == RESUMABLE or all(one.severity != "error" for one in verdict.findings), verdict.findings
+        found = index_checkpoint(out)
+        assert (found.params, found.tied, found.steps()) == (wanted.params, wanted.tied, wanted.steps())
+        assert found.group_params == wanted.group_params
+        at = out
+    before, after = load(source), load(at)
+    assert after.steps == before.steps
+    for state, tensor in before.states.items():
+        if state.kind in (MASTER, *MOMENTS):
+            assert torch.equal(after.states[state], tensor), state
+        elif state.kind == "frozen":
+            assert torch.equal(after.states[state], tensor.to(after.states[state].dtype)), state
+    shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return make_sound(tmp_path_factory.mktemp("sound"))
+
+
+@pytest.mark.parametrize(("to", "form"), diagonal(["dcp", "fsdp"], ("partial", "partial2", "partial0")))
+def test_every_state_of_a_partial_checkpoint_is_there(sound, tmp_path, to, form):
+    out = convert(sound[form], tmp_path / "out", to=to, world_size=3)
+    before, after = index_checkpoint(sound[form]), index_checkpoint(out)
+    assert verify_checkpoint(out, deep=True).level == RESUMABLE
+    assert (after.params, after.tied, after.steps()) == (before.params, before.tied, before.steps())
+    assert after.group_params == before.group_params and after.world_size == 3
+    states = [state for state in before.held if state.kind in (MASTER, *MOMENTS)]
+    assert len(states) == 3 * len(before.steps())
+    for state in states:
+        there = [read(index.root, index.held[state]).flatten() for index in (before, after)]
+        assert same(*there), state

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import llmtailor
 from helpers.cases import examples
 from helpers.checkpoints import make
+from helpers.states import raw
 from helpers.strategies import shapes
 from llmtailor.model.roles import WEIGHT
 from llmtailor.storage.checksums import part_digest
@@ -101,19 +102,13 @@ def check_files(out: Path, report: llmtailor.compose.plan.Report) -> None:
     tied = snapshot.rest["tied"]
     for row in manifest["parts"]:
         states = [
-            (state, tensor.numel() * tensor.element_size(), zlib.crc32(zero3_bytes(tensor)))
+            (state, tensor.numel() * tensor.element_size(), zlib.crc32(raw(tensor)))
             for state, tensor in snapshot.states.items()
             if str(part_of(tied.get(state.param, state.param))) == row["part"].removeprefix("layer ")
         ]
         # weights are rounded masters, and may go by other names: they are no part of the digest
         assert row["digest"] == part_digest([one for one in states if one[0].kind != WEIGHT])
         assert row["num_bytes"] == sum(num_bytes for _, num_bytes, _ in states)
-
-
-def zero3_bytes(tensor) -> bytes:
-    import torch
-
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def check_report(report, choice, base) -> None:

@@ -21,10 +21,11 @@ import llmtailor
 from helpers.cases import examples
 from helpers.checkpoints import SMALL, edit, make, optim_states
 from helpers.indexes import make_index
+from helpers.states import DTYPES, mean, raw
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Blend, Bytes, FileLayout, Plan, Slot, Term, Zeros
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.checkpoint.placement import Contiguous, Extent, Sliced
+from llmtailor.checkpoint.placement import Extent, Sliced
 from llmtailor.checkpoint.sources import Mix, Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, explain_recipe, plan_merge
@@ -48,18 +49,12 @@ from thin.scene import save_partial
 
 # --- sums -------------------------------------------------------------------------------------------------------------
 
-TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
 
 def oracle(values: list[torch.Tensor], shares: list[float], dtype: str) -> torch.Tensor:
     total = values[0].double() * shares[0]
     for value, share in zip(values[1:], shares[1:], strict=True):
         total = total + value.double() * share
-    return total.float().to(TORCH[dtype])
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return total.float().to(DTYPES[dtype])
 
 
 @st.composite
@@ -79,10 +74,10 @@ def test_any_cuts_and_dtypes_give_the_sum_of_the_oracle(tmp_path_factory, case):
     values, indexes = [], []
     for world, dtype in cuts:
         root = tmp_path_factory.mktemp("source")
-        value = (torch.randn(numel, generator=generator) * 3).to(TORCH[dtype])
+        value = (torch.randn(numel, generator=generator) * 3).to(DTYPES[dtype])
         part, size = -(-numel // world), value.element_size()
         for rank in range(world):
-            own = bits(value[rank * part : (rank + 1) * part]).ljust(part * size, b"\xab")
+            own = raw(value[rank * part : (rank + 1) * part]).ljust(part * size, b"\xab")
             (root / f"rank{rank}").write_bytes(b"hdr" + own)
         shards = tuple(Extent(f"rank{rank}", 3, 3 + part * size) for rank in range(world))
         held = {State("w", MASTER): TensorEntry(dtype, (numel,), Sliced(shards, 0, part, size))}
@@ -104,7 +99,7 @@ def test_any_cuts_and_dtypes_give_the_sum_of_the_oracle(tmp_path_factory, case):
     results = execute(plan, out)
     for kind, dtype in kinds:
         written = b"".join((out / f"{kind}-{rank}").read_bytes()[1:] for rank in range(ranks))
-        assert written == bits(oracle(values, shares, dtype)), kind
+        assert written == raw(oracle(values, shares, dtype)), kind
     runs_of = [run for result in results for run in result.runs() if run.state.kind == MASTER]
     assert sum(run.num_bytes for run in runs_of) == 4 * numel
     assert plan.summary.moved == {("w", 0): 8 * numel}
@@ -117,28 +112,16 @@ ODD = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3.4e38, float("inf"), -float("inf"
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=6), st.sampled_from(["F32", "BF16"]))
 def test_the_average_of_one_value_is_that_value_bit_for_bit(weights, dtype):
-    value = torch.cat([ODD, torch.randn(500, generator=torch.Generator().manual_seed(0))]).to(TORCH[dtype])
-    terms = [(bits(value), dtype, weight / sum(weights)) for weight in weights]
-    assert add(terms, dtype) == bits(value)
+    value = torch.cat([ODD, torch.randn(500, generator=torch.Generator().manual_seed(0))]).to(DTYPES[dtype])
+    terms = [(raw(value), dtype, weight / sum(weights)) for weight in weights]
+    assert add(terms, dtype) == raw(value)
 
 
 def test_what_is_not_finite_stays_so():
     inf, nan = float("inf"), float("nan")
     pairs = torch.tensor([[inf, 1.0], [inf, -inf], [nan, 1.0], [3e38, 3e38]], dtype=torch.float32)
-    found = np.frombuffer(add([(bits(column), "F32", 0.5) for column in pairs.T], "F32"), "<f4")
+    found = np.frombuffer(add([(raw(column), "F32", 0.5) for column in pairs.T], "F32"), "<f4")
     assert found[0] == inf and np.isnan(found[1]) and np.isnan(found[2]) and found[3] == np.float32(3e38)
-
-
-def test_no_terms_are_zeros(tmp_path):
-    state = State("w", EXP_AVG)
-    held = TensorEntry("F32", (5,), Contiguous(Extent("x", 0, 20), 4))
-    index = make_index(tmp_path, held={state: held, State("w", EXP_AVG_SQ): held})
-    sources = Sources({"w": 0}, averages={"w": Mix(())}, sums={state: ()})
-    plan = plan_composite([FileLayout("f", (Slot(state, "F32", 1, 4),))], [index], sources, base=0)
-    assert plan.files[0].pieces == (Blend((), 3, "F32", 0, state, 1),)
-    (result,) = execute(plan, tmp_path / "out")
-    assert (tmp_path / "out/f").read_bytes() == bytes(12)
-    assert [(run.state, run.begin, run.num_bytes) for run in result.runs()] == [(state, 1, 12)]
 
 
 @pytest.fixture
@@ -219,11 +202,6 @@ def average(run: Path, out: Path, content: Mapping[str, Any], **options: Any) ->
 
 def models(*steps: int) -> list[dict[str, str]]:
     return [{"model": f"checkpoint-{step}"} for step in steps]
-
-
-def mean(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-    scaled = [value.double() * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True)]
-    return sum(scaled[1:], scaled[0]).float()
 
 
 def assert_states(found: Snapshot, wanted: Mapping[State, torch.Tensor]) -> None:

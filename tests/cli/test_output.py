@@ -138,11 +138,6 @@ def test_inspect_says_what_is_odd(run):
         assert any(told in line for line in odd)
 
 
-def test_a_checkpoint_that_cannot_be_read_has_its_own_exit_code(run):
-    told = call("inspect", "nowhere", code=4).stderr
-    assert "nowhere: there is no such checkpoint folder" in told and "checkpoint-100" in told
-
-
 def test_a_composite_in_inspect_shows_the_age_of_its_parts(run):
     call("merge", "recipe.yaml", "out")
     parts = json.loads(call("inspect", "out", "--json").stdout)["parts"]

@@ -55,22 +55,13 @@ def steps_of(*arguments: str) -> list[int]:
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [
-        ([], [140] * 7),
         (["--strategy", "latest", "--at", "125"], [120] * 7),
-        (["--strategy", "parity"], [140, 140, 130, 140, 130, 140, 140]),
         (["--strategy", "parity", "--flip", "--failure-step", "130"], [130, 120, 130, 120, 130, 130, 130]),
         (["--strategy", "filter", "--first", "1", "--last", "1", "--every", "3"], [140, 140, 120, 120, 140, 140, 140]),
     ],
 )
 def test_strategies(there, arguments, steps):
     assert steps_of("run", *arguments) == steps
-
-
-def test_a_path_with_a_dollar(run):
-    """In a recipe, $ begins a variable."""
-    run.rename(run.with_name("$run"))
-    assert steps_of("$run", "--strategy", "parity", "--at", "130") == [130, 130, 120, 130, 120, 130, 130]
-    assert "$$run" in (run.parent / "recipe.yaml").read_text()
 
 
 def test_the_update_log(run):

@@ -176,11 +176,6 @@ def test_a_damaged_checkpoint_is_refused(run, copy, damage):
     assert code == 4 and str(copy.name) in text
 
 
-def test_other_models_have_nothing_in_common(run, tmp_path):
-    code, text = call(run / "checkpoint-100", tmp_path / "nothing")
-    assert code == 4 and "nothing" in text
-
-
 # --- elements ---------------------------------------------------------------------------------------------------------
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}

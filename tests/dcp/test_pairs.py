@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers.composing import convert_to_resume
 from helpers.states import assert_same_held, held_by, loaded_by
@@ -133,22 +132,3 @@ def test_training_goes_on(runs, resumed, pair):
         None not in (own, pair.dtype) and pair.dtype != "BF16" and {own, pair.kind} <= {"trainer", "ddp", "deepspeed"}
     ):
         assert run.losses == pytest.approx(losses, rel=RELATIVE)
-
-
-def test_torchs_own_tools_read_what_is_written(runs, tmp_path):
-    """``dcp.load`` without ranks, and ``dcp_to_torch_save``"""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    pair = Pair("llama", "dcp", 3)
-    out = convert(runs, pair, tmp_path / "out")
-    wanted = held_by(runs["llama"], STEP)
-    dcp_to_torch_save(out, tmp_path / "all.pt")
-    whole = torch.load(tmp_path / "all.pt", weights_only=False)
-    assert set(whole) == {"model", "optim", "lr_scheduler"}
-    assert_same_held({"weights": whole["model"], "states": whole["optim"]["state"]}, wanted)
-    groups = whole["optim"]["param_groups"]
-    assert [name for group in groups for name in group["params"]] == list(wanted["states"])
-    one = {"model": {name: torch.empty_like(tensor) for name, tensor in wanted["weights"].items()}}
-    dcp.load(one, checkpoint_id=out, no_dist=True)
-    assert all(torch.equal(one["model"][name], tensor) for name, tensor in wanted["weights"].items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from helpers.checkpoints import SMALL, make
+from helpers.checkpoints import make
 from helpers.composing import convert
 from helpers.states import read
-from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.errors import SourceError
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
 from llmtailor.formats.common.param_names import ModelFacts, derived_names
@@ -23,7 +21,7 @@ from llmtailor.model.roles import MASTER, State
 from oracle import zero3
 from synthetic import pickled_as_deepspeed
 from trainings.alone import finished, train
-from verify.damages import on_json, optim
+from verify.damages import on_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -40,24 +38,6 @@ def test_remote_code_is_never_run(root, tmp_path):
     with pytest.raises(SourceError, match="transformers can't build the model"):
         index_checkpoint(root, "ckpt")
     assert not (tmp_path / "ran").exists()
-
-
-def test_names_make_the_model_unnecessary(root):
-    index = index_checkpoint(root, "ckpt")
-
-    def name_them(it):
-        for group, params in zip(it.groups, index.group_params, strict=True):
-            group["param_names"] = list(params)
-
-    optim(name_them)(root, root)
-    on_json("config.json", architectures=["Nothing"])(root, root)
-    named = index_checkpoint(root, "ckpt")
-    assert (named.params, named.held.keys(), named.group_params) == (
-        index.params,
-        index.held.keys(),
-        index.group_params,
-    )
-    assert [without_names(group.hyper) for group in named.groups] == [group.hyper for group in index.groups]
 
 
 def saved(*groups):
@@ -101,44 +81,6 @@ def test_frozen_params_are_told_only_where_the_shapes_leave_no_doubt(shapes, nam
 def test_shapes_that_fit_nowhere():
     with pytest.raises(SourceError, match="do not fit"):
         derived_names(saved([(8, 4), (9, 4), (4, 4)], [(4,)]), MODEL, "x")
-
-
-@pytest.mark.parametrize("groups", ["default", "layer"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_zero3_becomes_plain_without_a_bit_lost(tmp_path, groups, world_size):
-    source = make(tmp_path, 7, shape=replace(SMALL, head_dim=4), groups=groups, world_size=2, sub_group_size=100)
-    with pickled_as_deepspeed():
-        oracle = zero3.load(source)
-    base = index_checkpoint(source)
-    out = convert(source, tmp_path / "plain", stage=0, world_size=world_size)
-    assert not (out / "latest").exists()
-    assert len(list(out.glob("rng_state*"))) == world_size
-
-    config = transformers.AutoConfig.from_pretrained(out)
-    assert config.dtype == torch.float32
-    model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    for name, param in model.named_parameters():
-        assert not zero3.differ(param.detach(), oracle.kind(MASTER)[name])
-
-    params = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW([{"params": [params[name] for name in names]} for names in base.group_params])
-    optimizer.load_state_dict(torch.load(out / "optimizer.pt", weights_only=True))
-    for name, param in params.items():
-        state = optimizer.state[param]
-        assert state["step"] == 7
-        for moment in MOMENTS:
-            assert not zero3.differ(state[moment], oracle.kind(moment)[name])
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [
-        group.hyper["weight_decay"] for group in base.groups
-    ]
-    model(input_ids=torch.arange(5)[None], labels=torch.arange(5)[None]).loss.backward()
-    optimizer.step()
-
-    index = index_checkpoint(out, "plain")
-    assert index.params == base.params and index.group_params == base.group_params
-    assert [one.params for one in index.sub_groups] == [(param,) for group in base.groups for param in group.params]
-    assert set(index.steps().values()) == {7.0} and index.world_size == world_size
-    assert [without_names(group.hyper) for group in index.groups] == [group.hyper for group in base.groups]
 
 
 def test_weights_over_several_files(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,19 @@ from oracle import any as oracle_any
 from oracle.zero3 import MOMENTS, Snapshot
 from trainings.harness import Run
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+}  # fmt: skip
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Sum in fp64, as averages are made."""
+    scaled = [value.double() * (weight / math.fsum(weights)) for value, weight in zip(values, weights, strict=True)]
+    return sum(scaled[1:], scaled[0]).float()
 
 
 def read(root: Path, held: TensorEntry) -> torch.Tensor:

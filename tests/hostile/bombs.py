@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 import zipfile
@@ -400,11 +399,6 @@ def nan_step(checkpoint: Path) -> None:
     torch.save(torch.tensor(float("nan")), checkpoint / PARAM / "step.pt")
 
 
-def pipe(checkpoint: Path) -> None:
-    (checkpoint / PARAM / "fp32.pt").unlink()
-    os.mkfifo(checkpoint / PARAM / "fp32.pt")
-
-
 def copy_state(checkpoint: Path) -> None:
     shutil.copy(checkpoint / PARAM / "fp32.pt", checkpoint / PARAM / "weight.pt")
 
@@ -414,7 +408,6 @@ UNIVERSAL: dict[str, tuple[Build, str]] = {
     "an absolute name": (param_named("/etc/passwd"), "missing|module"),
     "tensor parallelism": (in_file(f"{PARAM}/fp32.pt", lambda tree: tree.update(vocab_tensor=True)), "vocab_tensor"),
     "a tag outside": (file("latest_universal", b"../x"), "points to"),
-    "a pipe": (pipe, "missing"),
     "a state with a name of ours": (copy_state, "weight"),
     "no number as step": (nan_step, "not a number"),
     "sub-groups of nobody": (

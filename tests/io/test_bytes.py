@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from helpers.states import raw
 from llmtailor.model.roles import State
 from llmtailor.storage.casts import cast
-from llmtailor.storage.checksums import combine, crc32, part_digest
+from llmtailor.storage.checksums import part_digest
 from llmtailor.storage.local import AHEAD_BYTES, Ahead
 
 # --- casts and checksums ----------------------------------------------------------------------------------------------
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 INTEGERS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-def raw(tensor):
-    return tensor.view(torch.uint8).numpy().tobytes()
 
 
 def same(ours: bytes, theirs: torch.Tensor) -> bool:
@@ -45,14 +39,6 @@ def test_casts_are_torchs_bit_for_bit(source, target):
     drawn = np.random.default_rng(0).integers(0, np.iinfo(bits).max, 200_000, bits, endpoint=True)
     values = torch.cat([torch.frombuffer(bytearray(drawn.tobytes()), dtype=dtype), torch.tensor(EDGES).to(dtype)])
     assert same(cast(raw(values), source, target), values.to(DTYPES[target]))
-
-
-@given(st.lists(st.binary(max_size=50), max_size=6))
-def test_checksums_of_runs_combine_into_that_of_the_whole(runs):
-    crc = 0
-    for run in runs:
-        crc = combine(crc, crc32(run), len(run))
-    assert crc == zlib.crc32(b"".join(runs))
 
 
 def test_a_digest_does_not_depend_on_order_but_on_everything_else():

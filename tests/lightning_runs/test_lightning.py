@@ -21,7 +21,6 @@ from click.testing import CliRunner
 from helpers.cases import mostly_long
 from helpers.commands import forget_urls
 from helpers.composing import convert
-from helpers.recipes import odd_layers_from
 from helpers.states import assert_same_states
 from llmtailor.cli.main import cli
 from llmtailor.codes import Code
@@ -60,7 +59,8 @@ def test_later_saves_are_said_to_be_refused_where_they_are(
     """Under DeepSpeed all params make their steps together; without it, any may lag behind."""
     older, base = (runs.checkpoint(name, step) for step in (2, 4))
     groups = ["--groups", "layer"] if is_refused else []
-    plan = call("merge", odd_layers_from(older, base, tmp_path), "--dry-run", *groups)
+    (tmp_path / "recipe.yaml").write_text(f"base_model: {base}\nparts: [{{from: {older}, select: odd}}]\n")
+    plan = call("merge", tmp_path / "recipe.yaml", "--dry-run", *groups)
     assert {step for row in plan["optimizer_steps"] for step in [row["step"]]} == {2, 4}
     assert [notice["where"] for notice in plan["notices"]].count("optimizer") == is_refused
 

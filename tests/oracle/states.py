@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from oracle import zero3, zero12
 from oracle.zero3 import load_ranks
 
 MASTER, QUANT = "master", "__bnb_optimizer_quant_state__"
@@ -99,32 +100,21 @@ def _of_zero(tag: Path) -> States:
                 for param in shapes:
                     found[param][kind] = values[0]
                 continue
-            cut = _slices if is_zero3 else _partitions
-            for param, tensor in cut([one.detach() for one in values], shapes).items():
+            ranks = [one.detach() for one in values]
+            joined = (
+                zero3.cut(ranks, shapes, len(ranks), zero_padding=False) if is_zero3 else _partitions(ranks, shapes)
+            )
+            for param, tensor in joined:
                 found[param][kind] = tensor
     return found
 
 
-def _slices(ranks: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-    found, at = {}, 0
-    for param, shape in shapes.items():
-        part = math.ceil(math.prod(shape) / len(ranks))
-        whole = torch.cat([one[at : at + part] for one in ranks])
-        found[param] = whole[: math.prod(shape)].reshape(shape)
-        at += part
-    return found
-
-
-def _partitions(ranks: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+def _partitions(ranks: Sequence[torch.Tensor], shapes: dict[str, torch.Size]) -> list[tuple[str, torch.Tensor]]:
     total = sum(math.prod(shape) for shape in shapes.values())
     part = math.ceil(total / (2 * len(ranks))) * 2
     if all(len(one) == part for one in ranks) or sum(map(len, ranks)) == total:
-        found, at, vector = {}, 0, torch.cat([*ranks])
-        for param, shape in shapes.items():
-            found[param] = vector[at : at + math.prod(shape)].reshape(shape)
-            at += math.prod(shape)
-        return found
-    return _whole(ranks, shapes, part)
+        return zero12.cut(torch.cat([*ranks])[:total], shapes, [0] * len(shapes))
+    return [*_whole(ranks, shapes, part).items()]
 
 
 def _whole(ranks: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size], part: int) -> dict[str, torch.Tensor]:

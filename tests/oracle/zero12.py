@@ -59,7 +59,7 @@ def load(checkpoint: Path) -> Snapshot:
             stripped = elastic or (kind == MASTER and not bf16_optimizer)
             lengths = [part - padding * stripped for padding in paddings]
             assert [len(each) for each in per_rank] == lengths, f"{kind} of group {group}: lengths are not {lengths}"
-            for name, tensor in _cut(torch.cat([each.detach() for each in per_rank]), params, gaps):
+            for name, tensor in cut(torch.cat([each.detach() for each in per_rank]), params, gaps):
                 states[State(name, kind)] = tensor
         found = {float(each[group]["step"]) if each else 0.0 for each in per_group}
         assert len(found) == 1, f"group {group}: the ranks are at different steps: {found}"
@@ -94,7 +94,7 @@ def slice_mappings(checkpoint: Path) -> list[list[dict[str, tuple[int, int]]]]:
     ]
 
 
-def _cut(vector: torch.Tensor, shapes: dict[str, torch.Size], gaps: Sequence[int]) -> list[tuple[str, torch.Tensor]]:
+def cut(vector: torch.Tensor, shapes: dict[str, torch.Size], gaps: Sequence[int]) -> list[tuple[str, torch.Tensor]]:
     """Return the params of a joined vector; all that is left over must be zero."""
     params, at = [], 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):

@@ -61,7 +61,7 @@ def load(checkpoint: Path) -> Snapshot:
         if inner[0]["state"]:  # empty as long as every step overflowed (fp16)
             flats.update({moment: [each["state"][flat_id][moment] for each in inner] for moment in MOMENTS})
         for kind, per_rank in flats.items():
-            for name, tensor in _cut(per_rank, params, world, zero_padding=kind in MOMENTS):
+            for name, tensor in cut(per_rank, params, world, zero_padding=kind in MOMENTS):
                 states[State(name, kind)] = tensor
         found = {float(each["state"][flat_id]["step"]) if each["state"] else 0.0 for each in inner}
         assert len(found) == 1, f"flat id {flat_id}: the ranks are at different steps: {found}"
@@ -69,7 +69,7 @@ def load(checkpoint: Path) -> Snapshot:
 
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         fragments = [model["frozen_param_fragments"][name] for model in models]
-        [(_, states[State(name, FROZEN)])] = _cut(fragments, {name: shape}, world, zero_padding=False)
+        [(_, states[State(name, FROZEN)])] = cut(fragments, {name: shape}, world, zero_padding=False)
     for name in models[0]["buffer_names"]:
         states[State(name, BUFFER)] = torch.stack([model["module"][name] for model in models])
     states.update({State(name, WEIGHT): tensor for name, tensor in read_weights(checkpoint).items()})
@@ -170,7 +170,7 @@ def load_ranks(tag: Path, what: str) -> list[dict[str, Any]]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _cut(
+def cut(
     flats: Sequence[torch.Tensor], shapes: dict[str, torch.Size], world: int, zero_padding: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the params of a flat id, joined from the ranks' flat tensors."""

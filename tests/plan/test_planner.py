@@ -1,4 +1,7 @@
-"""The planner: pieces tile every file, and the bytes they name are those of a slow, obvious cut."""
+"""The planner: what is rounded, cut over several sources, and which steps it chooses.
+
+That pieces tile every file, and the bytes that they name, is proven in test_merge_property and average/test_merge.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.cases import examples
 from helpers.indexes import make_index
-from helpers.render import render
 from llmtailor.checkpoint.index import TensorEntry
-from llmtailor.checkpoint.layout import Bytes, Cast, Crc, FileLayout, Slot, Zeros
+from llmtailor.checkpoint.layout import Bytes, Cast, Crc, FileLayout, Slot
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import AllZero, Boxes, Extent, Sliced
 from llmtailor.checkpoint.sources import Cut, Sources
@@ -25,77 +26,6 @@ from llmtailor.compose.report import step_notices
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
-
-PADDING = 0xAB
-"""What the sources have where no element is; it must never come out."""
-
-
-@st.composite
-def cases(draw):
-    numels = draw(st.lists(st.integers(0, 40), min_size=1, max_size=6))
-    worlds = draw(st.lists(st.integers(1, 5), min_size=2, max_size=4))
-    orders = [draw(st.permutations(range(len(numels)))) for _ in worlds]
-    choice = [draw(st.integers(0, len(worlds) - 1)) for _ in numels]
-    return numels, worlds, orders, choice, draw(st.integers(1, 5))
-
-
-def flat_files(values: dict[str, np.ndarray], order: list[str], world: int) -> list[bytes]:
-    """The slow, obvious cut: a flat file per rank, padded with garbage, behind 3 bytes of header."""
-    files = [bytearray(b"hdr") for _ in range(world)]
-    for name in order:
-        part = -(-len(values[name]) // world)
-        for rank, file in enumerate(files):
-            piece = values[name][rank * part : (rank + 1) * part]
-            file += piece.tobytes() + bytes([PADDING]) * (4 * (part - len(piece)))
-    return [bytes(file) for file in files]
-
-
-def sliced(order: list[str], numels: dict[str, int], world: int, files: list[bytes]) -> dict[State, TensorEntry]:
-    shards = tuple(Extent(f"rank{rank}", 3, len(file)) for rank, file in enumerate(files))
-    held, offset = {}, 0
-    for name in order:
-        part = -(-numels[name] // world)
-        held[State(name, MASTER)] = TensorEntry("F32", (numels[name],), Sliced(shards, offset, max(part, 1), 4))
-        offset += part
-    return held
-
-
-@given(cases())
-@settings(max_examples=examples(60, 200))
-def test_any_choice_over_any_layouts_gives_the_bytes_of_the_oracle(tmp_path_factory, case):
-    """Sources may even be cut over other numbers of ranks, in another order: states go by name."""
-    numels, worlds, orders, choice, target_world = case
-    names = [f"p{number}" for number in range(len(numels))]
-    numel_of = dict(zip(names, numels, strict=True))
-    roots, indexes, values = [], [], []
-    for source, (world, order) in enumerate(zip(worlds, orders, strict=True)):
-        rng = np.random.default_rng(source)
-        own = {name: rng.standard_normal(numel_of[name]).astype(np.float32) for name in names}
-        ordered = [names[number] for number in order]
-        files = flat_files(own, ordered, world)
-        root = tmp_path_factory.mktemp("source")
-        for rank, file in enumerate(files):
-            (root / f"rank{rank}").write_bytes(file)
-        roots.append(root)
-        values.append(own)
-        indexes.append(make_index(root, held=sliced(ordered, numel_of, world, files)))
-    layouts = []
-    for rank in range(target_world):
-        segments = [Bytes(b"hdr", "header")]
-        for name in names:
-            part = -(-numel_of[name] // target_world)
-            begin, end = (min(bound * part, numel_of[name]) for bound in (rank, rank + 1))
-            segments.append(Slot(State(name, MASTER), "F32", begin, end))
-            segments.append(Zeros(4 * (part - (end - begin)), "padding"))
-        layouts.append(FileLayout(f"rank{rank}", tuple(segments)))
-
-    plan = plan_composite(layouts, indexes, Sources(dict(zip(names, choice, strict=True))), base=0)
-
-    chosen = {name: values[source][name] for name, source in zip(names, choice, strict=True)}
-    wanted = [file.replace(bytes([PADDING]) * 4, bytes(4)) for file in flat_files(chosen, names, target_world)]
-    assert [render(file, *roots) for file in plan.files] == wanted
-    for layout, file in zip(layouts, plan.files, strict=True):
-        assert file.num_bytes == layout.num_bytes
 
 
 def test_a_weight_that_is_not_saved_is_rounded_from_the_master(tmp_path):

@@ -355,14 +355,3 @@ def test_what_the_normal_form_can_not_say():
     ):
         given_ = (replace(recipe, output=output), source_of, BASE, structure, None, weights_of)
         check(problems_of(lambda: write_normal_form(*given_)), *expected)  # noqa: B023 - called at once
-
-
-@given(structure=structures(), data=st.data())
-@settings(max_examples=examples(40, 200))
-def test_any_choice_reads_back_from_its_normal_form(structure, data):
-    source_of = {name: data.draw(st.sampled_from([BASE, A, B])) for name in structure.part_of}
-    if structure.tied:
-        source_of[HEAD_NAME] = source_of[EMBED_NAME]
-    written = write_normal_form(read("base_model: base"), source_of, BASE, structure, Path("/w"))
-    again = resolve(read_back(written, Path("/w")), structure, BASE, params_of(structure))
-    assert again.source_of == source_of

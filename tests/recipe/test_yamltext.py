@@ -19,15 +19,6 @@ def read(text: str) -> Value:
     return value
 
 
-def test_every_value_knows_its_line_and_path():
-    top = read("a: 1\nb:\n  - x\n  - c: y\n\nd: >\n  text\n")
-    assert {key: value.line for key, value in top.entries.items()} == {"a": 1, "b": 2, "d": 6}
-    assert (top.entries["a"].kind, top.entries["a"].text) == ("int", "1")
-    items = top.entries["b"].items
-    assert [(item.line, item.path) for item in items] == [(3, "b[0]"), (4, "b[1]")]
-    assert items[1].entries["c"].where == "r.yaml:4 b[1].c"
-
-
 @pytest.mark.parametrize(
     ("text", "kind"),
     [("1", "int"), ("010", "int"), ("1.5", "float"), ("yes", "bool"), ("~", "null"), ("''", "str"), ("'1'", "str"),
@@ -78,11 +69,6 @@ def test_aliases_and_merges_are_expanded():
     base = {"model": "x", "n": "1"}
     assert found == [base, base, base, {"n": "2", "model": "x"}, {"n": "3", "model": "x"}]
     assert top.entries["more"].entries["model"].path == "more.model"
-
-
-def test_several_problems_are_reported_together():
-    found = problems_of(lambda: read("a: 1\na: 2\nb: !x y\n3: z\n"))
-    check(found, ("r.yaml:2 a", "repeated", ""), ("r.yaml:3 b", "the tag !x", ""), ("r.yaml:4", "plain text", ""))
 
 
 @given(st.text(alphabet="ab:-[]{}&*!|>'\"# \n\t\x00ä", max_size=60))

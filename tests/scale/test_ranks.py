@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.checkpoints import SMALL, edit, load, make, model_states, optim_states
+from helpers.checkpoints import SMALL, edit, make, model_states, optim_states
 from helpers.render import render
 from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.sources import Sources
@@ -111,23 +111,6 @@ def test_a_rank_gets_the_file_that_its_own_tree_makes(small, tmp_path, world):
     for one, other in zip(made, wanted, strict=True):
         assert render(one, base.root) == render(other, base.root), one.path
         assert one.num_bytes == other.num_bytes
-
-
-def test_what_alike_ranks_hold_is_their_own(small):
-    """Every placement leads into the file of its own rank, at the place where the file itself says."""
-    index = index_checkpoint(small)
-    tree = {rank: load(optim_states(small, rank)) for rank in (0, 3, 11)}
-    for number, one in enumerate(index.sub_groups):
-        for rank, content in tree.items():
-            flat = content["optimizer_state_dict"]["optimizer_state_dict"]["state"][number]["exp_avg"]
-            held = index.held[State(one.params[0], "exp_avg")]
-            part = -(-held.numel // 12)
-            if rank * part >= held.numel:
-                continue
-            (fragment,) = held.place.cover(rank * part, min(held.numel, (rank + 1) * part))
-            data = (index.root / fragment.extent.path).read_bytes()[fragment.extent.start : fragment.extent.stop]
-            assert fragment.extent.path.endswith(optim_states(small, rank).name)
-            assert data == flat.numpy().tobytes()[: len(data)]
 
 
 def test_ranks_with_frozen_params_and_buffers_of_their_own(tmp_path):

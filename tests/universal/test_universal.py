@@ -6,13 +6,13 @@ import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import llmtailor
 import oracle.any
+from helpers.cases import mostly_long
 from helpers.commands import run_here as run
 from helpers.composing import convert, convert_to_resume, merge
 from helpers.states import assert_same_held, held_by, loaded_by, read
@@ -31,18 +31,10 @@ from trainings.spec import Spec
 
 READ = ["llama-extras-layer", "zero1-bf16opt"]
 LONG_READ = [
-    "llama",
-    "llama-fp16",
-    "llama-frozen",
-    "llama-tied",
-    "gpt-neox",
-    "mixtral",
-    "llama-sub-w3",
-    "llama-sharded",
+    *("llama", "llama-fp16", "llama-frozen", "llama-tied", "gpt-neox", "mixtral", "llama-sub-w3", "llama-sharded"),
+    *("llama-ds-both", "zero1", "zero2", "zero2-aligned", "zero2-tied", "zero2-fp16", "zero1-extras-layer", "zero2-w3"),
 ]
-LONG_READ += ["llama-ds-both", "zero1", "zero2", "zero2-aligned", "zero2-tied", "zero2-fp16"]
-LONG_READ += ["zero1-extras-layer", "zero2-w3"]
-READ_CASES: list[Any] = [*READ, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_READ)]
+READ_CASES = mostly_long([*READ, *LONG_READ], *READ)
 
 
 def same(one: Snapshot, other: Snapshot) -> None:
@@ -71,7 +63,7 @@ def test_what_deepspeeds_script_writes_is_read(runs, tmp_path, name):
     same(oracle.any.load(convert(out, tmp_path / "back", to="deepspeed")), wanted)
 
 
-@pytest.mark.parametrize("name", [*READ_CASES, pytest.param("zero2-rr", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", mostly_long([*READ, *LONG_READ, "zero2-rr"], READ[0]))
 def test_there_and_back(runs, tmp_path, name):
     """Everything that a resume reads comes back, through two universal checkpoints on other ranks."""
     source = runs[name].checkpoint(2)
@@ -212,8 +204,8 @@ class Case:
         return base.resumed(out, str(self), ranks=self.ranks, per_device_batch=batch, **changes)
 
 
-SHORT = [Case("llama", 3), Case("llama", 2), Case("zero1-bf16opt", 1), Case("no-fsdp", 2)]
-LONG = [Case("llama", 3, is_own=False), Case("llama-ds-both", 3), Case("titan", 1)]
+SHORT = [Case("llama", 3), Case("zero1-bf16opt", 1), Case("no-fsdp", 2)]
+LONG = [Case("llama", 2), Case("llama", 3, is_own=False), Case("llama-ds-both", 3), Case("titan", 1)]
 LONG += [Case(name, stage) for name in ("llama-frozen", "llama-tied", "gpt-neox", "mixtral") for stage in (1, 2, 3)]
 LONG += [
     case

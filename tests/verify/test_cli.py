@@ -196,21 +196,3 @@ def test_newer_partial_checkpoints_are_told_of(folder):
     assert done.returncode == 7 and "fix: compose one: llmtailor merge --run run; or restart" in done.stderr
     content = json.loads(call(folder, "latest", "run", "--json").stdout)
     assert content["newer_partial"] == "run/partial/step-00001000"
-
-
-@pytest.mark.parametrize(
-    ("make_it", "told"),
-    [
-        (lambda path: (path / "zero").mkdir(), "universal"),
-        (lambda path: (path / "global_step100/layer_00-model_00-model_states.pt").touch(), "pipeline parallelism"),
-    ],
-)
-def test_other_kinds_are_not_judged(folder, make_it, told):
-    checkpoint = folder / "run/checkpoint-100"
-    if told == "universal":
-        shutil.rmtree(checkpoint)
-        checkpoint.mkdir()
-    make_it(checkpoint)
-    done = call(folder, "verify", "run/checkpoint-100")
-    assert (done.returncode, done.stdout) == (4, "")
-    assert told in done.stderr

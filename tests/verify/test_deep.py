@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from helpers.cases import every, examples
 from helpers.checkpoints import edit, make, optim_states
+from helpers.states import raw
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.checksums import Intervals, crc32
@@ -30,10 +31,6 @@ COPIES = {WEIGHT, MODULE, MASTER, FROZEN}
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 FLOATS = st.floats(width=16, allow_nan=True, allow_infinity=True)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def mask(found, numel):
