@@ -111,6 +111,9 @@ class _JointOptimizer(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"loaded state dict has {len(groups)} param groups instead of {len(self.param_groups)}")
+        sizes = [[len(group["params"]) for group in each] for each in (groups, self.param_groups)]
+        if sizes[0] != sizes[1]:  # before anything is changed
+            raise ValueError(f"loaded param groups have {sizes[0]} params instead of {sizes[1]}")
         first = 0
         self.state.clear()
         for one in self.optimizers:

@@ -129,3 +129,27 @@ def test_states_that_the_base_lacks_are_not_mixed_in(tmp_path):
     recipe.write_text(json.dumps(document))
     done = run_here("merge", recipe, tmp_path / "out")
     assert done.returncode == 5 and f"has any of {LATE}" in done.stderr
+
+
+def test_numbers_that_are_nan_read_back_as_planned(tmp_path):
+    run, out = tmp_path / "run", tmp_path / "checkpoint-1"
+    train(run, of(optim.NAdam, momentum_decay=float("nan")), "full", 1, 1)
+    assert run_here("merge", "--run", run, out).returncode == 0
+    tree = torch.load(out / "optimizer.pt", weights_only=True)
+    tree["state"][0]["mu_product"] = float("nan")
+    torch.save(tree, out / "optimizer.pt")
+    done = run_here("convert", out, tmp_path / "copy" / out.name)
+    assert "bug" not in done.stderr and done.returncode == 0, done.stderr
+
+
+def test_a_joined_optimizer_keeps_its_states_if_others_do_not_fit():
+    model = new_model()
+    joined = adam_before_muon(model)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    joined.step()
+    tree = joined.state_dict()
+    tree["param_groups"][1]["params"] = tree["param_groups"][1]["params"][1:]
+    with pytest.raises(ValueError, match="params instead of"):
+        joined.load_state_dict(tree)
+    assert joined.state
