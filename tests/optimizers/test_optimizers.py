@@ -126,6 +126,28 @@ def test_an_optimizer(name, tmp_path):
     assert resumed.losses == {4: run.losses[4]}
 
 
+CUT = (
+    "Adam", "AdamW amsgrad", "RAdam", "Adamax", "Adadelta", "Rprop", "RMSprop centered", "SGD momentum", "adagrad",
+    "adamw_torch_fused", "schedule_free_adamw", "optimi Lion", "optimi Adan", "lion_32bit", "rmsprop_bnb",
+)  # fmt: skip
+"""Optimizers of elementwise states in groups of one kind"""
+
+
+@pytest.mark.parametrize("name", mostly_long(CUT, "Rprop"))
+def test_conversions_to_layouts_that_cut_params_and_back(name, tmp_path):
+    run = begin(tmp_path / "run", name)
+    run.train()
+    wanted = Saved(run.checkpoint(2))
+    for options in (("--stage", 2, "--num-gpu", 2), ("--stage", 3, "--num-gpu", 3), ("--to", "fsdp", "--num-gpu", 2)):
+        cut, back = (tmp_path / f"{options[1]}-{way}" / "checkpoint-2" for way in ("there", "back"))
+        for args in ((run.checkpoint(2), cut, *options), (cut, back, "--to", "trainer")):
+            done = run_here("convert", *args)
+            assert done.returncode == 0, done.stderr
+        found = Saved(back)
+        assert_same({param: found.states[param] for param in wanted.order}, wanted.states)
+        assert_same({param: found.weights[param] for param in wanted.weights}, wanted.weights)
+
+
 def begin(folder: Path, name: str, attached: dict[str, Any] | None = None) -> Alone:
     """Return a training of four steps that saves each."""
     often = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
