@@ -119,7 +119,9 @@ def main() -> int:
             shutil.rmtree(folder)
     finally:
         shutil.rmtree(work)
-    print(f"{len(names) - wrong} of {len(names)} optimizers resumed after their death ({time.monotonic() - began:.0f} s)")
+    print(
+        f"{len(names) - wrong} of {len(names)} optimizers resumed after their death ({time.monotonic() - began:.0f} s)"
+    )
     return 1 if wrong else 0
 
 

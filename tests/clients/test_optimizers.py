@@ -207,7 +207,9 @@ def test_states_in_blocks_are_composed_under_ddp(runs: Runs, train: Train, tmp_p
     copied, composed = convert(base, tmp_path / "copied" / base.name), tmp_path / "composed" / base.name
     merge(base, composed, {"odd": odd})
     held = states_of_accelerate(base)
-    assert any(one.dtype is torch.uint8 for kinds in held.values() for one in kinds.values() if one is not kinds["step"])
+    assert any(
+        one.dtype is torch.uint8 for kinds in held.values() for one in kinds.values() if one is not kinds["step"]
+    )
     assert_same(states_of_accelerate(copied), held)
     assert_same(states_of_accelerate(composed), compose(held, states_of_accelerate(odd), is_odd))
     spec = runs["ddp-8bit"].spec
