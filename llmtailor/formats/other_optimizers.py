@@ -101,6 +101,9 @@ _KINDS = (
         "LOMO updates params during the backward pass", ("lomo", "adalomo"), ("lomo_optim",), "", ("lomo", "adalomo")
     ),
     _Kind("GrokAdamW keeps its states in its param groups", ("grokadamw",), ("grokadamw",), "", ("grokadamw",)),
+    _Kind(
+        "tensors on XLA devices can't be copied while training continues", (), ("torch_xla",), "", ("adamw_torch_xla",)
+    ),
     _Kind(_PROJECTED, (), tuple(_PROJECTING), "update_proj_gap", ("galore_", "apollo_")),
 )
 

@@ -225,6 +225,10 @@ def optimizer_fields(at: str = "") -> tuple[Field, ...]:
     def of_adam(path: str, type: FieldType, code: Code = Code.FIELD_MISSING) -> Field:
         return Field(path, type, if_missing=code, applies=lambda tree: is_adam(tree, *root))
 
+    def decays(tree: Any) -> bool:
+        groups = [one for _, one in find(tree, (*root, "param_groups", EACH)) if isinstance(one, dict)]
+        return is_adam(tree, *root) and not any(map(is_sparse_adams, groups))
+
     def of_amsgrad(tree: Any) -> bool:
         stated = [value for _, value in find(tree, (*root, "param_groups", EACH, "amsgrad"))]
         return bool(stated) and all(value is True for value in stated)
@@ -234,7 +238,7 @@ def optimizer_fields(at: str = "") -> tuple[Field, ...]:
         Field(f"{group}.lr", FROM_ZERO),
         of_adam(f"{group}.betas", BETAS),
         of_adam(f"{group}.eps", POSITIVE),
-        of_adam(f"{group}.weight_decay", FROM_ZERO),
+        Field(f"{group}.weight_decay", FROM_ZERO, applies=decays),
         *(of_adam(f"{state}.{key}", ANYTHING, Code.STATE_MISSING) for key in ("exp_avg", "exp_avg_sq")),
         Field(f"{state}.max_exp_avg_sq", ANYTHING, if_missing=Code.STATE_MISSING, applies=of_amsgrad),
     )
@@ -268,6 +272,11 @@ def keeps_as_adam(kinds: Collection[str], options: Collection[str]) -> bool:
 def has_adams_options(options: Collection[str]) -> bool:
     """Whether param groups have options that only torch's and DeepSpeed's Adam have together."""
     return "betas" in options and ("bias_correction" in options or {"amsgrad", "fused"} <= {*options})
+
+
+def is_sparse_adams(group: Mapping[str, Any]) -> bool:
+    """Return whether a param group is of torch's SparseAdam, which keeps Adam's states, but has no weight decay."""
+    return {"betas", "maximize"} <= group.keys() and group.keys().isdisjoint({"amsgrad", "weight_decay"})
 
 
 def keys_below(tree: Any, *at: str) -> frozenset[str]:

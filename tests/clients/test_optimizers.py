@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import llmtailor
 from helpers.composing import compose as compose_run
@@ -22,10 +24,11 @@ from llmtailor.errors import MismatchError, UnsupportedCheckpoint
 from llmtailor.formats.deepspeed_common.write import refuse_states
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
-from oracle.states import MASTER, States, assert_same, compose, states_of
+from oracle.states import MASTER, QUANT, States, assert_same, compose, states_of
 from trainings.catalogue import OPTIMIZERS, OPTIMIZERS_SAVED, SHORT
 from trainings.harness import Run, Runs, Train, TrainingFailed
 from trainings.harness import train as train_here
+from trainings.models import build
 
 pytestmark = pytest.mark.real
 STEP = 2
@@ -187,6 +190,32 @@ def test_states_in_blocks_are_refused_under_deepspeed(runs: Runs, tmp_path: Path
     spec = replace(runs["bnb-8bit-2"].spec, name="refused", saver="full")
     with pytest.raises(TrainingFailed, match="the state state1 of the optimizer AdamW8bit is not one"):
         train_here([spec], tmp_path)
+
+
+def states_of_accelerate(checkpoint: Path) -> States:
+    """Of files without DeepSpeed and FSDP; `trainings.optimizers.of` orders the params."""
+    tree, weights = torch.load(checkpoint / "optimizer.bin"), load_file(checkpoint / "model.safetensors")
+    names = sorted((name for name, _ in build("llama", 3, False).named_parameters()), key=lambda name: "norm" in name)
+    states = {name: tree["state"][number] for number, name in enumerate(names)}
+    return {name: {MASTER: weights[name], **state.pop(QUANT, {}), **state} for name, state in states.items()}
+
+
+def test_states_in_blocks_are_composed_under_ddp(runs: Runs, train: Train, tmp_path: Path) -> None:
+    """Files of accelerate, from two ranks."""
+    base, odd = runs.checkpoint("ddp-8bit", 3), runs.checkpoint("ddp-8bit")
+    assert is_sound(base)
+    copied, composed = convert(base, tmp_path / "copied" / base.name), tmp_path / "composed" / base.name
+    merge(base, composed, {"odd": odd})
+    held = states_of_accelerate(base)
+    assert any(
+        one.dtype is torch.uint8 for kinds in held.values() for one in kinds.values() if one is not kinds["step"]
+    )
+    assert_same(states_of_accelerate(copied), held)
+    assert_same(states_of_accelerate(composed), compose(held, states_of_accelerate(odd), is_odd))
+    spec = runs["ddp-8bit"].spec
+    resumed = train([spec.resumed(out, out.parent.name) for out in (copied, composed)])
+    assert resumed["copied"].losses == runs["ddp-8bit"].after(3)
+    assert resumed["composed"].losses.keys() == {4}
 
 
 @pytest.mark.parametrize("to", ["deepspeed", "fsdp"])

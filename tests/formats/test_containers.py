@@ -163,6 +163,8 @@ DTYPES = [
     torch.int32,
     torch.uint8,
     torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
 ]
 
 
@@ -202,6 +204,7 @@ def test_a_file_laid_out_again_loads_alike(tmp_path):
     module = collections.OrderedDict(w=torch.arange(15.0).reshape(3, 5).bfloat16(), b=torch.empty(0))
     module._metadata = {"": {"version": 1}}
     tree = {"module": module, "x": shared[2:], "y": shared[:4], "n": [1, 2**70, -3, 1e-300, None, (True,)], "s": {1, 2}}
+    tree |= {"f8": (codes := shared.to(torch.float8_e4m3fn))[3:7], "all f8": codes}
     file = save(tmp_path, tree)
     (tmp_path / "out").mkdir()
     out = tmp_path / "out" / "x.pt"
@@ -213,8 +216,17 @@ def test_a_file_laid_out_again_loads_alike(tmp_path):
             again["y"].untyped_storage().data_ptr()
         )
         assert again["n"] == tree["n"] and again["s"] == tree["s"]
+        assert again["f8"].dtype == torch.float8_e4m3fn and torch.equal(again["f8"].float(), shared[3:7])
+        assert again["f8"].untyped_storage().data_ptr() == again["all f8"].untyped_storage().data_ptr()
     # torch writes 214 bytes more: the record .data/serialization_id, which nothing needs
     assert 0 < (tmp_path / "x.pt").stat().st_size - out.stat().st_size < 300
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_untyped_storage_is_refused_unless_it_is_of_a_tensor_with_a_known_dtype(tmp_path, alone):
+    tensor = torch.zeros(4, dtype=torch.float8_e4m3fnuz)
+    with pytest.raises(SourceError):
+        save(tmp_path, {"x": tensor.untyped_storage() if alone else tensor})
 
 
 def test_a_laid_out_file_is_a_sound_zip(tmp_path):

@@ -16,8 +16,11 @@ from safetensors.torch import load_file
 
 from helpers.cases import mostly_long
 from helpers.commands import run_here
+from llmtailor.saving import saver_for
 from llmtailor.training import join_optimizers
 from trainings.alone import Alone, finished
+from trainings.common import batch
+from trainings.models import build
 from trainings.optimizers import ALL, Made
 
 pytestmark = pytest.mark.real
@@ -240,6 +243,44 @@ def test_joined_optimizers_may_have_other_states_of_the_same_class(tmp_path):
     run = Alone(tmp_path / "run", layers=2, rows=64, **often, **Made(make=make).given())
     run.train()
     assert run_here("verify", run.checkpoint(1), "--deep").returncode == 0
+
+
+def test_sparse_gradients_of_embeddings(tmp_path):
+    """SparseAdam, joined with AdamW: saved in a loop, composed, and continued with the same losses."""
+
+    def begin_loop() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = build("llama", 2, False)
+        model.model.embed_tokens.sparse = True
+        named = dict(model.named_parameters())
+        embedding = named.pop("model.embed_tokens.weight")
+        kinds = [torch.optim.SparseAdam([embedding], lr=1e-2), torch.optim.AdamW(named.values(), lr=1e-2)]
+        return model, join_optimizers(model, kinds)
+
+    def step(model: Any, optimizer: Any, number: int) -> float:
+        optimizer.zero_grad()
+        loss = model(**batch(4 * number, 4)).loss
+        loss.backward()
+        assert model.model.embed_tokens.weight.grad.is_sparse
+        optimizer.step()
+        return loss.item()
+
+    model, optimizer = begin_loop()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
+    saver = saver_for(tmp_path / "run", model=model, optimizer=optimizer, scheduler=scheduler, policy="full")
+    saver.start(0)
+    for number in (1, 2):
+        step(model, optimizer, number)
+        saver.save(number).wait()
+    saver.close()
+    out = tmp_path / "out" / "checkpoint-2"
+    for args in (("merge", "--run", tmp_path / "run", out), ("verify", out, "--deep")):
+        done = run_here(*args)
+        assert done.returncode == 0, done.stdout + done.stderr
+    other, resumed = begin_loop()
+    other.load_state_dict(load_file(out / "model.safetensors"))
+    resumed.load_state_dict(torch.load(out / "optimizer.pt"))
+    assert [step(other, resumed, at) for at in (3, 4)] == [step(model, optimizer, at) for at in (3, 4)]
 
 
 def test_an_optimizer_without_states_is_said_to_have_none(tmp_path, caplog):

@@ -252,6 +252,7 @@ def test_an_optimizer_that_has_states_is_refused_right_away(tmp_path):
     ("how", "words"),
     [
         ({"optim": "lomo"}, "lomo: LOMO updates params during the backward pass"),
+        ({"optim": "adamw_torch_xla"}, "adamw_torch_xla: tensors on XLA devices can't be copied"),
         ({"optim": "adalomo"}, "adalomo: LOMO updates"),
         ({"optim": "grokadamw"}, "grokadamw: GrokAdamW keeps its states in its param groups"),
         ({"optim": "galore_adamw_layerwise"}, "galore_adamw_layerwise: GaLore and APOLLO can't"),

@@ -164,6 +164,7 @@ WHOLE = by_name(
     [
         Loop("bnb-8bit-2", stage=2, optimizer="bnb AdamW 8-bit", **ENGINE),
         Loop("ddp-adafactor", "accelerate", optimizer="Adafactor", objects=True, **PLAIN),
+        Loop("ddp-8bit", "accelerate", optimizer="bnb AdamW 8-bit", objects=True, save_steps=1, **PLAIN),
     ]
 )
 """With states that can't be cut"""

@@ -153,7 +153,7 @@ IN_LOOPS = {
     **OTHERS,
     "optimi StableAdamW": of("optimi.StableAdamW", lr=1e-3),
     "bnb Lion": of("bitsandbytes.optim.Lion32bit", lr=1e-3),
-    "bnb AdamW 8-bit": of("bitsandbytes.optim.AdamW8bit", lr=1e-3),
+    "bnb AdamW 8-bit": of("bitsandbytes.optim.AdamW8bit", lr=1e-3, min_8bit_size=256),
     "transformers Adafactor": of(
         "transformers.optimization.Adafactor", lr=1e-3, relative_step=False, scale_parameter=False
     ),
