@@ -100,6 +100,7 @@ _KINDS = (
     _Kind(
         "LOMO updates params during the backward pass", ("lomo", "adalomo"), ("lomo_optim",), "", ("lomo", "adalomo")
     ),
+    _Kind("LBFGS keeps lists of tensors that are of all params together", ("lbfgs",)),
     _Kind("GrokAdamW keeps its states in its param groups", ("grokadamw",), ("grokadamw",), "", ("grokadamw",)),
     _Kind(
         "tensors on XLA devices can't be copied while training continues", (), ("torch_xla",), "", ("adamw_torch_xla",)

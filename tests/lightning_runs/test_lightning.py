@@ -33,9 +33,10 @@ from llmtailor.model.roles import State
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_latest
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from optimizers.test_optimizers import assert_same, plain
 from partial.scene import bundles, edit_header
 from thin.scene import call, compose, folders
-from trainings.catalogue import LIGHTNING, LIGHTNING_SAVED
+from trainings.catalogue import LIGHTNING, LIGHTNING_OPTIMIZERS, LIGHTNING_SAVED
 from trainings.harness import Run, Runs, Train, TrainingFailed
 from trainings.harness import train as train_here
 from trainings.spec import NEWEST
@@ -89,7 +90,7 @@ def resumed(runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pyte
         name, _, ranks = case.rpartition("-on-")
         out = convert(runs.checkpoint(name), folder / case, world_size=int(ranks))
         changes = {"ranks": int(ranks), "per_device_batch": 6 // int(ranks)}
-        specs.append(LIGHTNING[name].resumed(ckpt_path(out), case, **changes))
+        specs.append(runs[name].spec.resumed(ckpt_path(out), case, **changes))
     for name, spec in LIGHTNING_SAVED.items():
         for step in (1, 2):  # all that a run had saved which was killed then
             partial = runs[name].partial(step)
@@ -100,15 +101,32 @@ def resumed(runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pyte
 
 OTHER_RANKS = ("lightning-on-1", "lightning-zero-2-on-1", "lightning-on-3", "lightning-zero-3-on-3")
 """The same batch is summed up in another order."""
-GOING_ON = ("lightning-groups-on-2", "lightning-zero-2-on-2", *LIGHTNING_SAVED)
+GOING_ON = ("lightning-groups-on-2", "lightning-zero-2-on-2", "lightning-8bit-on-2", *LIGHTNING_SAVED)
+WITH_OTHERS = tuple(f"{name}-on-2" for name in LIGHTNING_OPTIMIZERS if name != "lightning-8bit")
 
 
-@pytest.mark.parametrize("case", mostly_long([*GOING_ON, *OTHER_RANKS], *GOING_ON))
+@pytest.mark.parametrize("case", mostly_long([*GOING_ON, *WITH_OTHERS, *OTHER_RANKS], *GOING_ON))
 def test_lightning_goes_on_as_if_nothing_had_happened(case: str, runs: Runs, resumed: dict[str, Run]) -> None:
     straight = runs[case.partition("-on-")[0]].after(2)
     assert resumed[case].losses == (pytest.approx(straight, rel=1e-5) if case in OTHER_RANKS else straight)
     if case in LIGHTNING_SAVED:  # one rank has composed it, for all
         assert [path.name for path in resumed[case].folder.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("name", LIGHTNING_OPTIMIZERS)
+def test_states_of_other_optimizers_are_composed_whole(name: str, runs: Runs, tmp_path: Path) -> None:
+    older, base = (runs.checkpoint(name, step) for step in (2, 4))
+    (tmp_path / "recipe.yaml").write_text(f"base_model: {base}\nparts: [{{from: {older}, select: odd}}]\n")
+    call("merge", tmp_path / "recipe.yaml", tmp_path / "out")
+    assert findings_of(tmp_path / "out", deep=True) == []
+    old, new, found = (
+        torch.load(path, weights_only=False)["optimizer_states"][0] for path in (older, base, tmp_path / "out" / CKPT)
+    )
+    listed = [param for group in index_checkpoint(base).groups for param in group.params]
+    assert len(listed) == len(found["state"]) == len(new["state"])
+    for number, param in enumerate(listed):
+        wanted = (old if ".layers.1." in param else new)["state"][number]
+        assert_same(plain(found["state"][number]), plain(wanted), param)
 
 
 @pytest.mark.parametrize("name", LIGHTNING_SAVED)

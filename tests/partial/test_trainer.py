@@ -272,7 +272,9 @@ def test_a_name_that_a_script_has_set_later_is_known_too(tmp_path):
         attach(trainer, save_steps=4)
 
 
-@pytest.mark.parametrize("name", ["lomo_optim.Lomo", "grokadamw.GrokAdamW", "galore_torch.adamw.GaLoreAdamW"])
+@pytest.mark.parametrize(
+    "name", ["lomo_optim.Lomo", "grokadamw.GrokAdamW", "galore_torch.adamw.GaLoreAdamW", "torch.optim.LBFGS"]
+)
 def test_a_loop_with_an_optimizer_of_such_a_package_is_refused(tmp_path, name):
     module, _, kind = name.rpartition(".")
     model = build("llama", 3, tied=False)

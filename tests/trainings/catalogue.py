@@ -180,6 +180,14 @@ LIGHTNING = by_name(
         Lightning("lightning-zero-3", stage=3, groups=2),
     ]
 )
+LIGHTNING_OPTIMIZERS = by_name(
+    [
+        Lightning("lightning-8bit", optimizer="bnb AdamW 8-bit"),
+        Lightning("lightning-adafactor", optimizer="Adafactor"),
+        Lightning("lightning-muon", optimizer="Muon beside AdamW"),
+        Lightning("lightning-lion", optimizer="optimi Lion"),
+    ]
+)
 LIGHTNING_SAVED = by_name(
     [
         Lightning("lightning-saver", groups=2, norm=True, saver="full"),
@@ -303,8 +311,10 @@ WITHOUT_SAVER = by_name(
 )
 ALL: dict[str, Training] = by_name(
     [
-        *(DEEPSPEED | PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED).values(),
-        *(OPTIMIZERS | WHOLE | OPTIMIZERS_SAVED).values(),
+        *(
+            DEEPSPEED | PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED | LIGHTNING_OPTIMIZERS
+        ).values(),
+        *(LIGHTNING_OPTIMIZERS | OPTIMIZERS | WHOLE | OPTIMIZERS_SAVED).values(),
         *(SAVED | JOBS | WITHOUT_SAVER).values(),
     ]
 )
@@ -322,7 +332,7 @@ SHORT = {
     *("z3", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
     *("z3-again", "full-1", "frozen-2", "nodes", "slow-skip", "z3@2"),
-    *("muon-2", "bnb-lion-2", "adafactor-1", "fsdp-stable", *WHOLE, "muon-2-saver"),
+    *("muon-2", "bnb-lion-2", "adafactor-1", "fsdp-stable", *WHOLE, "muon-2-saver", "lightning-8bit"),
 }
 """What is trained without --all: every feature, and every pair of features that has code of its own"""
 LONG = ALL.keys() - SHORT

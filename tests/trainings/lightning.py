@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from llmtailor.integrations.lightning import AttestResume, PartialSaving, newest_checkpoint
 from trainings.common import DECAY, RATE, Losses, Tokens, die, train_each
 from trainings.models import build
+from trainings.optimizers import IN_LOOPS
 from trainings.spec import NEWEST, Lightning
 
 EPOCH_STEPS = 2
@@ -82,6 +83,9 @@ class Module(pl.LightningModule):  # type: ignore[misc]
             params = [{"params": [param for param in params if not is_vector(param)]},
                       {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
         optimizer = torch.optim.AdamW(params, lr=RATE, weight_decay=DECAY)
+        if made := IN_LOOPS.get(self.spec.optimizer):
+            assert made.make
+            optimizer = made.make(self)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 40)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

@@ -192,6 +192,8 @@ class Lightning(Training):
     """Param groups: one, or one for matrices and one without decay for vectors"""
     norm: bool = False
     """Whether the module also has a batch norm, an unused head and a frozen param"""
+    optimizer: str = ""
+    """One of `trainings.optimizers.IN_LOOPS`, in place of AdamW"""
     fault: str = ""
     """What of a loaded checkpoint is spoiled: ``schedule``, ``moments`` or ``weights``; without one, a resume that
     does not hold its checkpoint stops"""
