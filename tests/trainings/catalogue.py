@@ -311,9 +311,7 @@ WITHOUT_SAVER = by_name(
 )
 ALL: dict[str, Training] = by_name(
     [
-        *(
-            DEEPSPEED | PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED | LIGHTNING_OPTIMIZERS
-        ).values(),
+        *(DEEPSPEED | PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED).values(),
         *(LIGHTNING_OPTIMIZERS | OPTIMIZERS | WHOLE | OPTIMIZERS_SAVED).values(),
         *(SAVED | JOBS | WITHOUT_SAVER).values(),
     ]
