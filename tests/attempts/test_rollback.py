@@ -263,7 +263,8 @@ def test_a_process_that_waits_sees_what_another_publishes_after_its_scan(world, 
     assert published[0].is_new and (found.path, found.is_new) == (published[0].path, False)
 
 
-CASES = [*((seed, EVERYTHING) for seed in range(100, 200)), *((seed, SAVING) for seed in range(8))]
+# seed 143 composes nothing
+CASES = [*((seed, EVERYTHING) for seed in range(100, 201) if seed != 143), *((seed, SAVING) for seed in range(8))]
 
 
 @pytest.mark.parametrize("case", mostly_long(CASES, CASES[0]), ids=lambda case: str(case[0]))
