@@ -63,7 +63,7 @@ def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
         return held.dtype if held else "F32"
     if dtype or param.role == "trainable":
         if not (index.form.has_masters or dtype):  # the weights are the master weights
-            return index.held[State(param.name, MASTER)].dtype
+            return index.held[State(param.name, MASTER)].live_dtype
         return dtype or index.precision
     return index.held[State(param.name, FROZEN)].dtype
 

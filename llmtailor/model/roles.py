@@ -21,7 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, Part, layer_part
 
@@ -250,12 +250,17 @@ ITEMSIZE = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
     "C64": 8,
+    "F24": 3,
 }
-"""Bytes per element, by the dtype names of the safetensors format, which llmtailor uses everywhere"""
+"""Bytes per element, by the dtype names of the safetensors format, which llmtailor uses everywhere, and `F24`"""
+F24: Literal["F24"] = "F24"
+"""fp32 without its last 8 bits, see `storage.casts`. Only partial checkpoints hold it, as three ``U8`` each."""
+SAFETENSORS = ITEMSIZE.keys() - {F24}
+"""The dtypes of safetensors files that llmtailor knows"""
 ADAM_BYTES = 8.0
 """Per param: AdamW's exp_avg and exp_avg_sq in fp32"""
-FLOATING = frozenset(("F64", "F32", "F16", "BF16"))
-"""The dtypes that weights and moments are trained in"""
+FLOATING = frozenset(("F64", "F32", "F16", "BF16", F24))
+"""The dtypes that weights and moments are trained in, or saved in"""
 
 
 _NO_MOMENTS = frozenset((MASTER, WEIGHT, MODULE, FROZEN, BUFFER))

@@ -32,6 +32,7 @@ class SavingArguments(TypedDict, total=False):
     write_timeout: float
     staging_dir: str | Path | None
     mirror: str | None
+    masters: Literal["24bit"] | None
     moments: Literal["bf16"] | None
     experts: Literal["parts"] | None
     attest: Literal["off", "sample", "full"]
@@ -67,6 +68,9 @@ class SavingOptions:
     the background."""
     mirror: str | None = field(default=None, metadata={"value": "a URL"})
     """A URL that fsspec knows, such as ``s3://bucket/run``, to which finished saves are copied in the background"""
+    masters: Literal["24bit"] | None = field(default=None, metadata={"value": "24bit"})
+    """``24bit``: store fp32 master weights without their last 8 bits, 3 instead of 4 bytes per param. bf16 and fp16
+    weights that are rounded from them are those of the training. None stores them as they are."""
     moments: Literal["bf16"] | None = field(default=None, metadata={"value": "bf16"})
     """``bf16``: store Adam's moments rounded to bf16, 8 instead of 12 bytes per param. None stores them as they are."""
     experts: Literal["parts"] | None = field(default=None, metadata={"value": "parts"})
@@ -93,6 +97,9 @@ class SavingOptions:
         if self.staging_dir is not None and self.mirror is not None:
             what = "saves can be copied to only one other place"
             problems.append(Problem("mirror", what, "omit staging_dir, or omit mirror"))
+        if self.masters not in (None, "24bit"):
+            fix = 'give "24bit", or omit it to keep them exact'
+            problems.append(Problem("masters", f"it is {self.masters!r}", fix))
         if self.moments not in (None, "bf16"):
             problems.append(Problem("moments", f"it is {self.moments!r}", 'give "bf16", or omit it to keep them exact'))
         if self.experts not in (None, "parts"):

@@ -495,7 +495,7 @@ def allocate_arena(training: Training, options: SavingOptions, ranks: Ranks) -> 
             raise UsageError.at("background", why, "set background=False to silence this")
         masters = [one.tensor for one in training.masters()]
         given = options.host_buffer
-        num_bytes = auto_bytes(masters, options.moments) if given == "auto" else given
+        num_bytes = auto_bytes(masters, options) if given == "auto" else given
         try:
             made.append(Arena(num_bytes, pinned=any(master.is_cuda for master in masters)))
         except (RuntimeError, MemoryError, OSError, OverflowError) as error:
@@ -512,9 +512,9 @@ def allocate_arena(training: Training, options: SavingOptions, ranks: Ranks) -> 
     return made[0]
 
 
-def auto_bytes(masters: Iterable[torch.Tensor], moments: str | None) -> int:
+def auto_bytes(masters: Iterable[torch.Tensor], options: SavingOptions) -> int:
     """Return the size of a rank's host buffer in bytes: its masters and two moments, if there is enough memory."""
-    per_element = 4 + 2 * (2 if moments == "bf16" else 4)
+    per_element = (3 if options.masters == "24bit" else 4) + 2 * (2 if options.moments == "bf16" else 4)
     states = sum(master.numel() for master in masters) * per_element
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     return max(LEAST_BUFFER, min(states, available_bytes() // 4 // ranks))

@@ -392,6 +392,7 @@ class PartialSaver:
                 before=self._before,
                 seen=self._frozen,
                 moments=torch.bfloat16 if self.options.moments == "bf16" else None,
+                in_24_bits=self.options.masters == "24bit",
                 pieces=self.model.structure.pieces,
             )
             self._frozen = share.samples

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,6 +25,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.streams import huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import Entry
+from llmtailor.model.roles import F24, ITEMSIZE
 
 SOURCE = "live"
 """The name of the source in plans"""
@@ -59,16 +60,22 @@ class LiveTensor:
     """One dimension, on any device"""
     dtype: torch.dtype
     """Dtype in the file; elements of another dtype are cast"""
+    in_24_bits: bool
+    """Whether its fp32 elements are written as `roles.F24`; ``dtype`` is uint8 then"""
     written_with: int
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
     params, which a user's code may change at each step; 0 for a private copy."""
 
     @property
     def num_bytes(self) -> int:
-        return self.flat.numel() * self.dtype.itemsize
+        return self.flat.numel() * (ITEMSIZE[F24] if self.in_24_bits else self.dtype.itemsize)
 
     def elements(self, start: int, stop: int) -> torch.Tensor:
         """Return the elements that become a range of bytes, whose ends are multiples of the item size."""
+        if self.in_24_bits:
+            size = ITEMSIZE[F24]
+            first = start // size
+            return in_24_bits(self.flat[first : -(-stop // size)])[start - first * size : stop - first * size]
         itemsize = self.dtype.itemsize
         return self.flat[start // itemsize : stop // itemsize]
 
@@ -83,17 +90,18 @@ class LiveTensors:
         self,
         key: str,
         tensor: torch.Tensor,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Literal["F24"] | None = None,
         written_with: int = 0,
         storage: str | None = None,
     ) -> Entry:
         """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements.
 
-        In its plan, `SOURCE` is the first source. ``storage`` is a name of the tensor's storage if the file is to have
-        tensors as they lie there; names are in the order of the file.
+        In its plan, `SOURCE` is the first source. ``dtype`` is that in the file. ``storage`` is a name of the tensor's
+        storage if the file is to have tensors as they lie there; names are in the order of the file.
         """
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
-        live = LiveTensor(flat, dtype or flat.dtype, written_with)
+        is_short = isinstance(dtype, str)
+        live = LiveTensor(flat, torch.uint8 if isinstance(dtype, str) else dtype or flat.dtype, is_short, written_with)
         content: tuple[Copy, ...] = ()
         if num_bytes := live.num_bytes:
             content = (Copy(Extent(str(len(self.tensors)), 0, num_bytes), source=0),)
@@ -102,13 +110,21 @@ class LiveTensors:
         if storage is not None and content and live.dtype == flat.dtype:
             begin = int(flat.storage_offset()) * flat.element_size()
             lies = Extent(storage, begin, begin + num_bytes)
-        return Entry(key, DTYPES[live.dtype], tuple(tensor.shape), content, lies)
+        return Entry(key, dtype if isinstance(dtype, str) else DTYPES[live.dtype], tuple(tensor.shape), content, lies)
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
         """Return bytes of a tensor, without a copy if it is on the CPU and not cast."""
         live = self.tensors[int(path)]
         elements = live.elements(start, min(stop, start + STORE_BYTES))
         return bytes_of(elements.to("cpu", live.dtype).contiguous())
+
+
+def in_24_bits(elements: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of fp32 elements as `roles.F24`, on their device; `storage.casts` does the same."""
+    octets = elements.contiguous().view(torch.uint8).view(-1, 4)
+    kept = octets[:, 1:].clone()
+    kept[:, 0] |= (octets[:, 0] != 0).to(torch.uint8)
+    return kept.view(-1)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -36,6 +36,8 @@ from llmtailor.model.roles import (
     BUFFER,
     EXP_AVG,
     EXP_AVG_SQ,
+    F24,
+    FLOATING,
     FROZEN,
     ITEMSIZE,
     KIND_OF_ROLE,
@@ -44,7 +46,7 @@ from llmtailor.model.roles import (
     WEIGHT,
     State,
 )
-from llmtailor.storage.casts import cast
+from llmtailor.storage.casts import cast, widen
 from llmtailor.storage.checksums import Intervals, crc32, part_digest
 from llmtailor.storage.local import Files
 from llmtailor.verify.structure import ON_PURPOSE, Elements, Spans, elements_in, held_of, join, lost_elements
@@ -166,6 +168,8 @@ def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
 
     Returns None if there are none, as with a dtype that is not floating-point.
     """
+    if dtype == F24:
+        data, dtype = cast(data, F24, "F32"), "F32"
     if dtype not in _EXPONENT:
         return None
     bits, test = bits_of(data, dtype), _TESTS[problem]
@@ -181,7 +185,7 @@ def differing(original: Bytes, dtype: str, copy: Bytes, copy_dtype: str, precisi
     they are the same.
     """
     have, source = bits_of(copy, copy_dtype), memoryview(original)
-    castable = dtype in _EXPONENT and copy_dtype in _EXPONENT
+    castable = {dtype, copy_dtype} <= FLOATING
     if not castable and dtype != copy_dtype:
         return None
     itemsize = ITEMSIZE[dtype]
@@ -212,7 +216,9 @@ def _blockwise(numel: int, check: Callable[[slice], Mask]) -> Mask | None:
 
 
 def bits_of(data: Bytes, dtype: str) -> npt.NDArray[Any]:
-    """Return elements as unsigned integers of their size."""
+    """Return elements as unsigned integers of their size, those of 24 bits as of 32."""
+    if dtype == F24:
+        return widen(data, F24).view("<u4")
     return np.frombuffer(data, _UNSIGNED[ITEMSIZE[dtype]])
 
 

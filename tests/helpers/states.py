@@ -109,3 +109,9 @@ def loaded_by(run: Run, step: int) -> dict[str, Any]:
     moments = {name: {moment: run.echo[moment][name] for moment in MOMENTS} for name in run.echo["master"]}
     states = {name: {"step": torch.tensor(run.echo["step"][name]), **of} for name, of in moments.items()}
     return {"weights": run.echo["master"], "states": states}
+
+
+def in_24_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Round fp32 to odd at its 24th bit."""
+    bits = tensor.contiguous().view(torch.int32)
+    return torch.where(bits & 0xFF != 0, (bits | 0x100) & ~0xFF, bits).view(torch.float32)

@@ -11,6 +11,7 @@ import torch
 
 from helpers.states import raw
 from llmtailor.model.roles import State
+from llmtailor.saving.snapshot import in_24_bits
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import part_digest
 from llmtailor.storage.local import AHEAD_BYTES, Ahead
@@ -85,3 +86,19 @@ def test_small_ranges_and_refusals_cost_nothing(monkeypatch):
     monkeypatch.setattr(os, "posix_fadvise", lambda *words: asked.append(words))
     Ahead(3, 0, 100_000).reached(0)
     assert not asked
+
+
+@pytest.mark.parametrize("every", [97, pytest.param(1, marks=pytest.mark.long)])
+def test_24_bits_round_to_what_32_bits_round_to(every):
+    """All patterns of the lower half for some of the upper half: ties, subnormals, infinities and NaNs included."""
+    edges = {0x0000, 0x8000, 0x007F, 0x0080, 0x3380, 0x387F, 0x477F, 0x7F7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF}
+    for high in {*range(0, 1 << 16, every), *edges}:
+        bits = np.uint32(high << 16) | np.arange(1 << 16, dtype=np.uint32)
+        values = bits.view("<f4")
+        short = cast(values.tobytes(), "F32", "F24")
+        assert bytes(in_24_bits(torch.from_numpy(values)).numpy()) == short
+        wide = np.frombuffer(cast(short, "F24", "F32"), "<u4")
+        assert (np.abs(wide.astype("i8") - bits) < 1 << 8).all()
+        for dtype in ("BF16", "F16"):
+            assert cast(short, "F24", dtype) == cast(values.tobytes(), "F32", dtype) or np.isnan(values).any()
+        assert (np.isnan(wide.view("<f4")) == np.isnan(values)).all()

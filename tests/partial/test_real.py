@@ -18,7 +18,7 @@ import llmtailor
 from helpers.commands import run_here
 from helpers.composing import compose
 from helpers.same import differences
-from helpers.states import read
+from helpers.states import in_24_bits, read
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.recipe.strategies import StrategyOptions
@@ -103,6 +103,7 @@ def compare_rounded(ours: Path, stock: Path) -> None:
     assert found.keys() == wanted.keys()
     for state, tensor in wanted.items():
         rounded = tensor.bfloat16().to(tensor.dtype) if state.kind in MOMENTS else tensor
+        rounded = in_24_bits(tensor) if state.kind == MASTER else rounded
         assert not differ(found[state], rounded), state
 
 

@@ -25,6 +25,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from helpers.cases import diagonal, mostly_long
 from helpers.commands import call
+from helpers.states import in_24_bits
 from llmtailor.checkpoint.layout import BLOCK_BYTES
 from llmtailor.engine import streams
 from llmtailor.errors import StorageError, UsageError
@@ -474,18 +475,22 @@ def address(data):
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
-def test_moments_may_be_rounded(tmp_path, loop):
-    """Masters and steps are exact, and the composite is as wide as ever."""
-    run, other = loop(policy="full", moments="bf16"), Loop(tmp_path / "exact", policy="full").start()
-    assert run.make_saves(1, 3).num_bytes < 0.8 * other.make_saves(1, 3).num_bytes
+@pytest.mark.parametrize("background", [True, False])
+def test_states_may_be_rounded(tmp_path, loop, background):
+    """Steps are exact, weights round to the bf16 that they would round to, and the composite is as wide as ever."""
+    run = loop(policy="full", moments="bf16", masters="24bit", background=background)
+    other = Loop(tmp_path / "exact", policy="full").start()
+    assert run.make_saves(1, 3).num_bytes < 0.65 * other.make_saves(1, 3).num_bytes
     other.saver.close()
     for states in run.truth[3].values():
         for kind in ("exp_avg", "exp_avg_sq"):
             states[kind] = states[kind].bfloat16().float()
+        states["master"] = in_24_bits(exact := states["master"])
+        assert torch.equal(states["master"].bfloat16(), exact.bfloat16()) and not torch.equal(states["master"], exact)
     run.check(3, tmp_path / "out")
     about = call("inspect", run.run / "partial" / "step-00000003").stdout
     for text in (about, (tmp_path / "out" / "README.md").read_text()):
-        assert "its moments were saved rounded to bf16" in text
+        assert "its moments were saved rounded to bf16" in text and "weights were saved in 24 bits" in text
     call("verify", tmp_path / "out")
 
 
@@ -497,6 +502,7 @@ def test_moments_may_be_rounded(tmp_path, loop):
         {"when_busy": "sometimes"},
         {"write_timeout": 0},
         {"moments": "fp8"},
+        {"masters": "bf16"},
         {"keep_composable": 0},
         {"experts": "each"},
         {"staging_dir": "a", "mirror": "b"},

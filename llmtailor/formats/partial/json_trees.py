@@ -44,7 +44,7 @@ from llmtailor.containers.unpickle import (
     check_keys,
     make_tensor,
 )
-from llmtailor.model.roles import ITEMSIZE
+from llmtailor.model.roles import F24, ITEMSIZE
 
 PLACEHOLDER = "flat"
 STORED = "tensor"
@@ -263,7 +263,7 @@ def to_text(data: Any) -> str:
 
 def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, str]) -> FileLayout:
     """Return the layout of a safetensors file; larger items first, so that every tensor is aligned."""
-    return FileLayout(path, tuple(_pieces(sorted(entries, key=_itemsize), metadata, None)))
+    return FileLayout(path, tuple(_pieces(sorted(entries, key=_alignment, reverse=True), metadata, None)))
 
 
 class BundleLayout(FileLayout):
@@ -273,7 +273,7 @@ class BundleLayout(FileLayout):
     def __init__(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, str]):
         self._entries, self._metadata = entries, metadata
         is_live = any(one.lies for one in entries)
-        ordered, is_padded = _in_order(entries) if is_live else (sorted(entries, key=_itemsize), False)
+        ordered, is_padded = _in_order(entries) if is_live else (sorted(entries, key=_alignment, reverse=True), False)
         super().__init__(path, tuple(_pieces(ordered, metadata, 0 if is_padded else None)))
 
     def filled(self, fill: Fill) -> FileLayout:
@@ -285,8 +285,8 @@ class BundleLayout(FileLayout):
         return _pieces(padded, self._metadata, 0 if is_padded else None)
 
 
-def _itemsize(entry: Entry) -> int:
-    return -ITEMSIZE[entry.dtype]
+def _alignment(entry: Entry) -> int:
+    return 1 if entry.dtype == F24 else ITEMSIZE[entry.dtype]
 
 
 def _place(entry: Entry) -> tuple[str, int]:
@@ -298,7 +298,7 @@ def _place(entry: Entry) -> tuple[str, int]:
 
 def _in_order(entries: Iterable[Entry]) -> tuple[list[Entry], bool]:
     """Return the entries as they follow each other where they come from, with padding; see `_padded`."""
-    return _padded(sorted(entries, key=lambda entry: (_itemsize(entry), _place(entry))))
+    return _padded(sorted(entries, key=lambda entry: (-_alignment(entry), _place(entry))))
 
 
 def _padded(entries: Iterable[Entry]) -> tuple[list[Entry], bool]:
@@ -306,7 +306,7 @@ def _padded(entries: Iterable[Entry]) -> tuple[list[Entry], bool]:
     found: list[Entry] = []
     at, is_padded = 0, False
     for run in in_runs(entries, _continues):
-        start = shareable_start(chain.from_iterable(map(_origin, run)), ITEMSIZE[run[0].dtype])
+        start = shareable_start(chain.from_iterable(map(_origin, run)), _alignment(run[0]))
         is_padded |= start is not None
         if start is not None and (missing := (start - at) % BLOCK_BYTES):
             found.append(Entry(f"{PADDING}/{len(found)}", "U8", (missing,), (Zeros(missing, "alignment for clones"),)))
@@ -334,7 +334,8 @@ def _pieces(entries: Iterable[Entry], metadata: Mapping[str, str], stop: int | N
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for entry in entries:
         end = at + entry.num_bytes
-        header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, end]}
+        dtype, shape = (entry.dtype, entry.shape) if entry.dtype != F24 else ("U8", (entry.num_bytes,))
+        header[entry.key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     yield lay_out_header(to_text(header).encode(), stop)
     yield from chain.from_iterable(entry.content for entry in entries)

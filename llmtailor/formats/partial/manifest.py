@@ -37,7 +37,7 @@ from llmtailor.containers.unpickle import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.model.parts import Part, SavedAs
-from llmtailor.model.roles import ITEMSIZE, is_moment
+from llmtailor.model.roles import SAFETENSORS, is_moment
 from llmtailor.storage.local import read_source
 
 _CRC = re.compile(r"[0-9a-f]{8}")
@@ -64,7 +64,7 @@ _name = _checker(is_name, "a name")
 _plain_name = _checker(lambda value: is_name(value) and "/" not in value and is_path_below(value), "a plain name")
 _crc = _checker(lambda value: bool(_CRC.fullmatch(value)), "a CRC-32")
 _steps = _checker(lambda value: type(value) in (int, float) and 0 <= value < 1e15, "a number of steps")
-_role, _dtype = _one_of("trainable", "frozen", "buffer"), _one_of(*ITEMSIZE)
+_role, _dtype = _one_of("trainable", "frozen", "buffer"), _one_of(*SAFETENSORS)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.loaders.loader import looks_partial
 from llmtailor.loaders.read import read_trainer_files
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, State
+from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, F24, FROZEN, ITEMSIZE, MASTER, SAFETENSORS, State
 from llmtailor.storage.local import FileFact
 
 _FIX = "leave this checkpoint out; its save is damaged"
@@ -171,6 +171,11 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
                 kind, _, param = key.partition("/")
                 if kind in _NOT_FRAGMENTS or param not in begins:
                     continue
+                if kind == MASTER and held.dtype == "U8":  # no master is
+                    numel, rest = divmod(held.numel, ITEMSIZE[F24])
+                    if rest:
+                        raise ValueError(f"{key} has a part of an element")
+                    held = replace(held, dtype=F24, shape=(numel,))
                 if key in keys:
                     if whole.setdefault(State(param, kind), held) is not held:
                         raise ValueError(f"another rank also has all of {key}")
@@ -242,11 +247,10 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     held = _place(index.held, partial)
     saved = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
     setback = {part: (saved[part], steps) for part, steps in manifest.setback.items() if part in saved}
-    rounded: tuple[Finding, ...] = ()
-    if any(one.rounded_from for one in held.values()):
-        what = "its moments were saved rounded to bf16; composites widen them again, without the lost digits"
-        fix = "for exact ones, use a save that was made without moments=bf16"
-        rounded = (Finding(name, what, fix, Code.STATE_DTYPE),)
+    dtypes = {one.dtype for one in held.values() if one.rounded_from}
+    rounded = tuple(
+        Finding(name, what, fix, Code.STATE_DTYPE) for what, fix in (_ROUNDED[dtype] for dtype in sorted(dtypes))
+    )
     index = replace(
         index,
         form=replace(index.form, framework=_framework(manifest) or index.form.family, container=PARTIAL),
@@ -257,6 +261,18 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
         zero=replace(index.zero, module={}),
     )
     return replace(draft, index=index)
+
+
+_ROUNDED = {
+    "BF16": (
+        "its moments were saved rounded to bf16; composites widen them again, without the lost digits",
+        "for exact ones, use a save that was made without moments=bf16",
+    ),
+    F24: (
+        "its master weights were saved in 24 bits; composites widen them again, without the lost digits",
+        "for exact ones, use a save that was made without masters=24bit",
+    ),
+}
 
 
 def _framework(manifest: Manifest) -> str | None:
@@ -275,8 +291,8 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
             continue
         fragment = partial.fragments.get(state)
         placed[state] = fragment or replace(described, place=_ABSENT)
-        is_moment = state.kind in (EXP_AVG, EXP_AVG_SQ)
-        if fragment and is_moment and (fragment.dtype, described.dtype) == ("BF16", "F32"):  # moments="bf16"
+        rounded = {EXP_AVG: "BF16", EXP_AVG_SQ: "BF16", MASTER: F24}.get(state.kind)  # moments="bf16", masters="24bit"
+        if fragment and (fragment.dtype, described.dtype) == (rounded, "F32"):
             fragment = placed[state] = replace(fragment, rounded_from=described.dtype)
         if fragment and (fragment.live_dtype, fragment.shape) != (described.dtype, described.shape):
             what = f"{state.kind} of {state.param} does not match its object tree"
@@ -347,7 +363,7 @@ def _read_entry(node: Any, where: str) -> DcpEntry:
     if "object" in node:
         return DcpEntry(path, node["object"])
     dtype, shape = get(node, "dtype", str, where), as_ints(node.get("shape"))
-    if dtype not in ITEMSIZE or shape is None:
+    if dtype not in SAFETENSORS or shape is None:
         raise damaged(where, "a tensor has no dtype or shape", Code.FIELD_TYPE)
     return DcpEntry(path, (dtype, shape, tuple(_read_boxes(node, dtype, shape, where))), is_tensor=True)
 

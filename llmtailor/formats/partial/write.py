@@ -261,7 +261,7 @@ def _live_dtype(index: CheckpointIndex, param: Param) -> str:
     """Return a param's dtype in training: under ZeRO that of the weights; the optimizer has fp32 copies."""
     if param.role == "trainable" and index.form.stage:
         return index.precision
-    return index.held[State(param.name, KIND_OF_ROLE[param.role])].dtype
+    return index.held[State(param.name, KIND_OF_ROLE[param.role])].live_dtype
 
 
 def _is_carried(path: str, index: CheckpointIndex) -> bool:
