@@ -14,11 +14,6 @@ def see(changes: dict[int, dict[str, float]]) -> list[str | None]:
     return [losses.see(step, {**LOG[step], **changes.get(step, {})}) for step in LOG]
 
 
-def test_equal_losses_are_evidence():
-    first, second = see({})
-    assert first is None and second is not None and second.endswith("strong evidence that the resume is right")
-
-
 @pytest.mark.parametrize("step", [3, 4])
 def test_a_loss_of_another_value(step):
     said = [one for one in see({step: {"loss": 2.0}}) if one]

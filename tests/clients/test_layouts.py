@@ -88,6 +88,7 @@ def test_the_schedule_goes_on_as_the_other_loader_counts_it(resumed: dict[str, R
         assert {one.step for one in index.sub_groups} == {4}
 
 
+@pytest.mark.long
 def test_the_trainer_holds_what_accelerate_has_saved(runs: Runs, train: Train, tmp_path: Path) -> None:
     """With DeepSpeed, and the schedule of the Trainer's own."""
     source = index_checkpoint(runs.checkpoint("accelerate-2"))

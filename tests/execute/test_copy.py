@@ -135,14 +135,6 @@ def test_conversions_are_torchs(source, tmp_path, monkeypatch, buffer_bytes):
     assert torch.equal(written, masters.bfloat16())
 
 
-def test_many_files_at_once(source, tmp_path):
-    plan = many(source, 20)
-    results = execute(plan, tmp_path / "out")
-    assert [result.path for result in results] == [file.path for file in plan.files]
-    wanted = render(plan.files[0], source)
-    assert all((tmp_path / "out" / file.path).read_bytes() == wanted for file in plan.files)
-
-
 @pytest.mark.parametrize("clone", ["never", "auto"])
 @pytest.mark.parametrize(
     ("change", "told"),
@@ -416,13 +408,6 @@ def test_what_starts_elsewhere_in_its_block_is_copied(folder):
     check(a_plan(source, shift=64), folder / "out", {}, clone="require")
 
 
-def test_another_file_system(source, folder):
-    check(a_plan(source), folder / "out", {}, clone="auto")
-    with pytest.raises(StorageError, match=r"(?i)can't be shared.*cross-device") as caught:
-        execute(a_plan(source), folder / "required", Context(clone="require"))
-    assert caught.value.problems[0].where == str(source / "data")
-
-
 def test_clones_take_no_space(folder):
     """With 320 MB, only one copy of 200 MB fits; the merge knows before it starts."""
     source = folder / "source"
@@ -445,16 +430,7 @@ def test_clones_take_no_space(folder):
         execute(plan, folder / "copied", Context(clone="never"))
 
 
-def test_the_ext4_of_most_machines_is_copied(source, tmp_path):
-    try:
-        check(a_plan(source), tmp_path / "required", clone="require")
-    except StorageError:
-        check(a_plan(source), tmp_path / "out", {}, clone="auto")
-    else:
-        pytest.skip("the file system here has reflinks")
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EOPNOTSUPP, errno.EINVAL])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV])
 def test_a_clone_that_fails_half_way_is_continued_by_a_copy(source, tmp_path, monkeypatch, copied, code):
     monkeypatch.setattr(moving, "MAX_CLONE_BYTES", 204_800)
     original = moving.clone_range
@@ -467,8 +443,9 @@ def test_a_clone_that_fails_half_way_is_continued_by_a_copy(source, tmp_path, mo
     monkeypatch.setattr(moving, "clone_range", clone)
     check(a_plan(source), tmp_path / "out", {"cloned_bytes": 2 * 204_800}, clone="auto")
     copied.clear()
-    with pytest.raises(StorageError, match=os.strerror(code)):
+    with pytest.raises(StorageError, match=f"can't be shared.*{os.strerror(code)}") as caught:
         execute(a_plan(source), tmp_path / "required", Context(clone="require"))
+    assert caught.value.problems[0].where == str(source / "data")
 
 
 def test_an_interrupted_clone_is_resumed_at_a_mark(source, tmp_path, monkeypatch, copied):

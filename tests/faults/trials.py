@@ -3,7 +3,7 @@
 After each trial the output must be absent (or the old one) or complete, the sources as they were, and the same command
 must then succeed and yield what an undisturbed one yields, byte for byte.
 
-All but `kills` and `races` run in forked children whose ``os`` functions are wrapped (driver.py), on a small
+All but `races` run in forked children whose ``os`` functions are wrapped (driver.py), on a small
 checkpoint, with buffers of some kB, so that there are many operations.
 """
 
@@ -97,42 +97,6 @@ def power(scene: Scene, points: Callable[[int], Iterable[int]], **others: object
                 write_tree(tree, scene.root)
                 counts[f"{view}: {_outcome(scene)}"] += 1
     scene.reset()
-    return counts
-
-
-def kills(scene: Scene, numbers: Iterable[int], chance: random.Random) -> Counter[str]:
-    """Send signals to real processes, at random moments from the begin of writing to the end."""
-    began = time.monotonic()
-    with _process(scene) as process:
-        _wait_for_writing(scene, process)
-        writing = time.monotonic()
-        assert process.wait() == 0
-    end = time.monotonic()
-    scene.reset()
-    counts: Counter[str] = Counter()
-    for trial, number in enumerate(numbers):
-        with _process(scene) as process:
-            if trial % 8:
-                _wait_for_writing(scene, process)
-                time.sleep(chance.uniform(0, 1.1 * (end - writing)))
-            else:  # also while it plans
-                time.sleep(chance.uniform(0, end - began))
-            process.send_signal(number)
-            code = process.wait()
-        said, state = scene.said.read_text(), scene.state()
-        if number == signal.SIGINT and "init_import_site" in said:
-            assert state == "absent", said
-            counts["interrupted while Python itself was starting"] += 1
-            continue
-        polite = number != signal.SIGKILL
-        # Python ends by SIGINT, which a shell shows as 130 too, if the exception came while an import executed text;
-        # and its own way out, when all is done, has no handlers any more
-        allowed = (0, -number, 130, -signal.SIGINT) if polite else (0, -number)
-        assert code in allowed, f"exit code {code}: {said}"
-        assert code != 0 or state == "complete", said
-        assert code != 130 or "interrupted" in said, said
-        assert not polite or "Traceback" not in said or code == -number, said
-        counts[f"exit {code}, {_outcome(scene)}"] += 1
     return counts
 
 

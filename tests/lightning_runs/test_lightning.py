@@ -24,7 +24,7 @@ from helpers.composing import convert
 from helpers.states import assert_same_states
 from llmtailor.cli.main import cli
 from llmtailor.codes import Code
-from llmtailor.errors import MismatchError, SourceError, UnsafePickle, UnsupportedCheckpoint
+from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, index_checkpoint
@@ -313,19 +313,6 @@ def test_several_optimizers_and_other_loaders_are_refused(runs: Runs, tmp_path: 
     ):
         with pytest.raises(MismatchError, match="LightningModule"):
             convert(runs.checkpoint(name), tmp_path / "out", **options)
-
-
-def test_code_in_a_file_is_never_run(runs: Runs, tmp_path: Path) -> None:
-    class Harm:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return __import__("os").system, (f"touch {tmp_path / 'ran'}",)
-
-    path = tmp_path / "epoch=0-step=2.ckpt"
-    shutil.copy(runs.checkpoint("lightning"), path)
-    edited(lambda tree: tree["callbacks"].update(harm=Harm()))(path)
-    with pytest.raises(UnsafePickle):
-        convert(path, tmp_path / "out")
-    assert not verify_checkpoint(path).is_resumable and not (tmp_path / "ran").exists()
 
 
 def test_a_folder_of_lightning_is_a_run(runs: Runs, tmp_path: Path) -> None:

@@ -188,8 +188,6 @@ SPEEDS = ("_runtime", "_per_second")
 INEXACT = {"z3-cpu-adam", "z3-rounded"}
 """DeepSpeedCPUAdam computes its bias correction anew after a resume, so the steps that follow differ a little; and so
 they do after moments that were saved rounded."""
-NOISE = 2e-3
-"""Of the loss, when gradients are summed in another order and rounded to bf16"""
 
 
 # Composites: what the processes held, and what the Trainer would have saved, bit for bit
@@ -279,13 +277,6 @@ def test_a_stock_resume_from_halves_stays_near_the_straight_run(runs, resume):
     for step in after(resumed):
         assert resumed.losses[step] != straight[step]
         assert abs(resumed.losses[step] - straight[step]) < spread / 2
-
-
-@pytest.mark.long
-def test_a_resume_on_more_ranks_repeats_the_straight_run_nearly(runs):
-    resumed, straight = runs["z3-full-on-3"], runs["z3-full"]
-    assert after(resumed) == [5, 6, 7, 8]
-    assert resumed.losses == pytest.approx(straight.losses, rel=NOISE)
 
 
 @pytest.mark.parametrize(
@@ -499,17 +490,6 @@ def test_a_composite_has_the_newest_of_every_expert(runs, name, tmp_path):
         mixed += [layer for layer in steps if len(steps[layer]) > 1]
     assert mixed, "no layer had experts of several steps"
     assert any(0 < len(experts_of(done.manifest(step))) < 9 for step in done.saves)
-
-
-@pytest.mark.parametrize("name", ["z3-experts-then-layers"])
-def test_whole_layers_follow_experts(runs, name, tmp_path):
-    """The first save after the change holds every layer; the saves with experts still serve their own steps."""
-    done = runs[name]
-    assert done.saves == [2, 4, 6, 8]
-    assert experts_of(done.manifest(4)) and not experts_of(done.manifest(6))
-    assert {"layer 0", "layer 1", "layer 2"} <= {part["part"] for part in done.manifest(6)["parts"]}
-    for step in (4, 6, 8):
-        check_composite(done, step, tmp_path / str(step))
 
 
 @pytest.mark.parametrize("name", ["ddp-experts"])

@@ -120,10 +120,6 @@ def on_each(name: str, cases: Iterable[Any]) -> Any:
     return pytest.mark.parametrize(("scene", name), diagonal(FORMS, cases), indirect=["scene"])
 
 
-def test_untouched(scene):
-    assert scene.check()
-
-
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_any_value_of_the_manifest(scene, rounds):
     path, rng = scene.newest / "manifest.json", random.Random(1)

@@ -76,12 +76,6 @@ def test_an_older_one_is_better_than_nothing(run: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
 
 
-def test_nothing_to_salvage(run: Path) -> None:
-    before = contents(run)
-    done = run_here("salvage", run, "--replace")
-    assert done.returncode == 0 and "is intact" in done.stdout and contents(run) == before
-
-
 def test_refusals(run: Path, tmp_path: Path) -> None:
     for step in (100, 200, 300):
         optim_states(run / f"checkpoint-{step}", 1).unlink()

@@ -59,7 +59,3 @@ def test_every_part_from_the_newest_that_holds_it(run: Path, tmp_path: Path) -> 
     made = states(out)
     assert made.keys() == own["norm"].keys()
     assert not [state for state in made if differ(made[state], own[part_of[state.param]][state])]
-
-
-def test_an_intact_full_one_needs_none_of_them(run: Path) -> None:
-    assert plan_salvage(run).is_intact

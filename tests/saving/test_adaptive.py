@@ -81,23 +81,6 @@ def test_saves_are_even_and_nothing_starves(layers, sizes, share, seed):
         assert sum(made.costs) / 60 == pytest.approx(share * total, abs=2 * largest / 60 + 1)
 
 
-@pytest.mark.parametrize("rate", [1, 4])
-def test_parts_take_turns_by_how_fast_they_change(rate):
-    """Twelve equal parts, a quarter per save: each comes every fourth time, and what changes faster more often."""
-    structure = llama(9)
-    rates = dict.fromkeys(structure.parts, 0.1) | {EMBED: 0.1 * rate}
-    made = run(
-        Adaptive(0.25),
-        structure,
-        16,
-        60,
-        drift=lambda save, last: {part: rates[part] * (save - last[part]) for part in structure.parts},
-    )
-    count = {part: sum(part in saved for saved in made.saved) for part in structure.parts}
-    most = max(count[part] for part in structure.parts if part != EMBED)
-    assert count[EMBED] > 1.5 * most if rate > 1 else made.oldest == 3 and set(made.costs) == {300}
-
-
 def test_a_training_saves_its_share_and_a_failed_save_counts_for_nothing(tmp_path, monkeypatch):
     loop = Loop(tmp_path / "run", layers=6, policy="adaptive:0.4").start()
     disk = Disk(monkeypatch)

@@ -75,20 +75,6 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, disk, loop):
     run.check(1, tmp_path / "out")
 
 
-def test_the_memory_is_bounded(tmp_path, disk, loop):
-    """The states are several times the buffer, so copying waits for the disk, and training for the copying."""
-    run = loop(policy="full", host_buffer=SMALLEST, hidden=256)
-    for _ in range(3):
-        run.train(2)
-        run.save()
-    run.saver.close()
-    reports = log_of(run.run)
-    assert [line["step"] for line in reports] == [2, 4, 6]
-    assert all(line["num_bytes"] > 10 * SMALLEST >= 10 * line["buffer_bytes"] for line in reports)
-    for step in run.saves:
-        run.check(step, tmp_path / f"out-{step}")
-
-
 def test_a_process_does_not_grow_with_its_states(tmp_path):
     start_ranks("saving.processes", ["resident", tmp_path], 1, tmp_path)
     num_bytes, grown = json.loads((tmp_path / "found.json").read_text())

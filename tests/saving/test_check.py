@@ -22,7 +22,7 @@ from llmtailor.policies import (
     restore_state,
     state_of,
 )
-from recipe.structures import llama, qwen_vl
+from recipe.structures import llama
 from saving.policy_runs import Custom, alike, refusal, situation
 
 ANATOMY = llama(6)
@@ -54,13 +54,6 @@ def why_not(policy: Policy, max_staleness: Any = None) -> str:
 )
 def test_limits(policy, given, limit):
     assert check(policy, given) == limit
-
-
-def test_other_models():
-    for structure in (llama(1, tied=True), qwen_vl(3), llama(40)):
-        for policy in (Full(), Parity(), Filter(), RoundRobin(5), Adaptive(0.2)):
-            check_policy(policy, structure, structure.parts, alike(structure.parts))
-            check_policy(policy, structure, [EMBED], {EMBED: 1})
 
 
 def fails_late(now):

@@ -56,11 +56,6 @@ def test_saves_hold_single_experts_and_the_rest_of_a_layer(trained):
     assert max(sizes) < base / 2
 
 
-@pytest.mark.parametrize("at", [2, 4, 8, 12])
-def test_a_composite_has_the_newest_of_every_expert(trained, at, tmp_path):
-    trained.check(at, tmp_path / "out")
-
-
 def test_the_recipe_of_a_run_says_the_same(trained, tmp_path):
     direct = trained.compose(12, tmp_path / "direct")
     call("recipe", trained.run, "-o", tmp_path / "recipe.yaml")

@@ -18,22 +18,6 @@ def thrice() -> Ledger:
     return Ledger("one").after(50, PARTS, PARTS).after(100, ["layer 0"], PARTS).after(150, ["norm"], PARTS)
 
 
-def test_saves():
-    ledger = thrice()
-    assert ledger.saves == 3
-    assert ledger.step == 150
-    assert ledger.held_by == {"embed_tokens": (0, 50), "layer 0": (1, 100), "norm": (2, 150)}
-    assert ledger.last == {"embed_tokens": 0, "layer 0": 1, "norm": 2}
-    assert ledger.steps_behind() == {"embed_tokens": 100, "layer 0": 50, "norm": 0}
-    assert (Ledger("new").step, Ledger("new").steps_behind()) == (None, {})
-
-
-def test_parts_that_come_and_go():
-    ledger = thrice().after(200, ["layer 1"], ["layer 0", "layer 1", "norm"])
-    assert ledger.last == {"layer 0": 1, "layer 1": 3, "norm": 2}
-    assert thrice().without(["norm", "layer 9"]).last == {"embed_tokens": 0, "layer 0": 1}
-
-
 @pytest.mark.parametrize(
     ("step", "saved", "trainable", "message"),
     [

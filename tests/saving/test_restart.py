@@ -144,11 +144,6 @@ def test_a_checkpoint_that_is_named_is_used_until_the_attempt_from_it_has_saves_
     assert restarted.log == stopped[1][-len(restarted.log) :]
 
 
-def test_it_is_refused_unless_asked_for(run):
-    with pytest.raises(TargetError, match='on_restart="compose"'):
-        Alone(run, FULL).train()
-
-
 def test_a_folder_that_another_run_saves_into_is_refused(tmp_path):
     (tmp_path / "partial").mkdir()
     lock = Lock(tmp_path / "partial" / ".lock")  # another process would hold one of its own too

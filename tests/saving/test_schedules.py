@@ -64,21 +64,6 @@ def test_reasons(policy, structure, save, given, expected):
     assert policy.choose(situation(structure, save, **given)) == expected
 
 
-def test_filter_by_default():
-    """28 layers: 4 ends, 24 between; embed and head are alike and the norm is small, so each has its own turn."""
-    structure = llama(28)
-    ends, between = layers(0, 1, 26, 27), range(2, 26)
-    num_bytes = alike(structure.parts) | {EMBED: 500, HEAD: 500, NORM: 1}
-    found = [set(one) for one in by_itself(Filter(), structure, 20, num_bytes=num_bytes)]
-    for save, saved in enumerate(found, 1):
-        expected = {*ends, [NORM, EMBED, HEAD][save % 3]}
-        if save in (5, 15):
-            expected |= set(layers(*between[::2]))
-        if save in (10, 20):
-            expected |= set(layers(*between[1::2]))
-        assert saved == expected, save
-
-
 def test_filter_with_options():
     policy = Filter(first=1, last=2, every=2, groups=3, aux_every=1)
     aux_head, aux = [EMBED], [NORM, HEAD]

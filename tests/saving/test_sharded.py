@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -114,19 +112,3 @@ def test_composites_hold_the_newest_of_every_expert(trained, tmp_path):
         seen |= {len({newest[f"layer {layer} expert {expert}"] for expert in range(3)}) for layer in range(3)}
     assert seen == {1, 2}, "some layers have experts of one step, and some of two"
     call("verify", "--deep", run / "partial" / "step-00000006")
-
-
-@pytest.mark.long
-def test_thin_keeps_the_newest_of_every_expert(trained, tmp_path):
-    """Composites become partial checkpoints, and stand for the saves that they were made of."""
-    run = shutil.copytree(trained / "experts" / "run", tmp_path / "run")
-    truth, _ = torch.load(trained / "experts" / "truth.pt")
-    wanted = fold(truth, manifests([run], 4))
-    for step in (2, 4, 6):
-        call("merge", "--run", run, "--at", step)
-    for step in (2, 4):
-        shutil.rmtree(run / "partial" / f"step-{step:08}")
-    call("thin", run, "--strategy", "full", "--yes")
-    assert not (run / "checkpoint-4").exists()
-    call("merge", "--run", run, "--at", 4, "--to", "trainer", tmp_path / "out")
-    check_states(tmp_path / "out", wanted)

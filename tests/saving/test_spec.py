@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -102,3 +106,51 @@ def test_settings_make_the_same_policy(data, name):
     assert make_policy(json.loads(json.dumps(policy.settings()))) == policy
     text = ",".join(f"{key}={value}" for key, value in policy.settings().items() if key != "name" and value is not None)
     assert make_policy(f"{name}:{text}") == policy
+
+
+# --- every process gets the same answers -----------------------------------------------------------------------------
+
+SPECS = (
+    "full",
+    "parity",
+    "filter:first=1,last=1,every=2",
+    "round_robin:3",
+    "adaptive:0.1",
+    "adaptive:0.4",
+)
+ASK = """
+import json, sys
+from llmtailor.policies import Situation, choose, make_policy
+from recipe.structures import qwen_vl
+
+structure = qwen_vl(9)
+num_bytes = {part: 100 + len(part) % 3 * 50 for part in structure.parts}
+answers = []
+for spec in json.loads(sys.argv[1]):
+    policy, last = make_policy(spec), dict.fromkeys(structure.parts, 0)
+    for save in range(1, 40):
+        drift = {part: 0.1 * (save - last[part]) * (len(part) % 4) for part in structure.parts}
+        now = Situation(save, save, structure, structure.parts, num_bytes, dict(last), drift, drift)
+        choice = choose(policy, now, 20)
+        last.update(dict.fromkeys(choice.parts, save))
+        answers.append(list(choice.parts.items()))
+print(json.dumps(answers))
+"""
+
+
+def test_every_process_gets_the_same_answers():
+    """Ranks have different hash seeds, so nothing may depend on the order of a set."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "tests")])
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", ASK, json.dumps(SPECS)],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("0", "1")
+    }
+    assert len(said) == 1
+    assert len(json.loads(said.pop())) == 39 * len(SPECS)

@@ -15,7 +15,6 @@ from helpers.commands import run_here
 from llmtailor.checkpoint import layout
 from llmtailor.formats.partial.json_trees import PADDING
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.roles import MASTER, State
 from llmtailor.runs import thin as service
 from llmtailor.runs.prune import ThinOptions, plan_thinning
 from synthetic import SHAPES
@@ -62,27 +61,6 @@ def test_nearly_all_is_shared_and_every_reader_sees_the_same(form, tmp_path, mon
             assert contents(outs[0]).keys() == contents(outs[1]).keys()
         else:
             assert contents(outs[0]) == contents(outs[1])
-
-
-def test_on_a_file_system_with_reflinks(folder, small_limits):
-    run = a_run(folder / "run")
-    kept = {step: index_checkpoint(run / f"checkpoint-{step}") for step in STEPS}
-    wanted = {step: values(run / f"checkpoint-{step}", kept[step]) for step in STEPS}
-    done = run_here("thin", run, "--strategy", "full", "--clone", "require", "--yes")
-    assert done.returncode == 0 and "cloned " in done.stderr, done
-    for step in STEPS[:1]:
-        out = compose(run, step, folder / f"out-{step}")
-        assert values(out, index_checkpoint(out)) == wanted[step]
-        assert not (run / f"checkpoint-{step}").exists()
-
-
-def values(root, index) -> dict[State, bytes]:
-    found = {}
-    for state, held in index.held.items():
-        if state.kind in (MASTER, "exp_avg"):
-            parts = [fragment.extent for fragment in held.place.cover(0, held.numel)]
-            found[state] = b"".join((root / at.path).read_bytes()[at.start : at.stop] for at in parts)
-    return found
 
 
 def test_where_nothing_can_be_shared(tmp_path, small_limits):

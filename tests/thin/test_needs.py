@@ -136,14 +136,6 @@ def test_needed_is_exactly_what_would_be_missed(disk: Disk, keep: int | None) ->
     assert set(reachable.after) >= set(able(everything)[-keep:] if keep else able(everything))
 
 
-@given(disks(), st.integers(1, 3))
-@settings(max_examples=100)
-def test_full_checkpoints_never_justify_a_removal(disk: Disk, keep: int) -> None:
-    """Whatever rotation deletes afterwards, the newest steps that partial ones are good for can be composed."""
-    reachable = find_reachable(disk.checkpoints, PARTS, keep)
-    assert able(list(reachable.needed))[-keep:] == able(list(disk.partial.values()))[-keep:]
-
-
 @given(disks(), st.integers(1, 2), st.sampled_from(["parity", "full", "round_robin:3", "select", None]), st.data())
 @settings(max_examples=examples(60, 150))
 def test_thinning_keeps_every_step_that_it_promises(

@@ -8,9 +8,8 @@ import pytest
 import torch
 import transformers
 
-from helpers.checkpoints import SMALL, load, make, model_states
 from helpers.indexes import make_index
-from llmtailor.checkpoint.layout import DEFAULT, LAYER, find_decaying, regroup
+from llmtailor.checkpoint.layout import LAYER, find_decaying, regroup
 from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.model.parts import Param
@@ -27,27 +26,6 @@ class LayerTrainer(LayerGroupsMixin, transformers.Trainer):
 
 def named(groups):
     return [group["lt_params"] for group in groups]
-
-
-def test_the_groups_of_a_model_are_those_of_its_converted_checkpoint(tmp_path):
-    config = transformers.LlamaConfig(**SMALL.config())
-    model = transformers.LlamaForCausalLM(config)
-    groups = layer_param_groups(model, DECAY)
-    names = {param: name for name, param in model.named_parameters()}
-    assert [[names[param] for param in group["params"]] for group in groups] == named(groups)
-
-    default = make(tmp_path / "default", 10)
-    index = index_checkpoint(default)
-    order = list(load(model_states(default))["module"])
-    made = regroup(index, find_structure(index), LAYER, order)
-    assert [list(group.params) for group in made.groups] == named(groups)
-    assert [group.hyper["weight_decay"] for group in made.groups] == [group["weight_decay"] for group in groups]
-    assert len(groups) == 2 * SMALL.num_layers + 3
-
-    layered = index_checkpoint(make(tmp_path / "layer", 10, groups="layer"))
-    assert [list(params) for params in layered.group_params] == named(groups)
-    back = regroup(layered, find_structure(layered), DEFAULT, order)
-    assert tuple(group.params for group in back.groups) == index.group_params
 
 
 def index_of(model, decays):
@@ -77,6 +55,8 @@ def test_both_sides_agree_for_every_family(arch, tied, decays):
     made = regroup(index, find_structure(index), LAYER, list(model.state_dict()))
     groups = layer_param_groups(model, DECAY)
     assert [list(group.params) for group in made.groups] == named(groups)
+    names = {param: name for name, param in model.named_parameters()}
+    assert [[names[param] for param in group["params"]] for group in groups] == named(groups)
     assert len(made.notices) == (len(decays) == 1)
 
 

@@ -278,7 +278,6 @@ JOBS = by_name(
         Job("z3-full-on-3", goes_on="z3-full", at=4, policy="full", steps=8, ranks=3),
         Job("z3-experts", "mixtral", policy="round_robin:4", **EXPERTS),
         Job("z2-experts", "mixtral", stage=2, policy="moments_in_turn:4", **EXPERTS),
-        Job("z3-experts-then-layers", "mixtral", goes_on="z3-experts", at=4, steps=8),
         Job("ddp-experts", "mixtral", policy="adaptive:0.6", **PLAIN, **EXPERTS),
         Job("full-0", options={"background": False}, disturb={"what": "full", "step": 4, "rank": 0}),
         Job("full-1", stage=1, options={"background": False}, disturb={"what": "full", "step": 4, "rank": 1}),
