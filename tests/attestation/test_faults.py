@@ -54,8 +54,11 @@ CASES = {
     "hf": {**EVERYWHERE, **SCHEDULED, **SHARDED},
     "loop-frozen": {**EVERYWHERE, "frozen_changed": ("other values", {"frozen"}, "frozen params")},
 }
-LONG = {"engine-1", "accelerate-2"}
-"""engine-2 has all their code; test_trainer.py and lightning_runs/test_attested.py try the Trainer and Lightning."""
+TRAINERS = {name: {**EVERYWHERE, **ZERO, **SCHEDULED} for name in ("zero1", "zero2", "llama", "lora3")}
+TRAINERS |= {name: {**EVERYWHERE, **SCHEDULED} for name in ("lightning", "lightning-zero-2")}
+CASES |= TRAINERS
+LONG = {"engine-1", "accelerate-2", *TRAINERS}
+"""engine-2 has all the code of the first two; test_trainer.py and lightning_runs/test_attested.py try the others."""
 
 
 @pytest.fixture(scope="module")

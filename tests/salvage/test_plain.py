@@ -95,3 +95,13 @@ def test_partial_checkpoints_hold_what_the_full_one_lost(run: Path) -> None:
             assert torch.equal(tensor.flatten(), own[state].flatten()), state
             compared += 1
     assert compared == sum(state.kind != "weight" for state in composed)
+
+
+def test_a_damaged_partial_checkpoint_is_passed_over(run: Path) -> None:
+    shutil.rmtree(run / "checkpoint-4")
+    (bundle,) = (run / "partial/step-00000004").glob("rank-*.safetensors")
+    truncate(bundle)
+    found, _ = compose(run)
+    assert {row.step for row in rows(found)} == {2, 3} and found.base.step == 3
+    assert found.newest[0] == 4 and found.refused
+    assert not verify_checkpoint(run / "partial/step-00000004").is_resumable

@@ -1,7 +1,8 @@
 """Resumed trainings whose states are then made wrong, one fault after another, and attested.
 
 Each is loaded by its own loader from a checkpoint of the catalogue. A fault changes what this rank holds, and is
-undone, so that one load serves all faults. What the older checkpoint holds is known by loading it.
+undone, so that one load serves all faults. What the older checkpoint holds is known by loading it. In the Trainer and
+in Lightning, a callback in the place of `AttestResume` gets the training when it has been loaded, and ends it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 import llmtailor
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.saving.api import prepared, training_of
+from llmtailor.saving.attesting import parts_of
+from llmtailor.saving.callbacks import find_trainer
 from llmtailor.saving.training import Fragment, Held
+from trainings import trainer as stock
 from trainings.common import MOMENTS
 from trainings.fsdp import KINDS, Loop
 from trainings.loops import AccelerateLoop, EngineLoop
-from trainings.spec import Fsdp, from_json
+from trainings.spec import Fsdp, Lightning, Spec, from_json
 
 Undo = Callable[[], None]
 
@@ -273,13 +277,73 @@ def attested(one: Resumed, older: Mapping[Any, torch.Tensor], faults: Iterable[s
     return found
 
 
+Act = Callable[[Resumed], object]
+
+
+class Done(Exception):
+    """The training has served its purpose."""
+
+
+class InTrainer(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, act: Act, *paths: Path) -> None:
+        self.act, self.paths = act, paths
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        trainer = find_trainer(self)
+        self.act(Resumed({"trainer": trainer}, parts_of(trainer), *self.paths))
+        raise Done
+
+
+def in_lightning(act: Act, *paths: Path) -> Any:
+    import lightning.pytorch as pl
+
+    class InLightning(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            engine, scheduler = getattr(trainer.strategy, "deepspeed_engine", None), trainer.lr_scheduler_configs[0]
+            given = {"engine": engine} if engine else {"model": module, "optimizer": trainer.optimizers[0]}
+            given["scheduler"] = scheduler.scheduler
+            act(Resumed({**given, "step": trainer.global_step}, Held(**given), *paths))
+            raise Done
+
+    return InLightning()
+
+
+def resume(spec: Any, checkpoint: Path, folder: Path, watch: Callable[[], Any]) -> None:
+    """Let a trainer load a checkpoint; what watches it ends it."""
+    program: Any = stock
+    if isinstance(spec, Lightning):
+        from trainings import lightning as program
+    size, attest = os.environ["WORLD_SIZE"], program.AttestResume
+    program.AttestResume = lambda **_: watch()
+    try:
+        program.run(spec.resumed(checkpoint, "again", steps=6), folder)
+    except Done:
+        pass
+    finally:
+        program.AttestResume = attest
+        os.environ["WORLD_SIZE"] = size
+        gc.collect()
+
+
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     spec, (newer, older) = from_json(case["spec"]), map(Path, case["checkpoints"])
-    one = Resumed.in_a_loop(spec, newer, older)
-    one.load(older)
-    held = one.values()
-    one.load(newer)
-    return attested(one, held, case["faults"])
+    held: dict[Any, torch.Tensor] = {}
+    found: dict[str, Any] = {}
+    if not isinstance(spec, (Spec, Lightning)):
+        one = Resumed.in_a_loop(spec, newer, older)
+        one.load(older)
+        held |= one.values()
+        one.load(newer)
+        return attested(one, held, case["faults"])
+    watched = InTrainer if isinstance(spec, Spec) else in_lightning
+    resume(spec, older, folder, lambda: watched(lambda one: held.update(one.values()), older, older))
+    resume(
+        spec,
+        newer,
+        folder,
+        lambda: watched(lambda one: found.update(attested(one, held, case["faults"])), newer, older),
+    )
+    return found
 
 
 def main(plan: Path, folder: Path) -> None:
