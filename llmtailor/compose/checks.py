@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -27,13 +28,18 @@ _COUNTERS = ("step", "k", "weight_sum", "lr_max", "d", "d_max")
 
 
 def check_fit(indexes: Sequence[CheckpointIndex], base: int, any_groups: bool = False) -> None:
-    """Raise MismatchError with every difference between the sources and the base.
+    """Raise MismatchError with every difference between the sources and the base, and every NaN in the base's options.
 
     With ``any_groups`` their param groups may differ: states are matched by name, and the target gets new groups.
     """
     base_index = indexes[base]
     others = [index for index in indexes if index is not base_index]
-    if problems := [problem for index in others for problem in differences(index, base_index, any_groups)]:
+    problems = [problem for index in others for problem in differences(index, base_index, any_groups)]
+    for number, group in enumerate(base_index.groups):
+        if wrong := [key for key, value in group.hyper.items() if isinstance(value, float) and math.isnan(value)]:
+            what = f"{', '.join(wrong)} of param group {number} is NaN"
+            problems.append(Problem(base_index.name, what, "use a checkpoint from before the training diverged"))
+    if problems:
         raise MismatchError(dict.fromkeys(problems))
 
 

@@ -136,10 +136,14 @@ def test_numbers_that_are_nan_read_back_as_planned(tmp_path):
     train(run, of(optim.NAdam), "full", 1, 1)
     assert run_here("merge", "--run", run, out).returncode == 0
     tree = torch.load(out / "optimizer.pt", weights_only=True)
-    tree["state"][0]["mu_product"] = tree["param_groups"][0]["momentum_decay"] = float("nan")
+    tree["state"][0]["mu_product"] = float("nan")
     torch.save(tree, out / "optimizer.pt")
     done = run_here("convert", out, tmp_path / "copy" / out.name)
     assert "bug" not in done.stderr and done.returncode == 0, done.stderr
+    tree["param_groups"][0]["momentum_decay"] = float("nan")
+    torch.save(tree, out / "optimizer.pt")
+    done = run_here("convert", out, tmp_path / "again" / out.name)
+    assert done.returncode == 5 and "momentum_decay of param group 0 is NaN" in done.stderr
 
 
 def test_a_joined_optimizer_keeps_its_states_if_others_do_not_fit():
