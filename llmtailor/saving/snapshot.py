@@ -71,7 +71,8 @@ class LiveTensor:
         return self.flat.numel() * (ITEMSIZE[F24] if self.in_24_bits else self.dtype.itemsize)
 
     def elements(self, start: int, stop: int) -> torch.Tensor:
-        """Return the elements that become a range of bytes, whose ends are multiples of the item size."""
+        """Return the elements that become a range of bytes, whose ends are multiples of the item size; of 24 bits their
+        bytes, of any range."""
         if self.in_24_bits:
             size = ITEMSIZE[F24]
             first = start // size
@@ -100,8 +101,8 @@ class LiveTensors:
         storage if the file is to have tensors as they lie there; names are in the order of the file.
         """
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
-        is_short = isinstance(dtype, str)
-        live = LiveTensor(flat, torch.uint8 if isinstance(dtype, str) else dtype or flat.dtype, is_short, written_with)
+        named, stored_as = (dtype, torch.uint8) if isinstance(dtype, str) else (None, dtype or flat.dtype)
+        live = LiveTensor(flat, stored_as, named == F24, written_with)
         content: tuple[Copy, ...] = ()
         if num_bytes := live.num_bytes:
             content = (Copy(Extent(str(len(self.tensors)), 0, num_bytes), source=0),)
@@ -110,7 +111,7 @@ class LiveTensors:
         if storage is not None and content and live.dtype == flat.dtype:
             begin = int(flat.storage_offset()) * flat.element_size()
             lies = Extent(storage, begin, begin + num_bytes)
-        return Entry(key, dtype if isinstance(dtype, str) else DTYPES[live.dtype], tuple(tensor.shape), content, lies)
+        return Entry(key, named or DTYPES[live.dtype], tuple(tensor.shape), content, lies)
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
         """Return bytes of a tensor, without a copy if it is on the CPU and not cast."""

@@ -112,6 +112,11 @@ def test_a_first_gradient_after_the_save_of_the_moments(name, tmp_path):
     done = run_here("merge", "--run", run, out)
     assert done.returncode == 0 and f"had no states of {LATE}" in done.stderr, done.stderr
     assert run_here("verify", out, "--deep").returncode == 0
+    for options in (("--to", "fsdp"), ("--to", "dcp"), ("--to", "deepspeed", "--stage", 2)):
+        done = run_here("merge", "--run", run, tmp_path / "other", *options)
+        assert done.returncode in (4, 5), done.stderr
+        assert LATE in done.stderr or "different states" in done.stderr
+        assert not (tmp_path / "other").exists()
     tree = torch.load(out / "optimizer.pt", weights_only=True)
     names = [name for group in tree["param_groups"] for name in group["lt_params"]]
     assert {*range(len(names))} - {*tree["state"]} == {names.index(LATE)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +150,7 @@ class DcpWriter:
 
         Raises UnsupportedCheckpoint or MismatchError for a base that can't be stored in this format.
         """
-        _check_base(base)
+        _check_base(base, wanted.layout.groups)
         is_quantized = any(isinstance(value, Quantized) for one in base.sub_groups for value in one.scalars.values())
         if (self.family == FSDP or is_quantized) and (problems := refuse_cuts(base, f"--to {self.family}")):
             raise MismatchError(problems)
@@ -191,8 +191,9 @@ def lay_out_model(base: CheckpointIndex) -> list[FileLayout]:
     return folder.finish()
 
 
-def _check_base(base: CheckpointIndex) -> None:
+def _check_base(base: CheckpointIndex, groups: Sequence[ParamGroup]) -> None:
     problems = []
+    kinds, scalars = kinds_by_param(base), base.scalars()
     if ADAPTER_CONFIG in base.files:
         what = "it is a PEFT run, whose checkpoints lack the model below the adapter; FSDP saves the whole model"
         problems.append(Problem(base.name, what, "stay with the Trainer or DeepSpeed"))
@@ -200,7 +201,14 @@ def _check_base(base: CheckpointIndex) -> None:
     if lost and not problems:
         what = f"it does not hold the values of {some(lost)} under the model's own names"
         problems.append(Problem(base.name, what, "use a base that was saved with them"))
-    if not kinds_by_param(base):
+    lacking: list[str] = []
+    for group in groups:  # the optimizer may keep nothing of a whole one
+        without = [param for param in group.params if not (kinds.get(param) or scalars.get(param))]
+        lacking += without if len(without) < len(group.params) else []
+    if lacking:
+        what = f"its optimizer has no states of {some(lacking)} yet, and torch loads none of some params only"
+        problems.append(Problem(base.name, what, "keep the format of the base, or use a later checkpoint"))
+    if not kinds:
         what = "its optimizer keeps no states, and torch loads no such folder" if keeps_nothing(base) else NO_STATES
         problems.append(Problem(base.name, what, "use a later checkpoint as base, or another format"))
     if problems:
