@@ -129,6 +129,29 @@ def test_an_optimizer(name, tmp_path):
     assert resumed.losses == {4: run.losses[4]}
 
 
+THINNED = (
+    "adamw_bnb_8bit", "SGD momentum", "adafactor", "schedule_free_adamw", "Muon with Adam", "adamw_torch_4bit", "NAdam",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mostly_long(THINNED, "adamw_bnb_8bit"))
+def test_a_thinned_checkpoint_is_composed_again(name, tmp_path):
+    run = begin(tmp_path / "run", name)
+    run.train()
+    kept = shutil.copytree(run.checkpoint(3), tmp_path / "kept")
+    out = tmp_path / "out" / "checkpoint-3"
+    thin = "thin", tmp_path / "run", "--strategy", "full", "--yes"
+    for args in (thin, ("merge", "--run", tmp_path / "run", "--at", 3, out)):
+        done = run_here(*args)
+        assert done.returncode == 0, done.stderr
+    assert not run.checkpoint(3).exists()
+    found = Saved(out)
+    wanted = Saved(kept, found.order)
+    assert found.order and wanted.states
+    assert_same(found.states, wanted.states)
+    assert_same(found.weights, wanted.weights)
+
+
 CUT = (
     "Adam", "AdamW amsgrad", "RAdam", "Adamax", "Adadelta", "Rprop", "RMSprop centered", "SGD momentum", "adagrad",
     "adamw_torch_fused", "schedule_free_adamw", "optimi Lion", "optimi Adan", "lion_32bit", "rmsprop_bnb",
