@@ -190,7 +190,7 @@ def _compare(
         if not runs:
             continue
         mine, at = one.read(runs, one.dtype), _shift(runs, offset)
-        if one.dtype == entry.dtype and _holds(files, entry, at, mine, search.room):
+        if one.dtype == entry.stored_as and _holds(files, entry, at, mine, search.room):
             continue
         saved = read_elements(files, entry, at, search.room)
         kind = judge(mine, one.dtype, saved, entry.dtype, search.live.precision)
@@ -278,7 +278,7 @@ def read_elements(files: Files, entry: TensorEntry, runs: Runs, room: bytearray 
     for begin, end in runs:
         for part in entry.place.cover(begin, end):
             low = at + (part.begin - begin) * size
-            files.read_into(part.extent.path, part.extent.start, data[low : low + part.extent.num_bytes])
+            files.read_elements(*part.extent, part.encoding, data[low : low + (part.end - part.begin) * size])
         at += (end - begin) * size
     return data
 

@@ -13,7 +13,7 @@ from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Extent, Pla
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.parts import Param, Part, SavedAs, step_of
-from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State, size_of
 from llmtailor.storage.local import FileFact
 
 DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP = "deepspeed", "universal", "trainer", "fsdp", "dcp"
@@ -105,6 +105,11 @@ class TensorEntry:
     """The dtype in training, if the state was rounded when it was saved"""
 
     @property
+    def stored_as(self) -> str:
+        """The dtype, or how the elements are encoded: `roles.Q8` or `roles.Q8_ROOT`"""
+        return self.place.encoded if isinstance(self.place, Bundled) and self.place.encoded else self.dtype
+
+    @property
     def live_dtype(self) -> str:
         """The dtype in training"""
         return self.rounded_from or self.dtype
@@ -115,13 +120,13 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the elements, without any padding."""
-        return self.numel * ITEMSIZE[self.dtype]
+        """Size of the elements in the file, without any padding."""
+        return size_of(self.stored_as, self.numel)
 
     @property
     def held_bytes(self) -> int:
         """Size of the elements that the checkpoint holds"""
-        return count(self.runs) * ITEMSIZE[self.dtype]
+        return sum(size_of(self.stored_as, end - begin) for begin, end in self.runs)
 
     @property
     def is_here(self) -> bool:

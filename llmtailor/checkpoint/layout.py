@@ -26,7 +26,7 @@ from llmtailor.checkpoint.optimizer import NAME_KEYS, ParamGroup
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.errors import MismatchError, Problem, SourceError
 from llmtailor.model.parts import ModelStructure, Part
-from llmtailor.model.roles import ITEMSIZE, State
+from llmtailor.model.roles import ITEMSIZE, Encoding, State, size_of
 
 T = TypeVar("T")
 BLOCK_BYTES = 4096
@@ -88,14 +88,16 @@ class Cast:
     state: State | None = None
     begin: int = 0
     scale: float = 1.0
+    encoding: Encoding | None = None
+    """How to decode the source's bytes first; ``source_dtype`` is fp32 then"""
 
     @property
     def numel(self) -> int:
-        return self.extent.num_bytes // ITEMSIZE[self.source_dtype]
+        return self.encoding.numel if self.encoding else self.extent.num_bytes // ITEMSIZE[self.source_dtype]
 
     @property
     def num_bytes(self) -> int:
-        return self.numel * ITEMSIZE[self.dtype]
+        return size_of(self.dtype, self.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ class Term:
     source_dtype: str
     factor: float
     source: int
+    encoding: Encoding | None = None
+    """As of `Cast`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ class Slot(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return (self.end - self.begin) * ITEMSIZE[self.dtype]
+        return size_of(self.dtype, self.end - self.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +351,7 @@ def _summarize(plan: Plan) -> Summary:
                 of = f"{state.param!r} {state.kind!r} {piece.begin}" if state else ""
                 lines.append(f"{source} {path!r} {start} {stop} {of}".encode())
                 if isinstance(piece, Cast):
-                    lines.append(f"{piece.source_dtype} {piece.dtype} {piece.scale!r}".encode())
+                    lines.append(f"{piece.source_dtype} {piece.dtype} {piece.scale!r} {piece.encoding}".encode())
                 key = (state.param if state else None, source)
                 moved[key] = moved.get(key, 0) + piece.num_bytes
                 read.add((source, path))

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from llmtailor.model.roles import BLOCK_ELEMENTS, BLOCK_RECORD, Encoding, size_of
+
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -43,6 +45,8 @@ class Fragment(NamedTuple):
     begin: int
     end: int
     extent: Extent
+    encoding: Encoding | None = None
+    """How to decode them; None if the file has the elements themselves"""
 
 
 class Placement(Protocol):
@@ -143,8 +147,11 @@ class Bundled:
     cuts: tuple[int, ...]
     """The first element of each fragment, ascending, and where the last one ends."""
     itemsize: int
+    """0 if the elements are encoded"""
     ends: tuple[int, ...] = ()
     """Where each fragment ends; empty if each ends where the next one begins"""
+    encoded: str = ""
+    """The dtype of `Encoding`, if the elements are stored so: each fragment begins with a new block"""
 
     @property
     def runs(self) -> Runs:
@@ -157,10 +164,22 @@ class Bundled:
             until = min(end, self.ends[at] if self.ends else self.cuts[at + 1])
             if not self.cuts[at] <= begin < until:
                 raise LookupError("the checkpoint does not hold these elements")
-            start = self.starts[at] + (begin - self.cuts[at]) * self.itemsize
-            stop = start + (until - begin) * self.itemsize
-            yield Fragment(begin, until, Extent(self.paths[at], start, stop))
+            if self.encoded:
+                yield self._blocks(at, begin, until)
+            else:
+                start = self.starts[at] + (begin - self.cuts[at]) * self.itemsize
+                stop = start + (until - begin) * self.itemsize
+                yield Fragment(begin, until, Extent(self.paths[at], start, stop))
             begin, at = until, at + 1
+
+    def _blocks(self, at: int, begin: int, end: int) -> Fragment:
+        """Return elements of a fragment, with the blocks that they are in."""
+        numel = (self.ends[at] if self.ends else self.cuts[at + 1]) - self.cuts[at]
+        first, skip = divmod(begin - self.cuts[at], BLOCK_ELEMENTS)
+        last = -(-(end - self.cuts[at]) // BLOCK_ELEMENTS)
+        start, size = self.starts[at], size_of(self.encoded, numel)
+        extent = Extent(self.paths[at], start + first * BLOCK_RECORD, start + min(last * BLOCK_RECORD, size))
+        return Fragment(begin, end, extent, Encoding(self.encoded, skip, end - begin))
 
 
 @dataclass(frozen=True, slots=True)

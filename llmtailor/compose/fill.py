@@ -46,6 +46,8 @@ class _Supply:
     source: int
     place: Placement
     dtype: str
+    stored_as: str
+    """The dtype, or how elements are encoded"""
     numel: int
     """Of the whole state in the source; 0 if it does not hold it"""
     runs: Runs | None
@@ -89,12 +91,12 @@ class _Filler:
             source, scale = supply.source, self.scales.get((state, supply.source), 1.0)
             if isinstance(supply.place, AllZero):
                 filled.append(Blend((), end - begin, dtype, source, state, begin))
-            elif supply.dtype == dtype and scale == 1:
-                for at, _, extent in supply.place.cover(begin, end):
+            elif supply.stored_as == dtype and scale == 1:
+                for at, _, extent, _ in supply.place.cover(begin, end):
                     filled.append(Copy(extent, source, state, at))
             else:
                 filled += [
-                    Cast(have.extent, supply.dtype, dtype, source, state, have.begin, scale)
+                    Cast(have.extent, supply.dtype, dtype, source, state, have.begin, scale, have.encoding)
                     for have in supply.place.cover(begin, end)
                 ]
         return filled
@@ -111,7 +113,7 @@ class _Filler:
         filled: list[Piece] = []
         for begin, end in pairwise(sorted({slot.begin, *begins, slot.end})):
             terms = tuple(
-                Term(have.extent, supply.dtype, factor, supply.source)
+                Term(have.extent, supply.dtype, factor, supply.source, have.encoding)
                 for supply, (_, factor) in zip(supplies, weights, strict=True)
                 for have in supply.place.cover(begin, end)
             )
@@ -123,6 +125,6 @@ class _Filler:
             try:
                 held = self.indexes[cut.source].holding(state, dtype)
                 runs = None if held.is_whole else held.runs
-                yield _Supply(cut.begin, cut.end, cut.source, held.place, held.dtype, held.numel, runs)
+                yield _Supply(cut.begin, cut.end, cut.source, held.place, held.dtype, held.stored_as, held.numel, runs)
             except KeyError:
-                yield _Supply(cut.begin, cut.end, cut.source, Absent(), dtype, 0, None)
+                yield _Supply(cut.begin, cut.end, cut.source, Absent(), dtype, dtype, 0, None)

@@ -121,13 +121,18 @@ class _Taken(_Range):
         super().__init__(piece.extent.start, piece.extent.stop, wanted)
         self.rest = b""
         """The start of an element that the last chunk cut"""
+        self.decoder = None
+        if self.convert and self.convert.encoding:
+            from llmtailor.storage.casts import Decoder
+
+            self.decoder = Decoder(self.convert.encoding)
 
     def feed(self, data: memoryview) -> None:
         if not self.convert:
             super().feed(data)
             return
         self.at += len(data)
-        whole = self.rest + data
+        whole = self.rest + (self.decoder.feed(data) if self.decoder else data)
         end = len(whole) - len(whole) % ITEMSIZE[self.convert.source_dtype]
         self.rest = whole[end:]
         from llmtailor.storage.casts import cast  # numpy takes a while

@@ -73,13 +73,24 @@ class SourceFiles:
     def chunks(self, piece: Cast | Term, size: int) -> Iterator[memoryview]:
         """Yield the bytes of a piece in order, ``size`` at a time. Raises as `read_into`."""
         rest = memoryview(b"")
-        for some in self.stream(piece, piece.extent.stop, size):
+        for some in self._decoded(piece, size):
             rest = memoryview(bytes(rest) + some) if rest or len(some) < size else some  # the next one overwrites it
             while len(rest) >= size:
                 yield rest[:size]
                 rest = rest[size:]
         if rest:
             yield rest
+
+    def _decoded(self, piece: Cast | Term, size: int) -> Iterator[memoryview]:
+        read = self.stream(piece, piece.extent.stop, size)
+        if piece.encoding is None:
+            yield from read
+            return
+        from llmtailor.storage.casts import Decoder  # numpy takes a while
+
+        decoder = Decoder(piece.encoding)
+        for some in read:
+            yield memoryview(decoder.feed(some))
 
     def stream(self, piece: Copy | Cast | Term, stop: int, size: int = 0) -> Iterator[memoryview]:
         """Yield the bytes of the piece's file from the piece's start to ``stop``; see `OpenFile.stream`."""

@@ -255,8 +255,34 @@ ITEMSIZE = {
 """Bytes per element, by the dtype names of the safetensors format, which llmtailor uses everywhere, and `F24`"""
 F24: Literal["F24"] = "F24"
 """fp32 without its last 8 bits, see `storage.casts`. Only partial checkpoints hold it, as three ``U8`` each."""
+Q8: Literal["Q8"] = "Q8"
+Q8_ROOT: Literal["Q8_ROOT"] = "Q8_ROOT"
+"""fp32 in blocks of 8-bit codes, or the squares of these, see `storage.casts`. Only partial checkpoints hold them."""
+PACKED = (F24, Q8, Q8_ROOT)
+"""What safetensors files hold as ``U8``"""
+BLOCK_ELEMENTS = 128
+BLOCK_RECORD = 4 + BLOCK_ELEMENTS
+"""Bytes of a block: an fp32 unit, and a code per element. The last block of a tensor may be shorter."""
 SAFETENSORS = ITEMSIZE.keys() - {F24}
 """The dtypes of safetensors files that llmtailor knows"""
+
+
+def size_of(dtype: str, numel: int) -> int:
+    """Return the bytes that elements take in a file."""
+    if dtype in (Q8, Q8_ROOT):
+        return numel + 4 * -(-numel // BLOCK_ELEMENTS)
+    return numel * ITEMSIZE[dtype]
+
+
+class Encoding(NamedTuple):
+    """How bytes of a file become fp32 elements: ``numel`` of its blocks, after ``skip`` elements of the first one."""
+
+    dtype: str
+    """`Q8` or `Q8_ROOT`"""
+    skip: int
+    numel: int
+
+
 ADAM_BYTES = 8.0
 """Per param: AdamW's exp_avg and exp_avg_sq in fp32"""
 FLOATING = frozenset(("F64", "F32", "F16", "BF16", F24))

@@ -32,8 +32,8 @@ class SavingArguments(TypedDict, total=False):
     write_timeout: float
     staging_dir: str | Path | None
     mirror: str | None
-    masters: Literal["24bit"] | None
-    moments: Literal["bf16"] | None
+    masters: Literal["fp32", "24bit"]
+    moments: Literal["fp32", "bf16", "8bit"]
     experts: Literal["parts"] | None
     attest: Literal["off", "sample", "full"]
     on_mismatch: Literal["warn", "stop"]
@@ -68,11 +68,12 @@ class SavingOptions:
     the background."""
     mirror: str | None = field(default=None, metadata={"value": "a URL"})
     """A URL that fsspec knows, such as ``s3://bucket/run``, to which finished saves are copied in the background"""
-    masters: Literal["24bit"] | None = field(default=None, metadata={"value": "24bit"})
+    masters: Literal["fp32", "24bit"] = field(default="fp32", metadata={"value": "fp32 or 24bit"})
     """``24bit``: store fp32 master weights without their last 8 bits, 3 instead of 4 bytes per param. bf16 and fp16
-    weights that are rounded from them are those of the training. None stores them as they are."""
-    moments: Literal["bf16"] | None = field(default=None, metadata={"value": "bf16"})
-    """``bf16``: store Adam's moments rounded to bf16, 8 instead of 12 bytes per param. None stores them as they are."""
+    weights that are rounded from them are those of the training. ``fp32`` stores masters as they are."""
+    moments: Literal["fp32", "bf16", "8bit"] = field(default="fp32", metadata={"value": "fp32, bf16 or 8bit"})
+    """``bf16``, ``8bit``: store Adam's fp32 moments rounded to bf16, 4 instead of 8 bytes per param, or in blocks of
+    8-bit numbers, 2.1 bytes. ``fp32`` stores moments as they are."""
     experts: Literal["parts"] | None = field(default=None, metadata={"value": "parts"})
     """``parts``: each expert of a mixture-of-experts layer is a part, and the rest of the layer another. None keeps
     layers whole."""
@@ -97,11 +98,10 @@ class SavingOptions:
         if self.staging_dir is not None and self.mirror is not None:
             what = "saves can be copied to only one other place"
             problems.append(Problem("mirror", what, "omit staging_dir, or omit mirror"))
-        if self.masters not in (None, "24bit"):
-            fix = 'give "24bit", or omit it to keep them exact'
-            problems.append(Problem("masters", f"it is {self.masters!r}", fix))
-        if self.moments not in (None, "bf16"):
-            problems.append(Problem("moments", f"it is {self.moments!r}", 'give "bf16", or omit it to keep them exact'))
+        if self.masters not in ("fp32", "24bit"):
+            problems.append(Problem("masters", f"it is {self.masters!r}", 'give "fp32" or "24bit"'))
+        if self.moments not in ("fp32", "bf16", "8bit"):
+            problems.append(Problem("moments", f"it is {self.moments!r}", 'give "fp32", "bf16" or "8bit"'))
         if self.experts not in (None, "parts"):
             fix = 'give "parts", or omit it to keep layers whole'
             problems.append(Problem("experts", f"it is {self.experts!r}", fix))

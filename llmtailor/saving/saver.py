@@ -30,7 +30,7 @@ from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.model.parts import Part
-from llmtailor.model.roles import MASTER
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, F24, MASTER, Q8, Q8_ROOT
 from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,
@@ -70,6 +70,13 @@ from llmtailor.storage.local import as_path
 logger = logging.getLogger("llmtailor.saving")
 
 
+MASTERS: Mapping[str, Mapping[str, torch.dtype | str]] = {"fp32": {}, "24bit": {MASTER: F24}}
+MOMENTS: Mapping[str, Mapping[str, torch.dtype | str]] = {
+    "fp32": {},
+    "bf16": {EXP_AVG: torch.bfloat16, EXP_AVG_SQ: torch.bfloat16},
+    "8bit": {EXP_AVG: Q8, EXP_AVG_SQ: Q8_ROOT},
+}
+"""Option -> kind of state -> the dtype that fp32 ones are rounded to"""
 _MOST_SKIPPED = 100
 """Steps that an fp16 training may skip at its beginning, until the scale of the loss fits"""
 
@@ -391,8 +398,7 @@ class PartialSaver:
                 ranks=self.ranks,
                 before=self._before,
                 seen=self._frozen,
-                moments=torch.bfloat16 if self.options.moments == "bf16" else None,
-                in_24_bits=self.options.masters == "24bit",
+                dtypes={**MASTERS[self.options.masters], **MOMENTS[self.options.moments]},
                 pieces=self.model.structure.pieces,
             )
             self._frozen = share.samples

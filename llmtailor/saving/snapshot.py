@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,7 +25,8 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.streams import huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import Entry
-from llmtailor.model.roles import F24, ITEMSIZE
+from llmtailor.model.roles import BLOCK_ELEMENTS, BLOCK_RECORD, F24, ITEMSIZE, Q8_ROOT, size_of
+from llmtailor.storage import casts
 
 SOURCE = "live"
 """The name of the source in plans"""
@@ -60,23 +61,25 @@ class LiveTensor:
     """One dimension, on any device"""
     dtype: torch.dtype
     """Dtype in the file; elements of another dtype are cast"""
-    in_24_bits: bool
-    """Whether its fp32 elements are written as `roles.F24`; ``dtype`` is uint8 then"""
+    packed: str
+    """One of `roles.PACKED` that its fp32 elements are written as, empty if they are not; ``dtype`` is uint8 then"""
     written_with: int
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
     params, which a user's code may change at each step; 0 for a private copy."""
 
     @property
     def num_bytes(self) -> int:
-        return self.flat.numel() * (ITEMSIZE[F24] if self.in_24_bits else self.dtype.itemsize)
+        numel = self.flat.numel()
+        return size_of(self.packed, numel) if self.packed else numel * self.dtype.itemsize
 
     def elements(self, start: int, stop: int) -> torch.Tensor:
-        """Return the elements that become a range of bytes, whose ends are multiples of the item size; of 24 bits their
-        bytes, of any range."""
-        if self.in_24_bits:
-            size = ITEMSIZE[F24]
+        """Return the elements that become a range of bytes, whose ends are multiples of the item size; of packed ones
+        the bytes, of any range."""
+        if self.packed:
+            numel, size = (1, ITEMSIZE[F24]) if self.packed == F24 else (BLOCK_ELEMENTS, BLOCK_RECORD)
             first = start // size
-            return in_24_bits(self.flat[first : -(-stop // size)])[start - first * size : stop - first * size]
+            made = pack(self.flat[first * numel : -(-stop // size) * numel], self.packed)
+            return made[start - first * size : stop - first * size]
         itemsize = self.dtype.itemsize
         return self.flat[start // itemsize : stop // itemsize]
 
@@ -91,18 +94,19 @@ class LiveTensors:
         self,
         key: str,
         tensor: torch.Tensor,
-        dtype: torch.dtype | Literal["F24"] | None = None,
+        dtype: torch.dtype | str | None = None,
         written_with: int = 0,
         storage: str | None = None,
     ) -> Entry:
         """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements.
 
-        In its plan, `SOURCE` is the first source. ``dtype`` is that in the file. ``storage`` is a name of the tensor's
-        storage if the file is to have tensors as they lie there; names are in the order of the file.
+        In its plan, `SOURCE` is the first source. ``dtype`` is that in the file, or one of `roles.PACKED`. ``storage``
+        is a name of the tensor's storage if the file is to have tensors as they lie there; names are in the order of
+        the file.
         """
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
-        named, stored_as = (dtype, torch.uint8) if isinstance(dtype, str) else (None, dtype or flat.dtype)
-        live = LiveTensor(flat, stored_as, named == F24, written_with)
+        packed, stored_as = (dtype, torch.uint8) if isinstance(dtype, str) else ("", dtype or flat.dtype)
+        live = LiveTensor(flat, stored_as, packed, written_with)
         content: tuple[Copy, ...] = ()
         if num_bytes := live.num_bytes:
             content = (Copy(Extent(str(len(self.tensors)), 0, num_bytes), source=0),)
@@ -111,7 +115,7 @@ class LiveTensors:
         if storage is not None and content and live.dtype == flat.dtype:
             begin = int(flat.storage_offset()) * flat.element_size()
             lies = Extent(storage, begin, begin + num_bytes)
-        return Entry(key, named or DTYPES[live.dtype], tuple(tensor.shape), content, lies)
+        return Entry(key, packed or DTYPES[live.dtype], tuple(tensor.shape), content, lies)
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
         """Return bytes of a tensor, without a copy if it is on the CPU and not cast."""
@@ -120,12 +124,30 @@ class LiveTensors:
         return bytes_of(elements.to("cpu", live.dtype).contiguous())
 
 
-def in_24_bits(elements: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of fp32 elements as `roles.F24`, on their device; `storage.casts` does the same."""
-    octets = elements.contiguous().view(torch.uint8).view(-1, 4)
-    kept = octets[:, 1:].clone()
-    kept[:, 0] |= (octets[:, 0] != 0).to(torch.uint8)
-    return kept.view(-1)
+def pack(elements: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return the bytes of fp32 elements as one of `roles.PACKED`, on their device."""
+    if elements.device.type == "cpu":
+        return torch.from_numpy(casts.pack(elements.contiguous().numpy(), dtype))
+    return pack_by_torch(elements, dtype)
+
+
+def pack_by_torch(elements: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return what `casts.pack` returns, on any device."""
+    if dtype == F24:
+        octets = elements.contiguous().view(torch.uint8).view(-1, 4)
+        kept = octets[:, 1:].clone()
+        kept[:, 0] |= (octets[:, 0] != 0).to(torch.uint8)
+        return kept.view(-1)
+    is_root, most = dtype == Q8_ROOT, 255 if dtype == Q8_ROOT else 127
+    values = torch.nn.functional.pad(elements, (0, -elements.numel() % BLOCK_ELEMENTS)).view(-1, BLOCK_ELEMENTS)
+    rows = values.double().sqrt().float() if is_root else values  # in fp32, torch rounds some roots wrongly on CPUs
+    unit = rows.abs().amax(1, keepdim=True) / most
+    codes = (rows / torch.where(unit > 0, unit, 1)).round_().nan_to_num_(0, 0, 0).clamp_(-most, most)
+    if is_root:
+        codes = torch.where(rows > 0, codes.clamp_(min=1), 0)
+    unit = torch.where(unit.isfinite(), unit, torch.nan)
+    records = torch.cat((unit.view(torch.uint8), codes.to(torch.int16).to(torch.uint8)), 1)
+    return records.view(-1)[: size_of(dtype, elements.numel())]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

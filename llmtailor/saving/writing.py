@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -38,7 +38,7 @@ from llmtailor.formats.partial.write import Bundle
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
-from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, F24, MASTER, is_moment
+from llmtailor.model.roles import BUFFER, MASTER, is_moment
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.snapshot import (
@@ -88,8 +88,7 @@ def lay_out_share(
     ranks: Ranks,
     before: Path | None,
     seen: Mapping[str, int],
-    moments: torch.dtype | None = None,
-    in_24_bits: bool = False,
+    dtypes: Mapping[str, torch.dtype | str] = MappingProxyType({}),
     pieces: Mapping[str, Piece] = MappingProxyType({}),
 ) -> Share:
     """Lay out this rank's files: its fragments of ``params``, and of the masters of ``masters``; its buffers and the
@@ -97,9 +96,9 @@ def lay_out_share(
 
     These names may be those of ``pieces`` that the training has fragments of (`model.find_trained_parts`).
     A sample decides whether frozen params have changed, because training changes all elements of a param; ``seen`` are
-    those of the last save, or of the beginning. ``moments`` is the dtype to store moments in; None keeps theirs.
-    ``in_24_bits``: store fp32 masters as `roles.F24`. Small tensors are copied at once, because training may
-    change them at any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not hold.
+    those of the last save, or of the beginning. ``dtypes`` says which kinds of fp32 states are rounded, and
+    to what: a dtype, or one of `roles.PACKED`. Small tensors are copied at once, because training may change them at
+    any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not hold.
     """
     live, bundle = LiveTensors(), Bundle(bundle_name(ranks.rank, ranks.world_size))
     written_with: dict[str, int] = {}
@@ -113,9 +112,8 @@ def lay_out_share(
         name, begin = (piece.param, piece.begin + one.begin) if piece else (one.param, one.begin)
         if one.kind == MASTER:
             written_with[name] = storage_of(one.tensor)
-        dtype: torch.dtype | Literal["F24"] | None = None
-        if one.tensor.dtype == torch.float32 and one.shape is None:
-            dtype = {EXP_AVG: moments, EXP_AVG_SQ: moments, MASTER: F24 if in_24_bits else None}.get(one.kind)
+        is_rounded = one.tensor.dtype == torch.float32 and one.shape is None
+        dtype = dtypes.get(one.kind) if is_rounded else None
         # the states of a sub-group after each other, as the optimizer writes them
         group = groups.setdefault(written_with[name], len(groups))
         storage = f"{group:08}.{kinds.setdefault(one.kind, len(kinds)):02}"

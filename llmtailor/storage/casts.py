@@ -5,6 +5,11 @@ Rounding is to nearest, ties to even: bit for bit as torch, and so as DeepSpeed 
 Only ``F24``, the first 24 bits of fp32, is rounded to odd: the last of its bits is set if any of the bits left out is.
 So a value is never on a tie, or on a value of bf16 or fp16, that the fp32 value was not on, and rounding it to these
 dtypes gives what rounding the fp32 value gives (Boldo and Melquiond, 2008). The error is below a unit of its last bit.
+
+``Q8`` are blocks of `BLOCK_ELEMENTS` elements: an fp32 unit, then a signed 8-bit code for each element, its multiple of
+the unit, which is the largest magnitude / 127. ``Q8_ROOT``, for elements that are not negative, has unsigned codes of
+their square roots, and the unit is the largest root / 255. There only a zero becomes 0, because an optimizer divides by
+the root. A block with an infinite element, or one that is not a number, has no numbers afterwards.
 """
 
 from __future__ import annotations
@@ -15,8 +20,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.model.roles import F24
+from llmtailor.model.roles import BLOCK_ELEMENTS, BLOCK_RECORD, F24, PACKED, Q8, Q8_ROOT, Encoding, size_of
 
+_CACHED: Final = 256 * BLOCK_ELEMENTS
 _NUMPY: Final[dict[str, str]] = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 
 
@@ -29,8 +35,8 @@ def cast(data: bytes | bytearray | memoryview, source: str, target: str, scale: 
         wide = widen(data, source)
         if scale != 1:
             wide = wide.astype("<f8") * scale
-        if target == F24:
-            return _to_24_bits(wide)
+        if target in PACKED:
+            return pack(wide.astype("<f4", copy=False), target).tobytes()
         return _to_bfloat16(wide) if target == "BF16" else wide.astype(_NUMPY[target]).tobytes()
 
 
@@ -51,21 +57,92 @@ def add(terms: Iterable[tuple[bytes | bytearray | memoryview, str, float]], targ
 
 
 def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
-    """Return elements of a floating-point dtype as numpy's, bf16 and 24 bits as fp32."""
+    """Return elements of a floating-point dtype as numpy's; those that numpy does not know as fp32."""
     if source == F24:
         octets = np.zeros((len(data) // 3, 4), np.uint8)
         octets[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
         return octets.reshape(-1).view("<f4")
+    if source in (Q8, Q8_ROOT):
+        return _from_blocks(data, source)
     if source != "BF16":
         return np.frombuffer(data, _NUMPY[source])
     bits = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)
     return bits.view("<f4")
 
 
-def _to_24_bits(values: npt.NDArray[Any]) -> bytes:
-    octets = values.astype("<f4").view(np.uint8).reshape(-1, 4)
-    octets[:, 1] |= octets[:, 0] != 0
-    return octets[:, 1:].tobytes()
+def pack(values: npt.NDArray[Any], target: str) -> npt.NDArray[np.uint8]:
+    """Return the bytes of fp32 elements as one of `roles.PACKED`, packed in pieces that stay in a core's cache."""
+    made = np.empty(size_of(target, len(values)), np.uint8)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for begin in range(0, len(values), _CACHED):
+            some = values[begin : begin + _CACHED]
+            start = size_of(target, begin)
+            room = made[start : start + size_of(target, len(some))]
+            if target == F24:
+                _to_24_bits(some, room)
+            elif tail := len(some) % BLOCK_ELEMENTS:
+                record = np.empty((1, BLOCK_RECORD), np.uint8)
+                _to_blocks(np.pad(some[-tail:], (0, BLOCK_ELEMENTS - tail)), record, target)
+                room[-4 - tail :] = record[0, : 4 + tail]
+                _to_blocks(some[:-tail], room[: -4 - tail], target)
+            else:
+                _to_blocks(some, room, target)
+    return made
+
+
+def _to_24_bits(values: npt.NDArray[Any], room: npt.NDArray[np.uint8]) -> None:
+    bits = values.view("<u4")
+    kept = bits & np.uint32(0xFF)
+    kept += np.uint32(0xFF)  # has bit 8 if any bit was set
+    kept |= bits
+    kept >>= np.uint32(8)
+    # four bytes each, of which the next element overwrites the last one, are written faster than three
+    np.ndarray(len(kept) - 1, "<u4", room, 0, 3)[...] = kept[:-1]
+    room[-3:] = kept[-1:].view(np.uint8)[:3]
+
+
+def _to_blocks(values: npt.NDArray[Any], room: npt.NDArray[np.uint8], target: str) -> None:
+    rows, most = values.reshape(-1, BLOCK_ELEMENTS), np.float32(255 if target == Q8_ROOT else 127)
+    codes = np.sqrt(rows) if target == Q8_ROOT else np.abs(rows)
+    unit = codes.max(axis=1, keepdims=True, initial=0) / most
+    np.divide(codes if target == Q8_ROOT else rows, np.where(unit > 0, unit, 1), out=codes)
+    np.rint(codes, out=codes)
+    np.clip(codes, -most, most, out=codes)
+    records = room.reshape(-1, BLOCK_RECORD)
+    records[:, :4] = np.where(np.isfinite(unit), unit, np.float32(np.nan)).astype("<f4").view(np.uint8)
+    if target == Q8_ROOT:
+        records[:, 4:] = codes.astype(np.uint8)
+        records[:, 4:] += (codes == 0) & (rows > 0)
+    else:
+        records[:, 4:] = codes.astype(np.int8).view(np.uint8)
+
+
+def _from_blocks(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
+    numel = len(data) - 4 * -(-len(data) // BLOCK_RECORD)
+    records = np.zeros((-(-len(data) // BLOCK_RECORD), BLOCK_RECORD), np.uint8)
+    records.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
+    codes = records[:, 4:].view(np.uint8 if source == Q8_ROOT else np.int8).astype("<f4")
+    codes *= np.ascontiguousarray(records[:, :4]).view("<f4")
+    return (codes * codes if source == Q8_ROOT else codes).reshape(-1)[:numel]
+
+
+class Decoder:
+    """Decodes the bytes of an encoding as they come, to fp32."""
+
+    def __init__(self, encoding: Encoding):
+        self._dtype, self._skip, self._left = encoding
+        self._rest = b""
+        """The start of a block that the last chunk cut"""
+
+    def feed(self, data: bytes | bytearray | memoryview) -> bytes:
+        """Return the elements of the blocks that are complete now, and of the last one if all wanted ones are there."""
+        whole = self._rest + bytes(data)
+        enough = size_of(self._dtype, self._skip + self._left)
+        end = enough if len(whole) >= enough else len(whole) - len(whole) % BLOCK_RECORD
+        self._rest = whole[end:]
+        found = _from_blocks(whole[:end], self._dtype)[self._skip :][: self._left]
+        self._skip, self._left = 0 if end else self._skip, self._left - len(found)
+        return found.tobytes()
 
 
 def _to_bfloat16(values: npt.NDArray[Any]) -> bytes:

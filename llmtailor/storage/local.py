@@ -35,6 +35,7 @@ from pathlib import Path
 
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, StorageError, damaged
+from llmtailor.model.roles import Encoding
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.remote import EndsEarly, RemotePath, as_remote, known_location, open_location
 
@@ -411,6 +412,17 @@ class Files:
     def read_into(self, path: str, offset: int, room: memoryview) -> None:
         """Fill ``room`` from ``offset`` on. Raises Changed, EndsEarly, or another OSError."""
         self.open(path).read_into(offset, room)
+
+    def read_elements(self, path: str, start: int, stop: int, encoding: Encoding | None, room: memoryview) -> None:
+        """Fill ``room`` with the elements that bytes ``start``..``stop`` hold. Raises as `read_into`."""
+        if encoding is None:
+            self.read_into(path, start, room)
+            return
+        from llmtailor.storage.casts import Decoder  # numpy takes a while
+
+        data = bytearray(stop - start)
+        self.read_into(path, start, memoryview(data))
+        room[:] = Decoder(encoding).feed(data)
 
     def crc_of(
         self,

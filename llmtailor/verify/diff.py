@@ -578,7 +578,7 @@ class _StateReader:
         for fragment in held.place.cover(begin, end):
             low, high = ((element - begin) * itemsize for element in (fragment.begin, fragment.end))
             try:
-                self._files.read_into(fragment.extent.path, fragment.extent.start, room[low:high])
+                self._files.read_elements(*fragment.extent, fragment.encoding, room[low:high])
             except OSError as error:
                 raise cannot_read(f"{self._index.name}/{fragment.extent.path}", error) from error
         self._on_progress(size)

@@ -12,7 +12,7 @@ from llmtailor.checkpoint.schema import name_of, schema_of
 from llmtailor.containers.unpickle import as_number
 from llmtailor.documents import encode
 from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint, split_parts
-from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, size_of
 from llmtailor.storage.local import as_path
 
 _FEW = 8
@@ -103,7 +103,7 @@ def describe(index: CheckpointIndex) -> Inspection:
             by_kind[structure.part_of[state.param]][state.kind] += held.num_bytes
         for name in pieces_of.get(state.param, ()):
             own = count(common(((structure.pieces[name].begin, structure.pieces[name].end),), held.runs))
-            by_kind[structure.part_of[name]][state.kind] += own * ITEMSIZE[held.dtype]
+            by_kind[structure.part_of[name]][state.kind] += size_of(held.stored_as, own)
     absent = absent_parts(index, structure)
     roles = [param.role for param in index.params.values()]
     return {

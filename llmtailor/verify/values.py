@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.placement import Extent, Runs
+from llmtailor.checkpoint.placement import Extent, Fragment, Runs
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import read_json
@@ -401,23 +401,25 @@ class Reading:
         for fragment in stream.held.place.cover(begin, end):
             extent, low, high = fragment.extent, fragment.begin - begin, fragment.end - begin
             part = view[low * itemsize : high * itemsize]
-            if not self._fill(part, extent.path, extent.start):
+            if not self._fill(part, fragment):
                 part[:] = bytes(len(part))
                 lost.append((low, high))
             elif self.sum_states or extent.path in self.sum_files:
                 crc = crc32(part)
-                self.by_file.add(extent.path, extent.start, extent.stop, crc)
+                if fragment.encoding is None:
+                    self.by_file.add(extent.path, extent.start, extent.stop, crc)
                 if self.sum_states:
                     self.by_state.add(stream.state, fragment.begin * itemsize, fragment.end * itemsize, crc)
         self.on_progress(len(view))
         return view, lost
 
-    def _fill(self, room: memoryview, path: str, offset: int) -> bool:
-        """Read bytes of a file; return whether that succeeded."""
+    def _fill(self, room: memoryview, fragment: Fragment) -> bool:
+        """Read elements; return whether that succeeded."""
+        path = fragment.extent.path
         if path in self.left_out or path in self.unreadable:
             return False
         try:
-            self.files.read_into(path, offset, room)
+            self.files.read_elements(*fragment.extent, fragment.encoding, room)
         except OSError as error:
             with self._lock:
                 self.unreadable.setdefault(path, error.strerror or str(error))

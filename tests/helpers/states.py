@@ -111,6 +111,21 @@ def loaded_by(run: Run, step: int) -> dict[str, Any]:
     return {"weights": run.echo["master"], "states": states}
 
 
+def in_8_bits(tensor: torch.Tensor, kind: str, ranks: int = 1) -> torch.Tensor:
+    """Round a moment to what blocks of 128 codes hold, if ZeRO-3 cuts it over so many ranks."""
+    is_root, most = (True, 255) if kind == "exp_avg_sq" else (False, 127)
+    rounded = []
+    for part in tensor.reshape(-1).split(-(-tensor.numel() // ranks)):
+        # torch rounds some square roots wrongly on CPUs
+        for block in part.double().sqrt().float().split(128) if is_root else part.split(128):
+            unit = block.abs().max() / most
+            codes = (block / unit).round() + 0.0 if unit else torch.zeros_like(block)
+            if is_root:
+                codes[(block > 0) & (codes == 0)] = 1
+            rounded.append((codes * unit) ** 2 if is_root else codes * unit)
+    return torch.cat(rounded).reshape(tensor.shape)
+
+
 def in_24_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Round fp32 to odd at its 24th bit."""
     bits = tensor.contiguous().view(torch.int32)

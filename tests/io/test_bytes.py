@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.states import raw
-from llmtailor.model.roles import State
-from llmtailor.saving.snapshot import in_24_bits
-from llmtailor.storage.casts import cast
+from helpers.states import in_8_bits, raw
+from llmtailor.checkpoint.placement import Bundled
+from llmtailor.model.roles import State, size_of
+from llmtailor.saving.snapshot import pack_by_torch
+from llmtailor.storage.casts import Decoder, cast
 from llmtailor.storage.checksums import part_digest
 from llmtailor.storage.local import AHEAD_BYTES, Ahead
 
@@ -96,9 +97,45 @@ def test_24_bits_round_to_what_32_bits_round_to(every):
         bits = np.uint32(high << 16) | np.arange(1 << 16, dtype=np.uint32)
         values = bits.view("<f4")
         short = cast(values.tobytes(), "F32", "F24")
-        assert bytes(in_24_bits(torch.from_numpy(values)).numpy()) == short
+        assert bytes(pack_by_torch(torch.from_numpy(values), "F24").numpy()) == short
         wide = np.frombuffer(cast(short, "F24", "F32"), "<u4")
         assert (np.abs(wide.astype("i8") - bits) < 1 << 8).all()
         for dtype in ("BF16", "F16"):
             assert cast(short, "F24", dtype) == cast(values.tobytes(), "F32", dtype) or np.isnan(values).any()
         assert (np.isnan(wide.view("<f4")) == np.isnan(values)).all()
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("numel", [1, 127, 128, 129, 5000, 40000])
+def test_blocks_of_8_bits(kind, numel):
+    """What torch packs is what numpy packs, and is read back as the obvious version says, from any element on."""
+    dtype = "Q8_ROOT" if kind == "exp_avg_sq" else "Q8"
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-30, 3, (numel,), generator=generator)
+    values[2:9] = 0.0
+    values = values**2 if kind == "exp_avg_sq" else values
+    packed = cast(values.numpy().tobytes(), "F32", dtype)
+    assert bytes(pack_by_torch(values, dtype).numpy()) == packed and len(packed) == size_of(dtype, numel)
+    wanted = in_8_bits(values, kind)
+    assert cast(packed, dtype, "F32") == wanted.numpy().tobytes()
+    assert ((wanted == 0) == (values == 0)).all() or kind == "exp_avg"
+    place = Bundled(("file",), (40,), (10, 10 + numel), 4, (), dtype)
+    for begin, end in [(10, 10 + numel), (15, 12 + numel // 2), (138, 139), (266, 400)]:
+        if not 10 <= begin < end <= 10 + numel:
+            continue
+        [found] = place.cover(begin, end)
+        for size in (1, 131, 1 << 20):
+            decoder, data = Decoder(found.encoding), packed[found.extent.start - 40 : found.extent.stop - 40]
+            parts = [decoder.feed(data[at : at + size]) for at in range(0, len(data), size)]
+            assert b"".join(parts) == wanted[begin - 10 : end - 10].numpy().tobytes()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", ["Q8", "Q8_ROOT"])
+def test_what_is_not_finite_does_not_become_a_number(value, dtype):
+    values = torch.ones(300)
+    values[130] = value
+    packed = cast(values.numpy().tobytes(), "F32", dtype)
+    assert np.isnan(np.frombuffer(cast(bytes(pack_by_torch(values, dtype).numpy()), dtype, "F32"), "<f4")).sum() == 128
+    found = np.frombuffer(cast(packed, dtype, "F32"), "<f4")
+    assert np.isnan(found[128:256]).all() and (np.delete(found, np.s_[128:256]) == 1).all()

@@ -18,7 +18,7 @@ import llmtailor
 from helpers.commands import run_here
 from helpers.composing import compose
 from helpers.same import differences
-from helpers.states import in_24_bits, read
+from helpers.states import in_8_bits, in_24_bits, read
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.recipe.strategies import StrategyOptions
@@ -78,8 +78,8 @@ def check_composite(done: Run, at: int, scratch: Path) -> dict[str, int]:
         compare_plain(done, held, at, ours)
         return held
     compose_stock(done, held, at, stock)
-    if (done.spec.options or {}).get("moments") == "bf16":
-        compare_rounded(ours, stock)
+    if (done.spec.options or {}).get("moments"):
+        compare_rounded(ours, stock, done.spec.ranks)
     else:
         compare_files(ours, stock, files(ours))
     return held
@@ -98,11 +98,11 @@ def compose_stock(done: Run, held: dict[str, int], at: int, out: Path) -> None:
     llmtailor.merge(recipe, out, llmtailor.Options(world_size=done.spec.ranks))
 
 
-def compare_rounded(ours: Path, stock: Path) -> None:
+def compare_rounded(ours: Path, stock: Path, ranks: int) -> None:
     found, wanted = load(ours).states, load(stock).states
     assert found.keys() == wanted.keys()
     for state, tensor in wanted.items():
-        rounded = tensor.bfloat16().to(tensor.dtype) if state.kind in MOMENTS else tensor
+        rounded = in_8_bits(tensor, state.kind, ranks) if state.kind in MOMENTS else tensor
         rounded = in_24_bits(tensor) if state.kind == MASTER else rounded
         assert not differ(found[state], rounded), state
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from helpers.cases import diagonal, mostly_long
 from helpers.commands import call
-from helpers.states import in_24_bits
+from helpers.states import in_8_bits, in_24_bits
 from llmtailor.checkpoint.layout import BLOCK_BYTES
 from llmtailor.engine import streams
 from llmtailor.errors import StorageError, UsageError
@@ -462,21 +462,24 @@ def address(data):
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_states_may_be_rounded(tmp_path, loop, background):
+@pytest.mark.parametrize(("moments", "share"), [("bf16", 0.65), ("8bit", 0.5)])
+def test_states_may_be_rounded(tmp_path, loop, background, moments, share):
     """Steps are exact, weights round to the bf16 that they would round to, and the composite is as wide as ever."""
-    run = loop(policy="full", moments="bf16", masters="24bit", background=background)
+    run = loop(policy="full", moments=moments, masters="24bit", background=background)
     other = Loop(tmp_path / "exact", policy="full").start()
-    assert run.make_saves(1, 3).num_bytes < 0.65 * other.make_saves(1, 3).num_bytes
+    assert run.make_saves(1, 3).num_bytes < share * other.make_saves(1, 3).num_bytes
     other.saver.close()
     for states in run.truth[3].values():
         for kind in ("exp_avg", "exp_avg_sq"):
-            states[kind] = states[kind].bfloat16().float()
+            exact = states[kind]
+            states[kind] = exact.bfloat16().float() if moments == "bf16" else in_8_bits(exact, kind)
         states["master"] = in_24_bits(exact := states["master"])
         assert torch.equal(states["master"].bfloat16(), exact.bfloat16()) and not torch.equal(states["master"], exact)
     run.check(3, tmp_path / "out")
     about = call("inspect", run.run / "partial" / "step-00000003").stdout
+    how = {"bf16": "rounded to bf16", "8bit": "in 8 bits"}[moments]
     for text in (about, (tmp_path / "out" / "README.md").read_text()):
-        assert "its moments were saved rounded to bf16" in text and "weights were saved in 24 bits" in text
+        assert f"its moments were saved {how}" in text and "weights were saved in 24 bits" in text
     call("verify", tmp_path / "out")
 
 
@@ -488,7 +491,7 @@ def test_states_may_be_rounded(tmp_path, loop, background):
         {"when_busy": "sometimes"},
         {"write_timeout": 0},
         {"moments": "fp8"},
-        {"masters": "bf16"},
+        {"masters": "fp16"},
         {"keep_composable": 0},
         {"experts": "each"},
         {"staging_dir": "a", "mirror": "b"},

@@ -216,7 +216,7 @@ CHECKED = by_name(
         Job("z3-mixtral", "mixtral"),
         Job("z3-lora", "llama+lora"),
         Job("z2-lora", "qwen2+lora", tied=True, stage=2),
-        Job("z3-rounded", options={"moments": "bf16", "masters": "24bit"}),
+        Job("z3-rounded", options={"moments": "8bit", "masters": "24bit"}),
         Job("z2", stage=2),
         Job("z2-layer", stage=2, groups="layer", policy="moments_in_turn:2"),
         Job("z2-rr", stage=2, round_robin=True),

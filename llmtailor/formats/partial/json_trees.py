@@ -44,7 +44,7 @@ from llmtailor.containers.unpickle import (
     check_keys,
     make_tensor,
 )
-from llmtailor.model.roles import F24, ITEMSIZE
+from llmtailor.model.roles import ITEMSIZE, PACKED
 
 PLACEHOLDER = "flat"
 STORED = "tensor"
@@ -286,7 +286,7 @@ class BundleLayout(FileLayout):
 
 
 def _alignment(entry: Entry) -> int:
-    return 1 if entry.dtype == F24 else ITEMSIZE[entry.dtype]
+    return 1 if entry.dtype in PACKED else ITEMSIZE[entry.dtype]
 
 
 def _place(entry: Entry) -> tuple[str, int]:
@@ -334,7 +334,7 @@ def _pieces(entries: Iterable[Entry], metadata: Mapping[str, str], stop: int | N
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for entry in entries:
         end = at + entry.num_bytes
-        dtype, shape = (entry.dtype, entry.shape) if entry.dtype != F24 else ("U8", (entry.num_bytes,))
+        dtype, shape = ("U8", (entry.num_bytes,)) if entry.dtype in PACKED else (entry.dtype, entry.shape)
         header[entry.key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     yield lay_out_header(to_text(header).encode(), stop)

@@ -27,7 +27,7 @@ from llmtailor.checkpoint.index import (
     buffer_on_ranks,
 )
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, count, union
+from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, union
 from llmtailor.codes import Code
 from llmtailor.containers.json import as_dict, get, is_count, is_path_below, read_strict_json, read_tensor
 from llmtailor.containers.safetensors import WeightFile, read_header
@@ -55,12 +55,29 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.loaders.loader import looks_partial
 from llmtailor.loaders.read import read_trainer_files
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, F24, FROZEN, ITEMSIZE, MASTER, SAFETENSORS, State
+from llmtailor.model.roles import (
+    BLOCK_RECORD,
+    BUFFER,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    F24,
+    FROZEN,
+    ITEMSIZE,
+    MASTER,
+    PACKED,
+    Q8,
+    Q8_ROOT,
+    SAFETENSORS,
+    State,
+    size_of,
+)
 from llmtailor.storage.local import FileFact
 
 _FIX = "leave this checkpoint out; its save is damaged"
 _ABSENT = Absent()
 _KEPT = (FROZEN, BUFFER)
+ROUNDED_AS = {EXP_AVG: ("BF16", Q8), EXP_AVG_SQ: ("BF16", Q8_ROOT), MASTER: (F24,)}
+"""Kind of fp32 state -> what a save may have rounded it to"""
 _NOT_FRAGMENTS = ("tree", BUFFER, PADDING)
 
 
@@ -166,24 +183,25 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
                 raise ValueError("begin is not a mapping, or whole not a list")
             if not all(isinstance(key, str) and key in file.tensors for key in listed):
                 raise ValueError("whole lists what is no tensor of the file")
+            packed = read_strict_json(file.metadata.get("packed", "{}").encode())
+            if not isinstance(packed, dict) or not {*packed.values()} <= {*PACKED}:
+                raise ValueError("packed is not a mapping of kinds to known dtypes")
             keys = {*listed}
             for key, held in file.tensors.items():
                 kind, _, param = key.partition("/")
                 if kind in _NOT_FRAGMENTS or param not in begins:
                     continue
-                if kind == MASTER and held.dtype == "U8":  # no master is
-                    numel, rest = divmod(held.numel, ITEMSIZE[F24])
-                    if rest:
-                        raise ValueError(f"{key} has a part of an element")
-                    held = replace(held, dtype=F24, shape=(numel,))
                 if key in keys:
                     if whole.setdefault(State(param, kind), held) is not held:
                         raise ValueError(f"another rank also has all of {key}")
                     continue
-                start = _extent(held).start
-                for begin, end in _runs(begins.get(key, begins[param]), held.numel):
-                    found.setdefault(State(param, kind), []).append((begin, end, path, start, held.dtype))
-                    start += (end - begin) * ITEMSIZE[held.dtype]
+                start, dtype = (
+                    _extent(held).start,
+                    packed[kind] if held.dtype == "U8" and kind in packed else held.dtype,
+                )
+                for begin, end in _runs(begins.get(key, begins[param]), held.num_bytes, dtype):
+                    found.setdefault(State(param, kind), []).append((begin, end, path, start, dtype))
+                    start += size_of(dtype, end - begin)
         except (ValueError, RecursionError) as error:
             raise SourceError.at(PathIn(name, path), f"its metadata is damaged ({error})", _FIX) from error
     joined = dict(whole)
@@ -194,8 +212,9 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
         begins, ends, paths, starts, dtypes = zip(*fragments, strict=True)
         shape = manifest.params[state.param].shape if state.param in manifest.params else (-1,)
         is_whole = (0, *ends) == (*begins, math.prod(shape))
-        place = Bundled(paths, starts, (*begins, ends[-1]), ITEMSIZE[dtypes[0]], () if is_whole else ends)
-        joined[state] = TensorEntry(dtypes[0], shape, place)
+        dtype, encoded = (dtypes[0], "") if dtypes[0] in ITEMSIZE else ("F32", dtypes[0])
+        place = Bundled(paths, starts, (*begins, ends[-1]), ITEMSIZE[dtype], () if is_whole else ends, encoded)
+        joined[state] = TensorEntry(dtype, shape, place)
         runs = wanted[state.kind].get(state.param, ((0, math.prod(shape)),))
         overlap = any(begin < end for begin, end in zip(begins[1:], ends, strict=False))
         if overlap or place.runs != union(runs) or any(dtype != dtypes[0] for dtype in dtypes):
@@ -206,14 +225,17 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
     return joined
 
 
-def _runs(begin: Any, numel: int) -> Runs:
+def _runs(begin: Any, num_bytes: int, dtype: str) -> Runs:
     """Return the elements of a param that a tensor holds, by the metadata ``begin``. Raises ValueError."""
     if is_count(begin):
+        numel = num_bytes - 4 * -(-num_bytes // BLOCK_RECORD) if dtype not in ITEMSIZE else num_bytes // ITEMSIZE[dtype]
+        if size_of(dtype, numel) != num_bytes:
+            raise ValueError("a tensor has a part of an element")
         return ((begin, begin + numel),)
     runs: list[Any] = begin if isinstance(begin, list) else [None]
     if not all(isinstance(run, list) and len(run) == 2 and all(map(is_count, run)) and run[0] < run[1] for run in runs):
         raise ValueError("begin is neither a count nor a list of runs")
-    if count(runs) != numel:
+    if sum(size_of(dtype, last - first) for first, last in runs) != num_bytes:
         raise ValueError("begin lists other elements than a tensor has")
     return tuple((first, last) for first, last in runs)
 
@@ -247,7 +269,7 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     held = _place(index.held, partial)
     saved = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
     setback = {part: (saved[part], steps) for part, steps in manifest.setback.items() if part in saved}
-    dtypes = {one.dtype for one in held.values() if one.rounded_from}
+    dtypes = {one.stored_as for one in held.values() if one.rounded_from} - {Q8_ROOT}
     rounded = tuple(
         Finding(name, what, fix, Code.STATE_DTYPE) for what, fix in (_ROUNDED[dtype] for dtype in sorted(dtypes))
     )
@@ -264,6 +286,10 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
 
 
 _ROUNDED = {
+    Q8: (
+        "its moments were saved in 8 bits; composites widen them again, without the lost digits",
+        "for exact ones, use a save that was made without moments=8bit",
+    ),
     "BF16": (
         "its moments were saved rounded to bf16; composites widen them again, without the lost digits",
         "for exact ones, use a save that was made without moments=bf16",
@@ -291,8 +317,7 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
             continue
         fragment = partial.fragments.get(state)
         placed[state] = fragment or replace(described, place=_ABSENT)
-        rounded = {EXP_AVG: "BF16", EXP_AVG_SQ: "BF16", MASTER: F24}.get(state.kind)  # moments="bf16", masters="24bit"
-        if fragment and (fragment.dtype, described.dtype) == (rounded, "F32"):
+        if fragment and described.dtype == "F32" and fragment.stored_as in ROUNDED_AS.get(state.kind, ()):
             fragment = placed[state] = replace(fragment, rounded_from=described.dtype)
         if fragment and (fragment.live_dtype, fragment.shape) != (described.dtype, described.shape):
             what = f"{state.kind} of {state.param} does not match its object tree"

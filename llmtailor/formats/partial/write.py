@@ -65,7 +65,19 @@ from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, Part, SavedAs
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, KIND_OF_ROLE, MASTER, WEIGHT, State, is_moment
+from llmtailor.model.roles import (
+    BLOCK_ELEMENTS,
+    BUFFER,
+    FLOATING,
+    FROZEN,
+    ITEMSIZE,
+    KIND_OF_ROLE,
+    MASTER,
+    PACKED,
+    WEIGHT,
+    State,
+    is_moment,
+)
 
 
 @dataclass(slots=True)
@@ -97,7 +109,8 @@ class Bundle:
         before = self.entries[at]
         shape = (before.shape[0] + end - begin,)
         self.entries[at] = replace(before, shape=shape, content=(*before.content, *entry.content))
-        if runs[-1][1] == begin:
+        whole_blocks = entry.dtype in ITEMSIZE or (runs[-1][1] - runs[-1][0]) % BLOCK_ELEMENTS == 0
+        if runs[-1][1] == begin and whole_blocks:
             runs[-1][1] = end
         else:
             runs.append([begin, end])
@@ -126,11 +139,13 @@ class Bundle:
             own = runs[0][0] if len(runs) == 1 else runs
             if begin.setdefault(key.partition("/")[2], own) != own:
                 begin[key] = own
+        packed = {one.key.partition("/")[0]: one.dtype for one in self.entries if one.dtype in PACKED}
         metadata = {
             "schema": SCHEMA_BUNDLE,
             **facts,
             "begin": to_text(begin),
             **({"whole": to_text(self._whole)} if self._whole else {}),
+            **({"packed": to_text(packed)} if packed else {}),
             **{TREE + stock: text for stock, text in self.trees.items()},
         }
         return BundleLayout(self.path, self.entries, metadata)
