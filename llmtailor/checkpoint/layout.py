@@ -116,7 +116,9 @@ class Term:
 class Blend:
     """``numel`` elements of dtype ``dtype``: a weighted sum of as many elements of each term; zeros if there is none.
 
-    The sum is computed in fp64 and rounded to fp32, then cast, so that a weight is bit for bit its rounded master.
+    The sum is computed in fp64 and rounded to fp32, then cast, so that a weight is bit for bit its rounded master. With
+    ``refines``, the elements are the first term's bf16 values, with the digits of the second term where these fit
+    (`storage.casts.refine`).
     """
 
     terms: tuple[Term, ...]
@@ -126,10 +128,11 @@ class Blend:
     """The source that these bytes count for in `Summary.moved`"""
     state: State
     begin: int
+    refines: bool = False
 
     @property
     def num_bytes(self) -> int:
-        return self.numel * ITEMSIZE[self.dtype]
+        return size_of(self.dtype, self.numel)
 
 
 class Slot(NamedTuple):
@@ -359,7 +362,8 @@ def _summarize(plan: Plan) -> Summary:
                 lines.append(repr(piece).encode())
                 key = (piece.state.param, piece.source)
                 moved[key] = moved.get(key, 0) + piece.num_bytes
-                shared.update(dict.fromkeys({one.source for one in piece.terms} - {key[1]}, piece.num_bytes))
+                if not piece.refines:
+                    shared.update(dict.fromkeys({one.source for one in piece.terms} - {key[1]}, piece.num_bytes))
                 read.update((one.source, one.extent.path) for one in piece.terms)
             elif isinstance(piece, Bytes):  # its data may be large, and a repr four times that
                 lines += (b"Bytes %d" % len(piece.data), piece.data)

@@ -77,6 +77,20 @@ CLONE = click.option(
     help="Share disk blocks with the sources (reflinks on XFS, Btrfs). auto: if the file system supports it. never: "
     "write every byte. require: fail if blocks can't be shared.",
 )
+MASTERS = click.option(
+    "--masters",
+    type=click.Choice(["fp32", "24bit", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="Precision of fp32 master weights in partial checkpoints, as for attach; see docs/saving.md.",
+)
+MOMENTS = click.option(
+    "--moments",
+    type=click.Choice(["fp32", "bf16", "8bit"]),
+    default="fp32",
+    show_default=True,
+    help="Precision of Adam's fp32 moments in partial checkpoints.",
+)
 DISTRIBUTED = click.option(
     "--distributed",
     is_flag=True,

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import command, print_json
-from llmtailor.cli.options import COUNT, JSON, PATH, STEP
+from llmtailor.cli.options import COUNT, JSON, MASTERS, MOMENTS, PATH, STEP
+from llmtailor.errors import UsageError
+from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import ADAM_BYTES
 
 if TYPE_CHECKING:
+    from llmtailor.model.precision import Masters, Moments
     from llmtailor.runs.simulate import Cost, Hardware, ModelSize, Schedule
 
 _POLICIES = ("moments_in_turn", "adaptive", "adaptive:0.25", "parity", "round_robin:4", "filter")
@@ -91,6 +94,8 @@ _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
     show_default=True,
     help="Bytes of the optimizer's states per param: 8 for AdamW, 2 for 8-bit AdamW, 4 for Muon and Lion, 0 for SGD.",
 )
+@MASTERS
+@MOMENTS
 @click.option("--experts", is_flag=True, help='Make each expert of a layer a part, as with attach(experts="parts").')
 @JSON
 def policy(
@@ -103,6 +108,8 @@ def policy(
     keep: int,
     max_staleness: int | None,
     state_bytes: float,
+    masters: Masters,
+    moments: Moments,
     experts: bool,
     as_json: bool,
 ) -> None:
@@ -112,7 +119,8 @@ def policy(
     compared with full saves. Nothing is trained, and no tensor is read.
 
     Assumptions: a partial checkpoint takes 4 bytes per param for the fp32 master, and those of the optimizer's states
-    (--state-bytes); a full one of the Trainer 2 more for the bf16 weight; a blocking save stops training until it is
+    (--state-bytes), unless --masters and --moments round them; a full one of the Trainer takes the exact ones and 2
+    more for the bf16 weight; a blocking save stops training until it is
     written; a background save slows steps down until it is written, and the next one waits for it; failures are
     independent of time. Parts that are n saves old set training back by n intervals, times their share of the params;
     half of that is lost permanently (benchmarks/fidelity.md). Restarting the job is not counted.
@@ -121,13 +129,17 @@ def policy(
     Examples:
       llmtailor policy config.json --write-gbps 5 --step-seconds 8 --mtbf-hours 12
       llmtailor policy config.json --policy parity --policy filter:every=10
+      llmtailor policy config.json --policy moments_in_turn:8 --masters 24bit --moments 8bit
       llmtailor policy runs/x/checkpoint-100 --policy adaptive:0.25 --json
     """
     from llmtailor.policies import make_policy
     from llmtailor.runs.simulate import Hardware, cost_of, simulate, size_of_config, to_json, trainer_schedule
 
+    if moments != EXACT.moments and state_bytes != ADAM_BYTES:
+        what = "only AdamW's fp32 moments are rounded, 8 bytes per param"
+        raise UsageError.at("--moments", what, "omit --moments, or omit --state-bytes")
     made = {spec: make_policy(spec) for spec in dict.fromkeys((_FULL, *(policies or _POLICIES)))}
-    size = replace(size_of_config(model, experts), state_bytes=state_bytes)
+    size = replace(size_of_config(model, experts), state_bytes=state_bytes, precision=Precision(masters, moments))
     machine = Hardware(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)
     schedules = {_TRAINER: trainer_schedule(size, keep)}
     for spec, one in made.items():

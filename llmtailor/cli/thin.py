@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import command, notify, print_json, progress_bar, show_moved
-from llmtailor.cli.options import CLONE, COUNT, JSON, RUN_DIR, TRUST_UNRECORDED, YES
+from llmtailor.cli.options import CLONE, COUNT, JSON, MASTERS, MOMENTS, RUN_DIR, TRUST_UNRECORDED, YES
 from llmtailor.errors import Problem, UsageError, size
+from llmtailor.model.precision import EXACT, Precision
 
 if TYPE_CHECKING:
     from llmtailor.engine.moving import Clone
+    from llmtailor.model.precision import Masters, Moments
     from llmtailor.runs.gc import GcPlan
     from llmtailor.runs.prune import PruneAction, ThinOptions, ThinPlan
 
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     help="Reduce full checkpoints older than the newest K to weights, config and tokenizer, which can't be resumed "
     "from.",
 )
+@MASTERS
+@MOMENTS
 @TRUST_UNRECORDED
 @CLONE
 @YES
@@ -70,6 +74,7 @@ def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bo
     Examples:
       llmtailor thin runs/x --strategy parity
       llmtailor thin runs/x --strategy filter --keep-full-last 2 --yes
+      llmtailor thin runs/x --strategy moments_in_turn:8 --masters 24bit --moments 8bit --yes
       llmtailor thin runs/x --select last:2 --select lm_head --yes
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
@@ -128,7 +133,12 @@ def gc(run: Path, keep: int | None, trust_unrecorded: bool, yes: bool, as_json: 
 
 
 def _options(
-    strategy: str | None, select: tuple[str, ...], keep_full_last: int | None, keep_optimizer_last: int | None
+    strategy: str | None,
+    select: tuple[str, ...],
+    keep_full_last: int | None,
+    keep_optimizer_last: int | None,
+    masters: Masters,
+    moments: Moments,
 ) -> ThinOptions:
     from llmtailor.runs.prune import ThinOptions
 
@@ -145,9 +155,13 @@ def _options(
     if keep_optimizer_last and keep_full_last:
         fix = "omit it: the newest K of --keep-optimizer-last stay full"
         problems.append(Problem("--keep-full-last", "it needs --strategy or --select", fix))
+    precision = Precision(masters, moments)
+    if keep_optimizer_last and precision != EXACT:
+        what = "they round optimizer states, of which none are kept"
+        problems.append(Problem("--masters, --moments", what, "omit them, or give --strategy"))
     if problems:
         raise UsageError(problems)
-    return ThinOptions(keep_optimizer_last or keep_full_last or 1, strategy, select)
+    return ThinOptions(keep_optimizer_last or keep_full_last or 1, strategy, select, precision)
 
 
 def _show(plan: dict[str, Any] | str, left_alone: Iterable[Problem]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Term
 from llmtailor.checkpoint.placement import Absent, AllZero, Placement, Runs, without
 from llmtailor.checkpoint.sources import Cut, Sources, Weights
-from llmtailor.model.roles import BUFFER, State
+from llmtailor.model.roles import BUFFER, EXP_AVG, MASTER, State, is_moment
 
 
 def plan_composite(
@@ -52,9 +52,26 @@ class _Supply:
     """Of the whole state in the source; 0 if it does not hold it"""
     runs: Runs | None
     """The elements that the source holds; None if it holds all"""
+    refined_by: tuple[int, Placement, str] | None = None
+    """Source, place and dtype of more exact, older masters, if this has the bf16 values of masters"""
 
     def holds(self, begin: int, end: int) -> bool:
         return end <= self.numel and not (self.runs is not None and without(((begin, end),), self.runs))
+
+
+def _refined(
+    supply: _Supply, by: tuple[int, Placement, str], dtype: str, state: State, begin: int, end: int
+) -> Iterator[Blend]:
+    """Yield pieces that end where a fragment of either source does."""
+    source, place, finer = by
+    begins = {have.begin for one in (supply.place, place) for have in one.cover(begin, end)}
+    for low, high in pairwise(sorted({begin, *begins, end})):
+        [newest], [older] = supply.place.cover(low, high), place.cover(low, high)
+        terms = (
+            Term(newest.extent, supply.dtype, 1.0, supply.source, newest.encoding),
+            Term(older.extent, finer, 1.0, source, older.encoding),
+        )
+        yield Blend(terms, high - low, dtype, supply.source, state, low, refines=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +106,9 @@ class _Filler:
             if not supply.holds(begin, end):
                 return [slot]
             source, scale = supply.source, self.scales.get((state, supply.source), 1.0)
-            if isinstance(supply.place, AllZero):
+            if supply.refined_by is not None and dtype != "BF16":
+                filled += _refined(supply, supply.refined_by, dtype, state, begin, end)
+            elif isinstance(supply.place, AllZero):
                 filled.append(Blend((), end - begin, dtype, source, state, begin))
             elif supply.stored_as == dtype and scale == 1:
                 for at, _, extent, _ in supply.place.cover(begin, end):
@@ -124,7 +143,22 @@ class _Filler:
         for cut in cuts:
             try:
                 held = self.indexes[cut.source].holding(state, dtype)
-                runs = None if held.is_whole else held.runs
-                yield _Supply(cut.begin, cut.end, cut.source, held.place, held.dtype, held.stored_as, held.numel, runs)
             except KeyError:
                 yield _Supply(cut.begin, cut.end, cut.source, Absent(), dtype, dtype, 0, None)
+                continue
+            runs = None if held.is_whole else held.runs
+            supply = _Supply(cut.begin, cut.end, cut.source, held.place, held.dtype, held.stored_as, held.numel, runs)
+            if (held.dtype, held.rounded_from) == ("BF16", "F32") and not is_moment(state.kind):
+                yield from self._refinable(state, supply)
+            else:
+                yield supply
+
+    def _refinable(self, state: State, supply: _Supply) -> Iterator[_Supply]:
+        """Yield a supply of bf16 masters, cut where the source of the moments changes, which has more exact ones."""
+        param = self.indexes[supply.source].tied.get(state.param, state.param)
+        for cut in self.sources.spans(State(param, EXP_AVG), supply.begin, min(supply.end, supply.numel)):
+            finer = self.indexes[cut.source].held.get(State(param, MASTER))
+            is_finer = finer is not None and cut.source != supply.source and finer.dtype != "BF16"
+            held = finer is not None and not without(((cut.begin, cut.end),), finer.runs)
+            by = (cut.source, finer.place, finer.dtype) if finer is not None and is_finer and held else None
+            yield replace(supply, begin=cut.begin, end=cut.end, refined_by=by)

@@ -27,7 +27,7 @@ from llmtailor.engine.moving import Clone, RangeCopier, Upload
 from llmtailor.engine.pool import Inline, Stop, num_workers, num_writers, run_all
 from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
 from llmtailor.errors import SourceError
-from llmtailor.model.roles import ITEMSIZE, State
+from llmtailor.model.roles import ITEMSIZE, State, size_of
 from llmtailor.storage.checksums import combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.storage.remote import STORE_WORKERS, RemotePath
@@ -84,17 +84,20 @@ class _Ranges:
 
 def blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
     """Yield the bytes of a piece in order. Raises SourceError or StorageError as `SourceFiles.read_into` does."""
-    from llmtailor.storage.casts import add  # numpy takes a while
+    from llmtailor.storage.casts import add, refine  # numpy takes a while
 
     if not piece.terms:
         for begin in range(0, piece.numel, CHUNK_ELEMENTS):
-            yield bytes(min(CHUNK_ELEMENTS, piece.numel - begin) * ITEMSIZE[piece.dtype])
+            yield bytes(size_of(piece.dtype, min(CHUNK_ELEMENTS, piece.numel - begin)))
         return
     terms = [sources.chunks(term, CHUNK_ELEMENTS * ITEMSIZE[term.source_dtype]) for term in piece.terms]
     for read in zip(*terms, strict=True):
         stop.check()
-        yield add(
-            ((data, term.source_dtype, term.factor) for data, term in zip(read, piece.terms, strict=True)), piece.dtype
+        terms_read = [(data, term.source_dtype, term.factor) for data, term in zip(read, piece.terms, strict=True)]
+        yield (
+            refine(*terms_read[0][:2], *terms_read[1][:2], piece.dtype)
+            if piece.refines
+            else add(terms_read, piece.dtype)
         )
 
 

@@ -61,6 +61,7 @@ from llmtailor.loaders.files import (
 )
 from llmtailor.loaders.loader import is_partial, loader_of, survey_contents
 from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
+from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.policies import PartChoice, Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
@@ -99,6 +100,7 @@ class Conversion:
     """The files of frozen params in partial checkpoints: name -> folder and size of the newest"""
     masters: tuple[Part, ...] = ()
     """Further parts, of which only the masters are kept"""
+    precision: Precision = EXACT
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @cached_property
@@ -110,7 +112,7 @@ class Conversion:
 
     @cached_property
     def layout(self) -> PartialLayout:
-        return lay_out_partial(self.source, *self.kept_params(), self.save_id)
+        return lay_out_partial(self.source, *self.kept_params(), self.save_id, self.precision)
 
     @cached_property
     def plan(self) -> Plan:
@@ -188,6 +190,7 @@ class ThinOptions:
     """The policy, in the syntax of `policies.make_policy`, that chooses the parts each older checkpoint keeps"""
     selectors: tuple[str, ...] = ()
     """Or the parts that all of them keep, as in a recipe. With neither, they keep no optimizer states."""
+    precision: Precision = EXACT
 
     @property
     def weights_only(self) -> bool:
@@ -522,7 +525,10 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
     )
-    actions = _measure(pruner.decide(), scan, chooser)
+    if options.precision.masters == "bf16" and not (newest.form.has_masters and newest.precision == "BF16"):
+        what = "it is bf16, but only DeepSpeed's bf16 trainings have bf16 weights that are the rounded masters"
+        raise UsageError.at("--masters", what, "give 24bit")
+    actions = _measure(pruner.decide(), scan, chooser, options)
     left = folder.left_by_thin()
     freed = sum(action.freed for action in actions) + freed_bytes(path for folder in left for path in files_in(folder))
     rest = list(scan.usable)
@@ -534,7 +540,9 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
     return ThinPlan(options, scan, actions, before, tuple(left), freed, ages)
 
 
-def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
+def _measure(
+    actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None, options: ThinOptions
+) -> tuple[PruneAction, ...]:
     """Lay out each partial checkpoint to write, so that its size is known to the byte."""
     frozen: dict[str, tuple[Path, int]] = {}
     for one in scan.partial:  # oldest first
@@ -561,6 +569,7 @@ def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None
                 policy=chooser.settings(),
                 older=dict(frozen),
                 masters=action.masters,
+                precision=options.precision,
             )
             freed -= conversion.num_bytes
             frozen |= {file.path: (successor.path, file.num_bytes) for file in conversion.layout.frozen}

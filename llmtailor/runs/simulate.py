@@ -20,6 +20,7 @@ from llmtailor.formats.common.param_names import describe_config
 from llmtailor.loaders.files import CONFIG
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure, Part
+from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import ADAM_BYTES
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
 from llmtailor.runs.gc import deletable
@@ -46,11 +47,21 @@ class ModelSize:
     numels: Mapping[str, int]
     """Part -> trained params, for the parts that have any, in the order of the model"""
     state_bytes: float = ADAM_BYTES
-    """Of the optimizer's states, per param"""
+    """Of the optimizer's states in training, per param"""
+    precision: Precision = EXACT
+    """Of what partial checkpoints hold; one that rounds moments assumes AdamW"""
 
     @property
     def parts(self) -> tuple[Part, ...]:
         return tuple(part for part in self.structure.parts if part in self.numels)
+
+    @property
+    def saved_bytes(self) -> float:
+        """Per param of a part in a partial checkpoint"""
+        is_exact = self.precision.moments == EXACT.moments
+        return self.precision.master_bytes(with_moments=True) + (
+            self.state_bytes if is_exact else self.precision.moment_bytes
+        )
 
     @property
     def total(self) -> int:
@@ -154,7 +165,7 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
 
     Raises UsageError if the policy is refused, as in a training; ``max_staleness`` is that of `check_policy`.
     """
-    num_bytes = {part: round(numel * (MASTER_BYTES + model.state_bytes)) for part, numel in model.numels.items()}
+    num_bytes = {part: round(numel * model.saved_bytes) for part, numel in model.numels.items()}
     limit = check_policy(policy, model.structure, model.parts, num_bytes, max_staleness)
     ledger = Ledger("run").after(0, model.parts, model.parts)
     on_disk, bytes_at = {0: RunCheckpoint.saved(Path(), ledger)}, {0: sum(num_bytes.values())}
@@ -165,7 +176,8 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
         now = Situation(save, save, model.structure, model.parts, num_bytes, last, changed, changed)
         choice = choose(policy, now, limit)
         ledger = ledger.after(save, choice.parts, model.parts)
-        masters = MASTER_BYTES * sum(model.numels[part] for part in choice.masters)
+        alone = sum(model.numels[part] for part in choice.masters)
+        masters = round(alone * model.precision.master_bytes(with_moments=False))
         sizes.append(sum(num_bytes[part] for part in choice.parts) + masters)
         ages = {part: save - held for part, held in ledger.last.items()}
         oldest = max(oldest, *ages.values())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Copy, Plan
+from llmtailor.checkpoint.layout import Cast, Copy, Plan
 from llmtailor.checkpoint.lineage import RunCheckpoint, newest_resumable, sources_at, usable_at
 from llmtailor.checkpoint.placement import Extent, Fragment
 from llmtailor.compose.plan import plan_merge
@@ -31,18 +31,20 @@ from llmtailor.errors import PathIn, Problem, SourceError, TailorError, Unanswer
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.model.parts import ModelStructure
-from llmtailor.model.roles import ITEMSIZE, WEIGHT, is_moment
+from llmtailor.model.roles import BLOCK_ELEMENTS, ITEMSIZE, WEIGHT, State, is_moment, size_of
 from llmtailor.recipe import Assignment, Recipe
 from llmtailor.runs.folder import Kind, carrying_out, link_or_copy, remove_partial, remove_replaced, staged
 from llmtailor.runs.gc import BUG
 from llmtailor.runs.prune import WEIGHTS, Conversion, PruneAction, ThinPlan, compared, kept_files, plan_weights
 from llmtailor.runs.scan import describe_checkpoint
-from llmtailor.storage.checksums import crc_of_zeros
+from llmtailor.storage.casts import cast
+from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import Files, added_since, facts_now, fsync_folder, replace_folder, write_durably
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int], None]
+_CHUNK_ELEMENTS = 1024 * BLOCK_ELEMENTS
 _DISK_OR_BUG = f"the disk loses data, or {BUG}"
 _ALIKE = (
     *(
@@ -94,7 +96,7 @@ def check_places(
         if state.kind == WEIGHT:
             continue
         there = made.held.get(state)
-        if there is None or (there.dtype, there.shape) != (held.dtype, held.shape):
+        if there is None or (there.live_dtype, there.shape) != (held.dtype, held.shape):
             wrong.append(f"it does not describe {state.kind} of {state.param}")
         elif there.is_here != (
             state.param in params
@@ -104,10 +106,11 @@ def check_places(
             wrong.append(f"{state.kind} of {state.param} should {'not ' if there.is_here else ''}be there")
     for file in plan.files:
         for start, piece in file.placed():
-            if isinstance(piece, Copy) and piece.state is not None and (held := made.held[piece.state]).is_here:
-                end = piece.begin + piece.num_bytes // ITEMSIZE[held.dtype]
-                planned = Fragment(piece.begin, end, Extent(file.path, start, start + piece.num_bytes))
-                if list(held.place.cover(piece.begin, end)) != [planned]:
+            if isinstance(piece, (Copy, Cast)) and piece.state is not None and made.held[piece.state].is_here:
+                held = made.held[piece.state]
+                numel = piece.numel if isinstance(piece, Cast) else piece.num_bytes // ITEMSIZE[held.dtype]
+                planned = Extent(file.path, start, start + piece.num_bytes)
+                if [one.extent for one in held.place.cover(piece.begin, piece.begin + numel)] != [planned]:
                     wrong.append(f"{piece.state.kind} of {piece.state.param} is not where it was written")
     if wrong:
         raise VerificationError(Problem(made.name, what, _DISK_OR_BUG) for what in wrong)
@@ -120,13 +123,29 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_prog
     """
     states = compared(one)
     pairs = [state for state in states if state in other.held]
-    crcs = []
-    for index in (one, other):
-        covers = ([index.held[state].place.cover(*run) for run in one.held[state].runs] for state in pairs)
-        extents = ([fragment.extent for cover in of_state for fragment in cover] for of_state in covers)
-        crcs.append(_crcs(index.root, extents, stop, on_progress))
-    zeroed = {state: crc_of_zeros(one.held[state].num_bytes) for state in pairs if other.held[state].is_all_zero}
-    differing = [state for state, here, there in zip(pairs, *crcs, strict=True) if here != zeroed.get(state, there)]
+    here = [[part for run in one.held[state].runs for part in one.held[state].place.cover(*run)] for state in pairs]
+    extents = ([part.extent for part in parts] for parts in here)
+    own = _crcs(one.root, extents, stop, on_progress)
+
+    def rounded(state: State, parts: Sequence[Fragment]) -> int:
+        """Return the CRC-32 of the other's elements, as they would be stored here."""
+        mine, theirs, crc = one.held[state], other.held[state], 0
+        for begin, end in ((part.begin, part.end) for part in parts):
+            for low in range(begin, end, _CHUNK_ELEMENTS):
+                stop.check()
+                high = min(low + _CHUNK_ELEMENTS, end)
+                data = bytearray(size_of(theirs.dtype, high - low))
+                for part in theirs.place.cover(low, high):
+                    first, last = (size_of(theirs.dtype, at - low) for at in (part.begin, part.end))
+                    files.read_elements(*part.extent, part.encoding, memoryview(data)[first:last])
+                on_progress(size_of(mine.stored_as, high - low))
+                as_here = data if mine.stored_as == theirs.dtype else cast(data, theirs.dtype, mine.stored_as)
+                crc = crc32(memoryview(as_here), crc)
+        return crc
+
+    with Files(other.root) as files:
+        there = run_all((partial(rounded, *pair) for pair in zip(pairs, here, strict=True)), num_workers(), stop)
+    differing = [state for state, mine, theirs in zip(pairs, own, there, strict=True) if mine != theirs]
     differing += [state for state in states if state not in other.held]
     if differing:
         names = some(f"{state.kind} of {state.param}" for state in differing)

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from llmtailor.attestation.compare import FULL, OFF, SAMPLE, STOP, WARN
 from llmtailor.errors import Problem, Problems, UsageError
+from llmtailor.model.precision import MASTERS, MOMENTS, Masters, Moments, Precision
 from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy
 
 MIN_HOST_BUFFER = 1 << 20
@@ -32,8 +33,8 @@ class SavingArguments(TypedDict, total=False):
     write_timeout: float
     staging_dir: str | Path | None
     mirror: str | None
-    masters: Literal["fp32", "24bit"]
-    moments: Literal["fp32", "bf16", "8bit"]
+    masters: Masters
+    moments: Moments
     experts: Literal["parts"] | None
     attest: Literal["off", "sample", "full"]
     on_mismatch: Literal["warn", "stop"]
@@ -68,10 +69,11 @@ class SavingOptions:
     the background."""
     mirror: str | None = field(default=None, metadata={"value": "a URL"})
     """A URL that fsspec knows, such as ``s3://bucket/run``, to which finished saves are copied in the background"""
-    masters: Literal["fp32", "24bit"] = field(default="fp32", metadata={"value": "fp32 or 24bit"})
+    masters: Masters = field(default="fp32", metadata={"value": "fp32, 24bit or bf16"})
     """``24bit``: store fp32 master weights without their last 8 bits, 3 instead of 4 bytes per param. bf16 and fp16
-    weights that are rounded from them are those of the training. ``fp32`` stores masters as they are."""
-    moments: Literal["fp32", "bf16", "8bit"] = field(default="fp32", metadata={"value": "fp32, bf16 or 8bit"})
+    weights that are rounded from them are those of the training. ``bf16``: store 24 bits of masters that are saved with
+    their moments, and the bf16 weights of the others, 2 bytes. ``fp32`` stores masters as they are."""
+    moments: Moments = field(default="fp32", metadata={"value": "fp32, bf16 or 8bit"})
     """``bf16``, ``8bit``: store Adam's fp32 moments rounded to bf16, 4 instead of 8 bytes per param, or in blocks of
     8-bit numbers, 2.1 bytes. ``fp32`` stores moments as they are."""
     experts: Literal["parts"] | None = field(default=None, metadata={"value": "parts"})
@@ -82,6 +84,10 @@ class SavingOptions:
     every state; ``full``, every byte, which reads the states once more"""
     on_mismatch: Literal["warn", "stop"] = field(default="warn", metadata={"value": "warn or stop"})
     """What happens if a resumed training does not hold its checkpoint: a warning, or an error on all ranks"""
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.masters, self.moments)
 
     def __post_init__(self) -> None:
         problems = []
@@ -98,9 +104,9 @@ class SavingOptions:
         if self.staging_dir is not None and self.mirror is not None:
             what = "saves can be copied to only one other place"
             problems.append(Problem("mirror", what, "omit staging_dir, or omit mirror"))
-        if self.masters not in ("fp32", "24bit"):
-            problems.append(Problem("masters", f"it is {self.masters!r}", 'give "fp32" or "24bit"'))
-        if self.moments not in ("fp32", "bf16", "8bit"):
+        if self.masters not in MASTERS:
+            problems.append(Problem("masters", f"it is {self.masters!r}", 'give "fp32", "24bit" or "bf16"'))
+        if self.moments not in MOMENTS:
             problems.append(Problem("moments", f"it is {self.moments!r}", 'give "fp32", "bf16" or "8bit"'))
         if self.experts not in (None, "parts"):
             fix = 'give "parts", or omit it to keep layers whole'

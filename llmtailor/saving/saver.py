@@ -21,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llmtailor import attestation
 from llmtailor.attestation.compare import OFF
 from llmtailor.checkpoint.lineage import Ledger, Past
@@ -30,7 +28,7 @@ from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.model.parts import Part
-from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, F24, MASTER, Q8, Q8_ROOT
+from llmtailor.model.roles import MASTER
 from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,
@@ -70,13 +68,6 @@ from llmtailor.storage.local import as_path
 logger = logging.getLogger("llmtailor.saving")
 
 
-MASTERS: Mapping[str, Mapping[str, torch.dtype | str]] = {"fp32": {}, "24bit": {MASTER: F24}}
-MOMENTS: Mapping[str, Mapping[str, torch.dtype | str]] = {
-    "fp32": {},
-    "bf16": {EXP_AVG: torch.bfloat16, EXP_AVG_SQ: torch.bfloat16},
-    "8bit": {EXP_AVG: Q8, EXP_AVG_SQ: Q8_ROOT},
-}
-"""Option -> kind of state -> the dtype that fp32 ones are rounded to"""
 _MOST_SKIPPED = 100
 """Steps that an fp16 training may skip at its beginning, until the scale of the loss fits"""
 
@@ -151,6 +142,9 @@ class PartialSaver:
         self._begun_at: int | None = None
         """The step that training began at, if `start` was called"""
         self.ranks.together(lambda: check_trees(self._trees(None)))
+        if self.options.masters == "bf16" and not (training.stage and DTYPES[training.precision] == "BF16"):
+            what = "it is 'bf16', but only DeepSpeed's bf16 trainings have bf16 weights that are the rounded masters"
+            raise UsageError.at("masters", what, 'give "24bit"')
         mine = {"attest": self.options.attest, "on_mismatch": self.options.on_mismatch}  # ranks branch on these
         check_same(self.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
         self.ranks.on_first(self.folder.lock)
@@ -398,7 +392,7 @@ class PartialSaver:
                 ranks=self.ranks,
                 before=self._before,
                 seen=self._frozen,
-                dtypes={**MASTERS[self.options.masters], **MOMENTS[self.options.moments]},
+                precision=self.options.precision,
                 pieces=self.model.structure.pieces,
             )
             self._frozen = share.samples

@@ -25,7 +25,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.streams import huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import Entry
-from llmtailor.model.roles import BLOCK_ELEMENTS, BLOCK_RECORD, F24, ITEMSIZE, Q8_ROOT, size_of
+from llmtailor.model.roles import BLOCK_ELEMENTS, BLOCK_RECORD, F24, ITEMSIZE, PACKED, Q8_ROOT, size_of
 from llmtailor.storage import casts
 
 SOURCE = "live"
@@ -51,6 +51,7 @@ DTYPES = {
     torch.complex64: "C64",
 }
 """torch dtype -> its name in safetensors files"""
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class LiveTensors:
         self,
         key: str,
         tensor: torch.Tensor,
-        dtype: torch.dtype | str | None = None,
+        dtype: str | None = None,
         written_with: int = 0,
         storage: str | None = None,
     ) -> Entry:
@@ -105,8 +106,8 @@ class LiveTensors:
         the file.
         """
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
-        packed, stored_as = (dtype, torch.uint8) if isinstance(dtype, str) else ("", dtype or flat.dtype)
-        live = LiveTensor(flat, stored_as, packed, written_with)
+        packed = dtype if dtype in PACKED else ""
+        live = LiveTensor(flat, torch.uint8 if packed else _TORCH.get(dtype or "", flat.dtype), packed, written_with)
         content: tuple[Copy, ...] = ()
         if num_bytes := live.num_bytes:
             content = (Copy(Extent(str(len(self.tensors)), 0, num_bytes), source=0),)

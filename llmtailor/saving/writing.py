@@ -38,6 +38,7 @@ from llmtailor.formats.partial.write import Bundle
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
+from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import BUFFER, MASTER, is_moment
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.model import is_adapted
@@ -88,7 +89,7 @@ def lay_out_share(
     ranks: Ranks,
     before: Path | None,
     seen: Mapping[str, int],
-    dtypes: Mapping[str, torch.dtype | str] = MappingProxyType({}),
+    precision: Precision = EXACT,
     pieces: Mapping[str, Piece] = MappingProxyType({}),
 ) -> Share:
     """Lay out this rank's files: its fragments of ``params``, and of the masters of ``masters``; its buffers and the
@@ -96,8 +97,7 @@ def lay_out_share(
 
     These names may be those of ``pieces`` that the training has fragments of (`model.find_trained_parts`).
     A sample decides whether frozen params have changed, because training changes all elements of a param; ``seen`` are
-    those of the last save, or of the beginning. ``dtypes`` says which kinds of fp32 states are rounded, and
-    to what: a dtype, or one of `roles.PACKED`. Small tensors are copied at once, because training may change them at
+    those of the last save, or of the beginning. Small tensors are copied at once, because training may change them at
     any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not hold.
     """
     live, bundle = LiveTensors(), Bundle(bundle_name(ranks.rank, ranks.world_size))
@@ -105,6 +105,7 @@ def lay_out_share(
     groups: dict[int, int] = {}
     kinds: dict[str, int] = {}
     without_moments = {*masters}
+    dtypes = [precision.dtypes(with_moments=one) for one in (True, False)]
     for one in training.fragments([*params, *masters]):
         if is_moment(one.kind) and one.param in without_moments:
             continue
@@ -112,8 +113,9 @@ def lay_out_share(
         name, begin = (piece.param, piece.begin + one.begin) if piece else (one.param, one.begin)
         if one.kind == MASTER:
             written_with[name] = storage_of(one.tensor)
-        is_rounded = one.tensor.dtype == torch.float32 and one.shape is None
-        dtype = dtypes.get(one.kind) if is_rounded else None
+        dtype = None
+        if one.tensor.dtype == torch.float32 and one.shape is None:
+            dtype = dtypes[one.param in without_moments].get(one.kind)
         # the states of a sub-group after each other, as the optimizer writes them
         group = groups.setdefault(written_with[name], len(groups))
         storage = f"{group:08}.{kinds.setdefault(one.kind, len(kinds)):02}"

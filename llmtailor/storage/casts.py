@@ -56,6 +56,27 @@ def add(terms: Iterable[tuple[bytes | bytearray | memoryview, str, float]], targ
         return cast(total.astype("<f4").tobytes(), "F32", target)
 
 
+def refine(
+    newest: bytes | bytearray | memoryview,
+    newest_dtype: str,
+    older: bytes | bytearray | memoryview,
+    older_dtype: str,
+    target: str,
+) -> bytes:
+    """Return elements that round to the ``newest`` bf16 values, as dtype ``target``.
+
+    Each is the ``older``, more exact element, moved into the range that rounds to the newest value if it rounded to a
+    neighbor of that; else the newest value itself. Where both are of one value of bf16, that is the older element.
+    """
+    now, before = (widen(data, dtype).view("<u4") for data, dtype in ((newest, newest_dtype), (older, older_dtype)))
+    rounded = np.frombuffer(_to_bfloat16(before.view("<f4")), "<u2").astype(np.int64)
+    now, before = now.astype(np.int64), before.astype(np.int64)
+    odd = now >> 16 & 1  # a tie goes to the even neighbor
+    inside = np.clip(before, now - (1 << 15) + odd, now + (1 << 15) - odd)  # patterns of one sign are in order of size
+    is_near = (np.abs(rounded - (now >> 16)) <= 1) & (now >> 31 == before >> 31) & (now & 0x7FFFFFFF < 0x7F800000)
+    return cast(np.where(is_near, inside, now).astype("<u4").tobytes(), "F32", target)
+
+
 def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
     """Return elements of a floating-point dtype as numpy's; those that numpy does not know as fp32."""
     if source == F24:

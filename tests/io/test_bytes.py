@@ -13,7 +13,7 @@ from helpers.states import in_8_bits, raw
 from llmtailor.checkpoint.placement import Bundled
 from llmtailor.model.roles import State, size_of
 from llmtailor.saving.snapshot import pack_by_torch
-from llmtailor.storage.casts import Decoder, cast
+from llmtailor.storage.casts import Decoder, cast, refine
 from llmtailor.storage.checksums import part_digest
 from llmtailor.storage.local import AHEAD_BYTES, Ahead
 
@@ -128,6 +128,31 @@ def test_blocks_of_8_bits(kind, numel):
             decoder, data = Decoder(found.encoding), packed[found.extent.start - 40 : found.extent.stop - 40]
             parts = [decoder.feed(data[at : at + size]) for at in range(0, len(data), size)]
             assert b"".join(parts) == wanted[begin - 10 : end - 10].numpy().tobytes()
+
+
+@pytest.mark.parametrize("every", [97, pytest.param(1, marks=pytest.mark.long)])
+def test_older_masters_refine_bf16(every):
+    """For patterns of bf16 and masters around them: the result rounds to the newest, as near to the older as can be."""
+    edges = {0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x7F7F, 0x7F80, 0xFF7F, 0xFF80, 0x7FC0}
+    lows = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.int64)
+    for high in {*range(0, 1 << 16, every), *edges}:
+        newest = np.full(5 * len(lows), high, np.int64)
+        older = ((high + np.arange(-2, 3)[:, None]) % (1 << 16) << 16 | lows).reshape(-1)
+        values, exact = newest.astype("<u2").tobytes(), older.astype("<u4").tobytes()
+        found = np.frombuffer(refine(values, "BF16", exact, "F32", "F32"), "<u4").astype(np.int64)
+        assert cast(found.astype("<u4").tobytes(), "F32", "BF16") == values or high & 0x7FFF > 0x7F80
+        rounded = np.frombuffer(cast(exact, "F32", "BF16"), "<u2").astype(np.int64)
+        if high & 0x7FFF >= 0x7F80:
+            assert (found == newest << 16).all()
+            continue
+        near = (np.abs(rounded - newest) <= 1) & (rounded >> 15 == newest >> 15)
+        assert (found[~near] == newest[~near] << 16).all()
+        assert (found[rounded == newest] == older[rounded == newest]).all()
+        # one step nearer to the older value, it would round to that
+        beyond = (found + np.sign(older - found))[near & (rounded != newest)]
+        assert cast(beyond.astype("<u4").tobytes(), "F32", "BF16") == (
+            rounded[near & (rounded != newest)].astype("<u2").tobytes()
+        )
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

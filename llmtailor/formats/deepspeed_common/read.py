@@ -665,7 +665,7 @@ def _params_by_dtype(index: CheckpointIndex, *kinds: str) -> dict[tuple[str, str
     found: dict[tuple[str, str], list[str]] = {}
     for (param, kind), held in index.held.items():
         if kind in kinds:
-            found.setdefault((kind, held.dtype), []).append(param)
+            found.setdefault((kind, held.live_dtype), []).append(param)
     for param, held in index.zero.module.items() if MODULE in kinds else ():
         found.setdefault((MODULE, held.dtype), []).append(param)
     return found

@@ -55,18 +55,16 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.loaders.loader import looks_partial
 from llmtailor.loaders.read import read_trainer_files
 from llmtailor.model.parts import Param
+from llmtailor.model.precision import ROUNDED_AS
 from llmtailor.model.roles import (
     BLOCK_RECORD,
     BUFFER,
-    EXP_AVG,
-    EXP_AVG_SQ,
     F24,
     FROZEN,
     ITEMSIZE,
     MASTER,
     PACKED,
     Q8,
-    Q8_ROOT,
     SAFETENSORS,
     State,
     size_of,
@@ -76,8 +74,6 @@ from llmtailor.storage.local import FileFact
 _FIX = "leave this checkpoint out; its save is damaged"
 _ABSENT = Absent()
 _KEPT = (FROZEN, BUFFER)
-ROUNDED_AS = {EXP_AVG: ("BF16", Q8), EXP_AVG_SQ: ("BF16", Q8_ROOT), MASTER: (F24,)}
-"""Kind of fp32 state -> what a save may have rounded it to"""
 _NOT_FRAGMENTS = ("tree", BUFFER, PADDING)
 
 
@@ -269,10 +265,8 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     held = _place(index.held, partial)
     saved = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
     setback = {part: (saved[part], steps) for part, steps in manifest.setback.items() if part in saved}
-    dtypes = {one.stored_as for one in held.values() if one.rounded_from} - {Q8_ROOT}
-    rounded = tuple(
-        Finding(name, what, fix, Code.STATE_DTYPE) for what, fix in (_ROUNDED[dtype] for dtype in sorted(dtypes))
-    )
+    found = {(state.kind == MASTER, one.stored_as) for state, one in held.items() if one.rounded_from}
+    rounded = tuple(Finding(name, *_ROUNDED[one], Code.STATE_DTYPE) for one in sorted(found) if one in _ROUNDED)
     index = replace(
         index,
         form=replace(index.form, framework=_framework(manifest) or index.form.family, container=PARTIAL),
@@ -286,19 +280,24 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
 
 
 _ROUNDED = {
-    Q8: (
-        "its moments were saved in 8 bits; composites widen them again, without the lost digits",
-        "for exact ones, use a save that was made without moments=8bit",
-    ),
-    "BF16": (
+    (False, "BF16"): (
         "its moments were saved rounded to bf16; composites widen them again, without the lost digits",
         "for exact ones, use a save that was made without moments=bf16",
     ),
-    F24: (
+    (False, Q8): (
+        "its moments were saved in 8 bits; composites widen them again, without the lost digits",
+        "for exact ones, use a save that was made without moments=8bit",
+    ),
+    (True, F24): (
         "its master weights were saved in 24 bits; composites widen them again, without the lost digits",
-        "for exact ones, use a save that was made without masters=24bit",
+        "for exact ones, use a save that was made without masters=24bit or masters=bf16",
+    ),
+    (True, "BF16"): (
+        "some master weights were saved in bf16; composites add digits of the masters that were saved with the moments",
+        "for exact ones, use a save that was made without masters=bf16",
     ),
 }
+"""Whether it is the master, and its dtype -> what to say"""
 
 
 def _framework(manifest: Manifest) -> str | None:

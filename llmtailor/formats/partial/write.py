@@ -65,6 +65,7 @@ from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, Part, SavedAs
+from llmtailor.model.precision import Precision
 from llmtailor.model.roles import (
     BLOCK_ELEMENTS,
     BUFFER,
@@ -185,16 +186,16 @@ def check_can_be_partial(index: CheckpointIndex) -> None:
 
 
 def lay_out_partial(
-    index: CheckpointIndex, params: Collection[str], masters: Collection[str], save_id: str
+    index: CheckpointIndex, params: Collection[str], masters: Collection[str], save_id: str, precision: Precision
 ) -> PartialLayout:
     """Return the layout of a full checkpoint as a partial one with the states of ``params`` and the masters of
-    ``masters``.
+    ``masters``, rounded to ``precision``.
 
     ``save_id`` is a new random id. Raises SourceError, or what `check_can_be_partial` raises.
     """
     check_can_be_partial(index)
     bundles = [Bundle(bundle_name(rank, index.world_size)) for rank in range(index.world_size)]
-    _add_fragments(bundles, index, params, masters)
+    _add_fragments(bundles, index, params, masters, precision)
     for rank, bundle in enumerate(bundles):
         if index.form.stage == 3 or rank == 0:
             bundle.entries += _buffers(index, rank)
@@ -287,7 +288,11 @@ def _is_carried(path: str, index: CheckpointIndex) -> bool:
 
 
 def _add_fragments(
-    bundles: list[Bundle], index: CheckpointIndex, params: Collection[str], masters: Collection[str]
+    bundles: list[Bundle],
+    index: CheckpointIndex,
+    params: Collection[str],
+    masters: Collection[str],
+    precision: Precision,
 ) -> None:
     """Cut the states as they are stored on the ranks; rank 0 gets those that are not cut.
 
@@ -309,6 +314,7 @@ def _add_fragments(
                 yield rank_of.get(fragment.extent.path.rpartition("/")[2], 0), fragment.begin, fragment.end
 
     for param, states in trained_states(index).items():
+        dtypes = precision.dtypes(with_moments=param in params)
         for state in states:
             if param not in params and (param not in masters or is_moment(state.kind)):
                 continue
@@ -317,10 +323,15 @@ def _add_fragments(
                 slots = (Slot(state, held.dtype, 0, held.numel),) if held.numel else ()
                 bundles[0].add_whole(Entry(f"{state.kind}/{param}", held.dtype, held.shape, slots))
                 continue
-            for rank, begin, end in cut(held):
-                slot = Slot(state, held.dtype, begin, end)
-                entry = Entry(f"{state.kind}/{param}", held.dtype, (end - begin,), (slot,))
-                bundles[rank].add_fragment(entry, begin)
+            dtype = dtypes.get(state.kind, held.dtype) if held.dtype == "F32" else held.dtype
+            for rank, first, last in cut(held):
+                parts = [(first, last)]
+                if dtype not in ITEMSIZE and not held.is_all_zero:  # blocks are made within a fragment of the source
+                    parts = [(one.begin, one.end) for one in held.place.cover(first, last)]
+                for begin, end in parts:
+                    slot = Slot(state, dtype, begin, end)
+                    entry = Entry(f"{state.kind}/{param}", dtype, (end - begin,), (slot,))
+                    bundles[rank].add_fragment(entry, begin)
             if not held.numel:
                 bundles[0].add_fragment(Entry(f"{state.kind}/{param}", held.dtype, (0,), ()), 0)
 

@@ -1,0 +1,52 @@
+"""How fp32 states may be rounded when a partial checkpoint holds them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from llmtailor.model.roles import BLOCK_ELEMENTS, EXP_AVG, EXP_AVG_SQ, F24, MASTER, Q8, Q8_ROOT, size_of
+
+Masters = Literal["fp32", "24bit", "bf16"]
+Moments = Literal["fp32", "bf16", "8bit"]
+_MASTERS: Mapping[str, tuple[str, str]] = {"fp32": ("F32", "F32"), "24bit": (F24, F24), "bf16": (F24, "BF16")}
+"""The dtypes of masters whose moments are saved with them, and of the others"""
+_MOMENTS = {"fp32": ("F32", "F32"), "bf16": ("BF16", "BF16"), "8bit": (Q8, Q8_ROOT)}
+"""The dtypes of exp_avg and exp_avg_sq"""
+MASTERS, MOMENTS = (*_MASTERS,), (*_MOMENTS,)
+ROUNDED_AS = {MASTER: (F24, "BF16"), EXP_AVG: ("BF16", Q8), EXP_AVG_SQ: ("BF16", Q8_ROOT)}
+"""Kind of fp32 state -> what it may have been rounded to"""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What a save stores of each fp32 state. States of other dtypes and other kinds are stored as they are."""
+
+    masters: Masters = "fp32"
+    """``24bit`` drops the last 8 bits; rounding to bf16 or fp16 still gives what the exact master gives. ``bf16`` keeps
+    24 bits of masters that are saved with their moments, and the bf16 weights of the others."""
+    moments: Moments = "fp32"
+    """``8bit`` are blocks of 8-bit codes, see `storage.casts`."""
+
+    def dtypes(self, *, with_moments: bool = True) -> dict[str, str]:
+        """Return kind of state -> dtype, of params that are saved with or without their moments."""
+        whole, alone = _MASTERS[self.masters]
+        mean, square = _MOMENTS[self.moments]
+        return {MASTER: whole if with_moments else alone, EXP_AVG: mean, EXP_AVG_SQ: square}
+
+    def master_bytes(self, *, with_moments: bool) -> float:
+        """Return the bytes per param of a master."""
+        return _per_element(self.dtypes(with_moments=with_moments)[MASTER])
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes per param of Adam's two moments"""
+        return sum(map(_per_element, _MOMENTS[self.moments]))
+
+
+EXACT = Precision()
+
+
+def _per_element(dtype: str) -> float:
+    return size_of(dtype, BLOCK_ELEMENTS) / BLOCK_ELEMENTS

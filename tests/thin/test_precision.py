@@ -1,0 +1,94 @@
+"""Full checkpoints that become partial ones with rounded states, and composites of these."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from helpers.commands import run_here
+from helpers.states import in_8_bits, in_24_bits
+from llmtailor.errors import UsageError
+from llmtailor.runs.prune import Precision, ThinOptions, plan_thinning
+from oracle import any as oracle_any
+from oracle.zero3 import MOMENTS
+from thin.scene import call, compose, make_run
+
+
+def refined(newest: torch.Tensor, older: torch.Tensor) -> torch.Tensor:
+    """Return masters that round to the newest ones' bf16: the older ones, or what is nearest to these.
+
+    That is for neighbors in bf16; of others, the bf16 value itself.
+    """
+    found = []
+    for value, near, step in zip(older.flatten(), older.bfloat16().flatten(), newest.bfloat16().flatten(), strict=True):
+        distance = abs(int(near.view(torch.int16)) - int(step.view(torch.int16)))
+        if distance == 1:
+            edge = (step.float() + near.float()) / 2
+            value = edge if edge.bfloat16() == step else edge.nextafter(step.float())
+        found.append(step.float() if distance > 1 else value)
+    return torch.stack(found).reshape(newest.shape)
+
+
+def nearest(value: torch.Tensor, exact: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the value if it may be the exact one rounded."""
+    one, other = (tensor.double().sqrt() if kind == "exp_avg_sq" else tensor for tensor in (value, exact))
+    return value if ((one - other).abs() <= other.abs().max() / 250).all() else exact
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["llama", "zero2"])
+def test_composites_have_the_newest_weights(tmp_path, runs, name):
+    """Masters of 24 bits and moments of 8 are saved in turn, and the bf16 weights of the other masters."""
+    for step in (2, 4, 6):
+        shutil.copytree(runs.checkpoint(name, step), tmp_path / f"checkpoint-{step}")
+    truth = {step: oracle_any.load(runs.checkpoint(name, step)) for step in (2, 4, 6)}
+    words = ("--strategy", "moments_in_turn:2", "--masters", "bf16", "--moments", "8bit", "--yes")
+    before = [row["num_bytes"] for row in call("thin", tmp_path, *words)["checkpoints"]]
+    partial = tmp_path / "partial" / "step-00000004"
+    assert sum(one.stat().st_size for one in partial.glob("rank-*")) < before[1] / 2
+    done = run_here("verify", partial, "--deep")
+    assert done.returncode == 0 and "moments were saved in 8 bits" in done.stdout
+    found, older = oracle_any.load(compose(tmp_path, 4, tmp_path / "out")), 0
+    call("verify", tmp_path / "out", "--deep")
+    for key, value in found.states.items():
+        exact = truth[4].states[key]
+        if key.kind == "master":
+            wanted = [in_24_bits(exact), refined(exact, in_24_bits(truth[2].states[key]))]
+            assert torch.equal(value.bfloat16(), exact.bfloat16())
+        elif key.kind not in MOMENTS:
+            wanted = [exact]
+        elif name == "llama":
+            wanted = [in_8_bits(truth[step].states[key], key.kind, 2) for step in (4, 2)]
+        else:  # the ranks' partitions begin blocks anywhere
+            wanted = [nearest(value, truth[step].states[key], key.kind) for step in (4, 2)]
+        assert any(torch.equal(value, one) for one in wanted), key
+        older += torch.equal(value, wanted[-1]) and len(wanted) > 1
+    assert 0 < older < len(found.states)
+
+
+def test_what_is_no_rounding_is_refused(tmp_path):
+    run = make_run(tmp_path / "run", (100, 200), "trainer")
+    with pytest.raises(UsageError, match="only DeepSpeed's bf16 trainings have bf16 weights"):
+        plan_thinning(run, ThinOptions(1, "full", (), Precision("bf16")))
+    done = run_here("thin", run, "--keep-optimizer-last", 1, "--moments", "8bit")
+    assert done.returncode == 2 and "they round optimizer states, of which none are kept" in done.stderr
+
+
+def test_a_save_of_the_saver_with_rounded_states_replaces_a_full_checkpoint(tmp_path):
+    """What is there already is compared as it is rounded."""
+    run = make_run(tmp_path / "run", (100, 200, 300))
+    words = ("--strategy", "full", "--masters", "24bit", "--moments", "8bit", "--yes")
+    kept = {step: shutil.copytree(run / f"checkpoint-{step}", tmp_path / f"{step}") for step in (100, 200)}
+    call("thin", run, *words)
+    for step, full in kept.items():
+        shutil.move(full, run / f"checkpoint-{step}")
+    assert [row["is_written"] for row in call("thin", run, "--strategy", "full", "--yes")["checkpoints"]] == [False] * 3
+    shutil.copytree(make_run(tmp_path / "other", (100,)) / "checkpoint-100", run / "checkpoint-100")
+    [shard] = (run / "checkpoint-100").glob("global_step*/bf16_zero_pp_rank_1*optim_states.pt")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 64
+    shard.write_bytes(data)
+    done = run_here("thin", run, "--strategy", "full", "--yes")
+    assert done.returncode == 7 and "its values differ from those of" in done.stderr
