@@ -130,3 +130,18 @@ def in_24_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Round fp32 to odd at its 24th bit."""
     bits = tensor.contiguous().view(torch.int32)
     return torch.where(bits & 0xFF != 0, (bits | 0x100) & ~0xFF, bits).view(torch.float32)
+
+
+def refined(newest: torch.Tensor, older: torch.Tensor) -> torch.Tensor:
+    """Return masters that round to the newest ones' bf16: the older ones, or what is nearest to these.
+
+    That is for neighbors in bf16; of others, the bf16 value itself.
+    """
+    found = []
+    for value, near, step in zip(older.flatten(), older.bfloat16().flatten(), newest.bfloat16().flatten(), strict=True):
+        distance = abs(int(near.view(torch.int16)) - int(step.view(torch.int16)))
+        if distance == 1:
+            edge = (step.float() + near.float()) / 2
+            value = edge if edge.bfloat16() == step else edge.nextafter(step.float())
+        found.append(step.float() if distance > 1 else value)
+    return torch.stack(found).reshape(newest.shape)

@@ -8,27 +8,12 @@ import pytest
 import torch
 
 from helpers.commands import run_here
-from helpers.states import in_8_bits, in_24_bits
+from helpers.states import in_8_bits, in_24_bits, refined
 from llmtailor.errors import UsageError
 from llmtailor.runs.prune import Precision, ThinOptions, plan_thinning
 from oracle import any as oracle_any
 from oracle.zero3 import MOMENTS
 from thin.scene import call, compose, make_run
-
-
-def refined(newest: torch.Tensor, older: torch.Tensor) -> torch.Tensor:
-    """Return masters that round to the newest ones' bf16: the older ones, or what is nearest to these.
-
-    That is for neighbors in bf16; of others, the bf16 value itself.
-    """
-    found = []
-    for value, near, step in zip(older.flatten(), older.bfloat16().flatten(), newest.bfloat16().flatten(), strict=True):
-        distance = abs(int(near.view(torch.int16)) - int(step.view(torch.int16)))
-        if distance == 1:
-            edge = (step.float() + near.float()) / 2
-            value = edge if edge.bfloat16() == step else edge.nextafter(step.float())
-        found.append(step.float() if distance > 1 else value)
-    return torch.stack(found).reshape(newest.shape)
 
 
 def nearest(value: torch.Tensor, exact: torch.Tensor, kind: str) -> torch.Tensor:

@@ -217,6 +217,7 @@ CHECKED = by_name(
         Job("z3-lora", "llama+lora"),
         Job("z2-lora", "qwen2+lora", tied=True, stage=2),
         Job("z3-rounded", options={"moments": "8bit", "masters": "24bit"}),
+        Job("z3-bf16", policy="moments_in_turn:2", options={"moments": "bf16", "masters": "bf16"}),
         Job("z2", stage=2),
         Job("z2-layer", stage=2, groups="layer", policy="moments_in_turn:2"),
         Job("z2-rr", stage=2, round_robin=True),
@@ -326,7 +327,7 @@ SHORT = {
         {*PEFT, *DDP, *FSDP, *LOOPS, *LOOPS_SAVED, *LIGHTNING, *LIGHTNING_SAVED}
         - {"loop-tied", "titan-bf16", "accelerate-fsdp-named"}
     ),
-    *("z3", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),
+    *("z3", "z3-bf16", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
     *("z3-again", "full-1", "frozen-2", "nodes", "slow-skip", "z3@2"),
     *("muon-2", "bnb-lion-2", "adafactor-1", "fsdp-stable", *WHOLE, "muon-2-saver", "lightning-8bit"),
