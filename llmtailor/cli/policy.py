@@ -132,14 +132,17 @@ def policy(
       llmtailor policy config.json --policy moments_in_turn:8 --masters 24bit --moments 8bit
       llmtailor policy runs/x/checkpoint-100 --policy adaptive:0.25 --json
     """
-    from llmtailor.policies import make_policy
+    from llmtailor.policies import Budget, make_policy, precision_of
     from llmtailor.runs.simulate import Hardware, cost_of, simulate, size_of_config, to_json, trainer_schedule
 
     if moments != EXACT.moments and state_bytes != ADAM_BYTES:
         what = "only AdamW's fp32 moments are rounded, 8 bytes per param"
         raise UsageError.at("--moments", what, "omit --moments, or omit --state-bytes")
     made = {spec: make_policy(spec) for spec in dict.fromkeys((_FULL, *(policies or _POLICIES)))}
-    size = replace(size_of_config(model, experts), state_bytes=state_bytes, precision=Precision(masters, moments))
+    precision = Precision(masters, moments)
+    for one in made.values():
+        precision_of(one, precision)
+    size = replace(size_of_config(model, experts), state_bytes=state_bytes, precision=precision)
     machine = Hardware(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)
     schedules = {_TRAINER: trainer_schedule(size, keep)}
     for spec, one in made.items():
@@ -148,10 +151,13 @@ def policy(
     for name, schedule in schedules.items():
         ways = (False,) if name == _TRAINER else (False, True)  # the Trainer has no background saves
         found[name] = schedule, tuple(cost_of(schedule, machine, in_background=way) for way in ways)
-    print_json(to_json(size, machine, keep, found)) if as_json else click.echo(_text(size, machine, found))
+    chosen = [str(one) for one in made.values() if isinstance(one, Budget)]
+    print_json(to_json(size, machine, keep, found)) if as_json else click.echo(_text(size, machine, found, chosen))
 
 
-def _text(model: ModelSize, machine: Hardware, found: dict[str, tuple[Schedule, tuple[Cost, ...]]]) -> str:
+def _text(
+    model: ModelSize, machine: Hardware, found: dict[str, tuple[Schedule, tuple[Cost, ...]]], chosen: list[str]
+) -> str:
     from llmtailor.cli.tables import table
     from llmtailor.errors import size
 
@@ -186,6 +192,7 @@ def _text(model: ModelSize, machine: Hardware, found: dict[str, tuple[Schedule, 
         (
             f"{model.name}: {model.total:,} params in {len(model.parts)} parts",
             table(head, saves, right=range(1, len(head))),
+            *chosen,
             table(cost_head, costs, right=range(2, len(cost_head))),
             f"Assumed: {size(round(machine.write_bytes_per_s))}/s written by all ranks together, {machine.step_s:g} s "
             f"per step,\na failure every {machine.mtbf_s / 3600:g} h, steps {machine.slowdown:.0%} slower during a "

@@ -14,6 +14,7 @@ from typing import Any
 
 from llmtailor.errors import Problem, TailorError, UsageError
 from llmtailor.model.parts import ModelStructure, Part, nearest
+from llmtailor.model.precision import EXACT, Precision
 from llmtailor.policies.policy import PartChoice, Policy, Situation, Stateful
 from llmtailor.policies.schedules import POLICIES
 
@@ -50,6 +51,18 @@ def choose(policy: Policy, situation: Situation, max_staleness: int) -> PartChoi
 def saves_masters(policy: Policy) -> bool:
     """Return whether every save holds the masters of the parts that a policy does not choose."""
     return bool(getattr(policy, "saves_masters", False))
+
+
+def precision_of(policy: Policy, given: Precision) -> Precision:
+    """Return the precision of saves: the policy's if it chooses one, else that of the options.
+
+    Raises UsageError if both do.
+    """
+    own: Precision | None = getattr(policy, "precision", None)
+    if own is not None and given not in (EXACT, own):
+        what = f"it chooses the precision of masters and moments itself: {own.masters} and {own.moments}"
+        raise UsageError.at(f"policy {policy.name}", what, "omit masters and moments")
+    return own or given
 
 
 def ask(policy: Policy, situation: Situation) -> tuple[dict[Part, str], list[Problem]]:

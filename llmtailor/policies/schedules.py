@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, TypeAlias
 
 from llmtailor.balance import deal
 from llmtailor.errors import Problem, UsageError
 from llmtailor.model.parts import EMBED, NORM, ModelStructure, Part, nearest
+from llmtailor.model.precision import EXACT, Precision
 from llmtailor.policies.policy import Configured, Policy, Situation, number, whole
 
 
@@ -137,6 +138,104 @@ class MomentsInTurn(RoundRobin):
     k: int = whole(1, 4)
 
 
+_FRESH = (
+    EXACT,
+    Precision("fp32", "bf16"),
+    Precision("24bit", "bf16"),
+    Precision("fp32", "8bit"),
+    Precision("24bit", "8bit"),
+)
+"""Precisions of saves that hold everything, in the order in which a budget prefers them"""
+_IN_TURN = (Precision("24bit", "8bit"), Precision("bf16", "8bit"))
+_EXACT_IN_TURN = (Precision("fp32", "8bit"),)
+"""Precisions of saves that hold moments in turn"""
+_MOST_GROUPS = 16
+"""In more groups, moments get old; in as many, bf16 masters cost more than that (benchmarks/fidelity.md)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget(Configured):
+    """The most exact saves of ``size`` bytes per param on average, or of that share of a full save if it is at most 1.
+
+    For AdamW with fp32 states, 12 bytes per param. A budget for fewer first rounds moments to bf16, then masters to 24
+    bits, then moments to 8 bits. Below 5.1 bytes, these moments are saved in turn, and below 3.13 only the bf16 weights
+    of the other masters.
+    """
+
+    name: ClassVar[str] = "budget"
+    saves_masters: ClassVar[bool] = True
+
+    size: float = number(0.0)
+    exact: int = whole(0, 0)
+    """1 if masters must stay fp32, because the forward pass multiplies with them"""
+
+    def contradictions(self) -> list[Problem]:
+        if self._fitting():
+            return []
+        full, least = _bytes(EXACT, 1), _bytes(self._in_turn[-1], _MOST_GROUPS)
+        what = f"size is {self.size!r}" + (", but the fp32 masters are the weights" if self.exact else "")
+        fix = f"give {math.ceil(100 * least) / 100} or more bytes per param, or a share, more than {least / full:.2g}"
+        return [Problem(f"policy {self.name}", what, fix)]
+
+    @property
+    def _in_turn(self) -> tuple[Precision, ...]:
+        return _EXACT_IN_TURN if self.exact else _IN_TURN
+
+    def _fitting(self) -> tuple[Precision, int] | None:
+        """Return the precision, and the number of groups whose moments are saved in turn."""
+        size = self.size if self.size > 1 else self.size * _bytes(EXACT, 1)
+        for one in _FRESH:
+            if _bytes(one, 1) <= size and (one.masters == EXACT.masters or not self.exact):
+                return one, 1
+        for one in self._in_turn:
+            alone = one.master_bytes(with_moments=False)
+            if size > alone and (k := math.ceil((_bytes(one, 1) - alone) / (size - alone))) <= _MOST_GROUPS:
+                return one, k
+        return None
+
+    @property
+    def _found(self) -> tuple[Precision, int]:
+        found = self._fitting()
+        assert found is not None, "refused when it was made"
+        return found
+
+    @property
+    def precision(self) -> Precision:
+        """What saves are rounded to"""
+        return self._found[0]
+
+    def choose(self, situation: Situation) -> dict[str, str]:
+        return RoundRobin(self._found[1]).choose(situation)
+
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[Part]) -> int:
+        """Raises UsageError if the model has too few parts to meet the budget."""
+        precision, k = self._found
+        if k > len(parts):
+            least = _bytes(precision, len(parts))
+            what = f"size {self.size:g} needs the moments in {k} groups, but the model has {len(parts)} parts"
+            raise UsageError.at(
+                f"policy {self.name}", what, f"give {math.ceil(100 * least) / 100} or more bytes per param"
+            )
+        return k - 1
+
+    def __str__(self) -> str:
+        precision, k = self._found
+        each = f"one of {k} groups at a time" if k > 1 else "everything"
+        rounded = f"masters in {precision.masters}, moments in {precision.moments}, of {each}"
+        return f"{self.name}:{self.size:g} saves {rounded}: {_bytes(precision, k):.3g} bytes per param"
+
+
+def fitted(policy: Policy, *, weights_are_masters: bool) -> Policy:
+    """Return the policy for a training whose forward pass does, or does not, multiply with the fp32 masters."""
+    return replace(policy, exact=1) if isinstance(policy, Budget) and weights_are_masters else policy
+
+
+def _bytes(precision: Precision, k: int) -> float:
+    """Return the bytes per param of a save that holds the moments of one of ``k`` groups."""
+    whole = precision.master_bytes(with_moments=True) + precision.moment_bytes
+    return precision.master_bytes(with_moments=False) * (1 - 1 / k) + whole / k
+
+
 def cut(parts: Sequence[Part], num_bytes: Mapping[str, int], k: int) -> list[list[str]]:
     """Return the parts in min(k, len(parts)) runs, the largest of which has as few bytes as possible."""
     k = min(k, len(parts))
@@ -252,9 +351,9 @@ class Adaptive(Configured):
         self._credit, self._asked = int(state["credit"]), int(state["asked"])
 
 
-AnyPolicy: TypeAlias = Full | Parity | Filter | RoundRobin | MomentsInTurn | Adaptive
+AnyPolicy: TypeAlias = Full | Parity | Filter | RoundRobin | MomentsInTurn | Budget | Adaptive
 POLICIES: Mapping[str, type[AnyPolicy]] = {
-    kind.name: kind for kind in (Full, Parity, Filter, RoundRobin, MomentsInTurn, Adaptive)
+    kind.name: kind for kind in (Full, Parity, Filter, RoundRobin, MomentsInTurn, Budget, Adaptive)
 }
 REMOVED = {"update": "use adaptive, which loses less at the same bytes"}
 """Removed policy -> what to use instead"""

@@ -63,7 +63,7 @@ from llmtailor.loaders.loader import is_partial, loader_of, survey_contents
 from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import WEIGHT, State
-from llmtailor.policies import PartChoice, Policy, Situation, choose, make_policy, named_policy
+from llmtailor.policies import PartChoice, Policy, Situation, choose, fitted, make_policy, named_policy, precision_of
 from llmtailor.recipe.selectors import select
 from llmtailor.runs.folder import RunFolder, files_in, freed_bytes, log_entries
 from llmtailor.runs.gc import BUG, StepAge, compare_ages
@@ -228,7 +228,9 @@ class Chooser:
     """The parts with trained params"""
 
     @classmethod
-    def of(cls, options: ThinOptions, structure: ModelStructure, trained: Sequence[Part]) -> Chooser:
+    def of(
+        cls, options: ThinOptions, structure: ModelStructure, trained: Sequence[Part], *, weights_are_masters: bool
+    ) -> Chooser:
         """Build it from the options. Raises UsageError for an invalid strategy or selectors."""
         policy: Policy
         if options.strategy is None:
@@ -237,7 +239,7 @@ class Chooser:
             if (kind := named_policy(options.strategy)) and kind.needs_drift:  # before its options are parsed
                 what = f"{kind.name} depends on how much the parts change, which only the training can measure"
                 raise UsageError.at("--strategy", what, "use moments_in_turn, parity, filter, round_robin:4 or full")
-            policy = make_policy(options.strategy)
+            policy = fitted(make_policy(options.strategy), weights_are_masters=weights_are_masters)
         bound = policy.worst_staleness(structure, trained)
         assert bound is not None, "only policies that need drift have no bound"
         return cls(policy, bound, structure, tuple(trained))
@@ -507,7 +509,10 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
     structure, indexes = find_structure(newest), scan.indexes  # what is made here holds whole layers
     trained = {structure.part_of[param] for param in trained_states(newest)}
     parts = [part for part in structure.parts if part in trained]
-    chooser = None if options.weights_only else Chooser.of(options, structure, parts)
+    has_masters = newest.form.has_masters and newest.precision in ("BF16", "F16")
+    chooser = None
+    if not options.weights_only:
+        chooser = Chooser.of(options, structure, parts, weights_are_masters=not has_masters)
 
     @cache
     def facts_of(one: RunCheckpoint) -> FullFacts:
@@ -525,10 +530,11 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
     )
-    if options.precision.masters == "bf16" and not (newest.form.has_masters and newest.precision == "BF16"):
+    precision = precision_of(chooser.policy, options.precision) if chooser else EXACT
+    if precision.masters == "bf16" and not (has_masters and newest.precision == "BF16"):
         what = "it is bf16, but only DeepSpeed's bf16 trainings have bf16 weights that are the rounded masters"
         raise UsageError.at("--masters", what, "give 24bit")
-    actions = _measure(pruner.decide(), scan, chooser, options)
+    actions = _measure(pruner.decide(), scan, chooser, precision)
     left = folder.left_by_thin()
     freed = sum(action.freed for action in actions) + freed_bytes(path for folder in left for path in files_in(folder))
     rest = list(scan.usable)
@@ -541,7 +547,7 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
 
 
 def _measure(
-    actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None, options: ThinOptions
+    actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None, precision: Precision
 ) -> tuple[PruneAction, ...]:
     """Lay out each partial checkpoint to write, so that its size is known to the byte."""
     frozen: dict[str, tuple[Path, int]] = {}
@@ -569,7 +575,7 @@ def _measure(
                 policy=chooser.settings(),
                 older=dict(frozen),
                 masters=action.masters,
-                precision=options.precision,
+                precision=precision,
             )
             freed -= conversion.num_bytes
             frozen |= {file.path: (successor.path, file.num_bytes) for file in conversion.layout.frozen}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import ADAM_BYTES
-from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
+from llmtailor.policies import Policy, Situation, check_policy, choose, precision_of, saves_masters
 from llmtailor.runs.gc import deletable
 
 MASTER_BYTES = 4
@@ -165,6 +165,7 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
 
     Raises UsageError if the policy is refused, as in a training; ``max_staleness`` is that of `check_policy`.
     """
+    model = replace(model, precision=precision_of(policy, model.precision))
     num_bytes = {part: round(numel * model.saved_bytes) for part, numel in model.numels.items()}
     limit = check_policy(policy, model.structure, model.parts, num_bytes, max_staleness)
     ledger = Ledger("run").after(0, model.parts, model.parts)

@@ -61,6 +61,7 @@ class ZeroTraining:
         self.ranks = Ranks.here()
         refuse(engine)
         self.precision: torch.dtype = engine.get_model_dtype() if hasattr(engine, "get_model_dtype") else _dtype(engine)
+        self.rounds_masters = self.precision != torch.float32
         self.model: torch.nn.Module = engine.module
         self._shapes: list[dict[str, tuple[int, ...]]] = [
             {name: tuple(shape) for name, shape in shapes.items()} for shapes in engine._get_zero_param_shapes()

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 from llmtailor.attestation.compare import FULL, OFF, SAMPLE, STOP, WARN
 from llmtailor.errors import Problem, Problems, UsageError
 from llmtailor.model.precision import MASTERS, MOMENTS, Masters, Moments, Precision
-from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy
+from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy, precision_of
 
 MIN_HOST_BUFFER = 1 << 20
 PREFIX = "LLMTAILOR_"
@@ -156,6 +156,7 @@ class Arguments:
             except UsageError as error:
                 problems.add(error)
         problems.raise_if_any()
+        precision_of(made[0], made[1].precision)
         every = save_steps if isinstance(save_steps, int) else None
         return cls(made[0], every, overhead if save_steps == "auto" else None, on_restart, made[1])
 

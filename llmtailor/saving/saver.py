@@ -28,6 +28,7 @@ from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.model.parts import Part
+from llmtailor.model.precision import EXACT
 from llmtailor.model.roles import MASTER
 from llmtailor.policies import (
     DEFAULT_POLICY,
@@ -36,7 +37,9 @@ from llmtailor.policies import (
     Situation,
     check_policy,
     choose,
+    fitted,
     make_policy,
+    precision_of,
     restore_state,
     setbacks,
     state_of,
@@ -120,7 +123,7 @@ class PartialSaver:
         self.folder = RunFolder(Path(output_dir).absolute())
         self.live = training
         """The training itself; `training` cuts experts that are parts of their own"""
-        self.policy = make_policy(policy)
+        self.policy = fitted(make_policy(policy), weights_are_masters=not training.rounds_masters)
         self.ranks = Ranks.here()
         self.carried = carried_files([*carried])
         self.model, self.training = find_trained_parts(training, self.ranks, self.options.experts)
@@ -129,6 +132,13 @@ class PartialSaver:
         self.max_staleness = check_policy(
             self.policy, model.structure, model.parts, model.num_bytes, given, is_tested=is_tested
         )
+        self.precision = precision_of(self.policy, self.options.precision)
+        if self.precision.masters == "bf16" and not (training.rounds_masters and DTYPES[training.precision] == "BF16"):
+            what = "it is 'bf16', but only DeepSpeed's bf16 trainings have bf16 weights that are the rounded masters"
+            raise UsageError.at("masters", what, 'give "24bit"')
+        if self.ranks.is_first and self.precision != EXACT:
+            what = "saves hold masters in %s and moments in %s; the policy is %s"
+            logger.info(what, self.precision.masters, self.precision.moments, self.policy)
         self._client = beside
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
@@ -142,9 +152,6 @@ class PartialSaver:
         self._begun_at: int | None = None
         """The step that training began at, if `start` was called"""
         self.ranks.together(lambda: check_trees(self._trees(None)))
-        if self.options.masters == "bf16" and not (training.stage and DTYPES[training.precision] == "BF16"):
-            what = "it is 'bf16', but only DeepSpeed's bf16 trainings have bf16 weights that are the rounded masters"
-            raise UsageError.at("masters", what, 'give "24bit"')
         mine = {"attest": self.options.attest, "on_mismatch": self.options.on_mismatch}  # ranks branch on these
         check_same(self.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
         self.ranks.on_first(self.folder.lock)
@@ -392,7 +399,7 @@ class PartialSaver:
                 ranks=self.ranks,
                 before=self._before,
                 seen=self._frozen,
-                precision=self.options.precision,
+                precision=self.precision,
                 pieces=self.model.structure.pieces,
             )
             self._frozen = share.samples

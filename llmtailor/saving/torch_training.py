@@ -46,6 +46,7 @@ class PlainTraining:
     """Implements `saving.training.Training`. Raises UnsupportedCheckpoint for an optimizer it can't save."""
 
     stage = 0
+    rounds_masters = False
     tag = "plain"
 
     def __init__(

@@ -126,6 +126,8 @@ class Training(Protocol):
     """ZeRO stage, or 0 without DeepSpeed"""
     precision: torch.dtype
     """Dtype of the weights in the forward pass"""
+    rounds_masters: bool
+    """Whether these are masters rounded to ``precision``, and not the masters themselves"""
     params: Mapping[str, ParamFact]
     """Params and persistent buffers, in the order of the model"""
     tied: Mapping[str, str]

@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.policies import POLICIES, Adaptive, Filter, Full, Parity, RoundRobin, make_policy
+from llmtailor.model.parts import ModelStructure, Part
+from llmtailor.model.precision import Precision
+from llmtailor.policies import POLICIES, Adaptive, Filter, Full, Parity, RoundRobin, Situation, choose, make_policy
+from llmtailor.saving.options import Arguments
 from saving.policy_runs import Custom, refusal
 
 
@@ -47,7 +50,7 @@ def test_an_object_is_taken_as_it_is():
     ("spec", "where", "what", "fix"),
     [
         ("partiy", "policy", "there is no policy 'partiy'", "'parity'"),
-        ("", "policy", "there is no policy ''", "full, parity, filter, round_robin, moments_in_turn, adaptive"),
+        ("", "policy", "there is no policy ''", "full, parity, filter, round_robin, moments_in_turn, budget, adaptive"),
         ("filter:frist=2", "policy filter", "there is no option 'frist' (in 'filter:frist=2')", "'first'"),
         ("filter:first=two", "policy filter", "first is 'two'", "a whole number, 0 or more"),
         ("filter:first=", "policy filter", "first is ''", "a whole number"),
@@ -99,6 +102,7 @@ def test_settings_make_the_same_policy(data, name):
     options = {
         "filter": st.fixed_dictionaries({}, optional=dict.fromkeys(("first", "last", "every", "groups"), counts)),
         "parity": st.fixed_dictionaries({}, optional={"aux_every": st.integers(1, 2)}),
+        "budget": st.fixed_dictionaries({"size": st.floats(2.2, 20)}, optional={"exact": st.just(0)}),
         "round_robin": st.fixed_dictionaries({"k": counts}),
         "adaptive": st.fixed_dictionaries({}, optional={"share": st.floats(0.001, 1)}),
     }.get(name, st.just({}))
@@ -106,6 +110,49 @@ def test_settings_make_the_same_policy(data, name):
     assert make_policy(json.loads(json.dumps(policy.settings()))) == policy
     text = ",".join(f"{key}={value}" for key, value in policy.settings().items() if key != "name" and value is not None)
     assert make_policy(f"{name}:{text}") == policy
+
+
+@pytest.mark.parametrize(
+    ("size", "exact", "masters", "moments", "k"),
+    [
+        (12, 0, "fp32", "fp32", 1),
+        (8.1, 0, "fp32", "bf16", 1),
+        (7, 0, "24bit", "bf16", 1),
+        (6, 0, "24bit", "8bit", 1),
+        (3.25, 0, "24bit", "8bit", 9),
+        (0.27, 0, "24bit", "8bit", 9),
+        (3.12, 0, "bf16", "8bit", 3),
+        (2.5, 0, "bf16", "8bit", 7),
+        (6.5, 1, "fp32", "8bit", 1),
+        (4.2, 1, "fp32", "8bit", 11),
+    ],
+)
+def test_a_budget_is_met(size, exact, masters, moments, k):
+    policy = make_policy(f"budget:{size},exact={exact}")
+    assert policy.precision == Precision(masters, moments)
+    parts, numel = tuple(Part(f"layer {number}") for number in range(36)), 128_000
+    structure = ModelStructure({str(part): part for part in parts}, parts, 36, tied=False)
+    assert policy.worst_staleness(structure, parts) == k - 1
+    totals, last = [], dict.fromkeys(parts, 0)
+    for save in range(1, k + 1):
+        now = Situation(save, save, structure, parts, dict.fromkeys(parts, 12 * numel), dict(last))
+        choice = choose(policy, now, k - 1)
+        last |= dict.fromkeys(choice.parts, save)
+        whole = policy.precision.master_bytes(with_moments=True) + policy.precision.moment_bytes
+        totals.append(
+            len(choice.parts) * whole + len(choice.masters) * policy.precision.master_bytes(with_moments=False)
+        )
+    assert sum(totals) / k / len(parts) <= (size if size > 1 else 12 * size) and set(last.values()) == set(
+        range(1, k + 1)
+    )
+
+
+def test_a_budget_that_can_t_be_met_is_refused():
+    assert "give 2.2 or more bytes per param" in refusal(lambda: make_policy("budget:2.1"))[0].fix
+    assert "the fp32 masters are the weights" in refusal(lambda: make_policy("budget:3.25,exact=1"))[0].what
+    assert "the model has 3 parts" in refusal(lambda: make_policy("budget:3.25").worst_staleness(None, "abc"))[0].what
+    told = refusal(lambda: Arguments.of({"policy": "budget:3.25", "moments": "bf16"}))
+    assert "it chooses the precision of masters and moments itself: 24bit and 8bit" in told[0].what
 
 
 # --- every process gets the same answers -----------------------------------------------------------------------------

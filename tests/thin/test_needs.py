@@ -146,7 +146,7 @@ def test_thinning_keeps_every_step_that_it_promises(
     chooser: Chooser | None = None
     if strategy is not None:
         options = ThinOptions(keep_full, *((None, ("odd", "norm")) if strategy == "select" else (strategy,)))
-        chooser = Chooser.of(options, ANATOMY, PARTS)
+        chooser = Chooser.of(options, ANATOMY, PARTS, weights_are_masters=False)
     if not before:
         return
     facts = {

@@ -266,7 +266,10 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     saved = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
     setback = {part: (saved[part], steps) for part, steps in manifest.setback.items() if part in saved}
     found = {(state.kind == MASTER, one.stored_as) for state, one in held.items() if one.rounded_from}
-    rounded = tuple(Finding(name, *_ROUNDED[one], Code.STATE_DTYPE) for one in sorted(found) if one in _ROUNDED)
+    rounded = tuple(
+        Finding(name, what, fix, Code.STATE_DTYPE)
+        for what, fix in (_ROUNDED[one] for one in sorted(found) if one in _ROUNDED)
+    )
     index = replace(
         index,
         form=replace(index.form, framework=_framework(manifest) or index.form.family, container=PARTIAL),
