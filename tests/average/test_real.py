@@ -12,7 +12,7 @@ import pytest
 
 import llmtailor
 import oracle.any
-from helpers.states import DTYPES, held_by, mean, read
+from helpers.states import DTYPES, assert_states, held_by, mean, read
 from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET
 from llmtailor.codes import Code
 from llmtailor.errors import MismatchError
@@ -185,10 +185,7 @@ def test_other_kinds_of_model(runs: Runs, tmp_path: Path, name: str) -> None:
         master = State(tied.get(state.param, state.param), MASTER)
         if state.kind in (MASTER, WEIGHT) and master in wanted:
             wanted[state] = mean([source.states[master] for source in sources], [1, 1]).to(newest.dtype)
-    found = oracle.any.load(out).states
-    assert found.keys() == wanted.keys()
-    wrong = {state: differ(found[state], tensor) for state, tensor in wanted.items()}
-    assert not any(wrong.values()), {state: what for state, what in wrong.items() if what}
+    assert_states(oracle.any.load(out).states, wanted)
 
 
 def test_experts_with_other_names_on_disk_are_not_averaged(runs: Runs, tmp_path: Path) -> None:
