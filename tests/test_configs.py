@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import llmtailor
-from helpers.checkpoints import SMALL, make
+from helpers.checkpoints import make_run
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [f"layer {number}" for number in range(4)]
@@ -24,10 +24,7 @@ FROM_10 = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    root = tmp_path_factory.mktemp("run")
-    for step in (10, 20):
-        make(root, step, shape=SMALL)
-    return root
+    return make_run(tmp_path_factory.mktemp("run"), (10, 20))
 
 
 def test_every_recipe_is_tested():

@@ -14,8 +14,9 @@ from xxhash import xxh3_128
 
 import llmtailor
 from faults.scene import RECIPE, Scene, contents
-from helpers.checkpoints import make
+from helpers.checkpoints import make, make_run
 from helpers.composing import convert, merge
+from helpers.files import flip
 from llmtailor.checkpoint.layout import Cast, Copy
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.compose.plan import Options, plan_merge
@@ -26,7 +27,7 @@ from llmtailor.engine.staging import peek
 from llmtailor.errors import Interrupted, SourceError, StorageError
 from llmtailor.model.parts import Part
 from llmtailor.model.roles import EXP_AVG, MASTER, State
-from salvage.damage import flip
+from salvage.damage import flip_state
 from thin.scene import save_partial
 
 
@@ -97,16 +98,10 @@ def test_a_long_file_is_kept_up_to_the_last_mark(left):
     assert left.state() == "complete"
 
 
-def damage_middle(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        damage_middle,
+        lambda file: flip(file, file.stat().st_size // 2),
         Path.unlink,
         lambda file: os.truncate(file, file.stat().st_size - 1),
         lambda file: os.truncate(file, 0),
@@ -247,8 +242,7 @@ def test_nothing_is_kept_before_there_is_something(scene):
 def run(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "BUFFER_BYTES", 2048)
     monkeypatch.setattr(pool, "MAX_WRITERS", 1)
-    for step in (100, 200):
-        make(tmp_path, step)
+    make_run(tmp_path, (100, 200))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 
@@ -374,7 +368,7 @@ def partial(root: Path) -> Path:
 def test_a_flipped_bit_is_refused(tmp_path, kind, state, told):
     source = kind(tmp_path)
     merge(source, tmp_path / "sound", checksum=True)
-    flip(source, state, 5)
+    flip_state(source, state, 5)
     with pytest.raises(SourceError, match=told) as caught:
         merge(source, tmp_path / "out", checksum=True)
     assert "verify --deep" in caught.value.problems[0].fix

@@ -17,7 +17,7 @@ import llmtailor
 import oracle.any
 from campaigns.fuzz import make_sound
 from helpers.cases import diagonal, every, examples
-from helpers.checkpoints import SMALL, make
+from helpers.checkpoints import SMALL, make, make_run
 from helpers.commands import call
 from helpers.composing import convert
 from helpers.states import read, same
@@ -121,8 +121,7 @@ def test_plain_checkpoints_refuse_to_be_rounded(tmp_path):
 @pytest.fixture
 def two(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for step in (100, 200):
-        make(tmp_path, step, shape=SMALL)
+    make_run(tmp_path, (100, 200))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 
@@ -156,8 +155,7 @@ def test_the_source_policy_refuses_what_it_cannot_do(two):
 @pytest.mark.parametrize("groups", ["default", "layer"])
 def test_layer_groups_keep_a_step_per_layer(tmp_path, groups):
     """Also if sources have the Trainer's two groups, and layer groups are made on the way."""
-    for step in (100, 200):
-        make(tmp_path, step, groups=groups)
+    make_run(tmp_path, (100, 200), groups=groups)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     llmtailor.merge(tmp_path / "recipe.yaml", tmp_path / "out", llmtailor.Options(groups="layer", step="source"))
     found, old, new = (load(tmp_path / name) for name in ("out", "checkpoint-100", "checkpoint-200"))

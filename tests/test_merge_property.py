@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import llmtailor
 from helpers.cases import examples
 from helpers.checkpoints import make
+from helpers.files import TOLD, names
 from helpers.states import raw
 from helpers.strategies import shapes
 from llmtailor.model.roles import WEIGHT
@@ -73,24 +74,16 @@ def test_every_byte_is_where_the_oracle_says(tmp_path_factory, case):
             snapshot.rest["counters"].pop("global_samples")
         zero3.assert_same(found, wanted)
         if native:
-            assert names(root / "out") == names(root / "native" / f"checkpoint-{base}") | {
-                "llmtailor.json",
-                "README.md",
-            }
+            assert names(root / "out") == names(root / "native" / f"checkpoint-{base}") | {*TOLD}
     check_files(root / "out", report)
     check_report(report, choice, base)
     shutil.rmtree(root)
 
 
-def names(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
 def check_files(out: Path, report: llmtailor.compose.plan.Report) -> None:
     """Every file is there as planned, the zips are sound, and the manifest's checksums are those of the bytes."""
     manifest = json.loads((out / "llmtailor.json").read_text())
-    written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
-    assert written == {row.path for row in report.files} | {"llmtailor.json", "README.md"}
+    assert names(out) == {row.path for row in report.files} | {*TOLD}
     for entry in manifest["files"]:
         data = (out / entry["path"]).read_bytes()
         assert (len(data), f"{zlib.crc32(data):08x}") == (entry["num_bytes"], entry["crc32"])

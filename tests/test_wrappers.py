@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.checkpoints import SMALL, make
+from helpers.checkpoints import make_run
 from helpers.commands import call
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.formats.registry import display_name
@@ -27,9 +27,8 @@ OURS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    root = tmp_path_factory.mktemp("run")
+    root = make_run(tmp_path_factory.mktemp("run"), (10, 20, 30))
     for step in (10, 20, 30):
-        make(root, step, shape=SMALL)
         (root / f"checkpoint-{step}" / "tokenizer.json").write_text("{}")
     log = [{"step": 20, "flag": [1, 2, 3, 4]}, {"step": 30, "flag": [0, 1, 2]}]
     (root / "flags.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
@@ -176,26 +175,6 @@ def test_a_job_does_not_resume_when_there_is_nothing_to_resume_from(tmp_path):
     assert calls == [f"train.py --output_dir {tmp_path}/empty"]
 
 
-SRUN = """
-import os, subprocess, sys
-from pathlib import Path
-
-first = Path("attempted")
-limit = "60" if first.exists() else "0.5"
-
-def start(rank):
-    variables = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "LLMTAILOR_TIMEOUT": limit}
-    return subprocess.Popen(sys.argv[1:], env={**os.environ, **variables})
-
-ranks = [start(0), start(1)]
-if not first.exists():
-    first.touch()
-    ranks[1].kill()
-codes = [rank.wait() for rank in ranks]
-sys.exit(max(code if code >= 0 else 128 - code for code in codes))
-"""
-
-
 @pytest.mark.parametrize(
     ("codes", "count", "code"),
     [("137 9 8", 3, 8), ("9 0", 2, 0), ("8 4 0", 2, 4), ("0", 1, 0), ("130", 1, 130)],
@@ -203,20 +182,6 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 def test_a_merge_is_started_again_if_a_rank_dies_or_the_disk_fails(stub, codes, count, code):
     start("slurm_merge.sh", "convert", "a", "b", LAUNCH="env", ATTEMPTS=3, CODES=codes, code=code)
     assert stub() == [["convert", "a", "b", "--distributed"]] * count
-
-
-@pytest.mark.long
-def test_a_job_merges_on_two_nodes_of_which_one_dies(run, tmp_path, monkeypatch):
-    """What stands for srun starts two ranks, kills one of them the first time, and ends like srun."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "srun.py").write_text(SRUN)
-    words = ["convert", run / "checkpoint-30", tmp_path / "out", "--num-gpu", "3"]
-    variables = {"LAUNCH": f"{sys.executable} srun.py", "ATTEMPTS": "2"}
-    result = start("slurm_merge.sh", *map(str, words), **variables)
-    assert "rank 1: no sign of it" in result.stderr
-    assert "attempt 1 ended with 137" in result.stderr
-    assert result.stdout.count("wrote ") == 1
-    assert json.loads((tmp_path / "out" / "llmtailor.json").read_text())["world_size"] == 3
 
 
 def test_a_job_without_output(tmp_path):

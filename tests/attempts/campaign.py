@@ -9,6 +9,7 @@ from pathlib import Path
 
 from attempts.world import DAMAGE, Holding, World, read_full, step_of
 from helpers.commands import run_here
+from helpers.files import cut
 
 
 def composites(world: World, steps: list[int]) -> dict[int, Holding]:
@@ -103,7 +104,7 @@ def damage(world: World) -> None:
         return
     path, _ = there[-1]
     file = path / ("model.safetensors" if path.parent == world.run else "rank-00000-of-00001.safetensors")
-    file.write_bytes(file.read_bytes()[:-40])
+    cut(file, 40)
     result = run_here("salvage", world.run, "--replace")
     world.note("damage", f"{path.name}: salvage exit {result.returncode}")
     assert result.returncode in (0, 4), world.story(result)

@@ -22,8 +22,7 @@ def world(tmp_path):
     world = World(tmp_path / "run", 0)
     world.start(None, 0, None)
     for _ in range(3):
-        world.train(3)
-        world.save()
+        world.train_and_save(3)
     world.compose()
     yield world
     world.stop()
@@ -45,16 +44,14 @@ def test_a_composite_of_the_attempt_that_was_given_up_is_not_used(world, at, ste
     [told] = [record.getMessage() for record in caplog.records if "moved abandoned checkpoints" in record.getMessage()]
     assert "checkpoint-9" in told and "step-00000009" in told
     for step in steps:
-        world.train(step - world.present.step)
-        world.save()
+        world.train_and_save(step - world.present.step)
     out = world.compose()
     assert step_of(out) == steps[-1]
     assert set(read_full(out).values()) <= {(world.present.number, step) for step in steps} | {(1, 3), (1, 6)}
 
 
 def test_a_save_of_the_very_next_step_is_given_up_too(world):
-    world.train(1)
-    world.save()
+    world.train_and_save(1)
     world.resume_from(world.run / "checkpoint-9", 9)
     saves = [path.name for path in (world.run / "partial").glob("step-*")]
     assert "step-00000010.abandoned" in saves and "step-00000010" not in saves
@@ -65,14 +62,12 @@ def test_put_back_it_is_known_by_what_it_states(world):
     old = world.run / "checkpoint-9"
     shutil.copytree(old, world.run.parent / "backup")
     roll_back(world, 3)
-    world.train(4)
-    world.save()
+    world.train_and_save(4)
     shutil.copytree(world.run.parent / "backup", old)
     assert step_of(world.compose()) == 7
     (world.run / "partial" / "attempts.json").unlink()
     assert step_of(world.compose()) == 7
-    result = run_here("latest", world.run)
-    assert result.returncode == 0
+    result = call("latest", world.run)
     assert result.stdout.strip().endswith("checkpoint-7") and "abandoned attempt" in result.stderr
 
 
@@ -82,8 +77,7 @@ def test_a_full_checkpoint_of_the_trainers_does_not_win_by_its_number(world):
     world.save_full()
     assert step_of(world.compose()) == 11
     roll_back(world, 6)
-    world.train(1)
-    world.save()
+    world.train_and_save(1)
     assert (world.run / "checkpoint-11").is_dir()
     assert step_of(world.compose()) == 7
     call("salvage", world.run, "--dry-run")
@@ -107,8 +101,7 @@ def test_where_the_given_up_one_is_in_the_way_the_composite_is_beside_it(world):
     """And the same command finds it there again."""
     roll_back(world, 6)
     shutil.copytree(world.run / "abandoned-checkpoint-9", world.run / "checkpoint-9")
-    world.train(3)
-    world.save()
+    world.train_and_save(3)
     out = world.compose()
     assert out.name == "checkpoint-9-merged"
     again = run_here("merge", "--run", world.run, "--json")
@@ -122,21 +115,19 @@ def test_where_the_given_up_one_is_in_the_way_the_composite_is_beside_it(world):
 def test_a_recipe_may_mix_attempts_and_says_so(world, tmp_path):
     """Nothing of either attempt is used beside what came out, and a resume from it begins with a complete save."""
     roll_back(world, 6)
-    world.train(3)
-    world.save()
+    world.train_and_save(3)
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "checkpoint-9"
     recipe.write_text(
         f"merge_method: passthrough\nbase_model: {world.run}/partial/step-00000009\n"
         f"parts:\n  - from: {world.run}/abandoned-checkpoint-9\n    select: [even, odd, embed_tokens, lm_head]\n"
     )
-    told = run_here("merge", recipe, out)
-    assert told.returncode == 0 and "different attempts" in told.stderr
+    told = call("merge", recipe, out)
+    assert "different attempts" in told.stderr
     number = world.present.number
     world.start(None, 9, out)
     assert world.present.saver.ledger.held_by == {}
     assert (world.run / "partial" / "step-00000009.abandoned-2").is_dir()
-    world.train(1)
-    world.save()
+    world.train_and_save(1)
     assert set(read_full(world.compose()).values()) == {(number + 1, 10)}
 
 
@@ -161,8 +152,7 @@ def test_and_not_used_if_the_run_itself_went_on(world):
     assert asked["global_step"] == 11
     assert saver_attempt.saver is not None
     for words in (["gc", world.run], ["thin", world.run, "--strategy", "parity"]):
-        refused = run_here(*words)
-        assert refused.returncode == 4 and "use --trust-unrecorded" in refused.stderr
+        assert "use --trust-unrecorded" in call(*words, code=4).stderr
         told = json.loads(run_here(*words, "--trust-unrecorded", "--json").stdout)
         assert told["composable_before"] == told["composable_after"] == [3, 6, 9, 11]
 
@@ -172,12 +162,10 @@ def test_the_log_of_saves_has_the_run_as_it_stands(world):
     log = world.run / "partial" / "saves.jsonl"
     with log.open("a") as file:
         file.write('{"step": 10, "torn')
-    world.train(2)
-    world.save()
+    world.train_and_save(2)
     assert log.read_text().splitlines()[-1].startswith('{"step": 11')
     roll_back(world, 6)
-    world.train(1)
-    world.save()
+    world.train_and_save(1)
     assert [line["step"] for line in lines(world)] == [3, 6, 7]
     assert [line["step"] for line in lines(world, "saves.abandoned.jsonl")] == [9, 11]
 
@@ -198,8 +186,7 @@ def test_whatever_goes_wrong_in_a_save_is_save_failed(world, monkeypatch):
 def test_a_damaged_record_of_attempts_is_refused(world):
     (world.run / "partial" / "attempts.json").write_text('{"schema": "llmtailor.attempts/1", "attempts": [1]}')
     for command in (["merge", "--run", world.run], ["latest", world.run], ["salvage", world.run], ["gc", world.run]):
-        result = run_here(*command)
-        assert result.returncode == 4 and "the attempt record is damaged" in result.stderr
+        assert "the attempt record is damaged" in call(*command, code=4).stderr
 
 
 def test_the_saver_deletes_nothing_that_it_did_not_make(tmp_path):
@@ -209,8 +196,7 @@ def test_the_saver_deletes_nothing_that_it_did_not_make(tmp_path):
     world.present.saver.record.keep_composable = 1
     partial = world.run / "partial"
     for step in range(1, 6):
-        world.train(1)
-        world.save()
+        world.train_and_save(1)
         if step == 2:
             (partial / "step-00000002" / "notes.md").write_text("the loss spiked here")
     assert sorted(path.name for path in partial.glob("step-*")) == [
@@ -222,8 +208,7 @@ def test_the_saver_deletes_nothing_that_it_did_not_make(tmp_path):
     torn.mkdir()
     (torn / "notes.md").write_text("mine")
     world.resume_from(world.compose(), 5)
-    world.train(1)
-    world.save()
+    world.train_and_save(1)
     assert (partial / "step-00000006.abandoned" / "notes.md").read_text() == "mine"
     world.stop()
 
@@ -233,12 +218,10 @@ def test_a_composite_with_older_parts_does_not_win_over_the_saves_of_its_step(wo
     shutil.rmtree(world.run / "checkpoint-9")
     call("merge", "--run", world.run, "--strategy", "parity", world.run / "checkpoint-9")
     assert read_full(world.run / "checkpoint-9")["layer 1"] == (1, 6)
-    world.train(3)
-    world.save()
+    world.train_and_save(3)
     made = read_full(world.compose(9))
     assert made["layer 1"] == (1, 6) and made["layer 0"] == (1, 9)
-    world.train(3)
-    world.save()
+    world.train_and_save(3)
     stale = world.run / "checkpoint-15"
     call("merge", "--run", world.run, "--strategy", "parity", "--flip", stale)
     held = read_full(stale)
@@ -256,8 +239,7 @@ def test_a_process_that_waits_sees_what_another_publishes_after_its_scan(world, 
             published.append(newest.compose_newest(world.run))
         return plan(*arguments)
 
-    world.train(3)
-    world.save()
+    world.train_and_save(3)
     monkeypatch.setattr(newest, "plan_merge", late)
     found = newest.compose_newest(world.run, waits=True)
     assert published[0].is_new and (found.path, found.is_new) == (published[0].path, False)

@@ -183,6 +183,10 @@ class World:
             ledger = attempt.saver.ledger
             attempt.mark = make_mark(Past(attempt.step, ledger.lineage, ledger.history))
 
+    def train_and_save(self, steps: int) -> None:
+        self.train(steps)
+        self.save()
+
     def write_state(self, folder: Path) -> None:
         """What the Trainer writes, with the state of a callback that the saver is."""
         step, mark = self.present.step, self.present.mark

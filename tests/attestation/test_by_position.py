@@ -81,10 +81,8 @@ def run(saved, tmp_path):
     return saved[0], shutil.copytree(saved[1], tmp_path / "run")
 
 
-def resume(run, change=lambda trainer: None, how="sample"):
-    name, folder = run
-    made = dict(MADE[name])
-    kind = made.pop("kind", Trainer)
+def found_by(checkpoint, change=lambda trainer: None, how="sample", kind=Trainer, **made):
+    """Resume, change what was loaded, and return what is found."""
 
     class Changed(kind):
         def _load_optimizer_and_scheduler(self, checkpoint):
@@ -92,10 +90,14 @@ def resume(run, change=lambda trainer: None, how="sample"):
             change(self)
 
     keeping = Keeping(how)
-    again = Alone(folder.parent / "again", max_steps=3, kind=Changed, callbacks=(keeping,), **made)
-    again.train(folder / f"checkpoint-{STEP}")
+    Alone(checkpoint.parents[1] / "again", kind=Changed, callbacks=(keeping,), **made).train(checkpoint)
     assert keeping.found is not None
     return keeping.found
+
+
+def resume(run, change=lambda trainer: None, how="sample"):
+    name, folder = run
+    return found_by(folder / f"checkpoint-{STEP}", change, how, max_steps=3, **MADE[name])
 
 
 @pytest.mark.parametrize("how", ["sample", "full"])

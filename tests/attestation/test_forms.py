@@ -14,7 +14,7 @@ from accelerate import Accelerator  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
 import llmtailor  # noqa: E402
-from attestation.test_by_position import Keeping  # noqa: E402
+from attestation.test_by_position import found_by  # noqa: E402
 from llmtailor.errors import SourceError, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.storage.local import Files  # noqa: E402
 from trainings.alone import Alone, train  # noqa: E402
@@ -25,18 +25,6 @@ class Converting(Trainer):
 
     def _load_from_checkpoint(self, checkpoint, model=None):
         self.model.load_state_dict(type(self.model).from_pretrained(checkpoint).state_dict())
-
-
-def resume(folder, kind=Trainer, change=lambda trainer: None, **made):
-    class Changed(kind):
-        def _load_optimizer_and_scheduler(self, checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            change(self)
-
-    keeping = Keeping()
-    Alone(folder.parent / "again", max_steps=2, layers=2, kind=Changed, callbacks=(keeping,), **made).train(folder)
-    assert keeping.found is not None
-    return keeping.found
 
 
 def begin(folder, **made):
@@ -55,9 +43,10 @@ def lose_experts(trainer):
 def test_experts_that_are_fused_in_memory_only(tmp_path, optim):
     made = {"arch": "qwen3_moe", "optim": optim}
     checkpoint = begin(tmp_path / "run", **made)
-    found = resume(checkpoint, Converting, **made)
+    again = {"max_steps": 2, "layers": 2, "kind": Converting, **made}
+    found = found_by(checkpoint, **again)
     assert found.is_same and found.num_same == found.num_states and not found.notes, found
-    found = resume(checkpoint, Converting, lose_experts, **made)
+    found = found_by(checkpoint, lose_experts, **again)
     (row,) = found.rows
     assert row.kind.value == "zero" and all(".experts." in name for name in row.params)
 
@@ -67,7 +56,7 @@ def test_adapters_whose_files_hold_computed_tensors(tmp_path, kind):
     peft = pytest.importorskip("peft")
     config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")
     made = {"prepare": lambda model: peft.get_peft_model(model, config)}
-    found = resume(begin(tmp_path / "run", **made), **made)
+    found = found_by(begin(tmp_path / "run", **made), max_steps=2, layers=2, **made)
     assert found.is_same and found.num_same == found.num_states > 0, found
     assert [note for note in found.notes if "prompt_encoder" in note and "stored in another form" in note]
 

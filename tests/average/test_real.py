@@ -12,7 +12,8 @@ import pytest
 
 import llmtailor
 import oracle.any
-from helpers.states import DTYPES, held_by, mean, read
+from helpers.composing import convert
+from helpers.states import DTYPES, assert_states, held_by, mean, read
 from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET
 from llmtailor.codes import Code
 from llmtailor.errors import MismatchError
@@ -21,7 +22,7 @@ from llmtailor.model.roles import MASTER, MODULE, WEIGHT, State
 from llmtailor.recipe import Average, Recipe, Select, Whole
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from oracle.zero3 import MOMENTS, differ
-from real.test_reshard import assert_loaded, reshard
+from real.test_reshard import assert_loaded
 from trainings.alone import finished
 from trainings.alone import train as train_alone
 from trainings.catalogue import DEEPSPEED, FSDP, MIDDLE
@@ -116,7 +117,7 @@ def test_stock_resumes_from_an_average(
     after = oracle.any.load(run.checkpoint(6))
     assert set(after.steps.values()) == {2 if moments == RESET else 6}
     assert verify_checkpoint(run.checkpoint(6), deep=True).level == RESUMABLE
-    again = reshard(run.checkpoint(6), tmp_path / "checkpoint-6", 3 - run.spec.stage % 2, 3)
+    again = convert(run.checkpoint(6), tmp_path / "checkpoint-6", stage=3 - run.spec.stage % 2, world_size=3)
     assert oracle.any.load(again).steps == after.steps and verify_checkpoint(again, deep=True).level == RESUMABLE
 
 
@@ -185,10 +186,7 @@ def test_other_kinds_of_model(runs: Runs, tmp_path: Path, name: str) -> None:
         master = State(tied.get(state.param, state.param), MASTER)
         if state.kind in (MASTER, WEIGHT) and master in wanted:
             wanted[state] = mean([source.states[master] for source in sources], [1, 1]).to(newest.dtype)
-    found = oracle.any.load(out).states
-    assert found.keys() == wanted.keys()
-    wrong = {state: differ(found[state], tensor) for state, tensor in wanted.items()}
-    assert not any(wrong.values()), {state: what for state, what in wrong.items() if what}
+    assert_states(oracle.any.load(out).states, wanted)
 
 
 def test_experts_with_other_names_on_disk_are_not_averaged(runs: Runs, tmp_path: Path) -> None:

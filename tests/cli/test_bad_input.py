@@ -15,28 +15,20 @@ import click
 import pytest
 import torch
 
-from helpers.checkpoints import SMALL, edit, make, model_states, optim_states
+from helpers.checkpoints import SMALL, edit, make, make_run, model_states, optim_states
 from helpers.commands import run_here
 from helpers.composing import convert
+from helpers.files import contents
 from llmtailor.cli.command import REMOVED
 from llmtailor.cli.main import cli
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - from: checkpoint-100\n    select: [odd]\n"
 
 
-@pytest.fixture(scope="session")
-def pristine(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pristine")
-    for step in (100, 200):
-        make(root, step)
-    return root
-
-
 @pytest.fixture
-def run(pristine, tmp_path):
+def run(tmp_path):
     """A run's folder with two checkpoints that a test may damage."""
-    shutil.copytree(pristine, tmp_path / "run")
-    return tmp_path / "run"
+    return make_run(tmp_path / "run", (100, 200))
 
 
 def merge(run: Path, recipe: str = RECIPE, *options: str) -> subprocess.CompletedProcess[str]:
@@ -44,13 +36,9 @@ def merge(run: Path, recipe: str = RECIPE, *options: str) -> subprocess.Complete
     return run_here("merge", "recipe.yaml", "out", *options, cwd=run)
 
 
-def files(run: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "recipe.yaml"}
-
-
 def refused(run: Path, code: int, *told: str, recipe: str = RECIPE, options: tuple[str, ...] = ()) -> str:
     """Merge, and demand the refusal that is expected; return stderr."""
-    before = files(run)
+    before = contents(run, "recipe.yaml")
     result = merge(run, recipe, *options)
     assert result.returncode == code, result.stderr
     assert result.stdout == ""
@@ -60,7 +48,7 @@ def refused(run: Path, code: int, *told: str, recipe: str = RECIPE, options: tup
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     fixes = [line for line in result.stderr.splitlines() if line.startswith("  fix: ")]
     assert 0 < len(errors) <= len(fixes)
-    assert files(run) == before
+    assert contents(run, "recipe.yaml") == before
     assert not [path for path in run.iterdir() if "staging" in path.name]
     return result.stderr
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from helpers.checkpoints import make, optim_states
+from helpers.checkpoints import make, make_run, optim_states
+from helpers.commands import call
+from helpers.files import cut
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.errors import TargetError
 from llmtailor.model.parts import Part
-from salvage.damage import truncate
 from thin.scene import save_partial
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd, norm]}\n"
@@ -25,11 +26,9 @@ PARTS = tuple(map(Part, ("embed_tokens", "layer 0", "layer 1", "layer 2", "layer
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two checkpoints, and ``old``, a composite of them."""
-    root = tmp_path_factory.mktemp("force")
-    for step in (100, 200):
-        make(root, step)
+    root = make_run(tmp_path_factory.mktemp("force"), (100, 200))
     (root / "recipe.yaml").write_text(RECIPE)
-    assert CliRunner().invoke(cli, ["merge", str(root / "recipe.yaml"), str(root / "old"), "-q"]).exit_code == 0
+    call("merge", root / "recipe.yaml", root / "old", "-q")
     return root
 
 
@@ -107,7 +106,7 @@ def test_convert_refuses_the_same(run: Path) -> None:
 
 def test_salvage_refuses_the_same(run: Path) -> None:
     put("notes.md")(run / "old")
-    truncate(optim_states(run / "checkpoint-200", 1))
+    cut(optim_states(run / "checkpoint-200", 1))
     assert "notes.md" in refused(run, "salvage", ".", "-o", "old", "--fragments")
 
 
@@ -175,7 +174,7 @@ def test_home_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def carried(run: Path) -> None:
     """What the base holds, whatever it is, comes with a composite, and the composite's manifest says so."""
     put("modeling.txt")(run / "checkpoint-200")
-    assert CliRunner().invoke(cli, ["merge", "recipe.yaml", "old", "--force", "-q"]).exit_code == 0
+    call("merge", "recipe.yaml", "old", "--force", "-q")
     assert (run / "old" / "modeling.txt").exists()
 
 
@@ -184,7 +183,7 @@ OLD = {
     "a composite with more": carried,
     "an empty folder": lambda run: (shutil.rmtree(run / "old"), (run / "old").mkdir()),
     "a stock checkpoint": lambda run: (shutil.rmtree(run / "old"), make(run, 300).rename(run / "old")),
-    "a damaged one": lambda run: truncate(optim_states(run / "old", 0)),
+    "a damaged one": lambda run: cut(optim_states(run / "old", 0)),
     "half of one": lambda run: [path.unlink() for path in (*(run / "old").glob("global*/*"), run / "old" / "latest")],
     "one without its trainer state": lambda run: (run / "old" / "trainer_state.json").unlink(),
 }
@@ -193,7 +192,6 @@ OLD = {
 @pytest.mark.parametrize("name", OLD)
 def test_what_is_replaced(run: Path, name: str) -> None:
     OLD[name](run)
-    result = CliRunner().invoke(cli, ["merge", "recipe.yaml", "old", "--force", "-q"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    call("merge", "recipe.yaml", "old", "--force", "-q")
     assert json.loads((run / "old" / "llmtailor.json").read_text())["global_step"] == 200
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-200", "old", "recipe.yaml"]

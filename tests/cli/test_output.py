@@ -13,8 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 import llmtailor
-from helpers.checkpoints import SMALL, make
+from helpers.checkpoints import SMALL, make_run
 from helpers.commands import as_it_was, call, on_terminal
+from helpers.files import cut, edit_json
 from llmtailor.cli.main import cli
 from llmtailor.engine.staging import Staging
 from llmtailor.errors import Interrupted
@@ -24,8 +25,7 @@ RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    for step in (100, 200):
-        make(tmp_path, step, shape=SMALL)
+    make_run(tmp_path, (100, 200))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -127,8 +127,7 @@ def test_inspect_says_what_is_odd(run):
     checkpoint = run / "checkpoint-100"
     for path in [checkpoint / "scheduler.pt", checkpoint / "model.safetensors", *checkpoint.glob("rng_state_*")]:
         path.unlink()
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    (checkpoint / "trainer_state.json").write_text(json.dumps({**state, "global_step": 90}))
+    edit_json(checkpoint / "trainer_state.json", lambda state: {**state, "global_step": 90})
     text = call("inspect", "checkpoint-100").stdout
     assert "weights not saved" in text
     odd = [line for line in text.splitlines() if line.startswith("note: ")]
@@ -241,7 +240,7 @@ def test_the_log_stands_above_the_bar(run):
 @pytest.mark.parametrize("verbose", [["-vv", "verify"], ["-v", "verify", "-v"]])
 def test_twice_says_more(run, verbose):
     shards = sorted((run / "checkpoint-100").glob("*/*optim_states.pt"))
-    shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    cut(shards[1], 100)
     for arguments, wanted in ((["verify", "-v"], False), (verbose, True)):
         lines = told(call(*arguments, "checkpoint-100", code=7).stderr)
         assert any(line.startswith("damaged file: global_step100/") for line in lines)

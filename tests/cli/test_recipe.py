@@ -11,34 +11,20 @@ from subprocess import CompletedProcess
 import pytest
 
 import llmtailor
-from helpers.checkpoints import SMALL, make, optim_states
+from helpers.checkpoints import SMALL, make, make_run, optim_states
 from helpers.commands import call
 
 STEPS = (100, 110, 120, 130, 140)
 PARTS = ["embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head"]
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pristine") / "run"
-    for step in STEPS:
-        make(root, step)
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = make_run(tmp_path / "run", STEPS)
     (root / "checkpoint-best").mkdir()  # no checkpoint-N
     (root / "logs").mkdir()
     return root
-
-
-@pytest.fixture
-def there(pristine, monkeypatch):
-    """For tests that change nothing in it"""
-    monkeypatch.chdir(pristine.parent)
-    return pristine
-
-
-@pytest.fixture
-def run(pristine, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return shutil.copytree(pristine, tmp_path / "run")
 
 
 def steps_of(*arguments: str) -> list[int]:
@@ -60,7 +46,7 @@ def steps_of(*arguments: str) -> list[int]:
         (["--strategy", "filter", "--first", "1", "--last", "1", "--every", "3"], [140, 140, 120, 120, 140, 140, 140]),
     ],
 )
-def test_strategies(there, arguments, steps):
+def test_strategies(run, arguments, steps):
     assert steps_of("run", *arguments) == steps
 
 
@@ -147,44 +133,42 @@ def test_merge_run_writes_nothing_where_the_newest_has_it_all(run):
         (["merge", "recipe.yaml", "out", "--run", "run"], 2, "CONFIG"),
     ],
 )
-def test_bad_arguments(there, arguments, code, told):
-    (there.parent / "list.json").write_text("[1]")
+def test_bad_arguments(run, arguments, code, told):
+    (run.parent / "list.json").write_text("[1]")
     result = call(*arguments, code=code)
     assert told in result.stderr
     assert result.stdout == ""
 
 
-def test_a_bad_log_is_told_with_its_lines(there):
+def test_a_bad_log_is_told_with_its_lines(run):
     for lines, told in ((["[99]", "nonsense"], ["flags.jsonl:2"]), (["[99]", "[1]"], ["99", "flags.jsonl:2", "115"])):
         text = "".join(f'{{"step": {110 + 5 * at}, "flag": {line}}}\n' for at, line in enumerate(lines))
-        (there.parent / "flags.jsonl").write_text(text)
+        (run.parent / "flags.jsonl").write_text(text)
         stderr = call("recipe", "run", "--from-flags", "flags.jsonl", "--at", "130", code=3).stderr
         assert all(words in stderr for words in told), stderr
 
 
-def test_explain_writes_the_normal_form_of_the_originals_yaml(there, monkeypatch):
+def test_explain_writes_the_normal_form_of_the_originals_yaml(run, monkeypatch):
     """It plans the same, and is a recipe of its own."""
-    monkeypatch.setenv("RUN", str(there))
+    monkeypatch.setenv("RUN", str(run))
     config = Path(__file__).parents[2] / "configs" / "llmtailor-original.yaml"
     text = (
         config.read_text().replace("checkpoint-10\n", "checkpoint-100\n").replace("checkpoint-20\n", "checkpoint-120\n")
     )
-    (there.parent / "original.yaml").write_text(text)
+    (run.parent / "original.yaml").write_text(text)
     normal = call("recipe", "--explain", "original.yaml", "-o", "normal.yaml")
     assert "wrote normal.yaml" in normal.stderr
-    explained = (there.parent / "normal.yaml").read_text()
+    explained = (run.parent / "normal.yaml").read_text()
     assert "parts:" in explained
     assert "slices" not in explained.replace("# ", "#").split("merge_method")[1]
-    plans = [
-        llmtailor.plan_merge(there.parent / name, there.parent / "out") for name in ("original.yaml", "normal.yaml")
-    ]
+    plans = [llmtailor.plan_merge(run.parent / name, run.parent / "out") for name in ("original.yaml", "normal.yaml")]
     assert plans[0].report.parts == plans[1].report.parts
     assert plans[0].report.base == plans[1].report.base
     assert call("recipe", "--explain", "original.yaml").stdout.count("merge_method: passthrough") == 1
 
 
-def test_explain_of_a_bad_recipe(there):
-    (there.parent / "bad.yaml").write_text(
+def test_explain_of_a_bad_recipe(run):
+    (run.parent / "bad.yaml").write_text(
         "base_model: run/checkpoint-100\nparts: [{from: run/checkpoint-7, select: 77}]\n"
     )
     assert "checkpoint-7" in call("recipe", "--explain", "bad.yaml", code=4).stderr

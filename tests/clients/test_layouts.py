@@ -13,13 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from clients.test_resume import copy_of_partial
 from helpers.composing import convert
-from helpers.states import assert_same_states, read, same
+from helpers.states import assert_same_states
 from llmtailor.cli.main import cli
 from llmtailor.containers.safetensors import SINGLE
 from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import WARNING
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.verify.verify import verify_checkpoint
 from thin.scene import call
 from trainings.catalogue import LOOPS, LOOPS_SAVED, long_but
@@ -28,7 +27,7 @@ from trainings.harness import (
     Runs,
     Train,
 )
-from trainings.spec import Loop, Spec
+from trainings.spec import Loop
 
 pytestmark = pytest.mark.real
 THERE_AND_BACK = {
@@ -86,20 +85,6 @@ def test_the_schedule_goes_on_as_the_other_loader_counts_it(resumed: dict[str, R
     for name in ("engine-of-accelerate", "accelerate-of-engine"):
         index = index_checkpoint(resumed[name].checkpoint(4))
         assert {one.step for one in index.sub_groups} == {4}
-
-
-@pytest.mark.long
-def test_the_trainer_holds_what_accelerate_has_saved(runs: Runs, train: Train, tmp_path: Path) -> None:
-    """With DeepSpeed, and the schedule of the Trainer's own."""
-    source = index_checkpoint(runs.checkpoint("accelerate-2"))
-    out = checked(convert(source.root, tmp_path / "out" / "checkpoint-2", layout="trainer", stage=3), "trainer")
-    spec = Spec("run", optimizer="ds_adamw", steps=3, save_steps=3).resumed(out, "run")
-    held: dict[str, Any] = train([spec])["run"].echo
-    assert (held["global_step"], held["global_steps"], held["scheduler"]["last_epoch"]) == (2, 2, 2)
-    assert {float(step) for step in held["step"].values()} == {2.0}
-    for state, there in source.held.items():
-        if state.kind in (MASTER, EXP_AVG, EXP_AVG_SQ):
-            assert same(held[state.kind][state.param].flatten(), read(source.root, there).flatten()), state
 
 
 @pytest.mark.parametrize("layout", ["accelerate", "deepspeed"])

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.cases import mostly_long
 from helpers.composing import convert
+from helpers.files import names
 from llmtailor.findings import WARNING
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from thin.scene import call, compose
 from trainings.catalogue import LOOPS, LOOPS_SAVED
-from trainings.harness import Run, Runs, Train, TrainingFailed
-from trainings.harness import train as train_here
+from trainings.harness import Run, Runs, Train
 from trainings.spec import Loop
 
 pytestmark = pytest.mark.real
@@ -64,12 +65,6 @@ SHORT = [
 ]
 LOST = [Case("accelerate-3", lost="latest"), Case("accelerate-ddp", lost="random_states_0.pkl")]
 LONG = [case for name in LOOPS for ranks in (1, 2, 3) if (case := Case(name, ranks)) not in SHORT]
-CASES = [pytest.param(case, id=str(case)) for case in SHORT]
-CASES += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in LONG]
-
-
-def files_in(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def copy_of_partial(run: Path, folder: Path) -> Path:
@@ -119,7 +114,7 @@ def resumed(runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pyte
     return train(specs)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_long([*SHORT, *LONG], *SHORT), ids=str)
 def test_training_goes_on(case: Case, runs: Runs, resumed: dict[str, Run]) -> None:
     run = resumed[str(case)]
     wanted = runs[case.source].after(STEP)
@@ -135,8 +130,8 @@ def test_training_goes_on(case: Case, runs: Runs, resumed: dict[str, Run]) -> No
     out = Path(run.spec.resume_from)
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.level == RESUMABLE and not verdict.findings
-    own = {path.replace("global_step4", "global_step2") for path in files_in(run.checkpoint(4))}
-    assert {path for path in files_in(out) ^ own if not path.startswith("zero_to_")} == {
+    own = {path.replace("global_step4", "global_step2") for path in names(run.checkpoint(4))}
+    assert {path for path in names(out) ^ own if not path.startswith("zero_to_")} == {
         "README.md",
         "llmtailor.json",
     }
@@ -172,22 +167,6 @@ def test_an_engine_finds_what_salvage_has_put_in_place(resumed: dict[str, Run]) 
     run = Path(resumed["by-latest"].spec.resume_from)
     assert (run / "latest").read_text() == "checkpoint-4/global_step4"
     assert resumed["by-latest"].losses == resumed["by-name"].losses and resumed["by-name"].losses.keys() == {5}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", LOOPS_SAVED)
-def test_a_killed_loop_goes_on_from_half_of_the_layers(name: str, runs: Runs, tmp_path: Path) -> None:
-    spec = replace(LOOPS_SAVED[name], name="run", saver="parity", save_steps=1, dies_at=3)
-    with pytest.raises(TrainingFailed, match="rank"):
-        train_here([spec], tmp_path)
-    call("merge", "--run", tmp_path / "run")
-    out = tmp_path / "run" / "checkpoint-3"
-    verdict = verify_checkpoint(out, deep=True)
-    assert verdict.level == RESUMABLE and not verdict.findings
-    again = spec.resumed(out, "again", saver="", dies_at=0, save_steps=3)
-    (run,) = train_here([again], tmp_path).values()
-    straight = runs[name].losses[4]
-    assert run.losses.keys() == {4} and 0.5 * straight < run.losses[4] < 1.5 * straight
 
 
 def test_a_file_is_missed_as_verify_says(runs: Runs, resumed: dict[str, Run]) -> None:

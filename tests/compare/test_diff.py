@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +13,10 @@ from hypothesis import strategies as st
 
 import llmtailor
 from helpers.cases import examples
-from helpers.checkpoints import edit, make, model_states, optim_states
-from helpers.commands import run_here
+from helpers.checkpoints import edit, make_run, model_states, optim_states
+from helpers.commands import call
+from helpers.files import cut, edit_json
+from helpers.states import DTYPES, raw
 from llmtailor.cli.main import DIFFERENT
 from llmtailor.model.roles import EXP_AVG, MASTER, WEIGHT, State
 from llmtailor.verify.diff import Change, compare
@@ -26,10 +27,7 @@ from llmtailor.verify.values import BLOCK_ELEMENTS
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    root = tmp_path_factory.mktemp("diff")
-    for step in (90, 100):
-        make(root, step)
-    return root
+    return make_run(tmp_path_factory.mktemp("diff"), (90, 100))
 
 
 @pytest.fixture
@@ -41,23 +39,17 @@ def changed(found: llmtailor.Diff) -> set[State]:
     return {one.state for one in found.states if one.change.changed}
 
 
-def call(*words: object) -> tuple[int, str]:
-    done = run_here("diff", *words)
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout + done.stderr
-
-
 def test_a_copy_is_equal(run, copy):
     found = llmtailor.diff(run / "checkpoint-100", copy)
     assert found.is_equal
     assert {"weight", "master", "exp_avg", "exp_avg_sq"} == set(found.kinds)
-    assert call(run / "checkpoint-100", copy)[0] == 0
+    call("diff", run / "checkpoint-100", copy)
 
 
 @pytest.mark.parametrize("options", [["--num-gpu", "5"], ["--stage", "2", "--num-gpu", "3"], ["--to", "universal"]])
 def test_another_layout_is_equal(run, tmp_path, options):
     source, out = run / "checkpoint-100", tmp_path / "checkpoint-100"
-    assert run_here("convert", source, out, *options).returncode == 0
+    call("convert", source, out, *options)
     found = llmtailor.diff(source, out)
     assert not changed(found)
     assert not [one for one in found.training if one.matters]
@@ -66,7 +58,7 @@ def test_another_layout_is_equal(run, tmp_path, options):
 
 def test_what_another_format_leaves_out_is_told(run, tmp_path):
     source, out = run / "checkpoint-100", tmp_path / "dcp"
-    assert run_here("convert", source, out, "--to", "dcp").returncode == 0
+    call("convert", source, out, "--to", "dcp")
     found = llmtailor.diff(source, out)
     assert not changed(found)
     assert {"trainer_state.json", "config.json"} <= {one.what for one in found.training if one.matters}
@@ -108,8 +100,7 @@ def test_random_states_and_files_are_compared(run, copy):
     state = torch.load(path, weights_only=False)
     state["cpu"][100] += 1
     torch.save(state, path)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "rope_theta": 7}))
+    edit_json(copy / "config.json", lambda config: {**config, "rope_theta": 7})
     found = llmtailor.diff(run / "checkpoint-100", copy)
     assert sorted(one.what for one in found.training) == ["config.json", "rng_state_0.pth: cpu"]
     assert not changed(found)
@@ -118,34 +109,33 @@ def test_random_states_and_files_are_compared(run, copy):
 def test_kinds_can_be_chosen(run):
     found = llmtailor.diff(run / "checkpoint-90", run / "checkpoint-100", kinds=["master"])
     assert found.kinds == ["master"]
-    code, text = call(run / "checkpoint-90", run / "checkpoint-100", "--kind", "master", "--by", "tensor", "--top", "2")
-    assert code == DIFFERENT
+    words = ("diff", run / "checkpoint-90", run / "checkpoint-100", "--kind")
+    text = call(*words, "master", "--by", "tensor", "--top", "2", code=DIFFERENT).stdout
     assert "cosine" in text and "and " in text
-    code, text = call(run / "checkpoint-90", run / "checkpoint-100", "--kind", "momentum")
-    assert code == 2 and "valid here" in text and "exp_avg_sq" in text
+    told = call(*words, "momentum", code=2).stderr
+    assert "valid here" in told and "exp_avg_sq" in told
 
 
 def test_a_copy_that_is_equal_in_some_kinds_is_not_called_exact(run, copy):
     edit(optim_states(copy), change_a_moment)
-    code, text = call(run / "checkpoint-100", copy, "--kind", "weight")
-    assert code == 0 and "equal in weight; other kinds of states were not compared" in text
+    text = call("diff", run / "checkpoint-100", copy, "--kind", "weight").stdout
+    assert "equal in weight; other kinds of states were not compared" in text
     found = llmtailor.diff(run / "checkpoint-100", copy, ["weight"])
     assert (found.is_equal, found.chosen) == (True, ("weight",))
-    assert call(run / "checkpoint-100", copy)[0] == DIFFERENT
+    call("diff", run / "checkpoint-100", copy, code=DIFFERENT)
 
 
 def test_rows_are_sorted_by_their_change(run):
-    words = (run / "checkpoint-90", run / "checkpoint-100", "--by", "tensor", "--kind", "master", "--json")
-    code, text = call(*words)
-    rows = json.loads(text)["states"]
-    assert code == DIFFERENT and len(rows) == len({row["label"] for row in rows})
-    _, text = call(*words[:-1], "--sort", "relative", "--top", "1")
+    words = ("diff", run / "checkpoint-90", run / "checkpoint-100", "--by", "tensor", "--kind", "master", "--json")
+    rows = json.loads(call(*words, code=DIFFERENT).stdout)["states"]
+    assert len(rows) == len({row["label"] for row in rows})
+    text = call(*words[:-1], "--sort", "relative", "--top", "1", code=DIFFERENT).stdout
     most = max(rows, key=lambda row: row["relative"])
     assert most["label"] in text and f"{most['relative']:.2e}" in text
 
 
 def test_the_heat_map_has_every_layer(run):
-    _, text = call(run / "checkpoint-90", run / "checkpoint-100")
+    text = call("diff", run / "checkpoint-90", run / "checkpoint-100", code=DIFFERENT).stdout
     head, *lines = text.partition("layers x modules\n")[2].splitlines()
     assert head.split()[0] == "layer" and "q_proj" in head
     layers = [int(line.split()[0]) for line in lines if line.split()[0].isdigit()]
@@ -155,11 +145,9 @@ def test_the_heat_map_has_every_layer(run):
 
 
 def test_a_partial_checkpoint_is_compared_as_far_as_it_goes(tmp_path):
-    run = tmp_path / "run"
-    for step in (80, 90, 100, 110):
-        make(run, step)
+    run = make_run(tmp_path / "run", (80, 90, 100, 110))
     full = shutil.copytree(run / "checkpoint-90", tmp_path / "checkpoint-90")
-    assert run_here("thin", run, "--select", "odd", "--keep-full-last", "2", "--yes").returncode == 0
+    call("thin", run, "--select", "odd", "--keep-full-last", "2", "--yes")
     (partial,) = (run / "partial").glob("*90")
     found = llmtailor.diff(full, partial)
     assert not changed(found)
@@ -170,19 +158,11 @@ def test_a_partial_checkpoint_is_compared_as_far_as_it_goes(tmp_path):
 
 @pytest.mark.parametrize("damage", [optim_states, model_states])
 def test_a_damaged_checkpoint_is_refused(run, copy, damage):
-    path: Path = damage(copy)
-    path.write_bytes(path.read_bytes()[:-100])
-    code, text = call(run / "checkpoint-100", copy)
-    assert code == 4 and str(copy.name) in text
+    cut(damage(copy), 100)
+    assert copy.name in call("diff", run / "checkpoint-100", copy, code=4).stderr
 
 
 # --- elements ---------------------------------------------------------------------------------------------------------
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-
-
-def raw(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
 
 
 def expected(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, float, int]:
@@ -197,7 +177,7 @@ def expected(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, float, int
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
 @settings(max_examples=examples(25, 100))
 @given(seed=st.integers(0, 1 << 30), numel=st.sampled_from([1, 7, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 3]))
 def test_changes_are_those_of_torch(dtype, seed, numel):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import llmtailor
 import oracle.any
 from helpers.cases import mostly_long
-from helpers.commands import run_here
+from helpers.commands import call
 from helpers.composing import convert, merge, recipe
 from helpers.states import assert_holds, assert_same_held, held_by, of_snapshot, read
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata
@@ -364,8 +364,7 @@ def run(runs, tmp_path):
 @pytest.mark.parametrize("name", ["trainer", "titan"])
 def test_a_run_is_composed(run, runs, name):
     folder = run(name)
-    done = run_here("merge", "--run", str(folder), "--strategy", "parity", str(folder / "out"), "--json")
-    assert done.returncode == 0, done.stderr
+    done = call("merge", "--run", str(folder), "--strategy", "parity", str(folder / "out"), "--json")
     steps = {row["part"]: row["step"] for row in json.loads(done.stdout)["parts"]}
     assert steps == {part: 2 if part == "layer 1" else 4 for part in steps}
     index = index_checkpoint(folder / "out")
@@ -378,8 +377,7 @@ def test_what_a_lost_file_held_comes_from_an_older_step(run, runs):
     """Rank 0's file has no options of param groups, so that the rest is still readable."""
     folder = run("trainer")
     (folder / "checkpoint-4/optimizer_0/__0_0.distcp").unlink()
-    done = run_here("salvage", "--fragments", str(folder), "-o", str(folder / "out"))
-    assert done.returncode == 0, done.stderr
+    call("salvage", "--fragments", str(folder), "-o", str(folder / "out"))
     index, name = index_checkpoint(folder / "out"), "model.layers.1.mlp.up_proj.weight"
     moment = read(index.root, index.held[State(name, "exp_avg")])
     old, new = (runs["trainer"].held[step]["states"][name]["exp_avg"] for step in (2, 4))

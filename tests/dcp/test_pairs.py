@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from helpers.cases import mostly_long
 from helpers.composing import convert_to_resume
 from helpers.states import assert_same_held, held_by, loaded_by
 from trainings.catalogue import DEEPSPEED, FSDP
@@ -88,8 +89,7 @@ LONG += [
     if (pair := Pair(source, to, ranks, "F32" if to.startswith("zero") else None)) not in (*SHORT, *LONG)
     and not (source in DEEPSPEED and to.startswith("zero"))
 ]
-PAIRS = [*(pytest.param(pair, id=str(pair)) for pair in SHORT)]
-PAIRS += [pytest.param(pair, id=str(pair), marks=pytest.mark.long) for pair in LONG]
+PAIRS = mostly_long([*SHORT, *LONG], *SHORT)
 NATIVE = ("loop", "trainer", "hf")
 """Resumed on three ranks by the framework itself"""
 
@@ -114,12 +114,12 @@ def resumed(selected, runs, train, tmp_path_factory) -> dict[str, Any]:
     return train(specs)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_the_target_framework_holds_what_the_source_held(runs, resumed, pair):
     assert_same_held(loaded_by(resumed[str(pair)], STEP), held_by(runs[pair.source], STEP))
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_training_goes_on(runs, resumed, pair):
     run, straight = resumed[str(pair)], runs[pair.source]
     losses = {step: loss for step, loss in straight.after(STEP).items() if step <= 4 or pair.kind != "deepspeed"}

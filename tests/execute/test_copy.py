@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from xxhash import xxh3_128
 
-from helpers.checkpoints import load, make
-from helpers.commands import run_here
+from helpers.checkpoints import load, make, make_run
+from helpers.commands import call
+from helpers.files import cut, flip
 from helpers.render import render
 from helpers.same import differences
 from llmtailor.checkpoint import layout
@@ -471,8 +472,7 @@ def test_an_interrupted_clone_is_resumed_at_a_mark(source, tmp_path, monkeypatch
 
 
 def a_run(root: Path) -> Path:
-    for step in (100, 200):
-        make(root, step, shape=SHAPES["tiny"])
+    make_run(root, (100, 200), shape=SHAPES["tiny"])
     recipe = "merge_method: passthrough\nbase_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: odd}\n"
     (root / "recipe.yaml").write_text(recipe)
     return root
@@ -480,13 +480,13 @@ def a_run(root: Path) -> Path:
 
 def test_a_merge_on_a_file_system_with_reflinks(folder, small_limits):
     run = a_run(folder)
-    done = run_here("merge", "recipe.yaml", "out", cwd=run)
-    assert done.returncode == 0 and "cloned " in done.stderr, done
-    assert run_here("merge", "recipe.yaml", "copied", "--clone", "never", cwd=run).returncode == 0
+    done = call("merge", "recipe.yaml", "out", cwd=run)
+    assert "cloned " in done.stderr, done
+    call("merge", "recipe.yaml", "copied", "--clone", "never", cwd=run)
     for path in sorted((run / "out").rglob("*.*")):
         if path.is_file() and path.name not in ("llmtailor.json", "README.md"):
             assert path.read_bytes() == (run / "copied" / path.relative_to(run / "out")).read_bytes()
-    assert run_here("verify", "out", "--deep", cwd=run).returncode == 0
+    call("verify", "out", "--deep", cwd=run)
 
 
 def test_a_source_that_changes_after_it_was_cloned_is_refused(tmp_path, monkeypatch, copied, small_limits):
@@ -592,9 +592,7 @@ def test_what_has_not_changed_gets_a_digest(merged, monkeypatch, chunk_bytes):
 def test_a_byte_that_was_taken_and_has_changed_is_found(merged, monkeypatch, name, at, chunk_bytes):
     monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
     plan, results, root = merged
-    data = bytearray((root / name).read_bytes())
-    data[at] ^= 0x80
-    (root / name).write_bytes(data)
+    flip(root / name, at, 7)
     with pytest.raises(SourceError, match="changed") as caught:
         read_again(plan, results, plan.summary.read, lambda num_bytes: None, Stop())
     assert caught.value.problems[0].where == str(root / name)
@@ -602,15 +600,13 @@ def test_a_byte_that_was_taken_and_has_changed_is_found(merged, monkeypatch, nam
 
 def test_a_byte_that_was_not_taken_may_change(merged):
     plan, results, root = merged
-    data = bytearray((root / "b").read_bytes())
-    data[-1] ^= 0x80
-    (root / "b").write_bytes(data)
+    flip(root / "b", -1, 7)
     read_again(plan, results, plan.summary.read, lambda num_bytes: None, Stop())
 
 
 def test_files_that_shrink_or_vanish(merged):
     plan, results, root = merged
-    (root / "a").write_bytes((root / "a").read_bytes()[:-1])
+    cut(root / "a", 1)
     with pytest.raises(SourceError, match="ends before byte 20,005"):
         read_again(plan, results, plan.summary.read, lambda num_bytes: None, Stop())
     (root / "a").unlink()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,20 @@ def make(
     else:
         shutil.copytree(_made(layout, step, shard_bytes), path, copy_function=shutil.copyfile)
     return path
+
+
+def make_run(run: Path, steps: Iterable[int] = (100, 200, 300), **layout: Any) -> Path:
+    """Make checkpoints of several steps; return the run's folder."""
+    for step in steps:
+        make(run, step, **layout)
+    return run
+
+
+def copied(run: Path, to: Path, steps: Iterable[int] = (4, 6)) -> Path:
+    """Copy some checkpoints of a finished training, to be changed."""
+    for step in steps:
+        shutil.copytree(run / f"checkpoint-{step}", to / f"checkpoint-{step}")
+    return to
 
 
 @cache

@@ -11,6 +11,11 @@ import torch
 from oracle.zero3 import differ
 
 
+def assert_same(one: Any, other: Any, at: str = "") -> None:
+    found = [*differences(one, other, at)]
+    assert not found, found
+
+
 def differences(one: Any, other: Any, at: str = "") -> Iterator[str]:
     """Say where they differ, and how."""
     if type(one) is not type(other):

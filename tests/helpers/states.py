@@ -12,7 +12,7 @@ import torch
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.model.roles import FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from oracle import any as oracle_any
-from oracle.zero3 import MOMENTS, Snapshot
+from oracle.zero3 import MOMENTS, Snapshot, differ
 from trainings.harness import Run
 
 DTYPES = {
@@ -62,6 +62,11 @@ def assert_holds(index: CheckpointIndex, live: Mapping[str, Any]) -> None:
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def assert_states(found: Mapping[Any, torch.Tensor], wanted: Mapping[Any, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert not {state: told for state, tensor in wanted.items() if (told := differ(found[state], tensor))}
 
 
 def assert_same_held(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.cases import diagonal
 from helpers.checkpoints import model_states, optim_states
-from helpers.commands import run_here
+from helpers.commands import call
 from helpers.composing import convert
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
@@ -218,8 +218,7 @@ def test_names_for_a_terminal(copy_of, tmp_path):
     (checkpoint / odd).write_bytes(b"x")
     for command in (["inspect", "checkpoint-100"], ["convert", "checkpoint-100", "out", "--dry-run"],
                     ["convert", "checkpoint-100", "out"]):  # fmt: skip
-        result = run_here(*command, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
+        result = call(*command, cwd=tmp_path)
         assert "\x1b" not in result.stdout + result.stderr
     assert (tmp_path / "out" / odd).is_file()
     assert (tmp_path / "out" / "llmtailor.json").is_file()

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from helpers.cases import mostly_long
 from helpers.commands import forget_urls
 from helpers.composing import convert
+from helpers.same import assert_same
 from helpers.states import assert_same_states
 from llmtailor.cli.main import cli
 from llmtailor.codes import Code
@@ -33,7 +34,7 @@ from llmtailor.model.roles import State
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_latest
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
-from optimizers.test_optimizers import assert_same, plain
+from optimizers.test_optimizers import plain
 from partial.scene import bundles, edit_header
 from thin.scene import call, compose, folders
 from trainings.catalogue import LIGHTNING, LIGHTNING_OPTIMIZERS, LIGHTNING_SAVED

@@ -14,7 +14,7 @@ from torch import nn, optim
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from helpers.commands import run_here
+from helpers.commands import call
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.containers.json import FileTrees
 from llmtailor.errors import PathIn, SourceError
@@ -119,4 +119,4 @@ def test_an_option_of_any_type_decides_which_states_a_param_has(value, tmp_path)
     for group in tree["param_groups"]:
         group["momentum"] = value
     torch.save(tree, root / "optimizer.pt")
-    assert run_here("verify", root).returncode == 0
+    call("verify", root)

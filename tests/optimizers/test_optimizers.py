@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.cases import mostly_long
-from helpers.commands import run_here
-from llmtailor.saving import saver_for
+from helpers.commands import call
+from helpers.composing import merge
+from helpers.same import assert_same
 from llmtailor.training import join_optimizers
+from saving.loop import Loop
+from trainings import killed
 from trainings.alone import Alone, finished
-from trainings.common import batch
-from trainings.models import build
 from trainings.optimizers import ALL, Made
 
 pytestmark = pytest.mark.real
@@ -41,27 +42,11 @@ def plain(value: Any) -> Any:
     """Return a state with inner tensors in place of quantized ones, flat as in memory."""
     if isinstance(value, dict):
         flat = {key: one for key, one in value.items() if key != NESTED}
-        return {key: plain(one) for key, one in {**flat, **value.get(NESTED, {})}.items()}
+        return {key: plain(one) for key, one in sorted({**flat, **value.get(NESTED, {})}.items())}
     if type(value).__module__.startswith("torchao"):
         names, rest = value.__tensor_flatten__()
         return type(value).__name__, rest, {name: getattr(value, name) for name in names}
     return value
-
-
-def assert_same(one: Any, other: Any, where: str = "") -> None:
-    assert type(one) is type(other), where
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key, value in one.items():
-            assert_same(value, other[key], f"{where}.{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for number, (value, same) in enumerate(zip(one, other, strict=True)):
-            assert_same(value, same, f"{where}[{number}]")
-    else:
-        assert one == other or one != one, where
 
 
 class Saved:
@@ -81,12 +66,8 @@ class Saved:
 
 def compose(folder: Path, base: Path, older: Path) -> Path:
     """Merge layer 0 and the embeddings of an older checkpoint into a base."""
-    recipe, out = folder / "recipe.yaml", folder / "composed" / base.name
-    parts = {"base_model": str(base), "merge_method": "passthrough"}
-    older_parts = [{"from": str(older), "select": ["embed_tokens", 0]}]
-    recipe.write_text(json.dumps({**parts, "parts": older_parts}))
-    done = run_here("merge", recipe, out)
-    assert done.returncode == 0, done.stderr
+    out = folder / "composed" / base.name
+    merge(base, out, {"embed_tokens": older, 0: older})
     return out
 
 
@@ -103,8 +84,7 @@ def test_an_optimizer(name, tmp_path):
     base, older = run.checkpoint(3), run.checkpoint(2)
     converted = tmp_path / "converted" / base.name
     for args in (("verify", base, "--deep"), ("convert", base, converted), ("verify", converted, "--deep")):
-        done = run_here(*args)
-        assert done.returncode == 0, done.stderr + done.stdout
+        call(*args)
     copy = Saved(converted)
     new, old = Saved(base, copy.order), Saved(older, copy.order)
     assert_same(copy.states, new.states)
@@ -117,11 +97,10 @@ def test_an_optimizer(name, tmp_path):
         assert_same(composed.states[param], source.states[param], param)
         assert_same(composed.weights[param], source.weights[param], param)
     assert_same(composed.groups, new.groups)
-    assert run_here("verify", out, "--deep").returncode == 0
+    call("verify", out, "--deep")
 
     rebuilt = tmp_path / "rebuilt" / base.name
-    done = run_here("merge", "--run", saved.folder, "--at", "3", rebuilt)
-    assert done.returncode == 0, done.stderr
+    call("merge", "--run", saved.folder, "--at", "3", rebuilt)
     assert_same(Saved(rebuilt).states, new.states)
     assert_same(Saved(rebuilt).weights, new.weights)
     resumed = begin(tmp_path / "resumed", name, {"save_steps": 9, "attest": "full", "on_mismatch": "stop"})
@@ -140,10 +119,8 @@ def test_a_thinned_checkpoint_is_composed_again(name, tmp_path):
     run.train()
     kept = shutil.copytree(run.checkpoint(3), tmp_path / "kept")
     out = tmp_path / "out" / "checkpoint-3"
-    thin = "thin", tmp_path / "run", "--strategy", "full", "--yes"
-    for args in (thin, ("merge", "--run", tmp_path / "run", "--at", 3, out)):
-        done = run_here(*args)
-        assert done.returncode == 0, done.stderr
+    call("thin", run.folder, "--strategy", "full", "--yes")
+    call("merge", "--run", run.folder, "--at", 3, out)
     assert not run.checkpoint(3).exists()
     found = Saved(out)
     wanted = Saved(kept, found.order)
@@ -167,8 +144,7 @@ def test_conversions_to_layouts_that_cut_params_and_back(name, tmp_path):
     for options in (("--stage", 2, "--num-gpu", 2), ("--stage", 3, "--num-gpu", 3), ("--to", "fsdp", "--num-gpu", 2)):
         cut, back = (tmp_path / f"{options[1]}-{way}" / "checkpoint-2" for way in ("there", "back"))
         for args in ((run.checkpoint(2), cut, *options), (cut, back, "--to", "trainer")):
-            done = run_here("convert", *args)
-            assert done.returncode == 0, done.stderr
+            call("convert", *args)
         found = Saved(back)
         assert_same({param: found.states[param] for param in wanted.order}, wanted.states)
         assert_same({param: found.weights[param] for param in wanted.weights}, wanted.weights)
@@ -176,11 +152,7 @@ def test_conversions_to_layouts_that_cut_params_and_back(name, tmp_path):
 
 def begin(folder: Path, name: str, attached: dict[str, Any] | None = None) -> Alone:
     """Return a training of four steps that saves each."""
-    often = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
-    made = {**often, **ALL[name].given()}
-    run = Alone(folder, attached, arch="wide", layers=2, rows=64, learning_rate=1e-3, **made)
-    run.trainer.remove_callback(run.truth)  # quantized states can't be copied
-    return run
+    return killed.begin(folder, name, attached, max_steps=4, save_steps=1)
 
 
 def as_flash(state: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +193,7 @@ def test_files_as_an_optimizer_lays_them_out(name, tmp_path):
     new, old = Saved(base, composed.order), Saved(older, composed.order)
     for param in composed.order:
         assert_same(composed.states[param], (old if is_of_older(param) else new).states[param], param)
-    assert run_here("verify", out, "--deep").returncode == 0
+    call("verify", out, "--deep")
 
 
 def test_what_is_a_part_of_the_weights_is_never_older_than_they_are(tmp_path):
@@ -233,8 +205,7 @@ def test_what_is_a_part_of_the_weights_is_never_older_than_they_are(tmp_path):
     saved.train()
     saved.finish()
     out = tmp_path / "out" / "checkpoint-4"
-    done = run_here("merge", "--run", saved.folder, out)
-    assert done.returncode == 0, done.stderr
+    call("merge", "--run", saved.folder, out)
     found, newest = Saved(out), Saved(run.checkpoint(4), Saved(out).order)
     assert_same(found.weights, newest.weights)
     pairs = [(one, newest.states[param]) for param, one in found.states.items()]
@@ -243,15 +214,14 @@ def test_what_is_a_part_of_the_weights_is_never_older_than_they_are(tmp_path):
     recipe = tmp_path / "average.yaml"
     shares = [{"model": str(run.checkpoint(step)), "parameters": {"weight": 1}} for step in (3, 4)]
     recipe.write_text(json.dumps({"merge_method": "linear", "base_model": str(run.checkpoint(4)), "models": shares}))
-    done = run_here("merge", recipe, tmp_path / "average")
-    assert done.returncode == 5 and "z is a part of the weights" in done.stderr
+    assert "z is a part of the weights" in call("merge", recipe, tmp_path / "average", code=5).stderr
 
 
 @pytest.mark.parametrize("name", ["NAdam", "stable_adamw"])
 def test_a_universal_checkpoint_has_no_place_for_single_values(name, tmp_path):
     run = begin(tmp_path / "run", name).train()
-    done = run_here("convert", run.checkpoint(3), tmp_path / "out", "--to", "universal")
-    assert done.returncode == 4 and "the format has no place for that" in done.stderr
+    told = call("convert", run.checkpoint(3), tmp_path / "out", "--to", "universal", code=4).stderr
+    assert "the format has no place for that" in told
 
 
 def test_joined_optimizers_may_have_other_states_of_the_same_class(tmp_path):
@@ -265,45 +235,28 @@ def test_joined_optimizers_may_have_other_states_of_the_same_class(tmp_path):
     often = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     run = Alone(tmp_path / "run", layers=2, rows=64, **often, **Made(make=make).given())
     run.train()
-    assert run_here("verify", run.checkpoint(1), "--deep").returncode == 0
+    call("verify", run.checkpoint(1), "--deep")
 
 
 def test_sparse_gradients_of_embeddings(tmp_path):
-    """SparseAdam, joined with AdamW: saved in a loop, composed, and continued with the same losses."""
+    """SparseAdam, joined with AdamW: saved in a loop, composed, and continued with the same states."""
 
-    def begin_loop() -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = build("llama", 2, False)
+    def make(model: Any) -> Any:
         model.model.embed_tokens.sparse = True
         named = dict(model.named_parameters())
         embedding = named.pop("model.embed_tokens.weight")
         kinds = [torch.optim.SparseAdam([embedding], lr=1e-2), torch.optim.AdamW(named.values(), lr=1e-2)]
-        return model, join_optimizers(model, kinds)
+        return join_optimizers(model, kinds)
 
-    def step(model: Any, optimizer: Any, number: int) -> float:
-        optimizer.zero_grad()
-        loss = model(**batch(4 * number, 4)).loss
-        loss.backward()
-        assert model.model.embed_tokens.weight.grad.is_sparse
-        optimizer.step()
-        return loss.item()
-
-    model, optimizer = begin_loop()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1.0)
-    saver = saver_for(tmp_path / "run", model=model, optimizer=optimizer, scheduler=scheduler, policy="full")
-    saver.start(0)
-    for number in (1, 2):
-        step(model, optimizer, number)
-        saver.save(number).wait()
-    saver.close()
-    out = tmp_path / "out" / "checkpoint-2"
-    for args in (("merge", "--run", tmp_path / "run", out), ("verify", out, "--deep")):
-        done = run_here(*args)
-        assert done.returncode == 0, done.stdout + done.stderr
-    other, resumed = begin_loop()
-    other.load_state_dict(load_file(out / "model.safetensors"))
-    resumed.load_state_dict(torch.load(out / "optimizer.pt"))
-    assert [step(other, resumed, at) for at in (3, 4)] == [step(model, optimizer, at) for at in (3, 4)]
+    loop, resumed = (Loop(tmp_path / name, make=make, policy="full") for name in ("run", "resumed"))
+    out = loop.trained(2).compose(2, tmp_path / "out" / "checkpoint-2")
+    call("verify", out, "--deep")
+    resumed.model.load_state_dict(load_file(out / "model.safetensors"))
+    resumed.optimizer.load_state_dict(torch.load(out / "optimizer.pt"))
+    resumed.step = 2
+    for each in (loop, resumed):
+        each.train(2)
+    assert_same(resumed.truth, {4: loop.truth[4]})
 
 
 def test_an_optimizer_without_states_is_said_to_have_none(tmp_path, caplog):

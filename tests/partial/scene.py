@@ -12,6 +12,7 @@ import torch
 
 from helpers.checkpoints import make
 from helpers.composing import convert
+from helpers.files import edit_json
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.storage.checksums import crc32
@@ -59,11 +60,7 @@ def bundles(checkpoint: Path) -> list[Path]:
 
 
 def edit_manifest(checkpoint: Path, change: Callable[[Any], Any]) -> None:
-    """Change the manifest in place, or put what ``change`` returns in its place."""
-    path = checkpoint / "manifest.json"
-    content = json.loads(path.read_text())
-    changed = change(content)
-    path.write_text(json.dumps(content if changed is None else changed))
+    edit_json(checkpoint / "manifest.json", change)
 
 
 def edit_header(bundle: Path, change: Callable[[dict[str, Any]], bytes | None], *, mend: bool = True) -> None:
@@ -88,10 +85,3 @@ def mend_manifest(bundle: Path) -> None:
                 one.update(num_bytes=len(raw), crc32=f"{crc32(raw):08x}")
 
     edit_manifest(bundle.parent, change)
-
-
-def flip(path: Path, at: int) -> None:
-    """Flip the lowest bit of a byte; ``at`` may count from the end."""
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)

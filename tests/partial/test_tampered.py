@@ -23,6 +23,7 @@ from click.testing import CliRunner
 import llmtailor
 from campaigns.fuzz import mutate_content
 from helpers.cases import diagonal
+from helpers.files import flip
 from helpers.states import read
 from llmtailor.cli.main import cli
 from llmtailor.errors import RecipeError, SourceError, TailorError
@@ -31,7 +32,7 @@ from llmtailor.model.roles import State
 from llmtailor.runs.scan import scan_run
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.verify import verify_checkpoint
-from partial.scene import bundles, edit_header, edit_manifest, flip, freeze, make_run, mend_manifest, partials
+from partial.scene import bundles, edit_header, edit_manifest, freeze, make_run, mend_manifest, partials
 from thin.scene import compose
 from trainings.alone import Alone
 

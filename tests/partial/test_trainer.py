@@ -18,7 +18,7 @@ from llmtailor.saving import attach, saver_for
 from oracle.zero3 import differ
 from saving.loop import read_states
 from saving.policy_runs import Custom
-from trainings.alone import Alone
+from trainings.alone import Alone, Stops
 from trainings.common import MOMENTS, Tokens
 from trainings.models import build, tokenizer
 
@@ -63,19 +63,6 @@ def test_it_saves_when_the_trainer_would_and_at_the_end(tmp_path, arguments, sav
         check(run, step, tmp_path / f"out-{step}")
 
 
-class Stops(TrainerCallback):
-    """Ends the training after a step, or as early stopping does, after an evaluation."""
-
-    def __init__(self, step, *, when):
-        self.step, self.when = step, when
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= self.when == "step" and state.global_step == self.step
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        control.should_training_stop |= self.when == "evaluation" and state.global_step == self.step
-
-
 @pytest.mark.parametrize(
     ("comes_last", "stop"),
     diagonal(
@@ -92,7 +79,7 @@ def test_the_last_step_is_saved_if_a_callback_stops_the_training(tmp_path, comes
     when, step, arguments = stop
     common = {"dropout": 0.1, "metric_for_best_model": "loss", "save_steps": 5, **arguments}
     straight = Alone(tmp_path / "straight", **common).train()
-    stops = Stops(step, when=when)
+    stops = Stops(step, when)
     run = Alone(tmp_path / "run", {"policy": "full"}, callbacks=() if comes_last else (stops,), **common)
     if comes_last:
         run.trainer.add_callback(stops)

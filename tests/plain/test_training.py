@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 
 from helpers.cases import mostly_long
 from helpers.composing import convert
+from helpers.files import TOLD, names
+from helpers.same import assert_same
 from helpers.states import read
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.findings import ERROR
@@ -16,10 +18,9 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import FROZEN, MASTER, WEIGHT, State
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from trainings.alone import NamedGroups, finished, train
+from trainings.common import MOMENTS
 
 pytestmark = pytest.mark.real
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def freeze_embeddings(model):
@@ -88,26 +89,14 @@ def test_a_checkpoint_converted_into_itself_resumes_with_the_same_losses(trained
     name, run = trained
     source = run.checkpoint(2)
     out = convert(source, tmp_path / "checkpoint-2")
-    about = {"llmtailor.json", "README.md"}
-    assert {path.name for path in out.iterdir()} - about == {path.name for path in source.iterdir()}
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, source))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    optimizers = [torch.load(folder / "optimizer.pt", weights_only=True) for folder in (out, source)]
-    assert [group["params"] for group in optimizers[0]["param_groups"]] == [
-        group["params"] for group in optimizers[1]["param_groups"]
-    ]
-    for number, state in optimizers[1]["state"].items():
-        for kind, tensor in state.items():
-            assert torch.equal(optimizers[0]["state"][number][kind], tensor)
-            assert optimizers[0]["state"][number][kind].dtype == tensor.dtype
-    again = index_checkpoint(out, name)
-    first = index_checkpoint(source, name)
-    assert (again.params, again.tied, again.group_params, again.sub_groups) == (
-        first.params,
-        first.tied,
-        first.group_params,
-        first.sub_groups,
-    )
+    assert names(out) - {*TOLD} == names(source)
+    assert_same(*(dict(sorted(load_file(folder / "model.safetensors").items())) for folder in (out, source)))
+    ours, theirs = (torch.load(folder / "optimizer.pt", weights_only=True) for folder in (out, source))
+    assert_same(ours["state"], theirs["state"])
+    assert_same(*([group["params"] for group in one["param_groups"]] for one in (ours, theirs)))
+    again, first = (index_checkpoint(folder, name) for folder in (out, source))
+    for what in ("params", "tied", "group_params", "sub_groups"):
+        assert getattr(again, what) == getattr(first, what)
     hyper = [[without_names(group.hyper) for group in index.groups] for index in (again, first)]
     assert hyper[0] == hyper[1]
     resumed = train(tmp_path / "resumed", resume_from=out, **RUNS[name])

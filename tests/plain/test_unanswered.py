@@ -6,17 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from helpers.asking import in_a_fresh_process
 from helpers.composing import convert
+from helpers.files import contents
 from llmtailor.cli.main import cli
 from llmtailor.compose import write
 from llmtailor.errors import Unanswered, UsageError
 from llmtailor.formats.common import param_names as model
-from llmtailor.saving import saver_for
 from llmtailor.timing import too_slow
+from saving.loop import Loop
 from trainings.alone import finished
 from trainings.models import build
 
@@ -43,10 +43,6 @@ def invoke(*words: str):
     return CliRunner().invoke(cli, words, catch_exceptions=False)
 
 
-def everything() -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and path.name != ".lock"}
-
-
 NEWEST = "checkpoint-4"
 COMMANDS = [
     ["latest", "."],
@@ -63,7 +59,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_each_command_stops_instead_of_taking_an_older_checkpoint(run, monkeypatch, command):
-    before = everything()
+    before = contents(run, ".lock")
     monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0")
     with (
         in_a_fresh_process(),
@@ -73,7 +69,7 @@ def test_each_command_stops_instead_of_taking_an_older_checkpoint(run, monkeypat
     (problem,) = caught.value.problems
     assert problem.where == f"{NEWEST}/config.json"
     assert "LLMTAILOR_TIMEOUT" in problem.fix
-    assert everything() == before
+    assert contents(run, ".lock") == before
     monkeypatch.delenv("LLMTAILOR_TIMEOUT")
     assert invoke(*command).exit_code == 0
 
@@ -92,17 +88,7 @@ def test_a_composite_that_could_not_be_verified_in_time_stays_to_be_gone_on_with
     """Nothing asks transformers about a partial checkpoint, or about what is made of it, which lists its tied names."""
     monkeypatch.chdir(tmp_path)
     model._describe.cache_clear()
-    tied = build("qwen2", 2, tied=True)
-    optimizer = torch.optim.AdamW(tied.parameters())
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    saver = saver_for("run", model=tied, optimizer=optimizer, scheduler=scheduler, policy="full")
-    saver.start(0)
-    tokens = torch.arange(8)[None]
-    tied(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    scheduler.step()
-    saver.save(1)
-    saver.close()
+    Loop(Path("run"), model=build("qwen2", 2, tied=True), policy="full").trained(1)
     monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0")
     with monkeypatch.context() as patch, pytest.raises(Unanswered, match="no result after 0 s"):
         patch.setattr(write, "verify_checkpoint", give_up)

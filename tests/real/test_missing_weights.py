@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from helpers.composing import merge
+from helpers.files import edit_json
 from llmtailor.model.roles import WEIGHT
 from oracle.any import load
 from oracle.zero3 import differ
@@ -72,8 +73,7 @@ def test_large_weights_are_spread_over_files(runs: Runs, tmp_path: Path, monkeyp
 
 def test_no_weights_under_doubtful_names(runs: Runs, tmp_path: Path) -> None:
     base = without_weights(runs["mixtral"].checkpoint(6), tmp_path / "bare")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    edit_json(base / "config.json", lambda config: config | {"model_type": "unheard_of"})
     report = merge(base, tmp_path / "out")
     assert not [*(tmp_path / "out").glob("*.safetensors*")]
     (notice,) = [notice for notice in report.notices if "saves a unheard_of may differ" in notice.what]

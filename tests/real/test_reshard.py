@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from helpers.composing import convert, merge
 from helpers.same import differences
+from helpers.states import assert_states
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
 from oracle import zero12
 from oracle.any import load
@@ -77,10 +78,6 @@ TO = {
 }
 """run -> the targets, STAGExRANKS"""
 CASES = [(name, target) for name, targets in TO.items() for target in targets]
-
-
-def reshard(source: Path, out: Path, stage: int | None = None, ranks: int | None = None) -> Path:
-    return convert(source, out, stage=stage, world_size=ranks)
 
 
 def parse(target: str) -> tuple[int, int]:
@@ -154,9 +151,7 @@ def assert_module_is_rounded(checkpoint: Path, snapshot: Snapshot, dtype: torch.
     wanted = {name: master.to(dtype) for name, master in snapshot.kind(MASTER).items()}
     wanted |= snapshot.kind(FROZEN) | {name: copies[0] for name, copies in snapshot.kind(BUFFER).items()}
     wanted |= {alias: wanted[name] for alias, name in snapshot.rest["tied"].items()}
-    assert module.keys() == wanted.keys()
-    wrong = {name: differ(module[name], wanted[name]) for name in wanted}
-    assert not any(wrong.values()), {name: difference for name, difference in wrong.items() if difference}
+    assert_states(module, wanted)
 
 
 def assert_slice_mappings(checkpoint: Path, snapshot: Snapshot, ranks: int) -> None:
@@ -209,7 +204,7 @@ def assert_files(checkpoint: Path, run: Run, stage: int, ranks: int, step: int) 
 def test_a_new_layout_has_the_same_states(runs: Runs, name: str, target: str, tmp_path: Path) -> None:
     run, (stage, ranks) = runs[name], parse(target)
     source = load(run.checkpoint(6))
-    out = reshard(run.checkpoint(6), tmp_path / "out", stage, ranks)
+    out = convert(run.checkpoint(6), tmp_path / "out", stage=stage, world_size=ranks)
     found = load(out)
     assert_same(found, expect(run, source, stage, ranks), rest=False)
     assert_files(out, run, stage, ranks, 6)
@@ -263,7 +258,7 @@ def test_no_moments_stay_no_moments(runs: Runs, name: str, stage: int, tmp_path:
     run = runs[name]
     source = load(run.checkpoint(1))
     assert not source.names("exp_avg")
-    found = load(reshard(run.checkpoint(1), tmp_path / "out", stage, 3))
+    found = load(convert(run.checkpoint(1), tmp_path / "out", stage=stage, world_size=3))
     assert_same(found, expect(run, source, stage, 3), rest=False)
 
 
@@ -298,13 +293,13 @@ ROUND_TRIPS = [
 @pytest.mark.parametrize(("name", "way"), long_but(ROUND_TRIPS[::3], ROUND_TRIPS))
 def test_a_round_trip_gives_back_the_same_bytes(runs: Runs, name: str, way: list[str], tmp_path: Path) -> None:
     run = runs[name]
-    first = reshard(run.checkpoint(6), tmp_path / "first")  # in the base's own layout, but with zeros as padding
+    first = convert(run.checkpoint(6), tmp_path / "first")  # in the base's own layout, but with zeros as padding
     last, wanted = run.checkpoint(6), load(run.checkpoint(6))
     rest, flat_ids = wanted.rest, wanted.flat_ids
     for number, station in enumerate(way):
         stage, _, ranks = station.partition("x")
         layout = int(stage or run.spec.stage), int(ranks or run.spec.ranks)
-        last = reshard(last, tmp_path / f"station-{number}", *layout)
+        last = convert(last, tmp_path / f"station-{number}", stage=layout[0], world_size=layout[1])
         wanted.states = expect(run, wanted, *layout).states  # ranks that are gone on the way take their buffers along
     assert_same(load(last), Snapshot(wanted.states, wanted.steps, flat_ids, rest), rest=False)
     lost = ["param_alignment_paddings"] if any(station.startswith("3") for station in way) else []
@@ -349,7 +344,7 @@ def trees(checkpoint: Path, *without: str) -> dict[str, Any]:
 def test_the_files_are_like_those_that_stock_writes(runs: Runs, source: str, stock: str, tmp_path: Path) -> None:
     """After as many steps in the other layout: the same keys, shapes, counters, paddings and names everywhere."""
     other = runs[stock].spec
-    out = reshard(runs[source].checkpoint(6), tmp_path / "out", other.stage, other.ranks)
+    out = convert(runs[source].checkpoint(6), tmp_path / "out", stage=other.stage, world_size=other.ranks)
     ours, theirs = (shapes(checkpoint) for checkpoint in (out, runs[stock].checkpoint(6)))
     if other.round_robin:  # stock's own mappings are wrong
         for tree in (*ours.values(), *theirs.values()):
@@ -453,7 +448,7 @@ UNIVERSAL = [
 @pytest.mark.parametrize(("name", "target"), long_but(UNIVERSAL[1::3], UNIVERSAL))
 def test_ds_to_universal_reads_the_same_states(runs: Runs, name: str, target: str, tmp_path: Path) -> None:
     stage, ranks = parse(target)
-    out = reshard(runs[name].checkpoint(6), tmp_path / "out", stage, ranks)
+    out = convert(runs[name].checkpoint(6), tmp_path / "out", stage=stage, world_size=ranks)
     assert_universal_agrees(load(runs[name].checkpoint(6)), out, tmp_path)
 
 
@@ -490,7 +485,8 @@ def resumed(
     for name, target in wanted:
         stage, ranks = parse(target)
         run = runs[name]
-        out = reshard(run.checkpoint(MIDDLE), root / name / target / f"checkpoint-{MIDDLE}", stage, ranks)
+        out = root / name / target / f"checkpoint-{MIDDLE}"
+        convert(run.checkpoint(MIDDLE), out, stage=stage, world_size=ranks)
         changes = {"stage": stage, "ranks": ranks, "per_device_batch": 6 // ranks, "save_steps": run.spec.steps}
         specs.append(run.spec.resumed(out, f"{name} to {target}", **changes))
     done = train(specs)
@@ -530,9 +526,7 @@ def assert_loaded(run: Run, wanted: Snapshot, rest: Mapping[str, Any] | None = N
         if run.spec.round_robin:  # DeepSpeed itself can't tell which param is where
             told.pop(MASTER)
     for kind, tensors_of in told.items():
-        assert echo[kind].keys() == tensors_of.keys()
-        wrong = {name: differ(echo[kind][name], tensor) for name, tensor in tensors_of.items()}
-        assert not any(wrong.values()), {name: difference for name, difference in wrong.items() if difference}
+        assert_states(echo[kind], tensors_of)
     for name, copies in wanted.kind(BUFFER).items():
         assert not differ(echo["buffer"][name], copies[0]), name
     assert {key: echo[key] for key in ("global_steps", "skipped_steps")} == {
@@ -546,7 +540,7 @@ def assert_loaded(run: Run, wanted: Snapshot, rest: Mapping[str, Any] | None = N
 def test_what_gradients_are_clipped_at_comes_from_the_source(runs: Runs, name: str, tmp_path: Path) -> None:
     """A file of ZeRO-1/2 states it, ZeRO-3 leaves it to the config: with neither, DeepSpeed's own default counts."""
     run = runs[name]
-    out = reshard(run.checkpoint(6), tmp_path / "out", 2, 1)
+    out = convert(run.checkpoint(6), tmp_path / "out", stage=2, world_size=1)
     (path,) = (out / "global_step6").glob("*_optim_states.pt")
     made = torch.load(path, weights_only=False)
     assert ("gradient_clipping" in made["ds_config"]) == run.spec.clipping

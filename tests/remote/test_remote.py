@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import itertools
 import json
 import pickle
@@ -15,9 +14,10 @@ import fsspec
 import pytest
 
 import llmtailor
-from helpers.checkpoints import SMALL, make
+from helpers.checkpoints import SMALL, make, make_run
 from helpers.commands import forget_urls, run_here
 from helpers.faulty import FaultyFileSystem, failing
+from helpers.files import TOLD, contents, names
 from llmtailor.compose import write as writing
 from llmtailor.errors import StorageError, TailorError, TargetError, VerificationError
 from llmtailor.runs.gc import plan_gc
@@ -41,10 +41,7 @@ parts:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    root = tmp_path_factory.mktemp("remote") / "run"
-    for step in (90, 100):
-        make(root, step)
-    return root
+    return make_run(tmp_path_factory.mktemp("remote") / "run", (90, 100))
 
 
 def full_of(where):
@@ -85,11 +82,8 @@ def call(*words: object, code: int = 0) -> str:
 
 
 def assert_same(one: Path, two: Path) -> None:
-    names = {str(path.relative_to(one)) for path in one.rglob("*") if path.is_file()}
-    assert names == {str(path.relative_to(two)) for path in two.rglob("*") if path.is_file()}
-    told = {"README.md", "llmtailor.json"}  # they name the sources
-    _, wrong, errors = filecmp.cmpfiles(one, two, sorted(names - told), shallow=False)
-    assert not wrong and not errors
+    assert names(one) == names(two)
+    assert contents(one, *TOLD) == contents(two, *TOLD)
 
 
 def write_recipe(tmp_path: Path, base: object, odd: object) -> Path:

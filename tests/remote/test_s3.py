@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-from helpers.checkpoints import make
-from helpers.commands import forget_urls, run_here
+from helpers.checkpoints import make_run
+from helpers.commands import call, forget_urls, run_here
+from helpers.files import TOLD, contents
 from helpers.s3 import Proxy, environment, s3_server, settings
 
 RECIPE = """\
@@ -28,9 +27,7 @@ def served(tmp_path_factory):
     with s3_server() as port:
         import s3fs
 
-        root = tmp_path_factory.mktemp("s3") / "run"
-        for step in (90, 100):
-            make(root, step)
+        root = make_run(tmp_path_factory.mktemp("s3") / "run", (90, 100))
         with pytest.MonkeyPatch.context() as patch:
             for name, value in settings(port).items():
                 patch.setenv(name, value)
@@ -40,23 +37,12 @@ def served(tmp_path_factory):
         yield port, root
 
 
-def call(port: int, *words: object, code: int = 0) -> str:
+def alone(port: int, *words: object, code: int = 0) -> str:
     command = [sys.executable, "-m", "llmtailor", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(port), check=False)
     assert "Traceback" not in done.stderr
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
-
-
-def here(*words: object, env: Mapping[str, str] | None = None) -> str:
-    done = run_here(*words, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def tensors(checkpoint: Path) -> dict[str, bytes]:
-    names = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
-    return {name: (checkpoint / name).read_bytes() for name in names - {"README.md", "llmtailor.json"}}
 
 
 def test_a_composite_from_s3_to_s3(served, tmp_path, monkeypatch):
@@ -67,13 +53,13 @@ def test_a_composite_from_s3_to_s3(served, tmp_path, monkeypatch):
     recipe, local = tmp_path / "recipe.yaml", tmp_path / "local.yaml"
     recipe.write_text(RECIPE)
     local.write_text(RECIPE.replace("s3://bucket/run", str(run)))
-    call(port, "merge", recipe, "s3://bucket/out/checkpoint-100", "--checksum")
+    alone(port, "merge", recipe, "s3://bucket/out/checkpoint-100", "--checksum")
     assert not [*temporary.iterdir()]
-    here("merge", local, tmp_path / "local")
-    here("convert", "s3://bucket/out/checkpoint-100", tmp_path / "again", env=settings(port))
-    assert tensors(tmp_path / "again") == tensors(tmp_path / "local")
+    call("merge", local, tmp_path / "local")
+    call("convert", "s3://bucket/out/checkpoint-100", tmp_path / "again", env=settings(port))
+    assert contents(tmp_path / "again", *TOLD) == contents(tmp_path / "local", *TOLD)
     forget_urls()
-    assert here("latest", "s3://bucket/out", env=settings(port)) == "s3://bucket/out/checkpoint-100\n"
+    assert run_here("latest", "s3://bucket/out", env=settings(port)).stdout == "s3://bucket/out/checkpoint-100\n"
     forget_urls()
 
 
@@ -83,12 +69,12 @@ def test_a_network_that_fails_now_and_then(served, tmp_path, fault):
     port, run = served
     proxy = Proxy(port, **fault)
     try:
-        call(proxy.port, "convert", "s3://bucket/run/checkpoint-100", tmp_path / "out", "--num-gpu", "3")
+        alone(proxy.port, "convert", "s3://bucket/run/checkpoint-100", tmp_path / "out", "--num-gpu", "3")
     finally:
         proxy.close()
     assert proxy.cut + proxy.refused > 0
-    here("convert", run / "checkpoint-100", tmp_path / "local", "--num-gpu", "3")
-    assert tensors(tmp_path / "out") == tensors(tmp_path / "local")
+    call("convert", run / "checkpoint-100", tmp_path / "local", "--num-gpu", "3")
+    assert contents(tmp_path / "out", *TOLD) == contents(tmp_path / "local", *TOLD)
 
 
 @pytest.mark.long
@@ -97,7 +83,7 @@ def test_no_server(served, tmp_path, monkeypatch):
     proxy = Proxy(port, busy_every=1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     try:
-        call(proxy.port, "convert", "s3://bucket/run/checkpoint-100", tmp_path / "out", code=8)
+        alone(proxy.port, "convert", "s3://bucket/run/checkpoint-100", tmp_path / "out", code=8)
     finally:
         proxy.close()
     assert not list(tmp_path.iterdir())

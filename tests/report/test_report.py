@@ -18,6 +18,7 @@ import llmtailor
 from attempts.world import PARTS, World
 from helpers.cases import examples
 from helpers.commands import call, run_here
+from helpers.files import edit_json
 from llmtailor.report import chart
 from llmtailor.report.gather import Attempt, Losses, RunFacts
 from llmtailor.report.page import page
@@ -224,8 +225,7 @@ def test_names_and_numbers_of_any_kind(run):
         {"step": 3, "loss": "3"},
         {"step": 4, "loss": 1},
     ]
-    content = json.loads((run / "checkpoint-40" / "trainer_state.json").read_text())
-    state.write_text(json.dumps(content | {"log_history": history, "global_step": 50}))
+    edit_json(state, lambda content: content | {"log_history": history, "global_step": 50})
     page = report(run)
     assert "script" not in page.tags
     assert '</style><script>alert("x")</script>\\x1b[31m\\x00\\u202e&' in page.text

@@ -5,20 +5,28 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from helpers.files import flip
+from llmtailor.compose.write import write
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import BUFFER, State
+from llmtailor.salvage.plan import Salvage, plan_salvage
+from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import Snapshot
 
 
-def copied(run: Path, to: Path, steps: tuple[int, ...] = (4, 6)) -> Path:
-    """Copy some checkpoints of a finished training, to be damaged."""
-    for step in steps:
-        shutil.copytree(run / f"checkpoint-{step}", to / f"checkpoint-{step}")
-    return to
+def salvage(run: Path, **options: Any) -> tuple[Salvage, Path]:
+    """Salvage a run; whatever comes out must verify, every byte of it."""
+    found = plan_salvage(run, **options)
+    assert found.composition is not None
+    write(found.composition)
+    verdict = verify_checkpoint(found.composition.out, deep=True)
+    assert verdict.is_resumable and not verdict.damage.states, verdict.findings
+    return found, found.composition.out
 
 
 def shard(checkpoint: Path, kind: str, rank: int) -> Path:
@@ -26,20 +34,10 @@ def shard(checkpoint: Path, kind: str, rank: int) -> Path:
     return path
 
 
-def truncate(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size // 2)
-
-
-def flip(checkpoint: Path, state: State, element: int) -> None:
-    """Flip the lowest bit of an element, as a disk does: no checksum is mended."""
-    place = index_checkpoint(checkpoint).held[state].place
-    (fragment,) = place.cover(element, element + 1)
-    with (checkpoint / fragment.extent.path).open("r+b") as file:
-        file.seek(fragment.extent.start)
-        byte = file.read(1)[0]
-        file.seek(fragment.extent.start)
-        file.write(bytes([byte ^ 1]))
+def flip_state(checkpoint: Path, state: State, element: int) -> None:
+    """Flip the lowest bit of an element: no checksum is mended."""
+    (fragment,) = index_checkpoint(checkpoint).held[state].place.cover(element, element + 1)
+    flip(checkpoint / fragment.extent.path, fragment.extent.start)
 
 
 def without_rank(checkpoint: Path, rank: int, scratch: Path) -> Mapping[str, torch.Tensor]:

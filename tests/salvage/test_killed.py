@@ -10,25 +10,17 @@ import pytest
 
 from faults.scene import Killing
 from helpers.cases import diagonal, examples
-from helpers.checkpoints import make, optim_states
-from salvage.damage import truncate
-from thin.scene import SHORT, contents, folders
+from helpers.checkpoints import make_run, optim_states
+from helpers.files import TOLD, contents, cut
+from thin.scene import SHORT, folders
 
 LAST = examples(5, 12)
 """Changes before the end that are all tried: the last of the merge, and the renames."""
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("whole")
-    for step in (100, 200, 300):
-        make(root, step, shape=SHORT)
-    return root
-
-
 def lose_a_rank(run: Path) -> None:
     """A composite of step 300 takes its place."""
-    truncate(optim_states(run / "checkpoint-300", 1))
+    cut(optim_states(run / "checkpoint-300", 1))
 
 
 def lose_the_schedule(run: Path) -> None:
@@ -45,18 +37,18 @@ def lose_two(run: Path) -> None:
 @pytest.mark.parametrize(
     ("can_exchange", "damage"), diagonal([True, False], [lose_a_rank, lose_the_schedule, lose_two])
 )
-def test_replace(whole: Path, tmp_path: Path, damage: Callable[[Path], None], can_exchange: bool) -> None:
-    original = Path(shutil.copytree(whole, tmp_path / "original"))
+def test_replace(tmp_path: Path, damage: Callable[[Path], None], can_exchange: bool) -> None:
+    original = make_run(tmp_path / "original", shape=SHORT)
     damage(original)
-    before = {tuple(contents(path).items()) for path in original.iterdir()}
+    before = {tuple(contents(path, *TOLD).items()) for path in original.iterdir()}
 
     def all_of(run: Path) -> dict[str, object]:
-        return {path.name: contents(path) for path in run.iterdir()}
+        return {path.name: contents(path, *TOLD) for path in run.iterdir()}
 
     words = ("salvage", "--fragments", "--replace")
     killing = Killing(tmp_path, words, all_of, no_exchange=not can_exchange)
     stays = killing.wanted.keys() & {path.name for path in original.iterdir()}
     for moment in killing.trials(last=LAST):
-        there = {path.name: tuple(contents(path).items()) for path in killing.run.iterdir() if path.is_dir()}
+        there = {path.name: tuple(contents(path, *TOLD).items()) for path in killing.run.iterdir() if path.is_dir()}
         assert before <= {*there.values()}, f"killed at {moment}: {folders(killing.run)}"
         assert not can_exchange or stays <= there.keys(), "a trainer that starts meanwhile finds each where it was"

@@ -10,13 +10,12 @@ import pytest
 
 from helpers.checkpoints import make
 from helpers.composing import convert
+from helpers.files import cut
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.compose.write import write
-from llmtailor.salvage.plan import plan_salvage, rows
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.salvage.plan import rows
 from oracle.any import load
 from oracle.zero3 import differ
-from salvage.damage import truncate
+from salvage.damage import salvage
 from synthetic import pickled_as_deepspeed
 from thin.scene import save_partial
 
@@ -46,14 +45,10 @@ def states(checkpoint: Path) -> dict[Any, Any]:
 
 def test_every_part_from_the_newest_that_holds_it(run: Path, tmp_path: Path) -> None:
     for path in (run / "checkpoint-300").glob("*/*optim_states.pt"):
-        truncate(path)
-    found = plan_salvage(run)
+        cut(path)
+    found, out = salvage(run)
     assert found.composition is not None
     assert {row.part: row.step for row in rows(found)} == dict.fromkeys(ODD, 200) | dict.fromkeys(EVEN, 100)
-    write(found.composition)
-    out = found.composition.out
-    verdict = verify_checkpoint(out, deep=True)
-    assert verdict.is_resumable, verdict.findings
     part_of = found.composition.structure.part_of
     own = {part: states(tmp_path / "all" / f"checkpoint-{200 if part in ODD else 100}") for part in (*ODD, *EVEN)}
     made = states(out)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.files import cut
 from helpers.states import read
-from llmtailor.compose.write import write
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import EXP_AVG, State
 from llmtailor.salvage.plan import Salvage, plan_salvage, rows
 from llmtailor.verify.verify import verify_checkpoint
-from salvage.damage import flip, truncate
+from salvage.damage import flip_state, salvage
 from trainings.alone import train
 
 pytestmark = pytest.mark.real
@@ -41,18 +41,14 @@ def states(root: Path) -> dict[State, torch.Tensor]:
 
 
 def compose(run: Path, **options: object) -> tuple[Salvage, dict[State, torch.Tensor]]:
-    found = plan_salvage(run, **options)  # type: ignore[arg-type]
-    assert found.composition is not None
-    write(found.composition)
-    verdict = verify_checkpoint(found.composition.out, deep=True)
-    assert verdict.is_resumable, verdict.findings
-    return found, states(found.composition.out)
+    found, out = salvage(run, **options)
+    return found, states(out)
 
 
 def test_a_moment_that_fails_its_checksum_sends_its_part_back(run: Path) -> None:
     shutil.rmtree(run / "partial")
     newer, older = states(run / "checkpoint-4"), states(run / "checkpoint-2")
-    flip(run / "checkpoint-4", State(PARAM, EXP_AVG), 7)
+    flip_state(run / "checkpoint-4", State(PARAM, EXP_AVG), 7)
     assert plan_salvage(run).is_intact
     found, composed = compose(run, deep=True)
     assert {row.part for row in rows(found) if row.step == 2} == {"layer 1"}
@@ -65,7 +61,7 @@ def test_a_moment_that_fails_its_checksum_sends_its_part_back(run: Path) -> None
 def test_without_deepspeed_half_a_checkpoint_gives_nothing(run: Path, lost: str) -> None:
     """Weights without moments, or moments without weights, are no states to go on from."""
     shutil.rmtree(run / "partial")
-    truncate(run / "checkpoint-4" / lost)
+    cut(run / "checkpoint-4" / lost)
     found = plan_salvage(run)
     assert found.composition is None and found.base.index.root == run / "checkpoint-2"
 
@@ -82,7 +78,7 @@ def test_a_lost_schedule_comes_with_older_trainer_state(run: Path) -> None:
 def test_partial_checkpoints_hold_what_the_full_one_lost(run: Path) -> None:
     """Step 4 is in two partial checkpoints, together with step 3: nothing goes back as far as step 2."""
     held = {step: states(run / f"partial/step-{step:08}") for step in (3, 4)}
-    truncate(run / "checkpoint-4" / "optimizer.pt")
+    cut(run / "checkpoint-4" / "optimizer.pt")
     found, composed = compose(run)
     steps = {row.part: row.step for row in rows(found)}
     assert set(steps.values()) == {3, 4} and found.base.step == 4
@@ -100,7 +96,7 @@ def test_partial_checkpoints_hold_what_the_full_one_lost(run: Path) -> None:
 def test_a_damaged_partial_checkpoint_is_passed_over(run: Path) -> None:
     shutil.rmtree(run / "checkpoint-4")
     (bundle,) = (run / "partial/step-00000004").glob("rank-*.safetensors")
-    truncate(bundle)
+    cut(bundle)
     found, _ = compose(run)
     assert {row.step for row in rows(found)} == {2, 3} and found.base.step == 3
     assert found.newest[0] == 4 and found.refused

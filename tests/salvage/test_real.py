@@ -6,30 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers.cases import diagonal, mostly_long
-from llmtailor.compose.write import write
+from helpers.checkpoints import copied
+from helpers.files import cut
+from helpers.states import assert_states
 from llmtailor.errors import SourceError
 from llmtailor.model.roles import EXP_AVG, MASTER, WEIGHT, State
 from llmtailor.salvage.plan import Salvage, gain, plan_salvage, rows
-from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import Snapshot, assert_same, differ
-from salvage.damage import chosen, copied, flip, mix, shard, truncate, without_rank
+from salvage.damage import chosen, flip_state, mix, salvage, shard, without_rank
 from trainings.harness import Runs
 
 ZERO2 = ["zero2", "zero2-layer", "zero1-bf16opt", "zero2-aligned"]
-
-
-def salvage(run: Path, **options: object) -> tuple[Salvage, Path]:
-    """Salvage a run; whatever comes out must verify, every byte of it."""
-    found = plan_salvage(run, **options)  # type: ignore[arg-type]
-    assert found.composition is not None
-    write(found.composition)
-    verdict = verify_checkpoint(found.composition.out, deep=True)
-    assert verdict.is_resumable and not verdict.damage.states, verdict.findings
-    return found, found.composition.out
 
 
 def sources(found: Salvage) -> dict[str, set[int]]:
@@ -38,13 +28,6 @@ def sources(found: Salvage) -> dict[str, set[int]]:
     for row in rows(found):
         steps.setdefault(row.part, set()).add(row.step)
     return steps
-
-
-def assert_states(out: Path, wanted: dict[State, torch.Tensor]) -> None:
-    states = load(out).states
-    assert states.keys() == wanted.keys()
-    wrong = {state: told for state in wanted if (told := differ(states[state], wanted[state]))}
-    assert not wrong
 
 
 @pytest.mark.parametrize("name", mostly_long(["zero2", "zero1-bf16opt", "zero2-aligned"], "zero2", "zero1-bf16opt"))
@@ -61,7 +44,7 @@ def test_a_lost_partition_sends_back_the_parts_that_lie_in_it(runs: Runs, name: 
     kept = {part for part, steps in sources(found).items() if steps == {6}}
     assert kept == set(structure.parts) - hit
     assert kept and out.name == "salvaged-checkpoint-6"
-    assert_states(out, chosen(newer, older, lambda param: structure.part_of[param] in hit))
+    assert_states(load(out).states, chosen(newer, older, lambda param: structure.part_of[param] in hit))
 
 
 NAMES = ["llama", "llama-sub", "llama-tied", "llama-fp16", "mixtral", *ZERO2, "zero2-tied"]
@@ -74,14 +57,14 @@ def test_fragments_keep_every_element_that_is_left(runs: Runs, name: str, tmp_pa
     run = copied(runs[name].folder, tmp_path / "run")
     lost = without_rank(run / "checkpoint-6", 1, tmp_path / "marked")
     newer, older = load(run / "checkpoint-6"), load(run / "checkpoint-4")
-    truncate(shard(run / "checkpoint-6", "optim", 1))
+    cut(shard(run / "checkpoint-6", "optim", 1))
     _, out = salvage(run, fragments=True)
     states = load(out).states
     masters = {state: mixed for state, mixed in mix(newer, older, lost).items() if state.kind != WEIGHT}
     assert {state for state in states if state.kind != WEIGHT} == masters.keys()
     assert not [state for state, tensor in masters.items() if differ(states[state], tensor)]
     if name != "mixtral":  # whose experts are fused in memory and apart on disk: `verify` has compared them
-        assert_states(out, mix(newer, older, lost))
+        assert_states(load(out).states, mix(newer, older, lost))
     assert load(out).rest == newer.rest
 
 
@@ -108,13 +91,13 @@ def test_model_states_of_one_rank_can_be_made_from_anothers(runs: Runs, name: st
 def test_buffers_and_frozen_params_of_a_lost_rank_go_back_with_their_part(runs: Runs, tmp_path: Path) -> None:
     name = "llama-extras-layer"
     run = copied(runs[name].folder, tmp_path / "run")
-    truncate(shard(run / "checkpoint-6", "model", 1))
+    cut(shard(run / "checkpoint-6", "model", 1))
     found, out = salvage(run)
     newer, older = load(runs[name].checkpoint(6)), load(run / "checkpoint-4")
     steps = sources(found)
     assert steps["norm"] == {6} and steps["layer 0"] == {4}
     part_of = found.composition.structure.part_of  # type: ignore[union-attr]
-    assert_states(out, chosen(newer, older, lambda param: steps[part_of[param]] == {4}))
+    assert_states(load(out).states, chosen(newer, older, lambda param: steps[part_of[param]] == {4}))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +105,7 @@ def test_buffers_and_frozen_params_of_a_lost_rank_go_back_with_their_part(runs: 
 )
 def test_lost_weights_are_rounded_from_the_masters(runs: Runs, name: str, tmp_path: Path) -> None:
     run = copied(runs[name].folder, tmp_path / "run")
-    truncate(next(iter(sorted((run / "checkpoint-6").glob("*.safetensors")))))
+    cut(next(iter(sorted((run / "checkpoint-6").glob("*.safetensors")))))
     _, out = salvage(run)
     assert_same(load(out), load(runs[name].checkpoint(6)))
 
@@ -163,18 +146,18 @@ def test_deep_finds_damaged_bytes(runs: Runs, tmp_path: Path) -> None:
     """A moment fails its checksum: its part goes back. A weight contradicts a master whose checksum is right."""
     run = copied(runs["llama-layer"].folder, tmp_path / "run")
     param = "model.layers.1.mlp.up_proj.weight"
-    flip(run / "checkpoint-6", State(param, EXP_AVG), 3)
-    flip(run / "checkpoint-6", State("model.norm.weight", WEIGHT), 0)
+    flip_state(run / "checkpoint-6", State(param, EXP_AVG), 3)
+    flip_state(run / "checkpoint-6", State("model.norm.weight", WEIGHT), 0)
     assert plan_salvage(run).is_intact
     found, out = salvage(run, deep=True)
     newer, older = load(runs["llama-layer"].checkpoint(6)), load(run / "checkpoint-4")
     assert {part for part, steps in sources(found).items() if steps == {4}} == {"layer 1"}
-    assert_states(out, chosen(newer, older, lambda name: ".layers.1." in name))
+    assert_states(load(out).states, chosen(newer, older, lambda name: ".layers.1." in name))
 
 
 def test_deep_masters_that_fail_their_checksum_go_back(runs: Runs, tmp_path: Path) -> None:
     run = copied(runs["zero2"].folder, tmp_path / "run")
-    flip(run / "checkpoint-6", State("lm_head.weight", MASTER), 5)
+    flip_state(run / "checkpoint-6", State("lm_head.weight", MASTER), 5)
     found, _ = salvage(run, deep=True)
     assert {4} in sources(found).values() and sources(found)["lm_head"] == {4}
 
@@ -190,7 +173,7 @@ def test_two_damaged_checkpoints_make_up_one(runs: Runs, tmp_path: Path) -> None
         plan_salvage(run)
     assert {"embed_tokens", "layer 1", "norm"} <= {problem.where for problem in refusal.value.problems}
     _, out = salvage(run, fragments=True)
-    assert_states(out, mix(newer, older, lost))
+    assert_states(load(out).states, mix(newer, older, lost))
 
 
 def test_no_base(runs: Runs, tmp_path: Path) -> None:
@@ -215,5 +198,5 @@ def test_three_ranks(runs: Runs, tmp_path: Path) -> None:
     shard(run / "checkpoint-6", "model", 2).unlink()
     shard(run / "checkpoint-6", "model", 0).unlink()
     found, out = salvage(run, fragments=True)
-    assert_states(out, mix(newer, older, lost))
+    assert_states(load(out).states, mix(newer, older, lost))
     assert 0.6 < max(row.share for row in rows(found)) < 0.75

@@ -46,7 +46,8 @@ def loss_of(model: Any) -> torch.Tensor:
 
 
 class Loop:
-    """Trains `model`, or what `build` makes of `sizes`; `options` are those of `saver_for`.
+    """Trains `model`, or what `build` makes of `sizes`; ``make`` makes the optimizer, if not AdamW; `options` are
+    those of `saver_for`.
 
     A step is the same in every process. With ``teacher``, a frozen copy of the model follows it; it is updated where a
     test calls `update_teacher`.
@@ -58,6 +59,7 @@ class Loop:
         *,
         model: Any = None,
         loss: Callable[[Any], torch.Tensor] = loss_of,
+        make: Callable[[Any], Any] | None = None,
         rate: Any = 1e-2,
         betas: Any = (0.9, 0.999),
         teacher: bool = False,
@@ -72,7 +74,7 @@ class Loop:
         if teacher:
             self.model.teacher = copy.deepcopy(self.model.model).requires_grad_(False)
         trained = [param for param in self.model.parameters() if param.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=rate, betas=betas)
+        self.optimizer = make(self.model) if make else torch.optim.AdamW(trained, lr=rate, betas=betas)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
         self.saver = self._new_saver(**options)
         self.step = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 import llmtailor
 from helpers.commands import call, run_here
+from helpers.files import edit_json
 from llmtailor.errors import SourceError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe import Recipe
@@ -189,18 +189,6 @@ def test_whole_layers_and_experts_in_one_run(tmp_path):
         loop.check(at, tmp_path / str(at))
 
 
-@pytest.mark.long
-def test_what_the_newest_step_needs_is_never_deleted(tmp_path):
-    loop, wanted = small(tmp_path / "run", "parity"), {}
-    for policy, options in [("parity", {}), (BY_TURNS, {"experts": "parts"})] * 2:
-        loop.start_again(policy, keep_composable=1, **options)
-        for _ in range(4):
-            loop.make_saves(1, 2)
-            fold(loop.truth, {loop.step: loop.manifest(loop.step)}, wanted)
-            check_states(loop.compose(loop.step, tmp_path / str(loop.step)), wanted)
-    loop.saver.close()
-
-
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -226,12 +214,6 @@ def piece(content: dict, part: str) -> dict:
     return next(one for one in content["parts"] if one["part"] == part)["pieces"]
 
 
-def change(path: Path, edit: Callable[[dict], None]) -> None:
-    content = json.loads(path.read_text())
-    edit(content)
-    path.write_text(json.dumps(content))
-
-
 NAME = "model.layers.0.mlp.experts.down_proj"
 
 
@@ -249,7 +231,7 @@ NAME = "model.layers.0.mlp.experts.down_proj"
 def test_a_manifest_that_lies_about_experts_is_refused(copied, run, reason):
     step = copied.run / "partial" / "step-00000004"
     assert piece(copied.manifest(4), "layer 0 expert 1")[NAME] == [512, 1024]
-    change(step / "manifest.json", lambda content: piece(content, "layer 0 expert 1").update({NAME: run}))
+    edit_json(step / "manifest.json", lambda content: piece(content, "layer 0 expert 1").update({NAME: run}))
     with pytest.raises(SourceError, match=reason):
         index_checkpoint(step)
 
@@ -271,6 +253,6 @@ def test_a_rank_shard_that_lies_about_experts_is_refused(copied, runs, reason):
     text += b" " * (-len(text) % 8)
     made = len(text).to_bytes(8, "little") + text + content[8 + size :]
     path.write_bytes(made)
-    change(step / "manifest.json", lambda content: content["bundles"][0].update(num_bytes=len(made)))
+    edit_json(step / "manifest.json", lambda content: content["bundles"][0].update(num_bytes=len(made)))
     with pytest.raises(SourceError, match=reason):
         index_checkpoint(step)

@@ -11,6 +11,7 @@ import pytest
 
 from helpers.cases import mostly_long
 from helpers.commands import call
+from helpers.files import flip
 from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, newer_masters, sources_at, usable_at
 from llmtailor.compose.plan import explain_recipe, plan_merge
 from llmtailor.errors import SourceError
@@ -215,9 +216,7 @@ def test_salvage_takes_the_newest_intact_masters(trained, run):
     call("salvage", run)
     check_states(run / "salvaged-checkpoint-8", trained.wanted(8))
     (shard,) = (run / "partial" / "step-00000008").glob("rank-*")
-    data = bytearray(shard.read_bytes())
-    data[-5000] ^= 255
-    shard.write_bytes(data)
+    flip(shard, -5000)
     assert "layer 0 moments" in call("salvage", run, "--deep").stdout
     check_states(run / "salvaged-checkpoint-6", trained.wanted(6))
     masters, moments = newest(run, 6)

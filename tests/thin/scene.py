@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,6 @@ def call(*words: object) -> dict[str, Any]:
     result = CliRunner().invoke(cli, [*map(str, words), "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
     return dict(json.loads(result.stdout))
-
-
-def copy_of(run: Path, folder: Path, steps: Iterable[int]) -> Path:
-    """Copy some checkpoints of a run."""
-    for step in steps:
-        shutil.copytree(run / f"checkpoint-{step}", folder / f"checkpoint-{step}")
-    return folder
 
 
 def make_run(folder: Path, steps: Iterable[int], form: str | None = None, **shape: Any) -> Path:
@@ -83,16 +76,15 @@ def taken(run: Path) -> int:
     return sum({stat.st_ino: stat.st_size for stat in stats}.values())
 
 
+def thinned(run: Path, *options: object) -> dict[str, Any]:
+    """Thin out a run; return what is told. As much is free afterwards as it says."""
+    before = taken(run)
+    told = call("thin", run, *options, "--yes")
+    assert taken(run) == before - told["freed_bytes"]
+    return told
+
+
 def folders(run: Path) -> list[str]:
     """Return the folders of a run, those of its partial checkpoints too, hidden ones as well."""
     found = [path for parent in (run, run / "partial") if parent.is_dir() for path in parent.iterdir()]
     return sorted(str(path.relative_to(run)) for path in found if path.is_dir() and path.name != "partial")
-
-
-def contents(folder: Path) -> Mapping[str, bytes]:
-    """Return the files of a composite, but for what tells where it was made."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("llmtailor.json", "README.md")
-    }

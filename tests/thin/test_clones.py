@@ -10,15 +10,15 @@ import pytest
 from safetensors.torch import load_file
 
 from helpers.cases import mostly_long
-from helpers.checkpoints import make
 from helpers.commands import run_here
+from helpers.files import TOLD, contents
 from llmtailor.checkpoint import layout
 from llmtailor.formats.partial.json_trees import PADDING
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.runs import thin as service
 from llmtailor.runs.prune import ThinOptions, plan_thinning
 from synthetic import SHAPES
-from thin.scene import call, compose, contents, make_run
+from thin.scene import call, compose, make_run
 
 STEPS = (100, 200)
 SHAPE = replace(SHAPES["tiny"], num_layers=2)
@@ -58,16 +58,14 @@ def test_nearly_all_is_shared_and_every_reader_sees_the_same(form, tmp_path, mon
         first, second = map(index_checkpoint, outs)
         assert first.steps() == second.steps() and first.held.keys() == second.held.keys()
         if form is None:  # the files of DCP folders are never padded, so they are the same
-            assert contents(outs[0]).keys() == contents(outs[1]).keys()
+            assert contents(outs[0], *TOLD).keys() == contents(outs[1], *TOLD).keys()
         else:
-            assert contents(outs[0]) == contents(outs[1])
+            assert contents(outs[0], *TOLD) == contents(outs[1], *TOLD)
 
 
 def test_where_nothing_can_be_shared(tmp_path, small_limits):
     """As on the ext4 of most machines: --clone require fails and changes nothing, never copies."""
-    run = tmp_path / "run"
-    for step in STEPS:
-        make(run, step, shape=SHAPE)
+    run = a_run(tmp_path / "run")
     done = run_here("thin", run, "--strategy", "full", "--clone", "require", "--yes")
     if done.returncode == 0:
         pytest.skip("the file system here has reflinks")

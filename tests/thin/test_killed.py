@@ -9,9 +9,10 @@ import pytest
 
 from faults.scene import Killing
 from helpers.cases import mostly_long
+from helpers.files import TOLD, contents
 from llmtailor.checkpoint.lineage import Ledger, composable_steps
 from llmtailor.runs.scan import scan_run
-from thin.scene import SHORT, compose, contents, folders, make_run, save_partial
+from thin.scene import SHORT, compose, folders, make_run, save_partial
 
 STEPS = (100, 200, 300)
 
@@ -26,7 +27,7 @@ def left(run: Path, *steps: int) -> object:
     found = []
     for step in steps:
         shutil.rmtree(run.parent / "out", ignore_errors=True)
-        found.append(contents(compose(run, step, run.parent / "out")))
+        found.append(contents(compose(run, step, run.parent / "out"), *TOLD))
     return folders(run), found
 
 
@@ -50,15 +51,15 @@ def test_thin_to_weights(tmp_path, can_exchange, form):
     original = make_run(tmp_path / "original", STEPS[:2], form, shape=SHORT)
 
     def first(run: Path) -> object:
-        return folders(run), contents(run / "checkpoint-100")
+        return folders(run), contents(run / "checkpoint-100", *TOLD)
 
     words = ("thin", "--keep-optimizer-last", "1", "--yes")
     killing = Killing(tmp_path, words, first, no_exchange=not can_exchange)
     for _ in killing.trials():
         run = killing.run
         assert 200 in composable(run)
-        there = [contents(run / name) for name in folders(run) if "checkpoint-100" in name]
-        assert killing.wanted[1] in there or contents(original / "checkpoint-100") in there
+        there = [contents(run / name, *TOLD) for name in folders(run) if "checkpoint-100" in name]
+        assert killing.wanted[1] in there or contents(original / "checkpoint-100", *TOLD) in there
 
 
 def test_gc(tmp_path):

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.cases import mostly_long
+from helpers.checkpoints import copied
 from helpers.indexes import make_index
 from helpers.same import differences
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.write import check_can_be_partial
 from llmtailor.model.parts import Param
-from thin.scene import call, compose, copy_of, sources, taken
+from thin.scene import call, compose, sources, thinned
 from trainings.alone import train
 
 
@@ -39,10 +40,8 @@ def test_every_step_is_composed_as_from_full_checkpoints(kind: str, tmp_path: Pa
     how = {"tied": True} if kind == "tied" else {"dtype": torch.bfloat16, "prepare": freeze}
     trained = train(tmp_path / "trained", steps=6, **how)
     names = [name for name, param in trained.trainer.model.named_parameters() if param.requires_grad]
-    run = copy_of(trained.folder, tmp_path / "run", (2, 4, 6))
-    before = taken(run)
-    told = call("thin", run, "--strategy", "parity", "--yes")
-    assert taken(run) == before - told["freed_bytes"]
+    run = copied(trained.folder, tmp_path / "run", (2, 4, 6))
+    told = thinned(run, "--strategy", "parity")
     assert told["composable_before"] == told["composable_after"] == [2, 4, 6]
     odd = re.compile(r"\.layers\.1\." + ("" if kind == "tied" else r"|^lm_head\."))
     full = {step: load(trained.checkpoint(step)) for step in (2, 4)}
@@ -66,7 +65,7 @@ def test_what_only_the_weights_hold_is_composed_again(tmp_path: Path) -> None:
         model.model.layers[0].mlp.register_buffer("seen", torch.arange(3.0))
 
     trained = train(tmp_path / "trained", prepare=add, steps=4)
-    run = copy_of(trained.folder, tmp_path / "run", (2, 4))
+    run = copied(trained.folder, tmp_path / "run", (2, 4))
     told = call("thin", run, "--strategy", "full", "--yes")
     assert [row["becomes"] for row in told["checkpoints"]] == ["partial", "stays"]
     made, wanted = (load_file(folder / "model.safetensors") for folder in (

@@ -10,11 +10,12 @@ import torch
 
 import llmtailor
 from helpers.cases import mostly_long
+from helpers.checkpoints import copied
 from helpers.same import differences
 from oracle.any import load
 from oracle.zero3 import Snapshot, assert_same
 from oracle.zero3 import compose as compose_slowly
-from thin.scene import call, compose, copy_of, folders, sources, taken
+from thin.scene import call, compose, folders, sources, thinned
 from trainings.harness import Runs
 
 NAMES = [
@@ -37,10 +38,8 @@ def snapshots(folder: Path) -> dict[str, Snapshot]:
 )
 def test_every_step_is_composed_as_from_full_checkpoints(runs: Runs, name: str, tmp_path: Path) -> None:
     originals = runs[name].folder
-    run = copy_of(originals, tmp_path / "run", STEPS)
-    before = taken(run)
-    told = call("thin", run, "--strategy", "parity", "--yes")
-    assert taken(run) == before - told["freed_bytes"]
+    run = copied(originals, tmp_path / "run", STEPS)
+    told = thinned(run, "--strategy", "parity")
     assert folders(run) == ["checkpoint-6", "partial/step-00000002", "partial/step-00000004"]
     assert told["composable_before"] == told["composable_after"] == list(STEPS)
 
@@ -63,7 +62,7 @@ def test_every_step_is_composed_as_from_full_checkpoints(runs: Runs, name: str, 
 def test_a_composite_counts_as_full(runs: Runs, tmp_path: Path) -> None:
     """Its parts stay as old as they are, though the partial checkpoint says that it holds them at its own step."""
     originals = runs["llama-layer"].folder
-    run = copy_of(originals, tmp_path / "run", STEPS)
+    run = copied(originals, tmp_path / "run", STEPS)
     recipe = run / "recipe.yaml"
     recipe.write_text("base_model: checkpoint-4\nparts: [{from: checkpoint-2, select: [1, norm]}]\n")
     llmtailor.merge(recipe, tmp_path / "composite")
@@ -85,10 +84,8 @@ def test_a_composite_counts_as_full(runs: Runs, tmp_path: Path) -> None:
     "name", mostly_long(["llama-frozen", "zero2-frozen", "llama-extras-w3"], "llama-frozen", "zero2-frozen")
 )
 def test_frozen_params_take_space_once(runs: Runs, name: str, tmp_path: Path) -> None:
-    run = copy_of(runs[name].folder, tmp_path / "run", STEPS)
-    before = taken(run)
-    told = call("thin", run, "--strategy", "full", "--yes")
-    assert taken(run) == before - told["freed_bytes"]
+    run = copied(runs[name].folder, tmp_path / "run", STEPS)
+    thinned(run, "--strategy", "full")
     files = sorted(run.glob("partial/*/frozen-*"))
     assert len(files) == 2 * (3 if name.endswith("w3") else 1 if name.startswith("zero2") else 2)
     assert all(path.stat().st_nlink == 2 for path in files)
@@ -99,10 +96,8 @@ def test_frozen_params_take_space_once(runs: Runs, name: str, tmp_path: Path) ->
 def test_without_its_optimizer_a_checkpoint_is_a_model(runs: Runs, name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    run = copy_of(runs[name].folder, tmp_path / "run", STEPS)
-    before = taken(run)
-    told = call("thin", run, "--keep-optimizer-last", 1, "--yes")
-    assert taken(run) == before - told["freed_bytes"]
+    run = copied(runs[name].folder, tmp_path / "run", STEPS)
+    told = thinned(run, "--keep-optimizer-last", 1)
     assert (told["composable_before"], told["composable_after"]) == ([2, 4, 6], [6])
     for step in (2, 4):
         left = run / f"checkpoint-{step}"

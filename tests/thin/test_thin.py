@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from helpers.checkpoints import SMALL, edit, make, optim_states
 from helpers.commands import run_here
+from helpers.files import flip
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.errors import SourceError, TailorError, TargetError, UsageError, VerificationError
@@ -119,8 +120,7 @@ def test_another_attempt_is_told_by_its_losses(tmp_path):
     run = make_run(tmp_path / "run", (100, 200, 300))
     log(run, {100: 3.0, 200: 2.0, 300: 1.0})
     call("thin", run, "--strategy", "parity", "--yes")
-    for step in (250, 350):
-        make(run, step)
+    make_run(run, (250, 350))
     log(run, {100: 3.0, 200: 2.5, 250: 2.2, 300: 1.5, 350: 1.2})
     call("thin", run, "--strategy", "parity", "--yes", "--keep-full-last", 2)
     assert folders(run)[:2] == ["checkpoint-300", "checkpoint-350"]
@@ -365,15 +365,13 @@ def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
 def test_what_does_not_read_back_is_not_relied_on(tmp_path, monkeypatch, which):
     """A disk that loses a bit after the write: the full checkpoint stays."""
 
-    def flip(path: Path, data: bytes) -> None:
+    def lose(path: Path, data: bytes) -> None:
         [victim] = path.parent.glob(f"{which}*")
-        content = bytearray(victim.read_bytes())
-        content[-5] ^= 1
-        victim.write_bytes(content)
+        flip(victim, -5)
         written(path, data)
 
     written = service.write_durably
-    monkeypatch.setattr(service, "write_durably", flip)
+    monkeypatch.setattr(service, "write_durably", lose)
     run = make_run(tmp_path / "run", (100, 200))
     assert "does not read back" in refusal("thin", run, "--strategy", "full", "--yes", kind=VerificationError)
     assert folders(run) == ["checkpoint-100", "checkpoint-200"]

@@ -43,6 +43,19 @@ class Truth(TrainerCallback):
         }
 
 
+class Stops(TrainerCallback):
+    """Ends a training after a step, as a time limit does, or as early stopping does, after an evaluation."""
+
+    def __init__(self, step: int, when: str = "step") -> None:
+        self.step, self.when = step, when
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= self.when == "step" and state.global_step == self.step
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= self.when == "evaluation" and state.global_step == self.step
+
+
 class Alone:
     """A training; `attached` are the arguments of `attach`, None to leave the saver out; `given` are more of the
     Trainer's own, and `options` are TrainingArguments."""

@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType
 
 import llmtailor
 from llmtailor.saving import saver_for
-from trainings.common import DECAY, RATE, Losses, batch, checkpoint_of, die, new_model, train_each
+from trainings.common import DECAY, RATE, Losses, batch, checkpoint_of, new_model, train_each
 from trainings.models import VOCAB
 from trainings.optimizers import IN_LOOPS
 from trainings.spec import DEEPSPEEDS_MUON, Loop
@@ -191,8 +191,6 @@ def run(spec: Loop, folder: Path) -> Losses:
         losses[number] = float(loss / dist.get_world_size())
         if number % spec.save_steps == 0:
             loop.save(folder / spec.name / f"checkpoint-{number}")
-        if number == spec.dies_at:
-            die()
     return losses
 
 

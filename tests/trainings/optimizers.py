@@ -76,12 +76,15 @@ class WithAdam(torch.optim.Optimizer):
                 param.addcdiv_(first, second.sqrt() + 1e-8, value=-group["lr"])
 
 
-def muon_with_adam(model: Any) -> Any:
-    named = dict(model.named_parameters())
-    others = ("embed_tokens", "lm_head")
+def matrices_and_rest(model: Any) -> list[dict[str, Any]]:
+    """Return the params by name: those that Muon is for, and the others."""
+    named, others = dict(model.named_parameters()), ("embed_tokens", "lm_head")
     matrices = [name for name, param in named.items() if param.ndim > 1 and not any(one in name for one in others)]
-    names = [matrices, [name for name in named if name not in matrices]]
-    groups = [{"params": [named[name] for name in listed], "lt_params": listed} for listed in names]
+    return [{name: named[name] for name in named if (name in matrices) is wanted} for wanted in (True, False)]
+
+
+def muon_with_adam(model: Any) -> Any:
+    groups = [{"params": [*one.values()], "lt_params": [*one]} for one in matrices_and_rest(model)]
     return WithAdam([{**groups[0], "use_muon": True, "momentum": 0.9}, {**groups[1], "use_muon": False}])
 
 
@@ -94,12 +97,9 @@ def muon_and_adamw(model: Any) -> Any:
 
 def muon_beside_adamw(model: Any) -> Any:
     """Two optimizers, joined."""
-    named = dict(model.named_parameters())
-    others = ("embed_tokens", "lm_head")
-    matrices = [name for name, param in named.items() if param.ndim > 1 and not any(one in name for one in others)]
-    rest = [param for name, param in named.items() if name not in matrices]
-    muon = torch.optim.Muon([named[name] for name in matrices], lr=1e-3)
-    return join_optimizers(model, [muon, torch.optim.AdamW(rest, lr=1e-3)])
+    matrices, rest = matrices_and_rest(model)
+    muon = torch.optim.Muon(matrices.values(), lr=1e-3)
+    return join_optimizers(model, [muon, torch.optim.AdamW(rest.values(), lr=1e-3)])
 
 
 def adam_mini(model: Any) -> Any:

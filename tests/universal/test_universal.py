@@ -13,6 +13,8 @@ import torch
 import llmtailor
 import oracle.any
 from helpers.cases import mostly_long
+from helpers.checkpoints import copied
+from helpers.commands import call
 from helpers.commands import run_here as run
 from helpers.composing import convert, convert_to_resume, merge
 from helpers.states import assert_same_held, held_by, loaded_by, read
@@ -85,11 +87,8 @@ def test_there_and_back(runs, tmp_path, name):
 @pytest.mark.parametrize("to", ["universal", pytest.param("deepspeed", marks=pytest.mark.long)])
 def test_a_composite_with_a_partial_checkpoint(runs, tmp_path, to):
     """Odd layers from a universal checkpoint, the rest from a partial one; also the other way round."""
-    run_folder = tmp_path / "run"
-    for step in (2, 4):
-        shutil.copytree(runs["llama"].checkpoint(step), run_folder / f"checkpoint-{step}")
-    done = run("thin", run_folder, "--strategy", "full", "--yes")
-    assert done.returncode == 0, done.stderr
+    run_folder = copied(runs["llama"].folder, tmp_path / "run", (2, 4))
+    call("thin", run_folder, "--strategy", "full", "--yes")
     (partial,) = (run_folder / "partial").glob("step-*")
     universal = convert(runs["llama"].checkpoint(4), tmp_path / "universal", to="universal")
     new, old = (oracle.any.load(runs["llama"].checkpoint(step)) for step in (4, 2))
@@ -124,12 +123,11 @@ def test_what_the_format_loses_is_said(runs, tmp_path):
 def test_commands_know_it(runs, tmp_path):
     source, out = runs["llama"].checkpoint(2), tmp_path / "run" / "checkpoint-2"
     convert(source, out, to="universal")
-    done = run("inspect", out, "--json")
-    assert done.returncode == 0 and json.loads(done.stdout)["format"] == "universal"
-    assert run("verify", out, "--deep").returncode == 0
+    done = call("inspect", out, "--json")
+    assert json.loads(done.stdout)["format"] == "universal"
+    call("verify", out, "--deep")
     assert str(out) in run("latest", out.parent).stdout
-    again = run("convert", source, out, "--to", "universal", "--num-gpu", "3", "--force")
-    assert again.returncode == 0, again.stderr
+    call("convert", source, out, "--to", "universal", "--num-gpu", "3", "--force")
     assert index_checkpoint(out).world_size == 3
     (out / "global_step2_universal/zero/mine").touch()
     with pytest.raises(TargetError, match="zero/mine"):
@@ -165,9 +163,8 @@ def test_a_run_with_a_damaged_one_is_salvaged(runs, tmp_path, fragments):
     for step in (2, 4):
         convert(runs["llama"].checkpoint(step), folder / f"checkpoint-{step}", to="universal")
     (folder / f"checkpoint-4/global_step4_universal/zero/{lost}/exp_avg.pt").unlink()
-    assert run("verify", folder / "checkpoint-4").returncode == 7
-    done = run("salvage", folder, "-o", out, *(["--fragments"] if fragments else []))
-    assert done.returncode == 0, done.stderr
+    call("verify", folder / "checkpoint-4", code=7)
+    call("salvage", folder, "-o", out, *(["--fragments"] if fragments else []))
     back = oracle.any.load(convert(out, tmp_path / "back", to="deepspeed"))
     new, old = (oracle.any.load(runs["llama"].checkpoint(step)) for step in (4, 2))
     for state, tensor in back.states.items():
@@ -215,8 +212,7 @@ LONG += [
     if (case := Case(name, stage, ranks)) not in SHORT
 ]
 LONG += [Case(f"zero{stage}", stage, ranks, is_own=False) for stage in (1, 2, 3) for ranks in (2, 3)]
-CASES = [*(pytest.param(case, id=str(case)) for case in SHORT)]
-CASES += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in LONG]
+CASES = mostly_long([*SHORT, *LONG], *SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +229,7 @@ def resumed(runs, train, selected, tmp_path_factory) -> dict[str, Run]:
     return train(specs)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_deepspeed_holds_what_the_source_held(runs, resumed, case):
     run, wanted = resumed[str(case)], held_by(runs[case.source], STEP)
     assert_same_held(loaded_by(run, STEP), wanted)
@@ -247,7 +243,7 @@ def test_deepspeed_holds_what_the_source_held(runs, resumed, case):
         assert set(decay) == {0.1}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_goes_on(runs, resumed, case):
     losses = resumed[str(case)].losses
     assert losses.keys() == {3, 4}

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import edit
+from helpers.files import edit_json, flip
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata
 from llmtailor.containers.torch_file import read_torch_file
 
@@ -164,7 +165,7 @@ def prepend(name: str, data: bytes) -> Change:
 
 
 def on_json(name: str, **changes: object) -> Change:
-    return lambda root, _: (root / name).write_text(json.dumps({**json.loads((root / name).read_text()), **changes}))
+    return lambda root, _: edit_json(root / name, lambda tree: {**tree, **changes})
 
 
 def on_weights(change: Callable[[dict[str, Any]], object]) -> Change:
@@ -186,12 +187,6 @@ def both(*changes: Change) -> Change:
 
 def save(name: str, content: object) -> Change:
     return lambda root, _: torch.save(content, root / name)
-
-
-def flip(root: Path, path: str, at: int) -> None:
-    data = bytearray((root / path).read_bytes())
-    data[at] ^= 1
-    (root / path).write_bytes(data)
 
 
 def shorter(tensor: Any) -> Any:
@@ -297,7 +292,7 @@ def flip_a_moment(root: Path, _: Path) -> None:
     path = shard(root, 1)
     data = path.read_bytes()
     behind_the_pickle = data.index(b"PK\x03\x04", data.index(b"exp_avg"))
-    flip(root, str(path.relative_to(root)), behind_the_pickle + 4000)
+    flip(path, behind_the_pickle + 4000)
 
 
 def frozen(change: Callable[[Any], Any]) -> Change:
@@ -662,7 +657,7 @@ def without(*endings: str) -> Change:
 
 def flip_a_weight(root: Path, _: Path) -> None:
     blob = read_metadata(root, ".metadata", "x")["model.lm_head.weight"].chunks[1].blob
-    flip(root, blob.path, blob.start + 704 + 40)
+    flip(root / blob.path, blob.start + 704 + 40)
 
 
 def round_weights(root: Path, _: Path) -> None:
@@ -741,7 +736,7 @@ def swap_files(root: Path, _: Path) -> None:
 def flip_a_master(root: Path, _: Path) -> None:
     (path,) = root.glob(f"{PARAM}/fp32.pt")
     name = str(path.relative_to(root))
-    flip(root, name, read_torch_file(root, name, "x").records["0"].start + 5)
+    flip(root / name, read_torch_file(root, name, "x").records["0"].start + 5)
 
 
 UNIVERSAL: Table = {

@@ -4,69 +4,48 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from helpers.checkpoints import edit, make, optim_states
-from helpers.commands import run_here
+from helpers.checkpoints import edit, make, make_run, optim_states
+from helpers.commands import call
+from helpers.files import cut
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding, folded
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pristine")
-    for step in (90, 100, 1000):
-        make(root / "run", step)
-    return root
-
-
 @pytest.fixture
-def folder(pristine, tmp_path):
-    shutil.copytree(pristine / "run", tmp_path / "run")
+def folder(tmp_path, monkeypatch):
+    make_run(tmp_path / "run", (90, 100, 1000))
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = run_here(*arguments, cwd=folder)
-    assert "Traceback" not in done.stderr
-    return done
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-50])
-
-
 def test_a_clean_checkpoint(folder):
-    done = call(folder, "verify", "run/checkpoint-100")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = call("verify", "run/checkpoint-100")
+    assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "run/checkpoint-100: resumable",
         "deepspeed-zero3, step 100, for 2 ranks; structure only, no tensor was read",
         "files only; llmtailor attest run/checkpoint-100 -- PROGRAM compares what your training loads of them",
     ]
-    deep = call(folder, "verify", "run/checkpoint-100", "--deep")
-    assert (deep.returncode, deep.stderr) == (0, "")
+    deep = call("verify", "run/checkpoint-100", "--deep")
+    assert deep.stderr == ""
     assert "every byte was read" in deep.stdout
 
 
 def test_warnings_resume(folder):
     (folder / "run/checkpoint-100/rng_state_1.pth").unlink()
     (folder / "run/checkpoint-100/config.json").unlink()
-    done = call(folder, "verify", "run/checkpoint-100")
-    assert done.returncode == 0
-    lines = done.stdout.splitlines()
+    lines = call("verify", "run/checkpoint-100").stdout.splitlines()
     assert lines[0] == "run/checkpoint-100: resumable with warnings (1 warning, 1 note)"
     assert [line.split(":")[0] for line in lines[2:-1]] == ["warning", "  fix", "note", "  fix"]
     assert lines[-1].startswith("files only; llmtailor attest run/checkpoint-100 -- PROGRAM")
 
 
 def test_errors_do_not(folder):
-    cut(optim_states(folder / "run/checkpoint-100", 1))
-    cut(folder / "run/checkpoint-100/scheduler.pt")
-    done = call(folder, "verify", "run/checkpoint-100", "-vv")
-    assert done.returncode == 7
+    cut(optim_states(folder / "run/checkpoint-100", 1), 50)
+    cut(folder / "run/checkpoint-100/scheduler.pt", 50)
+    done = call("verify", "run/checkpoint-100", "-vv", code=7)
     assert done.stdout.splitlines()[0] == "run/checkpoint-100: not resumable (2 errors)"
     lines = [line.partition(" ")[2] for line in done.stderr.splitlines()]
     assert [line for line in lines if line.startswith("damaged file: ")] == [
@@ -74,7 +53,7 @@ def test_errors_do_not(folder):
         "damaged file: scheduler.pt",
     ]
     assert "damaged state: exp_avg of model.norm.weight, elements 3-5" in lines
-    assert call(folder, "verify", "run/checkpoint-100").stderr == ""
+    assert call("verify", "run/checkpoint-100", code=7).stderr == ""
 
 
 def test_findings_of_one_kind_are_one_line(folder):
@@ -83,12 +62,12 @@ def test_findings_of_one_kind_are_one_line(folder):
     for rank in range(1, 5):
         (checkpoint / f"rng_state_{rank}.pth").unlink()
     for rank in range(2):
-        cut(optim_states(checkpoint, rank))
-    lines = call(folder, "verify", checkpoint).stdout.splitlines()
+        cut(optim_states(checkpoint, rank), 50)
+    lines = call("verify", checkpoint, code=7).stdout.splitlines()
     assert lines[0].endswith("not resumable (2 errors, 4 warnings)")
     assert [line.split(":")[0] for line in lines[2:]] == ["error", "  fix"] * 2 + ["warning", "  fix"]
     assert lines[-2].endswith("is missing; the same for rng_state_2.pth, rng_state_3.pth and 1 more")
-    assert len(json.loads(call(folder, "verify", checkpoint, "--json").stdout)["findings"]) == 6
+    assert len(json.loads(call("verify", checkpoint, "--json", code=7).stdout)["findings"]) == 6
 
 
 def test_one_word_that_differs_makes_one_kind():
@@ -109,9 +88,7 @@ def test_json(folder):
         optim_states(folder / "run/checkpoint-100", 0),
         lambda tree: tree["optimizer_state_dict"]["fp32_flat_groups"][1].detach().__setitem__(0, float("inf")),
     )
-    done = call(folder, "verify", "run/checkpoint-100", "--deep", "--json")
-    assert done.returncode == 7
-    content = json.loads(done.stdout)
+    content = json.loads(call("verify", "run/checkpoint-100", "--deep", "--json", code=7).stdout)
     assert (content["verdict"], content["resumable"], content["deep"]) == ("not resumable", False, True)
     first = "model.layers.0.input_layernorm.weight"
     assert content["damaged_states"] == [
@@ -132,23 +109,23 @@ def test_json(folder):
     ],
 )
 def test_wrong_calls(folder, arguments, code, told):
-    done = call(folder, *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
+    done = call(*arguments, code=code)
+    assert done.stdout == ""
     assert told in done.stderr
 
 
 def test_the_newest_is_the_one_with_the_highest_number(folder):
-    done = call(folder, "latest", "run")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "run/checkpoint-1000\n", "")
-    assert call(folder, "latest", "run", "--at", "999").stdout == "run/checkpoint-100\n"
+    done = call("latest", "run")
+    assert (done.stdout, done.stderr) == ("run/checkpoint-1000\n", "")
+    assert call("latest", "run", "--at", "999").stdout == "run/checkpoint-100\n"
 
 
 def test_newer_ones_that_do_not_verify_are_passed_over_with_the_reason(folder):
-    cut(optim_states(folder / "run/checkpoint-1000"))
+    cut(optim_states(folder / "run/checkpoint-1000"), 50)
     (folder / "run/checkpoint-2000").mkdir()  # not yet written
     (folder / "run/checkpoint-100/rng_state_0.pth").unlink()
-    done = call(folder, "latest", "run")
-    assert (done.returncode, done.stdout) == (0, "run/checkpoint-100\n")
+    done = call("latest", "run")
+    assert done.stdout == "run/checkpoint-100\n"
     for told in (
         *("run/checkpoint-2000: not resumable", "run/checkpoint-1000: not resumable", "truncated"),
         *("run/checkpoint-100: resumable with warnings", "the RNG state of this rank is missing"),
@@ -161,17 +138,17 @@ def test_deep_passes_over_what_structure_would_take(folder):
         tree["optimizer_state_dict"]["fp32_flat_groups"][0].detach()[0] = float("nan")
 
     edit(optim_states(folder / "run/checkpoint-1000"), spoil)
-    assert call(folder, "latest", "run").stdout == "run/checkpoint-1000\n"
-    assert call(folder, "latest", "run", "--deep").stdout == "run/checkpoint-100\n"
+    assert call("latest", "run").stdout == "run/checkpoint-1000\n"
+    assert call("latest", "run", "--deep").stdout == "run/checkpoint-100\n"
 
 
 def test_none_at_all(folder):
     for step in (90, 100, 1000):
         (folder / f"run/checkpoint-{step}/latest").unlink()
-    done = call(folder, "latest", "run")
-    assert (done.returncode, done.stdout) == (7, "")
+    done = call("latest", "run", code=7)
+    assert done.stdout == ""
     assert "none of the 3 checkpoints is resumable" in done.stderr
-    content = json.loads(call(folder, "latest", "run", "--json").stdout)
+    content = json.loads(call("latest", "run", "--json", code=7).stdout)
     assert (content["path"], content["verdict"]) == (None, None)
     assert [verdict["global_step"] for verdict in content["passed_over"]] == [1000, 100, 90]
 
@@ -182,17 +159,17 @@ def test_newer_partial_checkpoints_are_told_of(folder):
         (folder / f"run/partial/step-{step:08}").mkdir(parents=True)
         (folder / f"run/partial/step-{step:08}/manifest.json").touch()
     (folder / "run/partial/step-00002000").mkdir()  # a save that did not finish
-    assert call(folder, "latest", "run").stderr == ""
-    done = call(folder, "latest", "run", "--at", "999")
+    assert call("latest", "run").stderr == ""
+    done = call("latest", "run", "--at", "999")
     assert (done.stdout, done.stderr) == ("run/checkpoint-100\n", "")
     shutil.rmtree(folder / "run/checkpoint-1000")
-    done = call(folder, "latest", "run", "--at", "1500")
+    done = call("latest", "run", "--at", "1500")
     assert done.stdout == "run/checkpoint-100\n"
     assert "run/partial/step-00001000 is newer" in done.stderr
     assert "llmtailor merge --run run --at 1500" in done.stderr
     for step in (90, 100):
         shutil.rmtree(folder / f"run/checkpoint-{step}")
-    done = call(folder, "latest", "run")
-    assert done.returncode == 7 and "fix: compose one: llmtailor merge --run run; or restart" in done.stderr
-    content = json.loads(call(folder, "latest", "run", "--json").stdout)
+    told = call("latest", "run", code=7).stderr
+    assert "fix: compose one: llmtailor merge --run run; or restart" in told
+    content = json.loads(call("latest", "run", "--json", code=7).stdout)
     assert content["newer_partial"] == "run/partial/step-00001000"

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from helpers.cases import diagonal
-from llmtailor.cli.main import cli
+from helpers.commands import call
+from helpers.files import edit_json, flip
 from llmtailor.errors import SourceError
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.roles import EXP_AVG_SQ, MASTER
 from llmtailor.salvage.plan import assess
 from llmtailor.verify.verify import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict, verify_checkpoint
-from partial.scene import FORMS, bundles, edit_manifest, flip, make_run, mend_manifest, partials
+from partial.scene import FORMS, bundles, edit_manifest, make_run, mend_manifest, partials
 
 
 @pytest.fixture(scope="module")
@@ -32,29 +32,22 @@ def copy_of(pristine: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     return lambda form: Path(shutil.copytree(pristine[form], tmp_path / "run"))
 
 
-def invoke(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(cli, ["verify", *map(str, words)], catch_exceptions=False)
-    return result.exit_code, result.stdout
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_intact_ones_are_told_by_what_they_hold(pristine, form):
     first, second, _ = partials(pristine[form])
     for deep in ([], ["--deep"]):
-        code, told = invoke(first, *deep)
-        assert code == 0
+        told = call("verify", first, *deep).stdout
         assert f"{display_name(first)}: {INTACT}\n" in told and "\nholds all " in told
-        code, told = invoke(second, *deep)
-        assert code == 0 and told.count("\n") == 3
+        told = call("verify", second, *deep).stdout
+        assert told.count("\n") == 3
         step = json.loads((second / "manifest.json").read_text())["step"]
         assert f"llmtailor merge --run {display_name(pristine[form])} --at {step}\n" in told
 
 
 def test_json_says_which_parts(pristine):
     run = pristine["zero3"]
-    code, text = invoke(partials(run)[1], "--json")
-    told = json.loads(text)
-    assert (code, told["verdict"], told["resumable"], told["intact"]) == (0, INTACT, False, True)
+    told = json.loads(call("verify", partials(run)[1], "--json").stdout)
+    assert (told["verdict"], told["resumable"], told["intact"]) == (INTACT, False, True)
     assert told["parts"] == {
         "held": ["layer 0", "layer 2", "norm"],
         "absent": ["embed_tokens", "layer 1", "layer 3", "lm_head"],
@@ -159,7 +152,7 @@ def check(path: Path, told: str, deep: bool) -> None:
     assert found and all(finding.fix for finding in found), verdict.findings
     assert found[0].where.endswith(path.name)
     assert path.name in verdict.damage.files or verdict.damage.states
-    assert invoke(checkpoint, *(["--deep"] if deep else []))[0] == 7
+    call("verify", checkpoint, *(["--deep"] if deep else []), code=7)
 
 
 @pytest.mark.parametrize(("form", "where"), diagonal(FORMS, [-1, -200, 9000]))
@@ -219,7 +212,7 @@ def test_a_save_that_did_not_finish(copy_of):
     verdict = verify_checkpoint(second)
     assert verdict.level == DAMAGED and verdict.index is None
     assert found(verdict) == [("error", "there is no manifest.json: the save did not finish")]
-    assert invoke(second)[0] == 7
+    call("verify", second, code=7)
 
 
 def test_warnings_keep_it_intact(copy_of):
@@ -227,7 +220,8 @@ def test_warnings_keep_it_intact(copy_of):
     moved = second.rename(second.with_name("step-00000250"))
     (moved / "generation_config.json").write_text("{")
     verdict = verify_checkpoint(moved)
-    assert verdict.level == INTACT_WITH_WARNINGS and invoke(moved)[0] == 0
+    assert verdict.level == INTACT_WITH_WARNINGS
+    call("verify", moved)
     assert {severity for severity, _ in found(verdict)} == {"warning"} and len(verdict.findings) == 2
 
 
@@ -244,8 +238,7 @@ def test_fields_of_the_files_inside_and_beside_are_looked_at(copy_of, form):
     checkpoint = partials(copy_of(form))[0]
     for path in bundles(checkpoint):
         path.write_bytes(path.read_bytes().replace(b"last_epoch", b"last_epocX"))  # as long as before
-    path = checkpoint / "trainer_state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "log_history": 1}))
+    edit_json(checkpoint / "trainer_state.json", lambda state: {**state, "log_history": 1})
     verdict = verify_checkpoint(checkpoint)
     assert verdict.level == DAMAGED
     assert "last_epoch is missing" in {finding.what for finding in verdict.findings}

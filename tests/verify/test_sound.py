@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from helpers.cases import every
-from helpers.checkpoints import edit, make, optim_states
+from helpers.checkpoints import edit, make_run, optim_states
 from helpers.composing import convert
+from helpers.files import edit_json
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import merge, write
 from llmtailor.errors import VerificationError
@@ -107,10 +108,7 @@ def test_weights_that_differ_from_the_masters_on_purpose_are_a_warning(run, tmp_
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    for step in (100, 200):
-        make(folder, step)
-    return folder
+    return make_run(tmp_path_factory.mktemp("run"), (100, 200))
 
 
 @pytest.fixture
@@ -154,14 +152,11 @@ def test_a_changed_json_is_a_warning(composite):
         (lambda content: content.update(world_size=5), "the world size was 5"),
         (lambda content: content["optimizer_steps"][0].update(step=3.0), "the optimizer's step of sub-group 0 was 3"),
         (lambda content: content["files"].append({"path": "more", "num_bytes": 1, "crc32": "0"}), "now missing"),
-        (lambda content: content.pop("files"), "the manifest is damaged"),
+        (lambda content: {key: content[key] for key in content.keys() - {"files"}}, "the manifest is damaged"),
     ],
 )
 def test_a_manifest_that_does_not_fit(composite, change, told):
-    path = composite / "llmtailor.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+    edit_json(composite / "llmtailor.json", change)
     verdict = verify_checkpoint(composite)
     assert any(told in finding.what for finding in verdict.findings), verdict.findings
     assert verdict.level != RESUMABLE

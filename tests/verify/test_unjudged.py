@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.checkpoints import edit
-from helpers.commands import run_here
+from helpers.checkpoints import copied, edit
+from helpers.commands import call, run_here
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.findings import ERROR, NOTE, WARNING
@@ -105,14 +105,6 @@ pytestmark = pytest.mark.real
 @pytest.fixture
 def checkpoint(tmp_path):
     return shutil.copytree(finished().checkpoint(4), tmp_path / "checkpoint-4")
-
-
-def stepped(optimizer: Any) -> dict[str, Any]:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = torch.ones_like(param)
-    optimizer.step()
-    return optimizer.state_dict()
 
 
 Make = Callable[[dict[str, Any], pytest.MonkeyPatch], dict[str, Any]]
@@ -236,7 +228,7 @@ def test_params_without_a_gradient_are_no_damage(unused, tmp_path):
     [finding] = verdict.findings
     assert (verdict.level, finding.severity, finding.code) == (RESUMABLE, NOTE, Code.STATE_MISSING)
     assert "model.layers.1.self_attn.q_proj.weight" in finding.what
-    assert run_here("convert", source, out, "--to", "trainer").returncode == 0
+    call("convert", source, out, "--to", "trainer")
     assert verify_checkpoint(out, deep=True).level == RESUMABLE
     resumed = train(tmp_path, prepare=skip_a_layer, resume_from=out)
     wanted, have = (load_file(one.checkpoint(4) / "model.safetensors") for one in (unused, resumed))
@@ -247,27 +239,23 @@ def test_params_without_a_gradient_are_no_damage(unused, tmp_path):
 @pytest.mark.parametrize("options", [("--stage", "2"), ("--to", "dcp"), ("--stage", "3", "--num-gpu", "2")])
 def test_moments_that_do_not_exist_yet_are_zeros_in_all_formats(unused, options, tmp_path):
     out = tmp_path / "checkpoint-2"
-    done = run_here("convert", unused.checkpoint(2), out, *options)
-    assert done.returncode == 0, done.stderr
+    call("convert", unused.checkpoint(2), out, *options)
     assert verify_checkpoint(out, deep=True).is_resumable
     back = tmp_path / "back" / "checkpoint-2"
     if options[0] == "--stage":  # whose groups have one step for all params
         return
-    assert run_here("convert", out, back, "--to", "trainer").returncode == 0
+    call("convert", out, back, "--to", "trainer")
     states = torch.load(back / "optimizer.pt")["state"]
     assert {float(state["step"]) for state in states.values()} == {0.0, 2.0}
     assert all(bool(state["exp_avg_sq"].any()) == bool(state["step"]) for state in states.values())
 
 
 def test_thin_and_diff_know_moments_that_do_not_exist_yet(unused, tmp_path):
-    folder = tmp_path / "run"
-    for step in (2, 4):
-        shutil.copytree(unused.checkpoint(step), folder / f"checkpoint-{step}")
+    folder = copied(unused.folder, tmp_path / "run", (2, 4))
     before = unused.checkpoint(2)
-    done = run_here("thin", folder, "--strategy", "parity", "--yes")
-    assert done.returncode == 0, done.stderr
+    call("thin", folder, "--strategy", "parity", "--yes")
     out = tmp_path / "checkpoint-2"
-    assert run_here("merge", "--run", folder, "--at", "2", out).returncode == 0
+    call("merge", "--run", folder, "--at", "2", out)
     assert "different: 0 of " in run_here("diff", before, out).stdout
 
 
@@ -289,7 +277,7 @@ def test_a_save_before_the_first_step_is_no_damage(tmp_path):
     accelerator.unwrap_model(model).config.save_pretrained(source)
     verdict = verify_checkpoint(source)
     assert (verdict.level, [finding.code for finding in verdict.findings]) == (RESUMABLE, [Code.STATE_MISSING])
-    assert run_here("convert", source, out).returncode == 0
+    call("convert", source, out)
     found = []
     for root in (source, out):
         accelerator, model, optimizer = prepare()
@@ -311,7 +299,7 @@ def test_weights_in_pytorch_model_bin_alone_are_unsupported(checkpoint):
         verify_checkpoint(checkpoint)
     [problem] = refused.value.problems
     assert problem.path == "pytorch_model.bin" and "safetensors" in problem.fix and "remove" not in problem.fix
-    assert run_here("verify", checkpoint).returncode == 4
+    call("verify", checkpoint, code=4)
 
 
 def sgd(states: dict[int, Any], groups: list[dict[str, Any]]) -> None:
