@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import signal
 import threading
@@ -33,6 +34,7 @@ import torch
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import Problem, StorageError, TailorError, Unanswered, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.model.precision import Precision
 from llmtailor.ranks.board import Pulse, as_error, await_messages, from_json, merged, to_json, turns
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
@@ -483,7 +485,7 @@ LEAST_BUFFER = 64 << 20
 """Less would make the copying wait for the disk without need."""
 
 
-def allocate_arena(training: Training, options: SavingOptions, ranks: Ranks) -> Arena | None:
+def allocate_arena(training: Training, options: SavingOptions, precision: Precision, ranks: Ranks) -> Arena | None:
     """Return the memory for saves in the background; None if these are off or not possible, with the reason in the log.
 
     All ranks call it, and get the same answer.
@@ -495,7 +497,7 @@ def allocate_arena(training: Training, options: SavingOptions, ranks: Ranks) -> 
             raise UsageError.at("background", why, "set background=False to silence this")
         masters = [one.tensor for one in training.masters()]
         given = options.host_buffer
-        num_bytes = auto_bytes(masters, options) if given == "auto" else given
+        num_bytes = auto_bytes(masters, precision) if given == "auto" else given
         try:
             made.append(Arena(num_bytes, pinned=any(master.is_cuda for master in masters)))
         except (RuntimeError, MemoryError, OSError, OverflowError) as error:
@@ -512,10 +514,10 @@ def allocate_arena(training: Training, options: SavingOptions, ranks: Ranks) -> 
     return made[0]
 
 
-def auto_bytes(masters: Iterable[torch.Tensor], options: SavingOptions) -> int:
+def auto_bytes(masters: Iterable[torch.Tensor], precision: Precision) -> int:
     """Return the size of a rank's host buffer in bytes: its masters and two moments, if there is enough memory."""
-    per_element = (3 if options.masters == "24bit" else 4) + 2 * (2 if options.moments == "bf16" else 4)
-    states = sum(master.numel() for master in masters) * per_element
+    per_element = precision.master_bytes(with_moments=True) + precision.moment_bytes
+    states = math.ceil(sum(master.numel() for master in masters) * per_element)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     return max(LEAST_BUFFER, min(states, available_bytes() // 4 // ranks))
 

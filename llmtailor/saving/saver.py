@@ -156,7 +156,7 @@ class PartialSaver:
         check_same(self.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
         self.ranks.on_first(self.folder.lock)
         self.record = RunRecord(self.folder, self.ranks, self.options, self.carried)
-        self._arena = allocate_arena(training, self.options, self.ranks)
+        self._arena = allocate_arena(training, self.options, self.precision, self.ranks)
         """None if a save stops training until it is complete"""
         self._masters: frozenset[int] = frozenset()
         """Storages of the masters, as of a save that had others than known before"""

@@ -115,7 +115,8 @@ def lay_out_share(
             written_with[name] = storage_of(one.tensor)
         dtype = None
         if one.tensor.dtype == torch.float32 and one.shape is None:
-            dtype = dtypes[one.param in without_moments].get(one.kind)
+            # an expert's master is a piece of a tensor, which has one dtype
+            dtype = dtypes[one.param in without_moments and piece is None].get(one.kind)
         # the states of a sub-group after each other, as the optimizer writes them
         group = groups.setdefault(written_with[name], len(groups))
         storage = f"{group:08}.{kinds.setdefault(one.kind, len(kinds)):02}"
