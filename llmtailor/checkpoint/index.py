@@ -220,6 +220,15 @@ class ZeroFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """A master that is stored as differences from that of another save; it is absent from the index itself."""
+
+    entry: TensorEntry
+    base: str
+    """``save_id`` of the other save"""
+
+
+@dataclass(frozen=True, slots=True)
 class PartialFacts:
     """Facts that only partial checkpoints record"""
 
@@ -230,6 +239,9 @@ class PartialFacts:
     setback: Mapping[Part, tuple[int, float]] = field(default_factory=dict)
     """Part that it left out -> the step of the part's last save, and by how many steps training falls back with it, as
     the training estimated; empty if unknown"""
+    save_id: str = ""
+    differences: Mapping[str, Difference] = field(default_factory=dict)
+    """By param"""
 
 
 @dataclass(frozen=True, slots=True)

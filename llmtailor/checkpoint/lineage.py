@@ -217,6 +217,9 @@ class RunCheckpoint:
     """Of a partial checkpoint: further parts whose masters it holds without the moments"""
     master_steps: Mapping[Part, int] = field(default_factory=dict, compare=False)
     """Of a composite: the step that the masters of each part come from"""
+    save_id: str = field(default="", compare=False)
+    bases: Mapping[Part, str] = field(default_factory=dict, compare=False)
+    """Of ``masters``: those that can't be read without another save -> its ``save_id``"""
 
     @classmethod
     def saved(cls, path: Path, ledger: Ledger, masters: Collection[Part] = ()) -> RunCheckpoint:
@@ -229,11 +232,19 @@ class RunCheckpoint:
         return cls(path, step, with_layers(newest, ledger.held_by), ledger=ledger, masters=of_masters)
 
     @classmethod
-    def from_json(cls, path: Path, data: object, where: str, masters: Collection[Part] = ()) -> RunCheckpoint:
+    def from_json(
+        cls,
+        path: Path,
+        data: object,
+        where: str,
+        masters: Collection[Part] = (),
+        save_id: str = "",
+        bases: Mapping[Part, str] | None = None,
+    ) -> RunCheckpoint:
         """Return the partial checkpoint whose manifest, ``where``, has this ledger. Raises SourceError."""
         ledger = Ledger.from_json(data, where)
         try:
-            return cls.saved(path, ledger, masters)
+            return replace(cls.saved(path, ledger, masters), save_id=save_id, bases=bases or {})
         except ValueError as error:
             raise SourceError.at(where, f"{WHAT} is damaged: {error}", FIX) from error
 
@@ -265,6 +276,10 @@ class RunCheckpoint:
         if part in self.masters or part.whole in self.masters or self.holds(part):
             return step_of(self.master_steps or self.part_steps, part, self.step)
         return None
+
+    def bases_of(self, part: Part) -> set[str]:
+        """Return the saves without which its masters of a part can't be read."""
+        return {base for one, base in self.bases.items() if part in (one, one.whole) or one == part.whole}
 
     def step_of(self, part: Part) -> int:
         """Return the step at which its state of a part was saved; of a layer of several steps the oldest."""
@@ -301,13 +316,20 @@ def newer_masters(
     candidates: Collection[RunCheckpoint], source_of: Mapping[Part, RunCheckpoint]
 ) -> dict[Part, RunCheckpoint]:
     """Return the checkpoint with the newest masters of each part, if they are newer than those of its source."""
-    found = {}
+    found, there = {}, {one.save_id for one in candidates}
     for part, source in source_of.items():
-        steps = {one: step for one in candidates if (step := one.master_step_of(part)) is not None}
+        able = (one for one in candidates if one.bases_of(part) <= there)
+        steps = {one: step for one in able if (step := one.master_step_of(part)) is not None}
         newest = max(steps, key=lambda one: (steps[one], one.step), default=source)
         if steps.get(newest, 0) > (source.master_step_of(part) or 0):
             found[part] = newest
     return found
+
+
+def bases_of(masters: Mapping[Part, RunCheckpoint], saves: Collection[RunCheckpoint]) -> set[RunCheckpoint]:
+    """Return the saves without which the masters of some parts can't be read."""
+    needed = {base for part, one in masters.items() for base in one.bases_of(part)}
+    return {save for save in saves if save.save_id in needed}
 
 
 def usable_at(checkpoints: Iterable[RunCheckpoint], step: int) -> list[RunCheckpoint]:
@@ -348,7 +370,8 @@ def partial_needs(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> set[Ru
     """Return every partial checkpoint that a composite at a partial checkpoint's step comes from."""
     past = [one for one in saves if save.builds_on(one)]
     sources = best_holders(past, save.needed_parts)
-    return {*sources.values(), *newer_masters(past, sources).values()}
+    masters = newer_masters(past, sources)
+    return {*sources.values(), *masters.values(), *bases_of(masters, past)}
 
 
 def is_complete(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from llmtailor.model.roles import BLOCK_ELEMENTS, BLOCK_RECORD, Encoding, size_of
+from llmtailor.model.roles import BLOCKS, Encoding, size_of
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -175,10 +175,10 @@ class Bundled:
     def _blocks(self, at: int, begin: int, end: int) -> Fragment:
         """Return elements of a fragment, with the blocks that they are in."""
         numel = (self.ends[at] if self.ends else self.cuts[at + 1]) - self.cuts[at]
-        first, skip = divmod(begin - self.cuts[at], BLOCK_ELEMENTS)
-        last = -(-(end - self.cuts[at]) // BLOCK_ELEMENTS)
-        start, size = self.starts[at], size_of(self.encoded, numel)
-        extent = Extent(self.paths[at], start + first * BLOCK_RECORD, start + min(last * BLOCK_RECORD, size))
+        block, start, size = BLOCKS[self.encoded], self.starts[at], size_of(self.encoded, numel)
+        first, skip = divmod(begin - self.cuts[at], block.elements)
+        last = -(-(end - self.cuts[at]) // block.elements)
+        extent = Extent(self.paths[at], start + first * block.num_bytes, start + min(last * block.num_bytes, size))
         return Fragment(begin, end, extent, Encoding(self.encoded, skip, end - begin))
 
 

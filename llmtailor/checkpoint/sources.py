@@ -50,6 +50,8 @@ class Sources:
     """States that are weighted sums: the masters of averaged params, and their moments unless they are the newest's"""
     of_moments: Mapping[str, int] = field(default_factory=dict)
     """Tensor name -> source of its moments alone, where that differs"""
+    bases: Mapping[tuple[int, str], int] = field(default_factory=dict)
+    """(Source, param) whose masters are differences -> the source that they differ from"""
 
     def moments_of(self, param: str) -> str | None:
         """Return which moments an averaged param gets (one of `MOMENTS`); None for another param."""

@@ -16,7 +16,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Term
 from llmtailor.checkpoint.placement import Absent, AllZero, Placement, Runs, without
 from llmtailor.checkpoint.sources import Cut, Sources, Weights
-from llmtailor.model.roles import BUFFER, EXP_AVG, MASTER, State, is_moment
+from llmtailor.model.roles import BUFFER, D16, EXP_AVG, MASTER, MODULE, WEIGHT, State, is_moment
 
 
 def plan_composite(
@@ -94,6 +94,8 @@ class _Filler:
         if supplies is None:
             cuts = self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),)
             supplies = self.known[state, dtype] = tuple(self._supplies(state, dtype, cuts))
+        if not supplies:
+            return [slot]
         filled: list[Piece] = []
         for supply in supplies:
             begin = first if first > supply.begin else supply.begin
@@ -106,7 +108,7 @@ class _Filler:
             if not supply.holds(begin, end):
                 return [slot]
             source, scale = supply.source, self.scales.get((state, supply.source), 1.0)
-            if supply.refined_by is not None and dtype != "BF16":
+            if supply.refined_by is not None and dtype != supply.stored_as:
                 filled += _refined(supply, supply.refined_by, dtype, state, begin, end)
             elif isinstance(supply.place, AllZero):
                 filled.append(Blend((), end - begin, dtype, source, state, begin))
@@ -141,24 +143,34 @@ class _Filler:
 
     def _supplies(self, state: State, dtype: str, cuts: Iterable[Cut]) -> Iterator[_Supply]:
         for cut in cuts:
+            index, param = self.indexes[cut.source], state.param
             try:
-                held = self.indexes[cut.source].holding(state, dtype)
+                held = index.holding(state, dtype)
             except KeyError:
-                yield _Supply(cut.begin, cut.end, cut.source, Absent(), dtype, dtype, 0, None)
-                continue
+                found = index.partial.differences.get(index.tied.get(param, param))
+                if found is None or state.kind not in (MASTER, WEIGHT, MODULE):
+                    yield _Supply(cut.begin, cut.end, cut.source, Absent(), dtype, dtype, 0, None)
+                    continue
+                held = found.entry
             runs = None if held.is_whole else held.runs
             supply = _Supply(cut.begin, cut.end, cut.source, held.place, held.dtype, held.stored_as, held.numel, runs)
-            if (held.dtype, held.rounded_from) == ("BF16", "F32") and not is_moment(state.kind):
-                yield from self._refinable(state, supply)
+            if held.rounded_from and held.stored_as in ("BF16", D16) and not is_moment(state.kind):
+                yield from self._refined_supplies(state, supply)
             else:
                 yield supply
 
-    def _refinable(self, state: State, supply: _Supply) -> Iterator[_Supply]:
-        """Yield a supply of bf16 masters, cut where the source of the moments changes, which has more exact ones."""
+    def _refined_supplies(self, state: State, supply: _Supply) -> Iterator[_Supply]:
+        """Yield a supply of 16-bit masters with the more exact ones: of differences those that they differ from, else
+        those of the sources of the moments."""
         param = self.indexes[supply.source].tied.get(state.param, state.param)
-        for cut in self.sources.spans(State(param, EXP_AVG), supply.begin, min(supply.end, supply.numel)):
+        base = self.sources.bases.get((supply.source, param))
+        cuts = self.sources.spans(State(param, EXP_AVG), supply.begin, min(supply.end, supply.numel))
+        if supply.stored_as == D16:
+            cuts = iter([] if base is None else [Cut(supply.begin, min(supply.end, supply.numel), base)])
+        for cut in cuts:
             finer = self.indexes[cut.source].held.get(State(param, MASTER))
             is_finer = finer is not None and cut.source != supply.source and finer.dtype != "BF16"
             held = finer is not None and not without(((cut.begin, cut.end),), finer.runs)
             by = (cut.source, finer.place, finer.dtype) if finer is not None and is_finer and held else None
-            yield replace(supply, begin=cut.begin, end=cut.end, refined_by=by)
+            if by is not None or supply.stored_as != D16:
+                yield replace(supply, begin=cut.begin, end=cut.end, refined_by=by)

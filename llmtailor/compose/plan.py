@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +13,7 @@ from typing import TypeVar
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Plan, regroup
 from llmtailor.checkpoint.optimizer import OptimizerLayout
-from llmtailor.checkpoint.sources import Cut
+from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.codes import Code
 from llmtailor.compose.averages import (
     StepChoice,
@@ -49,11 +50,11 @@ from llmtailor.formats.registry import (
     with_experts,
     writer_of,
 )
-from llmtailor.loaders.loader import check_replaceable, choose_loader
+from llmtailor.loaders.loader import check_replaceable, choose_loader, is_partial
 from llmtailor.loaders.trainer_state import state_attempt, state_lags
 from llmtailor.loaders.write import Wanted, lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, condense
-from llmtailor.model.roles import State
+from llmtailor.model.roles import MASTER, State
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
@@ -71,6 +72,8 @@ class Opened:
     """Root -> index, including sources that only `cuts` name"""
     cuts: Mapping[State, tuple[tuple[int, int, Path], ...]] = field(default_factory=dict)
     """States made of several sources: elements ``begin``..``end`` and the root they come from. They tile each state."""
+    others: Mapping[Path, CheckpointIndex] = field(default_factory=dict)
+    """Further checkpoints of the run, from which masters of the sources may differ"""
     files: tuple[FileLayout, ...] = ()
     """Files that the base lacks."""
     notices: tuple[Problem, ...] = ()
@@ -212,6 +215,7 @@ def plan_merge(
 
     number_of = {index.root: number for number, index in enumerate(indexes)}
     sources = number_sources(choice, indexes, base, opened.number_cuts(number_of, reference.tied) if opened else {})
+    indexes, sources = with_bases(indexes, sources, opened.others.values() if opened else ())
     reference, about_states = without_later_states(indexes, sources, base)
     indexes = (*indexes[:base], reference, *indexes[base + 1 :])
     groups = regrouping.groups if regrouping else None
@@ -304,6 +308,38 @@ def open_sources(
         problems.raise_if_any()
         raise AssertionError("a recipe without readable base has problems")
     return indexes, base
+
+
+def with_bases(
+    indexes: tuple[CheckpointIndex, ...], sources: Sources, others: Iterable[CheckpointIndex]
+) -> tuple[tuple[CheckpointIndex, ...], Sources]:
+    """Return the indexes with the saves from which the masters that are used differ, and where they are among them.
+
+    They are among ``others``, or beside the save that needs them. One that is missing is left out.
+    """
+    known = {index.partial.save_id: index for index in (*others, *indexes) if index.partial.save_id}
+    bases: dict[tuple[int, str], int] = {}
+    for number, index in enumerate(indexes):
+        for param, one in index.partial.differences.items():
+            if not any(cut.source == number for cut in sources.spans(State(param, MASTER), 0, one.entry.numel)):
+                continue
+            if one.base not in known:
+                known |= _beside(index)
+            if (found := known.get(one.base)) is not None:
+                indexes = indexes if found in indexes else (*indexes, found)
+                bases[number, param] = indexes.index(found)
+    return indexes, replace(sources, bases=bases)
+
+
+def _beside(index: CheckpointIndex) -> dict[str, CheckpointIndex]:
+    """Return the partial checkpoints beside one that can be read, by ``save_id``."""
+    found = {}
+    for path in index.root.parent.iterdir():
+        with suppress(TailorError, OSError):
+            if is_partial(path):
+                one = index_checkpoint(path)
+                found[one.partial.save_id] = one
+    return found
 
 
 def _notices(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from llmtailor.model.roles import BLOCK_ELEMENTS, EXP_AVG, EXP_AVG_SQ, F24, MASTER, Q8, Q8_ROOT, size_of
+from llmtailor.model.roles import D16, EXP_AVG, EXP_AVG_SQ, F24, MASTER, Q8, Q8_ROOT, size_of
 
 Masters = Literal["fp32", "24bit", "bf16"]
 Moments = Literal["fp32", "bf16", "8bit"]
@@ -14,8 +14,9 @@ _MASTERS: Mapping[str, tuple[str, str]] = {"fp32": ("F32", "F32"), "24bit": (F24
 """The dtypes of masters whose moments are saved with them, and of the others"""
 _MOMENTS = {"fp32": ("F32", "F32"), "bf16": ("BF16", "BF16"), "8bit": (Q8, Q8_ROOT)}
 """The dtypes of exp_avg and exp_avg_sq"""
+_MANY = 128
 MASTERS, MOMENTS = (*_MASTERS,), (*_MOMENTS,)
-ROUNDED_AS = {MASTER: (F24, "BF16"), EXP_AVG: ("BF16", Q8), EXP_AVG_SQ: ("BF16", Q8_ROOT)}
+ROUNDED_AS = {MASTER: (F24, "BF16", D16), EXP_AVG: ("BF16", Q8), EXP_AVG_SQ: ("BF16", Q8_ROOT)}
 """Kind of fp32 state -> what it may have been rounded to"""
 
 
@@ -49,4 +50,4 @@ EXACT = Precision()
 
 
 def _per_element(dtype: str) -> float:
-    return size_of(dtype, BLOCK_ELEMENTS) / BLOCK_ELEMENTS
+    return size_of(dtype, _MANY) / _MANY

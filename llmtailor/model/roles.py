@@ -258,27 +258,51 @@ F24: Literal["F24"] = "F24"
 Q8: Literal["Q8"] = "Q8"
 Q8_ROOT: Literal["Q8_ROOT"] = "Q8_ROOT"
 """fp32 in blocks of 8-bit codes, or the squares of these, see `storage.casts`. Only partial checkpoints hold them."""
-PACKED = (F24, Q8, Q8_ROOT)
+D16: Literal["D16"] = "D16"
+"""`F24` masters as differences from those of an earlier save, or as bf16, see `storage.casts`"""
+PACKED = (F24, Q8, Q8_ROOT, D16)
 """What safetensors files hold as ``U8``"""
-BLOCK_ELEMENTS = 128
-BLOCK_RECORD = 4 + BLOCK_ELEMENTS
-"""Bytes of a block: an fp32 unit, and a code per element. The last block of a tensor may be shorter."""
+
+
 SAFETENSORS = ITEMSIZE.keys() - {F24}
 """The dtypes of safetensors files that llmtailor knows"""
 
 
+class Block(NamedTuple):
+    """The layout of an encoding: ``head`` bytes, then ``code`` bytes for each of so many elements. The last block of a
+    tensor may be shorter."""
+
+    elements: int
+    head: int
+    code: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.head + self.elements * self.code
+
+
+BLOCKS: Mapping[str, Block] = {Q8: Block(128, 4, 1), Q8_ROOT: Block(128, 4, 1), D16: Block(32, 1, 2)}
+
+
 def size_of(dtype: str, numel: int) -> int:
     """Return the bytes that elements take in a file."""
-    if dtype in (Q8, Q8_ROOT):
-        return numel + 4 * -(-numel // BLOCK_ELEMENTS)
+    if (block := BLOCKS.get(dtype)) is not None:
+        return numel * block.code + block.head * -(-numel // block.elements)
     return numel * ITEMSIZE[dtype]
+
+
+def numel_of(dtype: str, num_bytes: int) -> int:
+    """Return the number of elements in so many bytes, without the part of an element at the end."""
+    if (block := BLOCKS.get(dtype)) is not None:
+        return (num_bytes - block.head * -(-num_bytes // block.num_bytes)) // block.code
+    return num_bytes // ITEMSIZE[dtype]
 
 
 class Encoding(NamedTuple):
     """How bytes of a file become fp32 elements: ``numel`` of its blocks, after ``skip`` elements of the first one."""
 
     dtype: str
-    """`Q8` or `Q8_ROOT`"""
+    """One of `BLOCKS`"""
     skip: int
     numel: int
 

@@ -190,7 +190,9 @@ class RunFolder:
         for path in self.complete().values():
             with suppress(TailorError):
                 made = read_manifest(path, path.name)
-                found.append(RunCheckpoint.from_json(path, made.ledger, path.name, made.masters))
+                found.append(
+                    RunCheckpoint.from_json(path, made.ledger, path.name, made.masters, made.save_id, made.bases)
+                )
         return found
 
     def attempts(self) -> list[Past]:

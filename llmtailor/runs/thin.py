@@ -31,7 +31,7 @@ from llmtailor.errors import PathIn, Problem, SourceError, TailorError, Unanswer
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.model.parts import ModelStructure
-from llmtailor.model.roles import BLOCK_ELEMENTS, ITEMSIZE, WEIGHT, State, is_moment, size_of
+from llmtailor.model.roles import ITEMSIZE, WEIGHT, State, is_moment, size_of
 from llmtailor.recipe import Assignment, Recipe
 from llmtailor.runs.folder import Kind, carrying_out, link_or_copy, remove_partial, remove_replaced, staged
 from llmtailor.runs.gc import BUG
@@ -44,7 +44,7 @@ from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int], None]
-_CHUNK_ELEMENTS = 1024 * BLOCK_ELEMENTS
+_CHUNK_ELEMENTS = 1 << 17
 _DISK_OR_BUG = f"the disk loses data, or {BUG}"
 _ALIKE = (
     *(

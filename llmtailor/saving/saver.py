@@ -63,7 +63,7 @@ from llmtailor.saving.save import (
     release,
     save_error,
 )
-from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Bases, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish, sample_frozen
 from llmtailor.storage.local import as_path
@@ -139,6 +139,9 @@ class PartialSaver:
         if self.ranks.is_first and self.precision != EXACT:
             what = "saves hold masters in %s and moments in %s; the policy is %s"
             logger.info(what, self.precision.masters, self.precision.moments, self.policy)
+        self._bases = Bases() if self.precision.masters == "bf16" else None
+        self._based: dict[Part, str] = {}
+        """Part -> ``save_id`` of the save that `_bases` has its masters of"""
         self._client = beside
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
@@ -362,9 +365,12 @@ class PartialSaver:
         if save is None or not save.is_done:
             return
         self._pending = None
+        if self._bases is not None:
+            self._bases.settle(save.failure is None)
         if save.failure is None:
             self.ledger, self._before = save.work.ledger, save.path
             self.drift.remember(save.work.samples)
+            self._based |= dict.fromkeys(map(Part, save.work.report.parts), save.work.save_id)
         else:
             restore_state(self.policy, save.work.policy_state)
         if save.report is not None:
@@ -400,6 +406,8 @@ class PartialSaver:
                 before=self._before,
                 seen=self._frozen,
                 precision=self.precision,
+                bases=self._bases,
+                based=self.model.names_in([part for part in choice.masters if part in self._based]),
                 pieces=self.model.structure.pieces,
             )
             self._frozen = share.samples
@@ -492,6 +500,11 @@ class PartialSaver:
                 for part, names in names_of.items()
             },
             masters=choice.masters,
+            bases={
+                part: self._based[part]
+                for part in choice.masters
+                if part in self._based and any(name not in pieces for name in model.params_of[part])
+            },
         )
         return partial(
             publish,
@@ -514,6 +527,7 @@ class PartialSaver:
         logger.warning("the set of trained params has changed; the next save holds every part")
         self.model, self.training = find_trained_parts(self.live, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
+        self._based = {}
         self.record.is_proven = False
         self.ledger = self.ledger.without(self.ledger.held_by.keys())
 

@@ -25,13 +25,15 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.streams import huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import Entry
-from llmtailor.model.roles import BLOCK_ELEMENTS, BLOCK_RECORD, F24, ITEMSIZE, PACKED, Q8_ROOT, size_of
+from llmtailor.model.roles import BLOCKS, D16, F24, ITEMSIZE, PACKED, Q8_ROOT, size_of
 from llmtailor.storage import casts
 
 SOURCE = "live"
 """The name of the source in plans"""
 STORE_BYTES = 32 << 20
 """Bytes read at once; for GPU tensors, the additional CPU memory"""
+_CACHED = 1 << 15
+"""Elements that are packed at once, so that they stay in a core's cache"""
 ANY_STEP = -1
 """`LiveTensor.written_with` of a tensor that any step of the training may change"""
 
@@ -67,6 +69,9 @@ class LiveTensor:
     written_with: int
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
     params, which a user's code may change at each step; 0 for a private copy."""
+    base: torch.Tensor | None = None
+    """Of masters: the numbers of their `roles.F24` patterns (`numbers_of`) as of the save that `roles.D16` is a
+    difference from, in host memory; of `roles.F24` where to keep them"""
 
     @property
     def num_bytes(self) -> int:
@@ -77,9 +82,17 @@ class LiveTensor:
         """Return the elements that become a range of bytes, whose ends are multiples of the item size; of packed ones
         the bytes, of any range."""
         if self.packed:
-            numel, size = (1, ITEMSIZE[F24]) if self.packed == F24 else (BLOCK_ELEMENTS, BLOCK_RECORD)
+            block = BLOCKS.get(self.packed)
+            numel, size = (block.elements, block.num_bytes) if block else (1, ITEMSIZE[self.packed])
             first = start // size
-            made = pack(self.flat[first * numel : -(-stop // size) * numel], self.packed)
+            some = slice(first * numel, -(-stop // size) * numel)
+            if self.base is None:
+                made = pack(self.flat[some], self.packed)
+            elif self.packed == D16:
+                made = pack_differences(self.flat[some], self.base[some])
+            else:
+                self.base[some].copy_(numbers_of(self.flat[some]))
+                made = pack(self.flat[some], self.packed)
             return made[start - first * size : stop - first * size]
         itemsize = self.dtype.itemsize
         return self.flat[start // itemsize : stop // itemsize]
@@ -98,16 +111,19 @@ class LiveTensors:
         dtype: str | None = None,
         written_with: int = 0,
         storage: str | None = None,
+        base: torch.Tensor | None = None,
     ) -> Entry:
         """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements.
 
         In its plan, `SOURCE` is the first source. ``dtype`` is that in the file, or one of `roles.PACKED`. ``storage``
         is a name of the tensor's storage if the file is to have tensors as they lie there; names are in the order of
-        the file.
+        the file. ``base`` is that of `LiveTensor`.
         """
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
         packed = dtype if dtype in PACKED else ""
-        live = LiveTensor(flat, torch.uint8 if packed else _TORCH.get(dtype or "", flat.dtype), packed, written_with)
+        live = LiveTensor(
+            flat, torch.uint8 if packed else _TORCH.get(dtype or "", flat.dtype), packed, written_with, base
+        )
         content: tuple[Copy, ...] = ()
         if num_bytes := live.num_bytes:
             content = (Copy(Extent(str(len(self.tensors)), 0, num_bytes), source=0),)
@@ -140,7 +156,8 @@ def pack_by_torch(elements: torch.Tensor, dtype: str) -> torch.Tensor:
         kept[:, 0] |= (octets[:, 0] != 0).to(torch.uint8)
         return kept.view(-1)
     is_root, most = dtype == Q8_ROOT, 255 if dtype == Q8_ROOT else 127
-    values = torch.nn.functional.pad(elements, (0, -elements.numel() % BLOCK_ELEMENTS)).view(-1, BLOCK_ELEMENTS)
+    size = BLOCKS[dtype].elements
+    values = torch.nn.functional.pad(elements, (0, -elements.numel() % size)).view(-1, size)
     rows = values.double().sqrt().float() if is_root else values  # in fp32, torch rounds some roots wrongly on CPUs
     unit = rows.abs().amax(1, keepdim=True) / most
     codes = (rows / torch.where(unit > 0, unit, 1)).round_().nan_to_num_(0, 0, 0).clamp_(-most, most)
@@ -149,6 +166,52 @@ def pack_by_torch(elements: torch.Tensor, dtype: str) -> torch.Tensor:
     unit = torch.where(unit.isfinite(), unit, torch.nan)
     records = torch.cat((unit.view(torch.uint8), codes.to(torch.int16).to(torch.uint8)), 1)
     return records.view(-1)[: size_of(dtype, elements.numel())]
+
+
+def numbers_of(elements: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of the `roles.F24` patterns of fp32 elements in the order of the values, as int32."""
+    bits = elements.view(torch.int32)
+    kept = ((bits & 0xFF).add_(0xFF).bitwise_or_(bits) >> 8) & 0xFFFFFF
+    return torch.where(bits < 0, -(kept & 0x7FFFFF), kept)
+
+
+def pack_differences(elements: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of fp32 elements as `roles.D16`, on their device; ``base`` has what `numbers_of` returned."""
+    size, step = BLOCKS[D16].elements, _CACHED if elements.device.type == "cpu" else max(elements.numel(), 1)
+    made = []
+    for begin in range(0, elements.numel(), step):
+        values, before = (one[begin : begin + step] for one in (elements, base))
+        off = torch.nn.functional.pad(numbers_of(values) - before.to(values.device), (0, -len(values) % size))
+        is_zero = torch.nn.functional.pad(values.view(torch.int32) == -(1 << 31), (0, len(off) - len(values)))  # -0.0
+        rows = off.view(-1, size)
+        fits = ((rows.abs() < 1 << 15) & ~is_zero.view(-1, size)).all(1, keepdim=True)
+        rounded = torch.nn.functional.pad(values, (0, len(off) - len(values))).bfloat16().view(torch.int16)
+        codes = torch.where(fits, rows.to(torch.int16), rounded.view(-1, size))
+        made.append(torch.cat((fits.to(torch.uint8), codes.view(torch.uint8)), 1).view(-1)[: size_of(D16, len(values))])
+    return torch.cat(made)
+
+
+class Bases:
+    """What masters are differences from: their numbers as of the newest save that held them with their moments, in
+    host memory, 4 bytes per param."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], torch.Tensor] = {}
+        self._coming: dict[tuple[str, int], torch.Tensor] = {}
+
+    def of(self, name: str, begin: int, numel: int) -> torch.Tensor | None:
+        found = self._kept.get((name, begin))
+        return found if found is not None and found.numel() == numel else None
+
+    def coming(self, name: str, begin: int, numel: int) -> torch.Tensor:
+        """Return room for those of the save that is being made."""
+        self._coming[name, begin] = room = torch.empty(numel, dtype=torch.int32)
+        return room
+
+    def settle(self, is_published: bool) -> None:
+        """Take the outcome of that save into account."""
+        self._kept |= self._coming if is_published else {}
+        self._coming = {}
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

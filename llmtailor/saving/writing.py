@@ -39,7 +39,7 @@ from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
 from llmtailor.model.precision import EXACT, Precision
-from llmtailor.model.roles import BUFFER, MASTER, is_moment
+from llmtailor.model.roles import BUFFER, D16, F24, MASTER, is_moment
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.snapshot import (
@@ -48,6 +48,7 @@ from llmtailor.saving.snapshot import (
     CHANGED,
     DTYPES,
     SOURCE,
+    Bases,
     LiveTensors,
     bytes_of,
     storage_of,
@@ -90,6 +91,8 @@ def lay_out_share(
     before: Path | None,
     seen: Mapping[str, int],
     precision: Precision = EXACT,
+    bases: Bases | None = None,
+    based: Collection[str] = (),
     pieces: Mapping[str, Piece] = MappingProxyType({}),
 ) -> Share:
     """Lay out this rank's files: its fragments of ``params``, and of the masters of ``masters``; its buffers and the
@@ -97,8 +100,9 @@ def lay_out_share(
 
     These names may be those of ``pieces`` that the training has fragments of (`model.find_trained_parts`).
     A sample decides whether frozen params have changed, because training changes all elements of a param; ``seen`` are
-    those of the last save, or of the beginning. Small tensors are copied at once, because training may change them at
-    any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not hold.
+    those of the last save, or of the beginning. ``based`` are params of ``masters`` that are stored as differences from
+    what ``bases`` has, which also gets what is saved of ``params``. Small tensors are copied at once, because training
+    may change them at any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not hold.
     """
     live, bundle = LiveTensors(), Bundle(bundle_name(ranks.rank, ranks.world_size))
     written_with: dict[str, int] = {}
@@ -117,10 +121,17 @@ def lay_out_share(
         if one.tensor.dtype == torch.float32 and one.shape is None:
             # an expert's master is a piece of a tensor, which has one dtype
             dtype = dtypes[one.param in without_moments and piece is None].get(one.kind)
+        base = None
+        if bases is not None and one.kind == MASTER and dtype in (F24, "BF16") and piece is None:
+            if dtype == F24:
+                base = bases.coming(name, begin, one.tensor.numel())
+            elif one.param in based:
+                base, dtype = bases.of(name, begin, one.tensor.numel()), D16
+                assert base is not None, "kept since the save that held it"
         # the states of a sub-group after each other, as the optimizer writes them
         group = groups.setdefault(written_with[name], len(groups))
         storage = f"{group:08}.{kinds.setdefault(one.kind, len(kinds)):02}"
-        entry = live.entry(f"{one.kind}/{name}", one.tensor, dtype, written_with[name], storage)
+        entry = live.entry(f"{one.kind}/{name}", one.tensor, dtype, written_with[name], storage, base)
         if one.shape is None:
             bundle.add_fragment(entry, begin)
         else:

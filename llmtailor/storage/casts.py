@@ -6,10 +6,14 @@ Only ``F24``, the first 24 bits of fp32, is rounded to odd: the last of its bits
 So a value is never on a tie, or on a value of bf16 or fp16, that the fp32 value was not on, and rounding it to these
 dtypes gives what rounding the fp32 value gives (Boldo and Melquiond, 2008). The error is below a unit of its last bit.
 
-``Q8`` are blocks of `BLOCK_ELEMENTS` elements: an fp32 unit, then a signed 8-bit code for each element, its multiple of
+``Q8`` are blocks of 128 elements: an fp32 unit, then a signed 8-bit code for each element, its multiple of
 the unit, which is the largest magnitude / 127. ``Q8_ROOT``, for elements that are not negative, has unsigned codes of
 their square roots, and the unit is the largest root / 255. There only a zero becomes 0, because an optimizer divides by
 the root. A block with an infinite element, or one that is not a number, has no numbers afterwards.
+
+``D16`` are blocks of 32 elements. After a first byte of 1, each has 16 bits: the signed difference of its ``F24``
+pattern, numbered in the order of the values, from that of the same element in an earlier save. If any difference does
+not fit, the first byte is 0, and the block has its values rounded to bf16.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.model.roles import BLOCK_ELEMENTS, BLOCK_RECORD, F24, PACKED, Q8, Q8_ROOT, Encoding, size_of
+from llmtailor.model.roles import BLOCKS, D16, F24, PACKED, Q8_ROOT, Encoding, numel_of, size_of
 
-_CACHED: Final = 256 * BLOCK_ELEMENTS
+_CACHED: Final = 1 << 15
+_DIFFERENCE: Final = 0x7F81
+"""The upper half of a pattern, which is not a number, that stands for a difference from another save: the lower half"""
 _NUMPY: Final[dict[str, str]] = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 
 
@@ -67,14 +73,21 @@ def refine(
 
     Each is the ``older``, more exact element, moved into the range that rounds to the newest value if it rounded to a
     neighbor of that; else the newest value itself. Where both are of one value of bf16, that is the older element.
+    Where `D16` has a difference from the older element, it is the exact sum.
     """
     now, before = (widen(data, dtype).view("<u4") for data, dtype in ((newest, newest_dtype), (older, older_dtype)))
     rounded = np.frombuffer(_to_bfloat16(before.view("<f4")), "<u2").astype(np.int64)
+    is_difference = now >> np.uint32(16) == _DIFFERENCE
     now, before = now.astype(np.int64), before.astype(np.int64)
     odd = now >> 16 & 1  # a tie goes to the even neighbor
     inside = np.clip(before, now - (1 << 15) + odd, now + (1 << 15) - odd)  # patterns of one sign are in order of size
     is_near = (np.abs(rounded - (now >> 16)) <= 1) & (now >> 31 == before >> 31) & (now & 0x7FFFFFFF < 0x7F800000)
-    return cast(np.where(is_near, inside, now).astype("<u4").tobytes(), "F32", target)
+    found = np.where(is_near, inside, now)
+    if is_difference.any():
+        ordered = np.where(before >> 31, -(before >> 8 & 0x7FFFFF), before >> 8)
+        ordered += (now & 0xFFFF ^ 0x8000) - 0x8000
+        found = np.where(is_difference, np.where(ordered < 0, 1 << 31 | -ordered << 8, ordered << 8), found)
+    return cast(found.astype("<u4").tobytes(), "F32", target)
 
 
 def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
@@ -83,7 +96,7 @@ def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]
         octets = np.zeros((len(data) // 3, 4), np.uint8)
         octets[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
         return octets.reshape(-1).view("<f4")
-    if source in (Q8, Q8_ROOT):
+    if source in BLOCKS:
         return _from_blocks(data, source)
     if source != "BF16":
         return np.frombuffer(data, _NUMPY[source])
@@ -101,9 +114,9 @@ def pack(values: npt.NDArray[Any], target: str) -> npt.NDArray[np.uint8]:
             room = made[start : start + size_of(target, len(some))]
             if target == F24:
                 _to_24_bits(some, room)
-            elif tail := len(some) % BLOCK_ELEMENTS:
-                record = np.empty((1, BLOCK_RECORD), np.uint8)
-                _to_blocks(np.pad(some[-tail:], (0, BLOCK_ELEMENTS - tail)), record, target)
+            elif tail := len(some) % (size := BLOCKS[target].elements):
+                record = np.empty((1, BLOCKS[target].num_bytes), np.uint8)
+                _to_blocks(np.pad(some[-tail:], (0, size - tail)), record, target)
                 room[-4 - tail :] = record[0, : 4 + tail]
                 _to_blocks(some[:-tail], room[: -4 - tail], target)
             else:
@@ -123,13 +136,13 @@ def _to_24_bits(values: npt.NDArray[Any], room: npt.NDArray[np.uint8]) -> None:
 
 
 def _to_blocks(values: npt.NDArray[Any], room: npt.NDArray[np.uint8], target: str) -> None:
-    rows, most = values.reshape(-1, BLOCK_ELEMENTS), np.float32(255 if target == Q8_ROOT else 127)
+    rows, most = values.reshape(-1, BLOCKS[target].elements), np.float32(255 if target == Q8_ROOT else 127)
     codes = np.sqrt(rows) if target == Q8_ROOT else np.abs(rows)
     unit = codes.max(axis=1, keepdims=True, initial=0) / most
     np.divide(codes if target == Q8_ROOT else rows, np.where(unit > 0, unit, 1), out=codes)
     np.rint(codes, out=codes)
     np.clip(codes, -most, most, out=codes)
-    records = room.reshape(-1, BLOCK_RECORD)
+    records = room.reshape(-1, BLOCKS[target].num_bytes)
     records[:, :4] = np.where(np.isfinite(unit), unit, np.float32(np.nan)).astype("<f4").view(np.uint8)
     if target == Q8_ROOT:
         records[:, 4:] = codes.astype(np.uint8)
@@ -139,12 +152,19 @@ def _to_blocks(values: npt.NDArray[Any], room: npt.NDArray[np.uint8], target: st
 
 
 def _from_blocks(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
-    numel = len(data) - 4 * -(-len(data) // BLOCK_RECORD)
-    records = np.zeros((-(-len(data) // BLOCK_RECORD), BLOCK_RECORD), np.uint8)
+    block, numel = BLOCKS[source], numel_of(source, len(data))
+    records = np.zeros((-(-len(data) // block.num_bytes), block.num_bytes), np.uint8)
     records.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
-    codes = records[:, 4:].view(np.uint8 if source == Q8_ROOT else np.int8).astype("<f4")
-    codes *= np.ascontiguousarray(records[:, :4]).view("<f4")
-    return (codes * codes if source == Q8_ROOT else codes).reshape(-1)[:numel]
+    codes = np.ascontiguousarray(records[:, block.head :])
+    if source == D16:
+        words = codes.view("<u2").astype("<u4")
+        is_difference = records[:, :1] != 0
+        found = np.where(is_difference, words | np.uint32(_DIFFERENCE << 16), words << np.uint32(16)).view("<f4")
+    else:
+        found = codes.view(np.uint8 if source == Q8_ROOT else np.int8).astype("<f4")
+        found *= np.ascontiguousarray(records[:, :4]).view("<f4")
+        found = found * found if source == Q8_ROOT else found
+    return found.reshape(-1)[:numel]
 
 
 class Decoder:
@@ -159,7 +179,7 @@ class Decoder:
         """Return the elements of the blocks that are complete now, and of the last one if all wanted ones are there."""
         whole = self._rest + bytes(data)
         enough = size_of(self._dtype, self._skip + self._left)
-        end = enough if len(whole) >= enough else len(whole) - len(whole) % BLOCK_RECORD
+        end = enough if len(whole) >= enough else len(whole) - len(whole) % BLOCKS[self._dtype].num_bytes
         self._rest = whole[end:]
         found = _from_blocks(whole[:end], self._dtype)[self._skip :][: self._left]
         self._skip, self._left = 0 if end else self._skip, self._left - len(found)

@@ -150,3 +150,20 @@ def refined(newest: torch.Tensor, older: torch.Tensor) -> torch.Tensor:
             value = edge if edge.bfloat16() == step else edge.nextafter(step.float())
         found.append(step.float() if distance > 1 else value)
     return torch.stack(found).reshape(newest.shape)
+
+
+def of_16_bits(newest: torch.Tensor, older: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return masters of 24 bits where each of 32 has moved by less than 2**15 such numbers, others as `refined`."""
+
+    def numbers(tensor: torch.Tensor) -> list[int]:
+        found = [int(bits) & 0xFFFFFFFF for bits in in_24_bits(tensor).view(torch.int32)]
+        return [-(bits & 0x7FFFFFFF) >> 8 if bits >> 31 else bits >> 8 for bits in found]
+
+    part, made = -(-newest.numel() // ranks), []
+    for now, then in zip(newest.flatten().split(part), older.flatten().split(part), strict=True):
+        for some, before in zip(now.split(32), then.split(32), strict=True):
+            pairs = zip(numbers(some), numbers(before), strict=True)
+            is_near = all(abs(one - other) < 1 << 15 for one, other in pairs)
+            is_near &= not ((some == 0) & some.signbit()).any()
+            made.append(in_24_bits(some) if is_near else refined(some, in_24_bits(before)))
+    return torch.cat(made).reshape(newest.shape)

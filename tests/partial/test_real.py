@@ -19,7 +19,7 @@ from helpers.commands import call, run_here
 from helpers.composing import compose
 from helpers.files import cut, names
 from helpers.same import differences
-from helpers.states import in_8_bits, in_24_bits, read, refined
+from helpers.states import in_8_bits, in_24_bits, of_16_bits, read
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.recipe.strategies import StrategyOptions
@@ -92,7 +92,7 @@ def compare_rounded(done: Run, at: int, ours: Path, stock: Path) -> None:
         if state.kind in MOMENTS:
             rounded = [in_8_bits(tensor, state.kind, done.spec.ranks) if is_8bit else tensor.bfloat16().float()]
         elif state.kind == MASTER and done.spec.options["masters"] == "bf16":
-            rounded = [refined(tensor, in_24_bits(older[state])) for older in saved]
+            rounded = [of_16_bits(tensor, older[state], done.spec.ranks) for older in saved]
         elif state.kind == MASTER:
             rounded = [in_24_bits(tensor)]
         assert any(not differ(found[state], one) for one in rounded), state

@@ -163,6 +163,8 @@ class Manifest:
     masters: tuple[Part, ...] = ()
     """Further parts: the rank shards hold their masters without the moments. They are also in ``params_of``
     and ``pieces_of``."""
+    bases: Mapping[Part, str] = field(default_factory=dict)
+    """Of ``masters`` -> the ``save_id`` of the save from whose masters theirs are differences"""
 
     def runs_of(self, kind: str) -> dict[str, Runs]:
         """Return the elements of every trained param for which the rank shards hold a kind of state."""
@@ -224,6 +226,8 @@ def manifest_json(
     if manifest.masters:
         content |= {"schema": SCHEMA_MASTERS}
         content["masters"] = [{"part": part, **_params_of(part, manifest)} for part in manifest.masters]
+    if manifest.bases:
+        content["bases"] = dict(manifest.bases)
     if manifest.setback:
         content["setback"] = {part: round(steps, 3) for part, steps in manifest.setback.items()}
     return json.dumps(content, indent=1).encode() + b"\n"
@@ -285,6 +289,7 @@ def _parse(data: Any) -> Manifest:
         setback={Part(_name(part)): float(_steps(steps)) for part, steps in data.get("setback", {}).items()},
         pieces_of=pieces_of,
         masters=tuple(masters),
+        bases={Part(_name(part)): _name(base) for part, base in _mapping(data.get("bases", {})).items()},
     )
 
 

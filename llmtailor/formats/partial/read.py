@@ -22,6 +22,7 @@ from llmtailor.checkpoint.index import (
     UNIVERSAL,
     DcpEntry,
     DcpKeyLayout,
+    Difference,
     PartialFacts,
     TensorEntry,
     buffer_on_ranks,
@@ -57,8 +58,8 @@ from llmtailor.loaders.read import read_trainer_files
 from llmtailor.model.parts import Param
 from llmtailor.model.precision import ROUNDED_AS
 from llmtailor.model.roles import (
-    BLOCK_RECORD,
     BUFFER,
+    D16,
     F24,
     FROZEN,
     ITEMSIZE,
@@ -67,6 +68,7 @@ from llmtailor.model.roles import (
     Q8,
     SAFETENSORS,
     State,
+    numel_of,
     size_of,
 )
 from llmtailor.storage.local import FileFact
@@ -191,10 +193,9 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
                     if whole.setdefault(State(param, kind), held) is not held:
                         raise ValueError(f"another rank also has all of {key}")
                     continue
-                start, dtype = (
-                    _extent(held).start,
-                    packed[kind] if held.dtype == "U8" and kind in packed else held.dtype,
-                )
+                start, dtype = _extent(held).start, held.dtype
+                if dtype == "U8":
+                    dtype = packed.get(key) or packed.get(kind, dtype)
                 for begin, end in _runs(begins.get(key, begins[param]), held.num_bytes, dtype):
                     found.setdefault(State(param, kind), []).append((begin, end, path, start, dtype))
                     start += size_of(dtype, end - begin)
@@ -224,7 +225,7 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
 def _runs(begin: Any, num_bytes: int, dtype: str) -> Runs:
     """Return the elements of a param that a tensor holds, by the metadata ``begin``. Raises ValueError."""
     if is_count(begin):
-        numel = num_bytes - 4 * -(-num_bytes // BLOCK_RECORD) if dtype not in ITEMSIZE else num_bytes // ITEMSIZE[dtype]
+        numel = numel_of(dtype, num_bytes)
         if size_of(dtype, numel) != num_bytes:
             raise ValueError("a tensor has a part of an element")
         return ((begin, begin + numel),)
@@ -266,6 +267,7 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     saved = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
     setback = {part: (saved[part], steps) for part, steps in manifest.setback.items() if part in saved}
     found = {(state.kind == MASTER, one.stored_as) for state, one in held.items() if one.rounded_from}
+    found |= {(True, "BF16")} if manifest.bases else set()
     rounded = tuple(
         Finding(name, what, fix, Code.STATE_DTYPE)
         for what, fix in (_ROUNDED[one] for one in sorted(found) if one in _ROUNDED)
@@ -276,7 +278,9 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
         held=held,
         findings=(*index.findings, *rounded),
         files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
-        partial=PartialFacts(frozenset(partial.tree_of), manifest.saved_as, setback),
+        partial=PartialFacts(
+            frozenset(partial.tree_of), manifest.saved_as, setback, manifest.save_id, _differences(partial)
+        ),
         zero=replace(index.zero, module={}),
     )
     return replace(draft, index=index)
@@ -296,11 +300,26 @@ _ROUNDED = {
         "for exact ones, use a save that was made without masters=24bit or masters=bf16",
     ),
     (True, "BF16"): (
-        "some master weights were saved in bf16; composites add digits of the masters that were saved with the moments",
+        "some master weights were saved in 16 bits; composites add digits of masters that were saved with the moments",
         "for exact ones, use a save that was made without masters=bf16",
     ),
 }
 """Whether it is the master, and its dtype -> what to say"""
+
+
+def _differences(partial: Partial) -> dict[str, Difference]:
+    """Return the masters that are differences from those of other saves. Raises SourceError if a save is not named."""
+    found: dict[str, Difference] = {}
+    base_of: dict[str, str] = {}
+    for part, save_id in partial.manifest.bases.items():
+        base_of |= dict.fromkeys(partial.manifest.params_of.get(part, ()), save_id)
+    for state, entry in partial.fragments.items():
+        if entry.stored_as == D16:
+            if state.param not in base_of or state.kind != MASTER:
+                what = f"its manifest does not say from which save {state.kind} of {state.param} differs"
+                raise SourceError.at(partial.name, what, _FIX)
+            found[state.param] = Difference(replace(entry, rounded_from=entry.dtype), base_of[state.param])
+    return found
 
 
 def _framework(manifest: Manifest) -> str | None:
@@ -318,9 +337,11 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
             placed[state] = described
             continue
         fragment = partial.fragments.get(state)
-        placed[state] = fragment or replace(described, place=_ABSENT)
+        is_here = fragment is not None and fragment.stored_as != D16  # without the other save these have no values
+        placed[state] = fragment if fragment and is_here else replace(described, place=_ABSENT)
         if fragment and described.dtype == "F32" and fragment.stored_as in ROUNDED_AS.get(state.kind, ()):
-            fragment = placed[state] = replace(fragment, rounded_from=described.dtype)
+            fragment = replace(fragment, rounded_from=described.dtype)
+            placed[state] = fragment if is_here else placed[state]
         if fragment and (fragment.live_dtype, fragment.shape) != (described.dtype, described.shape):
             what = f"{state.kind} of {state.param} does not match its object tree"
             problems.append(Problem(partial.name, what, _FIX))

@@ -67,11 +67,11 @@ from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, Part, SavedAs
 from llmtailor.model.precision import Precision
 from llmtailor.model.roles import (
-    BLOCK_ELEMENTS,
+    BLOCKS,
     BUFFER,
+    D16,
     FLOATING,
     FROZEN,
-    ITEMSIZE,
     KIND_OF_ROLE,
     MASTER,
     PACKED,
@@ -110,7 +110,8 @@ class Bundle:
         before = self.entries[at]
         shape = (before.shape[0] + end - begin,)
         self.entries[at] = replace(before, shape=shape, content=(*before.content, *entry.content))
-        whole_blocks = entry.dtype in ITEMSIZE or (runs[-1][1] - runs[-1][0]) % BLOCK_ELEMENTS == 0
+        block = BLOCKS.get(entry.dtype)
+        whole_blocks = block is None or (runs[-1][1] - runs[-1][0]) % block.elements == 0
         if runs[-1][1] == begin and whole_blocks:
             runs[-1][1] = end
         else:
@@ -140,7 +141,11 @@ class Bundle:
             own = runs[0][0] if len(runs) == 1 else runs
             if begin.setdefault(key.partition("/")[2], own) != own:
                 begin[key] = own
-        packed = {one.key.partition("/")[0]: one.dtype for one in self.entries if one.dtype in PACKED}
+        packed = {
+            one.key if one.dtype == D16 else one.key.partition("/")[0]: one.dtype
+            for one in self.entries
+            if one.dtype in PACKED
+        }
         metadata = {
             "schema": SCHEMA_BUNDLE,
             **facts,
@@ -326,7 +331,7 @@ def _add_fragments(
             dtype = dtypes.get(state.kind, held.dtype) if held.dtype == "F32" else held.dtype
             for rank, first, last in cut(held):
                 parts = [(first, last)]
-                if dtype not in ITEMSIZE and not held.is_all_zero:  # blocks are made within a fragment of the source
+                if dtype in BLOCKS and not held.is_all_zero:  # blocks are made within a fragment of the source
                     parts = [(one.begin, one.end) for one in held.place.cover(first, last)]
                 for begin, end in parts:
                     slot = Slot(state, dtype, begin, end)
