@@ -21,6 +21,10 @@ _NO_MOMENTS = (
     "it was saved without these moments: add {from: SOURCE, select: ..., only: moments}, with moments: reset if it is "
     "averaged, or let llmtailor merge --run RUN_DIR choose the sources"
 )
+_NO_BASE = (
+    "its masters are differences from those of another save: put that back beside it, or let llmtailor merge --run "
+    "RUN_DIR choose the sources"
+)
 _OTHER_MODEL = "use checkpoints of the same model and training setup"
 _IN_UPDATE = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum", "nesterov", "use_muon")
 _COUNTERS = ("step", "k", "weight_sum", "lr_max", "d", "d_max")
@@ -187,6 +191,8 @@ def check_filled(plan: Plan, indexes: Sequence[CheckpointIndex], sources: Source
 def _fix_for(index: CheckpointIndex, lacking: Collection[State]) -> str:
     if all(held.is_whole for held in index.held.values()):
         return _OTHER_MODEL
+    if all(state.param in index.partial.differences and not is_moment(state.kind) for state in lacking):
+        return _NO_BASE
     masters = [index.held.get(State(state.param, MASTER)) for state in lacking if is_moment(state.kind)]
     has_masters = len(masters) == len(lacking) and all(held is not None and held.is_whole for held in masters)
     return _NO_MOMENTS if has_masters else _PARTIAL

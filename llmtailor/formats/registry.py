@@ -30,7 +30,7 @@ from llmtailor.loaders.loader import LOADERS, loader_of
 from llmtailor.loaders.read import read_config
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure, Part
-from llmtailor.model.roles import BUFFER, FROZEN, WEIGHT, is_moment
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, is_moment
 from llmtailor.storage.remote import UPLOADING, RemotePath, as_remote
 from llmtailor.timing import Stopwatch
 
@@ -217,6 +217,8 @@ def absent_parts(index: CheckpointIndex, structure: ModelStructure, kind: str | 
     for state, held in index.held.items():
         if held.is_whole or kind not in (None, state.kind):
             continue
+        if kind == MASTER and state.param in index.partial.differences:
+            continue  # as good, as long as the save that they need is there: see `lineage.newer_masters`
         if state.param not in pieces_of:
             absent.add(structure.part_of[state.param])
         for name in pieces_of.get(state.param, ()):

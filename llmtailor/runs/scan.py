@@ -37,7 +37,7 @@ from llmtailor.formats.registry import (
 from llmtailor.loaders.files import FOLDER, TRAINER_STATE
 from llmtailor.loaders.loader import is_partial, loader_of
 from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
-from llmtailor.model.roles import MASTER, State
+from llmtailor.model.roles import MASTER
 from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
@@ -219,14 +219,11 @@ def ledger_of(index: CheckpointIndex) -> Ledger | None:
 
 def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> RunCheckpoint:
     """Return a checkpoint as a source of composites; it holds the parts of which no tensor is absent."""
-    absent, differing = absent_parts(index, structure), index.partial.differences
+    absent = absent_parts(index, structure)
     parts = with_layers(frozenset(structure.parts) - absent, structure.parts) if absent else None
     state = loader_of(index).state
     is_resumable = not state or state in index.files
-    # differences are as good, as long as the save that they need is there: see `newer_masters`
-    entries = {State(name, MASTER): one.entry for name, one in differing.items()}
-    known = replace(index, held={**index.held, **entries})
-    masters = absent - absent_parts(known, structure, MASTER) if absent else absent
+    masters = absent - absent_parts(index, structure, MASTER) if absent else absent
     of_masters = with_layers(masters, structure.parts) if masters else masters
     return RunCheckpoint(
         path=index.root,
@@ -238,7 +235,7 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
         masters=of_masters,
         master_steps=index.composite.masters,
         save_id=index.partial.save_id,
-        bases={structure.part_of[name]: one.base for name, one in differing.items()},
+        bases={structure.part_of[name]: one.base for name, one in index.partial.differences.items()},
     )
 
 

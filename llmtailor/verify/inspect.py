@@ -104,6 +104,8 @@ def describe(index: CheckpointIndex) -> Inspection:
         for name in pieces_of.get(state.param, ()):
             own = count(common(((structure.pieces[name].begin, structure.pieces[name].end),), held.runs))
             by_kind[structure.part_of[name]][state.kind] += size_of(held.stored_as, own)
+    for name, differing in index.partial.differences.items():
+        by_kind[structure.part_of[name]][MASTER] += differing.entry.num_bytes
     absent = absent_parts(index, structure)
     roles = [param.role for param in index.params.values()]
     return {

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.states import in_8_bits, raw
+from helpers.states import in_8_bits, in_24_bits, of_16_bits, raw
 from llmtailor.checkpoint.placement import Bundled
-from llmtailor.model.roles import State, size_of
-from llmtailor.saving.snapshot import pack_by_torch
+from llmtailor.model.roles import Encoding, State, size_of
+from llmtailor.saving.snapshot import Bases, numbers_of, pack_by_torch, pack_differences
 from llmtailor.storage.casts import Decoder, cast, refine
 from llmtailor.storage.checksums import part_digest
 from llmtailor.storage.local import AHEAD_BYTES, Ahead
@@ -164,3 +164,49 @@ def test_what_is_not_finite_does_not_become_a_number(value, dtype):
     assert np.isnan(np.frombuffer(cast(bytes(pack_by_torch(values, dtype).numpy()), dtype, "F32"), "<f4")).sum() == 128
     found = np.frombuffer(cast(packed, dtype, "F32"), "<f4")
     assert np.isnan(found[128:256]).all() and (np.delete(found, np.s_[128:256]) == 1).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize("numel", [1, 31, 32, 33, 70000])
+def test_differences_from_older_masters(scale, numel):
+    """Where they are small, all 24 bits come back; elsewhere what bf16 and the older masters say."""
+    generator = torch.Generator().manual_seed(numel)
+    older = torch.randn(numel, generator=generator)
+    newest = older + scale * torch.randn(numel, generator=generator)
+    newest[:: numel // 2 + 1], older[-1:] = -0.0, 1e-30
+    packed = pack_differences(newest, numbers_of(older)).numpy().tobytes()
+    assert len(packed) == size_of("D16", numel)
+    place, wanted = Bundled(("file",), (0,), (0, numel), 4, (), "D16"), of_16_bits(newest, older, 1)
+    for begin, end in {(0, numel), (numel // 3, numel // 3 + 1), (numel // 2, numel)}:
+        [found] = place.cover(begin, end)
+        data = Decoder(found.encoding).feed(packed[found.extent.start : found.extent.stop])
+        base = cast(older[begin:end].numpy().tobytes(), "F32", "F24")
+        assert refine(data, "F32", base, "F24", "F32") == wanted[begin:end].numpy().tobytes()
+        assert refine(data, "F32", base, "F24", "BF16") == raw(newest[begin:end].bfloat16())
+    exact = (wanted == in_24_bits(newest)).float().mean()
+    assert numel < 100 or (exact > 0.9 if scale < 1e-5 else exact < 0.9 if scale > 1e-3 else True)
+
+
+@pytest.mark.parametrize("every", [997, pytest.param(31, marks=pytest.mark.long)])
+def test_differences_of_any_patterns(every):
+    """Infinities, subnormals and values of the other sign too; only a NaN may become another one."""
+    bits = np.arange(0, 1 << 32, every * 65537 // 7, dtype=np.uint64).astype("<u4")
+    newest = torch.from_numpy(bits.view("<f4"))
+    for shift in (0, 1, 300 << 8, 1 << 31):
+        older = torch.from_numpy((bits + np.uint32(shift)).view("<f4"))
+        packed = pack_differences(newest, numbers_of(older)).numpy().tobytes()
+        data = Decoder(Encoding("D16", 0, len(bits))).feed(packed)
+        found = refine(data, "F32", cast(older.numpy().tobytes(), "F32", "F24"), "F24", "BF16")
+        wanted = cast(newest.numpy().tobytes(), "F32", "BF16")
+        differ = np.frombuffer(found, "<u2") != np.frombuffer(wanted, "<u2")
+        assert (~differ | np.isnan(newest.numpy())).all()
+
+
+def test_a_failed_save_is_no_base():
+    bases = Bases()
+    bases.coming("a", 0, 2).fill_(7)
+    assert bases.of("a", 0, 2) is None
+    bases.settle(True)
+    bases.coming("a", 0, 2).fill_(8)
+    bases.settle(False)
+    assert bases.of("a", 0, 2).tolist() == [7, 7] and bases.of("a", 0, 3) is None and bases.of("a", 2, 2) is None

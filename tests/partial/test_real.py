@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 import llmtailor
 from helpers.commands import call, run_here
 from helpers.composing import compose
-from helpers.files import cut, names
+from helpers.files import contents, cut, names
 from helpers.same import differences
-from helpers.states import in_8_bits, in_24_bits, of_16_bits, read
+from helpers.states import in_8_bits, in_24_bits, of_16_bits, read, refined
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.recipe.strategies import StrategyOptions
@@ -93,6 +93,7 @@ def compare_rounded(done: Run, at: int, ours: Path, stock: Path) -> None:
             rounded = [in_8_bits(tensor, state.kind, done.spec.ranks) if is_8bit else tensor.bfloat16().float()]
         elif state.kind == MASTER and done.spec.options["masters"] == "bf16":
             rounded = [of_16_bits(tensor, older[state], done.spec.ranks) for older in saved]
+            rounded += [refined(tensor, in_24_bits(older[state])) for older in saved]
         elif state.kind == MASTER:
             rounded = [in_24_bits(tensor)]
         assert any(not differ(found[state], one) for one in rounded), state
@@ -208,6 +209,8 @@ def test_a_composite_has_of_every_part_the_newest_that_was_saved(runs, name, tmp
     [
         ("z3-again", 6, {4, 6}),  # what it went on from, and what it saved itself
         ("z3-again", 8, {6, 8}),
+        ("z3-bf16-again", 6, {4, 6}),  # no differences from saves of another process
+        ("z3-bf16-again", 8, {6, 8}),
         ("z3-twice", 8, {6, 8}),
         ("z3-then-filter", 8, {6, 8}),
         ("z3-on-3", 6, {4, 6}),  # of 2 and of 3 ranks
@@ -217,6 +220,34 @@ def test_a_composite_has_of_every_part_the_newest_that_was_saved(runs, name, tmp
 )
 def test_it_is_so_after_failures_too(runs, name, at, steps, tmp_path):
     assert set(check_composite(runs[name], at, tmp_path).values()) == steps
+
+
+def test_masters_that_differ_from_another_save_need_it(runs, tmp_path):
+    """gc keeps it. Without it, these masters count as not saved."""
+    done, run = runs["z3-bf16"], tmp_path / "run"
+    shutil.copytree(done.folder / "partial", run / "partial")
+    manifest = done.manifest(8)
+    assert {*manifest["bases"].values()} == {done.manifest(6)["save_id"]}
+    compose(done.folder, 8, 2, out=tmp_path / "whole")
+    call("gc", run, "--keep", 1, "--yes")
+    assert sorted(one.name for one in (run / "partial").glob("step-*")) == ["step-00000006", "step-00000008"]
+    compose(run, 8, 2, out=tmp_path / "kept")
+    assert contents(tmp_path / "kept", *ABOUT) == contents(tmp_path / "whole", *ABOUT)
+    recipe = tmp_path / "r.yaml"
+    parts = [{"from": "run/partial/step-00000006", "select": [*manifest["bases"]], "only": "moments"}]
+    recipe.write_text(yaml.safe_dump({"base_model": "run/partial/step-00000008", "parts": parts}))
+    call("merge", recipe, tmp_path / "by recipe")
+    shutil.move(run / "partial" / "step-00000006", tmp_path / "elsewhere")
+    parts[0]["from"] = "elsewhere"
+    recipe.write_text(yaml.safe_dump({"base_model": "run/partial/step-00000008", "parts": parts}))
+    wrong = call("merge", recipe, tmp_path / "by recipe, without", code=5).stderr
+    assert "its masters are differences from those of another save: put that back beside it" in wrong
+    shutil.copytree(done.partial(2), run / "partial" / "step-00000002")
+    call("merge", "--run", run, "--at", 8, tmp_path / "older")
+    steps = {
+        row["part"]: row["step"] for row in json.loads((tmp_path / "older" / "llmtailor.json").read_text())["parts"]
+    }
+    assert {steps[part] for part in manifest["bases"] if part in steps} == {2}
 
 
 # Training that goes on from composites: by the stock Trainer, and with the saver attached

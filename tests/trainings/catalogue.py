@@ -198,6 +198,7 @@ LIGHTNING_SAVED = by_name(
 
 # With the saver attached to the Trainer
 
+SIXTEEN = {"moments": "bf16", "masters": "bf16"}
 CHECKED = by_name(
     [
         Job("z3", per_device_batch=3, steps=8),
@@ -217,7 +218,7 @@ CHECKED = by_name(
         Job("z3-lora", "llama+lora"),
         Job("z2-lora", "qwen2+lora", tied=True, stage=2),
         Job("z3-rounded", options={"moments": "8bit", "masters": "24bit"}),
-        Job("z3-bf16", policy="moments_in_turn:2", options={"moments": "bf16", "masters": "bf16"}),
+        Job("z3-bf16", policy="moments_in_turn:2", options=SIXTEEN, per_device_batch=3, steps=8),
         Job("z2", stage=2),
         Job("z2-layer", stage=2, groups="layer", policy="moments_in_turn:2"),
         Job("z2-rr", stage=2, round_robin=True),
@@ -273,6 +274,7 @@ FEW = "filter:first=1,last=1,every=2,aux_every=1"
 JOBS = by_name(
     [
         Job("z3-again", goes_on="z3", at=4, **GOING_ON),
+        Job("z3-bf16-again", goes_on="z3-bf16", at=4, policy="moments_in_turn:2", options=SIXTEEN, **GOING_ON),
         Job("z3-twice", goes_on="z3-again", at=6, **GOING_ON),
         Job("z3-then-filter", goes_on="z3", at=4, policy=FEW, **GOING_ON),
         Job("z3-on-3", goes_on="z3", at=4, steps=8, ranks=3),
@@ -329,7 +331,7 @@ SHORT = {
     ),
     *("z3", "z3-bf16", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
-    *("z3-again", "full-1", "frozen-2", "nodes", "slow-skip", "z3@2"),
+    *("z3-again", "z3-bf16-again", "full-1", "frozen-2", "nodes", "slow-skip", "z3@2"),
     *("muon-2", "bnb-lion-2", "adafactor-1", "fsdp-stable", *WHOLE, "muon-2-saver", "lightning-8bit"),
 }
 """What is trained without --all: every feature, and every pair of features that has code of its own"""
