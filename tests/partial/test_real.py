@@ -238,15 +238,14 @@ def test_masters_that_differ_from_another_save_need_it(runs, tmp_path):
     recipe.write_text(yaml.safe_dump({"base_model": "run/partial/step-00000008", "parts": parts}))
     call("merge", recipe, tmp_path / "by recipe")
     shutil.move(run / "partial" / "step-00000006", tmp_path / "elsewhere")
-    parts[0]["from"] = "elsewhere"
+    shutil.copytree(done.partial(2), run / "partial" / "step-00000002")
+    parts[0]["from"] = "run/partial/step-00000002"
     recipe.write_text(yaml.safe_dump({"base_model": "run/partial/step-00000008", "parts": parts}))
     wrong = call("merge", recipe, tmp_path / "by recipe, without", code=5).stderr
     assert "its masters are differences from those of another save: put that back beside it" in wrong
-    shutil.copytree(done.partial(2), run / "partial" / "step-00000002")
     call("merge", "--run", run, "--at", 8, tmp_path / "older")
-    steps = {
-        row["part"]: row["step"] for row in json.loads((tmp_path / "older" / "llmtailor.json").read_text())["parts"]
-    }
+    rows = json.loads((tmp_path / "older" / "llmtailor.json").read_text())["parts"]
+    steps = {row["part"]: row["step"] for row in rows}
     assert {steps[part] for part in manifest["bases"] if part in steps} == {2}
 
 
