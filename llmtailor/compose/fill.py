@@ -94,8 +94,6 @@ class _Filler:
         if supplies is None:
             cuts = self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),)
             supplies = self.known[state, dtype] = tuple(self._supplies(state, dtype, cuts))
-        if not supplies:
-            return [slot]
         filled: list[Piece] = []
         for supply in supplies:
             begin = first if first > supply.begin else supply.begin
@@ -166,11 +164,13 @@ class _Filler:
         base = self.sources.bases.get((supply.source, param))
         cuts = self.sources.spans(State(param, EXP_AVG), supply.begin, min(supply.end, supply.numel))
         if supply.stored_as == D16:
-            cuts = iter([] if base is None else [Cut(supply.begin, min(supply.end, supply.numel), base)])
+            if base is None:
+                yield replace(supply, numel=0)  # which holds nothing
+                return
+            cuts = iter([Cut(supply.begin, min(supply.end, supply.numel), base)])
         for cut in cuts:
             finer = self.indexes[cut.source].held.get(State(param, MASTER))
             is_finer = finer is not None and cut.source != supply.source and finer.dtype != "BF16"
             held = finer is not None and not without(((cut.begin, cut.end),), finer.runs)
             by = (cut.source, finer.place, finer.dtype) if finer is not None and is_finer and held else None
-            if by is not None or supply.stored_as != D16:
-                yield replace(supply, begin=cut.begin, end=cut.end, refined_by=by)
+            yield replace(supply, begin=cut.begin, end=cut.end, refined_by=by)

@@ -10,8 +10,8 @@ from llmtailor.model.roles import D16, EXP_AVG, EXP_AVG_SQ, F24, MASTER, Q8, Q8_
 
 Masters = Literal["fp32", "24bit", "bf16"]
 Moments = Literal["fp32", "bf16", "8bit"]
-_MASTERS: Mapping[str, tuple[str, str]] = {"fp32": ("F32", "F32"), "24bit": (F24, F24), "bf16": (F24, "BF16")}
-"""The dtypes of masters whose moments are saved with them, and of the others"""
+_MASTERS: Mapping[str, tuple[str, str]] = {"fp32": ("F32", "F32"), "24bit": (F24, F24), "bf16": (F24, D16)}
+"""The dtypes of masters whose moments are saved with them, and of the others. Without earlier ones, `D16` is bf16."""
 _MOMENTS = {"fp32": ("F32", "F32"), "bf16": ("BF16", "BF16"), "8bit": (Q8, Q8_ROOT)}
 """The dtypes of exp_avg and exp_avg_sq"""
 _MANY = 128
@@ -26,7 +26,8 @@ class Precision:
 
     masters: Masters = "fp32"
     """``24bit`` drops the last 8 bits; rounding to bf16 or fp16 still gives what the exact master gives. ``bf16`` keeps
-    24 bits of masters that are saved with their moments, and the bf16 weights of the others."""
+    24 bits of masters that are saved with their moments. Of the others it keeps 16 bits: their differences from those,
+    or the bf16 weights."""
     moments: Moments = "fp32"
     """``8bit`` are blocks of 8-bit codes, see `storage.casts`."""
 

@@ -370,7 +370,8 @@ class PartialSaver:
         if save.failure is None:
             self.ledger, self._before = save.work.ledger, save.path
             self.drift.remember(save.work.samples)
-            self._based |= dict.fromkeys(map(Part, save.work.report.parts), save.work.save_id)
+            held = (part for part, step in self.ledger.steps.items() if step == save.step)
+            self._based |= dict.fromkeys(held, save.work.save_id)
         else:
             restore_state(self.policy, save.work.policy_state)
         if save.report is not None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,6 @@ SOURCE = "live"
 """The name of the source in plans"""
 STORE_BYTES = 32 << 20
 """Bytes read at once; for GPU tensors, the additional CPU memory"""
-_CACHED = 1 << 15
-"""Elements that are packed at once, so that they stay in a core's cache"""
 ANY_STEP = -1
 """`LiveTensor.written_with` of a tensor that any step of the training may change"""
 
@@ -70,7 +69,7 @@ class LiveTensor:
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
     params, which a user's code may change at each step; 0 for a private copy."""
     base: torch.Tensor | None = None
-    """Of masters: the numbers of their `roles.F24` patterns (`numbers_of`) as of the save that `roles.D16` is a
+    """Of masters: the numbers of their `roles.F24` patterns (`casts.numbers_of`) as of the save that `roles.D16` is a
     difference from, in host memory; of `roles.F24` where to keep them"""
 
     @property
@@ -89,9 +88,9 @@ class LiveTensor:
             if self.base is None:
                 made = pack(self.flat[some], self.packed)
             elif self.packed == D16:
-                made = pack_differences(self.flat[some], self.base[some])
+                made = torch.from_numpy(casts.pack_differences(self.flat[some].cpu().numpy(), self.base[some].numpy()))
             else:
-                self.base[some].copy_(numbers_of(self.flat[some]))
+                self.base[some].copy_(torch.from_numpy(casts.numbers_of(self.flat[some].cpu().numpy())))
                 made = pack(self.flat[some], self.packed)
             return made[start - first * size : stop - first * size]
         itemsize = self.dtype.itemsize
@@ -166,29 +165,6 @@ def pack_by_torch(elements: torch.Tensor, dtype: str) -> torch.Tensor:
     unit = torch.where(unit.isfinite(), unit, torch.nan)
     records = torch.cat((unit.view(torch.uint8), codes.to(torch.int16).to(torch.uint8)), 1)
     return records.view(-1)[: size_of(dtype, elements.numel())]
-
-
-def numbers_of(elements: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of the `roles.F24` patterns of fp32 elements in the order of the values, as int32."""
-    bits = elements.view(torch.int32)
-    kept = ((bits & 0xFF).add_(0xFF).bitwise_or_(bits) >> 8) & 0xFFFFFF
-    return torch.where(bits < 0, -(kept & 0x7FFFFF), kept)
-
-
-def pack_differences(elements: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of fp32 elements as `roles.D16`, on their device; ``base`` has what `numbers_of` returned."""
-    size, step = BLOCKS[D16].elements, _CACHED if elements.device.type == "cpu" else max(elements.numel(), 1)
-    made = []
-    for begin in range(0, elements.numel(), step):
-        values, before = (one[begin : begin + step] for one in (elements, base))
-        off = torch.nn.functional.pad(numbers_of(values) - before.to(values.device), (0, -len(values) % size))
-        is_zero = torch.nn.functional.pad(values.view(torch.int32) == -(1 << 31), (0, len(off) - len(values)))  # -0.0
-        rows = off.view(-1, size)
-        fits = ((rows.abs() < 1 << 15) & ~is_zero.view(-1, size)).all(1, keepdim=True)
-        rounded = torch.nn.functional.pad(values, (0, len(off) - len(values))).bfloat16().view(torch.int16)
-        codes = torch.where(fits, rows.to(torch.int16), rounded.view(-1, size))
-        made.append(torch.cat((fits.to(torch.uint8), codes.view(torch.uint8)), 1).view(-1)[: size_of(D16, len(values))])
-    return torch.cat(made)
 
 
 class Bases:
@@ -410,7 +386,8 @@ class Snapshot:
         while at < live.num_bytes:
             offset, length, taken = self._room(self._start[number] + at, live.num_bytes - at)
             content = self._arena.memory[offset : offset + length]
-            ready = self._streams.copy(content.view(live.dtype), live.elements(at, at + length))
+            make = partial(live.elements, at, at + length)
+            ready = self._streams.copy(content.view(live.dtype), live.flat.device, make)
             with self._state:
                 self._ready.append(_Chunk(str(number), at, at + length, content, taken, ready))
                 self._head += taken
@@ -469,11 +446,11 @@ class _Streams:
             if device in self._begun:
                 stream.wait_event(self._begun[device])  # the step before this save may still be running
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy; return an event that is reached when it is done, None if it is done."""
-        stream = self._of.get(source.device)
+    def copy(self, target: torch.Tensor, device: torch.device, make: Callable[[], torch.Tensor]) -> Any:
+        """Copy what ``make`` returns; return an event that is reached when it is done, None if it is done."""
+        stream = self._of.get(device)
         with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
-            target.copy_(source, non_blocking=stream is not None)
+            target.copy_(make(), non_blocking=stream is not None)
         return stream.record_event() if stream is not None else None
 
     def wait_for_copies(self) -> None:

@@ -122,12 +122,11 @@ def lay_out_share(
             # an expert's master is a piece of a tensor, which has one dtype
             dtype = dtypes[one.param in without_moments and piece is None].get(one.kind)
         base = None
-        if bases is not None and one.kind == MASTER and dtype in (F24, "BF16") and piece is None:
-            if dtype == F24:
-                base = bases.coming(name, begin, one.tensor.numel())
-            elif one.param in based:
-                base, dtype = bases.of(name, begin, one.tensor.numel()), D16
-                assert base is not None, "kept since the save that held it"
+        if dtype == D16:
+            base = bases.of(name, begin, one.tensor.numel()) if bases and one.param in based else None
+            dtype = "BF16" if base is None else D16
+        elif dtype == F24 and bases is not None and piece is None:
+            base = bases.coming(name, begin, one.tensor.numel())
         # the states of a sub-group after each other, as the optimizer writes them
         group = groups.setdefault(written_with[name], len(groups))
         storage = f"{group:08}.{kinds.setdefault(one.kind, len(kinds)):02}"

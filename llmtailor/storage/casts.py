@@ -124,6 +124,50 @@ def pack(values: npt.NDArray[Any], target: str) -> npt.NDArray[np.uint8]:
     return made
 
 
+def numbers_of(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Return the numbers of the ``F24`` patterns of fp32 elements in the order of the values."""
+    made = np.empty(len(values), np.int32)
+    for begin in range(0, len(values), _CACHED):
+        _number(values[begin : begin + _CACHED], made[begin : begin + _CACHED])
+    return made
+
+
+def _number(values: npt.NDArray[Any], room: npt.NDArray[np.int32]) -> None:
+    bits = values.view("<i4")
+    np.bitwise_and(bits, 0xFF, out=room)
+    room += 0xFF  # has bit 8 if any bit was set
+    room |= bits
+    room >>= 8
+    sign = bits >> 31
+    room &= 0x7FFFFF
+    room ^= sign  # the sum is the negative number where the sign is -1
+    room -= sign
+
+
+def pack_differences(values: npt.NDArray[Any], base: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+    """Return the bytes of fp32 elements as ``D16``; ``base`` has what `numbers_of` returned of the other save."""
+    block, numel = BLOCKS[D16], len(values)
+    made = np.empty((-(-numel // block.elements), block.num_bytes), np.uint8)
+    off = np.empty(_CACHED, np.int32)
+    for begin in range(0, numel, _CACHED):
+        some, room = values[begin : begin + _CACHED], off[: min(_CACHED, numel - begin)]
+        _number(some, room)
+        room -= base[begin : begin + _CACHED]
+        room[some.view("<i4") == -1 << 31] = 1 << 15  # -0.0 has no number of its own
+        missing = -len(some) % block.elements
+        rows = (np.pad(room, (0, missing)) if missing else room).reshape(-1, block.elements)
+        is_far = (rows + np.int32((1 << 15) - 1)).view("<u4") > (1 << 16) - 2
+        fits = np.bitwise_or.reduce(is_far.view("<u8"), axis=1) == 0  # eight at once
+        codes = rows.astype("<i2").view(np.uint8).reshape(len(rows), -1)
+        if not fits.all():
+            rounded = np.frombuffer(_to_bfloat16(some), np.uint8)
+            codes[~fits] = np.pad(rounded, (0, 2 * missing)).reshape(codes.shape)[~fits]
+        records = made[begin // block.elements :][: len(rows)]
+        records[:, 0] = fits
+        records[:, 1:] = codes
+    return made.reshape(-1)[: size_of(D16, numel)]
+
+
 def _to_24_bits(values: npt.NDArray[Any], room: npt.NDArray[np.uint8]) -> None:
     bits = values.view("<u4")
     kept = bits & np.uint32(0xFF)

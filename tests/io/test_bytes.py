@@ -12,8 +12,8 @@ import torch
 from helpers.states import in_8_bits, in_24_bits, of_16_bits, raw
 from llmtailor.checkpoint.placement import Bundled
 from llmtailor.model.roles import Encoding, State, size_of
-from llmtailor.saving.snapshot import Bases, numbers_of, pack_by_torch, pack_differences
-from llmtailor.storage.casts import Decoder, cast, refine
+from llmtailor.saving.snapshot import Bases, pack_by_torch
+from llmtailor.storage.casts import Decoder, cast, numbers_of, pack_differences, refine
 from llmtailor.storage.checksums import part_digest
 from llmtailor.storage.local import AHEAD_BYTES, Ahead
 
@@ -174,7 +174,7 @@ def test_differences_from_older_masters(scale, numel):
     older = torch.randn(numel, generator=generator)
     newest = older + scale * torch.randn(numel, generator=generator)
     newest[:: numel // 2 + 1], older[-1:] = -0.0, 1e-30
-    packed = pack_differences(newest, numbers_of(older)).numpy().tobytes()
+    packed = pack_differences(newest.numpy(), numbers_of(older.numpy())).tobytes()
     assert len(packed) == size_of("D16", numel)
     place, wanted = Bundled(("file",), (0,), (0, numel), 4, (), "D16"), of_16_bits(newest, older, 1)
     for begin, end in {(0, numel), (numel // 3, numel // 3 + 1), (numel // 2, numel)}:
@@ -194,7 +194,7 @@ def test_differences_of_any_patterns(every):
     newest = torch.from_numpy(bits.view("<f4"))
     for shift in (0, 1, 300 << 8, 1 << 31):
         older = torch.from_numpy((bits + np.uint32(shift)).view("<f4"))
-        packed = pack_differences(newest, numbers_of(older)).numpy().tobytes()
+        packed = pack_differences(newest.numpy(), numbers_of(older.numpy())).tobytes()
         data = Decoder(Encoding("D16", 0, len(bits))).feed(packed)
         found = refine(data, "F32", cast(older.numpy().tobytes(), "F32", "F24"), "F24", "BF16")
         wanted = cast(newest.numpy().tobytes(), "F32", "BF16")

@@ -102,7 +102,7 @@ def test_settings_make_the_same_policy(data, name):
     options = {
         "filter": st.fixed_dictionaries({}, optional=dict.fromkeys(("first", "last", "every", "groups"), counts)),
         "parity": st.fixed_dictionaries({}, optional={"aux_every": st.integers(1, 2)}),
-        "budget": st.fixed_dictionaries({"size": st.floats(2.2, 20)}, optional={"exact": st.just(0)}),
+        "budget": st.fixed_dictionaries({"size": st.floats(2.23, 20)}, optional={"exact": st.just(0)}),
         "round_robin": st.fixed_dictionaries({"k": counts}),
         "adaptive": st.fixed_dictionaries({}, optional={"share": st.floats(0.001, 1)}),
     }.get(name, st.just({}))
@@ -148,7 +148,7 @@ def test_a_budget_is_met(size, exact, masters, moments, k):
 
 
 def test_a_budget_that_can_t_be_met_is_refused():
-    assert "give 2.2 or more bytes per param" in refusal(lambda: make_policy("budget:2.1"))[0].fix
+    assert "give 2.23 or more bytes per param" in refusal(lambda: make_policy("budget:2.1"))[0].fix
     assert "the fp32 masters are the weights" in refusal(lambda: make_policy("budget:3.25,exact=1"))[0].what
     assert "the model has 3 parts" in refusal(lambda: make_policy("budget:3.25").worst_staleness(None, "abc"))[0].what
     told = refusal(lambda: Arguments.of({"policy": "budget:3.25", "moments": "bf16"}))

@@ -329,6 +329,7 @@ def _add_fragments(
                 bundles[0].add_whole(Entry(f"{state.kind}/{param}", held.dtype, held.shape, slots))
                 continue
             dtype = dtypes.get(state.kind, held.dtype) if held.dtype == "F32" else held.dtype
+            dtype = "BF16" if dtype == D16 else dtype
             for rank, first, last in cut(held):
                 parts = [(first, last)]
                 if dtype in BLOCKS and not held.is_all_zero:  # blocks are made within a fragment of the source
