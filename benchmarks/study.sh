@@ -20,5 +20,11 @@ trap 'kill "$other" 2>/dev/null || true' EXIT
 python -m study.run "$cells" wide,experts 0-"$seeds"
 wait "$other"
 trap - EXIT
+python -m study.precision "$cells" 1e-5:1,1e-5:2,1e-5:10,1e-6:1 0-"$seeds" &
+other=$!
+trap 'kill "$other" 2>/dev/null || true' EXIT
+python -m study.precision "$cells" tuned:1,tuned:2,tuned:10 0-"$seeds"
+wait "$other"
+trap - EXIT
 torchrun --standalone --nproc_per_node 1 -m study.zero3 "$cells" 0-"$seeds"
 python -m study.figures "$cells"
