@@ -176,7 +176,8 @@ def bytes_per_param(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) ->
     failures."""
     columns = [key for name in precision.SETTINGS for number in (1, 2, 10) if (key := f"{name} x{number}") in settings]
     first, tables = settings[columns[0]], []
-    sizes = {name: fmean(cell["bytes"] for cell in first[name].values()) for name in ("parity", *precision.CANDIDATES)}
+    tried = [name for name in ("parity", *precision.CANDIDATES) if name in first]
+    sizes = {name: fmean(cell["bytes"] for cell in first[name].values()) for name in tried}
     for title, measure in MEASURES.items():
         lines = [f"| {title} | bytes | {' | '.join(columns)} |", "|---|---:" + "|---:" * len(columns) + "|"]
         for name in (*sorted(sizes, key=lambda name: -sizes[name]), OTHER_ORDER, precision.REVERSED):
@@ -184,9 +185,14 @@ def bytes_per_param(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) ->
             shown = [around(values, is_signed="gap" in title) for values in found]
             lines.append(f"| {name} | {f'{sizes[name]:.2f}' if name in sizes else ''} | {' | '.join(shown)} |")
         tables.append("\n".join(lines))
-    rivals = [f"{1000 * a_step(settings[key]):+.2f} for {key}" for key in columns if SHORTER in settings[key]]
+    full = []
+    for key in (key for key in columns if SHORTER in settings[key]):
+        every = precision.SETTINGS[key.partition(" ")[0]].every
+        lost = [a_step(settings[key]) * every * (12 / size - 1) / 2 for size in (6, sizes["24bit 8bit 8"])]
+        full.append(f"{1000 * lost[0]:+.2f} and {1000 * lost[1]:+.2f} in {key}")
     seeds = ", ".join(f"{len(settings[key]['parity'])} for {key}" for key in columns)
-    return "\n\n".join([*tables, f"A step fewer, 1/1000 nat: {', '.join(rivals)}. Seeds: {seeds}."])
+    estimate = f"Full saves of 6 bytes and of those of `24bit 8bit 8`, at longer intervals: {', '.join(full)}."
+    return "\n\n".join([*tables, estimate, f"Seeds: {seeds}."])
 
 
 def around(values: Sequence[float], *, is_signed: bool) -> str:
