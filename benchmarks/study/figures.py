@@ -7,16 +7,18 @@ Tables stand between ``<!-- study NAME -->`` and ``<!-- end -->``.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
 from llmtailor.report.chart import Chart, Scale
 from llmtailor.report.page import templates
+from study import precision
 from study.run import LIKE_FILTER, OTHER_ORDER, SETTINGS, SHORTER, Cells
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -161,17 +163,62 @@ def picture(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) -> str:
     return str(templates().get_template("charts.j2").module.svg(chart, "http://www.w3.org/2000/svg")) + "\n"
 
 
+MEASURES: Mapping[str, Callable[[Cell], float]] = {
+    "gap at the end, 1/1000 nat": lambda cell: 1000 * cell["gap"],
+    "gap at once, 1/1000 nat": lambda cell: 1000 * cell["now"],
+    "distance at the end, %": lambda cell: 100 * cell["distance"] / cell["moved"],
+    "divergence at the end, 1/1,000,000 nat": lambda cell: 1e6 * cell["kl"],
+}
+
+
+def bytes_per_param(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) -> str:
+    """Return what fewer bytes per param cost: a table for each measure, with a column for each setting and number of
+    failures."""
+    columns = [key for name in precision.SETTINGS for number in (1, 2, 10) if (key := f"{name} x{number}") in settings]
+    first, tables = settings[columns[0]], []
+    tried = [name for name in ("parity", *precision.CANDIDATES) if name in first]
+    sizes = {name: fmean(cell["bytes"] for cell in first[name].values()) for name in tried}
+    for title, measure in MEASURES.items():
+        lines = [f"| {title} | bytes | {' | '.join(columns)} |", "|---|---:" + "|---:" * len(columns) + "|"]
+        for name in (*sorted(sizes, key=lambda name: -sizes[name]), OTHER_ORDER, precision.REVERSED):
+            found = [[measure(cell) for cell in settings[key].get(name, {}).values()] for key in columns]
+            shown = [around(values, is_signed="gap" in title) for values in found]
+            lines.append(f"| {name} | {f'{sizes[name]:.2f}' if name in sizes else ''} | {' | '.join(shown)} |")
+        tables.append("\n".join(lines))
+    full = []
+    for key in (key for key in columns if SHORTER in settings[key]):
+        every = precision.SETTINGS[key.partition(" ")[0]].every
+        lost = [a_step(settings[key]) * every * (12 / size - 1) / 2 for size in (6, sizes["24bit 8bit 8"])]
+        full.append(f"{1000 * lost[0]:+.2f} and {1000 * lost[1]:+.2f} in {key}")
+    seeds = ", ".join(f"{len(settings[key]['parity'])} for {key}" for key in columns)
+    estimate = f"Full saves of 6 bytes and of those of `24bit 8bit 8`, at longer intervals: {', '.join(full)}."
+    return "\n\n".join([*tables, estimate, f"Seeds: {seeds}."])
+
+
+def around(values: Sequence[float], *, is_signed: bool) -> str:
+    """Return the mean, and of numbers with a sign the standard deviation too, with two digits that count."""
+    if not values:
+        return ""
+    size = max(abs(fmean(values)), 0.001)
+    off = stdev(values) if is_signed and len(values) > 1 else size
+    digits = max(0, 1 - math.floor(math.log10(max(min(size, off) if is_signed else size, 0.01))))
+    mean = f"{fmean(values):{'+' if is_signed else ''},.{digits}f}"
+    return f"{mean} +- {off:.{digits}f}" if is_signed and len(values) > 1 else mean
+
+
 def main() -> None:
-    settings = by_name(Cells(Path(sys.argv[1])).all())
-    found = [one for names in settings.values() for one in setbacks(names)]
+    cache = Path(sys.argv[1])
+    settings = by_name(Cells(cache).all())
     made = {name: table(name, names) for name, names in settings.items() if "parity" in names}
-    at_end = [one for name, names in settings.items() if SHORTER in names for one in ends(name, names)]
-    made["setbacks"] = about_setbacks(found, at_end)
+    if at_end := [one for name, names in settings.items() if SHORTER in names for one in ends(name, names)]:
+        made["setbacks"] = about_setbacks([one for names in settings.values() for one in setbacks(names)], at_end)
+        (DOCS / "pictures" / "fidelity.svg").write_text(picture(settings), encoding="utf-8")
+    if coarse := by_name(Cells(cache / "precision").all()):
+        made["precision"] = bytes_per_param(coarse)
     page = Path(__file__).parents[1] / "fidelity.md"
     text = page.read_text(encoding="utf-8")
     text = _MARK.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n\n{m[3]}" if m[2] in made else m[0], text)
     page.write_text(text, encoding="utf-8")
-    (DOCS / "pictures" / "fidelity.svg").write_text(picture(settings), encoding="utf-8")
     print("\n\n".join(f"{name}\n{text}" for name, text in made.items()))
 
 

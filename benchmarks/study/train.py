@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +42,8 @@ class Setting:
     """Step after which a training fails and goes on"""
     before: int = 0
     """Steps of training on ``sources`` that come before, at a constant learning rate"""
+    bf16: bool = False
+    """Whether the weights of each forward pass are masters rounded to bf16"""
 
     def looks(self) -> list[int]:
         """Return the saves at which composites are evaluated, without going on from them."""
@@ -93,6 +96,8 @@ class Training:
         )
         self.names = [name for name, _ in self.model.named_parameters()]
         self.step = 0
+        self.is_reversed = False
+        """Whether each batch is turned around, which changes nothing but the order of sums"""
         self._held_out = held_out(setting.text, _HELD_OUT, LENGTH)
         for step in range(setting.before):
             self._make("sources", 2e-3 * min(1.0, (step + 1) / 20), 7_000_000 + step)
@@ -113,16 +118,33 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         tokens = batch(text, BATCH, LENGTH, self.order, number)
-        self.model(input_ids=tokens, labels=tokens).loss.backward()
+        tokens = tokens.flip(0) if self.is_reversed else tokens
+        with self._forward_weights():
+            self.model(input_ids=tokens, labels=tokens).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def loss(self) -> float:
         """Return the held-out loss in nats per byte."""
-        with torch.no_grad():
+        with torch.no_grad(), self._forward_weights():
             parts = self._held_out.split(48)
             return math.fsum(self.model(input_ids=one, labels=one).loss.item() for one in parts) / len(parts)
+
+    def predictions(self) -> torch.Tensor:
+        """Return the logarithms of the probabilities of held-out bytes."""
+        with torch.no_grad(), self._forward_weights():
+            parts = [self.model(input_ids=one).logits[:, :-1].double() for one in self._held_out.split(48)]
+            return torch.cat(parts).log_softmax(-1)
+
+    @contextmanager
+    def _forward_weights(self) -> Iterator[None]:
+        masters = [param.detach().clone() for param in self.model.parameters()] if self.setting.bf16 else []
+        for param, master in zip(self.model.parameters(), masters, strict=False):
+            param.data.copy_(master.bfloat16())
+        yield
+        for param, master in zip(self.model.parameters(), masters, strict=False):
+            param.data.copy_(master)
 
     def state(self) -> State:
         """Return a copy of the state."""
