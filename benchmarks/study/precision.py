@@ -78,12 +78,28 @@ def under(weight: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     return torch.where(before == weight, master, torch.where(is_next, edge, weight.float()))
 
 
+def numbers_of(master: torch.Tensor) -> torch.Tensor:
+    """Number masters of 24 bits in the order of their values."""
+    bits = to_24_bits(master).view(torch.int32)
+    return torch.where(bits < 0, -((bits & 0x7FFFFFFF) >> 8), bits >> 8)
+
+
+def differing(master: torch.Tensor, before: torch.Tensor, block: int = 32) -> torch.Tensor:
+    """Return what is left of masters if blocks hold differences of 16 bits from earlier masters, or bf16 weights."""
+    off = torch.nn.functional.pad((numbers_of(master) - numbers_of(before)).flatten(), (0, -master.numel() % block))
+    fits = (off.view(-1, block).abs() < 1 << 15).all(1, keepdim=True).expand(-1, block)
+    return torch.where(
+        fits.flatten()[: master.numel()].view_as(master), to_24_bits(master), under(master.bfloat16(), before)
+    )
+
+
 @dataclass(frozen=True)
 class Saves:
     """All masters at each save, and moments of one of ``k`` groups of params in turn."""
 
     masters: str
-    """``fp32``, ``24bit``, or ``bf16``: then the 24 bits of the masters are saved with the moments"""
+    """``fp32``, ``24bit``, or ``bf16`` and ``16bit``: then the 24 bits of the masters are saved with the moments, and
+    each other time bf16 weights, or differences of 16 bits from the 24 where these fit"""
     moments: str
     """``fp32``, ``bf16``, ``8bit``, ``none``: those of a new optimizer, or ``zero``: none, but Adam's step"""
     k: int = 1
@@ -98,7 +114,7 @@ class Saves:
         total = sum(one.numel() for one in params.values())
         scales = sum(2 * 4 * -(-one.numel() // self.block) for one in params.values()) / total
         moments = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + scales, "none": 0.0, "zero": 0.0}[self.moments]
-        every, in_turn = {"fp32": (4, 0), "24bit": (3, 0), "bf16": (2, 1)}[self.masters]
+        every, in_turn = {"fp32": (4, 0), "24bit": (3, 0), "bf16": (2, 1), "16bit": (65 / 32, 31 / 32)}[self.masters]
         return every + (in_turn + moments) / len(self.groups(params))
 
     def compose(self, states: Mapping[int, State], at: int) -> State:
@@ -119,6 +135,8 @@ class Saves:
     def _master(self, weight: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
         if self.masters == "fp32":
             return weight
+        if self.masters == "16bit":
+            return differing(weight, to_24_bits(held))
         return to_24_bits(weight) if self.masters == "24bit" else under(weight.bfloat16(), to_24_bits(held))
 
     def _decoded(self, mean: torch.Tensor, square: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,6 +167,7 @@ CANDIDATES = {
         Saves("24bit", "8bit", 8),
         Saves("24bit", "bf16", 16),
         Saves("24bit", "8bit", 16),
+        Saves("16bit", "8bit", 8),
         Saves("bf16", "8bit", 8),
     )
 }
@@ -162,6 +181,7 @@ FEW = (
     "24bit 8bit 4",
     "24bit 8bit 8",
     "24bit 8bit 16",
+    "16bit 8bit 8",
     "bf16 8bit 8",
     "fp32 zero 1",
     "24bit none 1",

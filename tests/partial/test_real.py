@@ -227,14 +227,15 @@ def test_masters_that_differ_from_another_save_need_it(runs, tmp_path):
     done, run = runs["z3-bf16"], tmp_path / "run"
     shutil.copytree(done.folder / "partial", run / "partial")
     manifest = done.manifest(8)
-    assert {*manifest["bases"].values()} == {done.manifest(6)["save_id"]}
+    bases = {one["part"]: one["base"] for one in manifest["masters"]}
+    assert {*bases.values()} == {done.manifest(6)["save_id"]}
     compose(done.folder, 8, 2, out=tmp_path / "whole")
     call("gc", run, "--keep", 1, "--yes")
     assert sorted(one.name for one in (run / "partial").glob("step-*")) == ["step-00000006", "step-00000008"]
     compose(run, 8, 2, out=tmp_path / "kept")
     assert contents(tmp_path / "kept", *ABOUT) == contents(tmp_path / "whole", *ABOUT)
     recipe = tmp_path / "r.yaml"
-    parts = [{"from": "run/partial/step-00000006", "select": [*manifest["bases"]], "only": "moments"}]
+    parts = [{"from": "run/partial/step-00000006", "select": [*bases], "only": "moments"}]
     recipe.write_text(yaml.safe_dump({"base_model": "run/partial/step-00000008", "parts": parts}))
     call("merge", recipe, tmp_path / "by recipe")
     shutil.move(run / "partial" / "step-00000006", tmp_path / "elsewhere")
@@ -246,7 +247,7 @@ def test_masters_that_differ_from_another_save_need_it(runs, tmp_path):
     call("merge", "--run", run, "--at", 8, tmp_path / "older")
     rows = json.loads((tmp_path / "older" / "llmtailor.json").read_text())["parts"]
     steps = {row["part"]: row["step"] for row in rows}
-    assert {steps[part] for part in manifest["bases"] if part in steps} == {2}
+    assert {steps[part] for part in bases if part in steps} == {2}
 
 
 # Training that goes on from composites: by the stock Trainer, and with the saver attached

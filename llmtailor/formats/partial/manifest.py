@@ -225,9 +225,10 @@ def manifest_json(
     }
     if manifest.masters:
         content |= {"schema": SCHEMA_MASTERS}
-        content["masters"] = [{"part": part, **_params_of(part, manifest)} for part in manifest.masters]
-    if manifest.bases:
-        content["bases"] = dict(manifest.bases)
+        bases = {part: {"base": base} for part, base in manifest.bases.items()}
+        content["masters"] = [
+            {"part": part, **_params_of(part, manifest), **bases.get(part, {})} for part in manifest.masters
+        ]
     if manifest.setback:
         content["setback"] = {part: round(steps, 3) for part, steps in manifest.setback.items()}
     return json.dumps(content, indent=1).encode() + b"\n"
@@ -289,7 +290,7 @@ def _parse(data: Any) -> Manifest:
         setback={Part(_name(part)): float(_steps(steps)) for part, steps in data.get("setback", {}).items()},
         pieces_of=pieces_of,
         masters=tuple(masters),
-        bases={Part(_name(part)): _name(base) for part, base in _mapping(data.get("bases", {})).items()},
+        bases={part: _name(one["base"]) for part, one in masters.items() if "base" in one},
     )
 
 
