@@ -435,7 +435,7 @@ def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
         if option.name not in values and option.default is MISSING:
             what = f"{option.name} is missing (in {spec!r})"
             problems.append(Problem(where, what, f"write {kind.name}:{option.name}=4"))
-            values[option.name] = option.metadata["least"]
+            values[option.name] = 4  # valid for all
     try:
         policy = kind(**values)
     except UsageError as error:

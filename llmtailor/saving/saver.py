@@ -365,15 +365,15 @@ class PartialSaver:
         if save is None or not save.is_done:
             return
         self._pending = None
-        if self._bases is not None:
-            self._bases.settle(save.failure is None)
         if save.failure is None:
             self.ledger, self._before = save.work.ledger, save.path
             self.drift.remember(save.work.samples)
-            held = (part for part, step in self.ledger.steps.items() if step == save.step)
-            self._based |= dict.fromkeys(held, save.work.save_id)
         else:
             restore_state(self.policy, save.work.policy_state)
+        if self._bases is not None:
+            self._bases.settle(save.failure is None)
+            held = (part for part, step in save.work.ledger.steps.items() if step == save.step)
+            self._based |= dict.fromkeys(held, save.work.save_id) if save.failure is None else {}
         if save.report is not None:
             self._reports.append(save.report)
             self._newest = save.report

@@ -65,6 +65,7 @@ def test_a_composite_has_the_newest_masters_and_the_newest_moments(num_experts, 
         assert verify_checkpoint(out, deep=True).is_intact
     whole, *others = (sum(one["num_bytes"] for one in found["bundles"]) for found in manifests([run]).values())
     assert all(size < 0.75 * whole for size in others)
+    assert not any("base" in one for found in manifests([run]).values() for one in found.get("masters", ()))
 
     text = call("recipe", run, "--at", 8)
     assert "only: moments" in text.stdout

@@ -148,6 +148,7 @@ def test_a_budget_is_met(size, exact, masters, moments, k):
 
 
 def test_a_budget_that_can_t_be_met_is_refused():
+    assert [one.what for one in refusal(lambda: make_policy("budget"))] == ["size is missing (in 'budget')"]
     assert "give 2.23 or more bytes per param" in refusal(lambda: make_policy("budget:2.1"))[0].fix
     assert "the fp32 masters are the weights" in refusal(lambda: make_policy("budget:3.25,exact=1"))[0].what
     assert "the model has 3 parts" in refusal(lambda: make_policy("budget:3.25").worst_staleness(None, "abc"))[0].what
