@@ -29,13 +29,22 @@ class Disk:
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=lambda: Ledger("L0"))
     lineages: int = 0
+    ids: dict[int, str] = field(default_factory=dict)
 
-    def save(self, step: int, parts: Sequence[str]) -> None:
+    def save(self, step: int, parts: Sequence[str], masters: str = "") -> None:
+        """Save parts. ``masters``: also those of the others, ``m``, or ``b`` as differences from their last saves."""
         chosen = list(parts) if self.ledger.held_by else list(PARTS)
         self.ledger = self.ledgers[step] = self.ledger.after(step, chosen, PARTS)
         held = None if set(chosen) == set(PARTS) else frozenset(chosen)
         path = Path(f"partial/step-{step:08}")
-        self.partial[step] = replace(RunCheckpoint.saved(path, self.ledger), parts=held)
+        others = [part for part in PARTS if masters and part not in chosen]
+        self.partial[step] = replace(
+            RunCheckpoint.saved(path, self.ledger, others),
+            parts=held,
+            save_id=f"{step} of {self.ledger.lineage}",
+            bases={part: self.ids[self.ledger.steps[part]] for part in others if masters == "b"},
+        )
+        self.ids[step] = self.partial[step].save_id
 
     def save_full(self, step: int, resumable: bool) -> None:
         self.full[step] = RunCheckpoint(Path(f"checkpoint-{step}"), step, None, resumable)
@@ -54,10 +63,10 @@ def disks(draw: st.DrawFn) -> Disk:
     """Saves in parts and in full, resumes from earlier, and folders that somebody has deleted."""
     disk, step = Disk(), 0
     subsets = st.lists(st.sampled_from(PARTS), min_size=1, max_size=4, unique=True)
-    for kind in draw(st.lists(st.sampled_from("sssssffxrd"), min_size=1, max_size=12)):
+    for kind in draw(st.lists(st.sampled_from("sssmmbbbffxrd"), min_size=1, max_size=12)):
         step = max([step, disk.ledger.step or 0]) + draw(st.integers(1, 3))
-        if kind == "s":
-            disk.save(step, draw(subsets))
+        if kind in "smb":
+            disk.save(step, draw(subsets), kind.strip("s"))
         elif kind in "fx":
             disk.save_full(step - (kind == "x"), draw(st.integers(0, 4)) > 0)
         elif kind == "r" and disk.ledgers:
@@ -90,8 +99,20 @@ def newest_of_each(checkpoints: Sequence[RunCheckpoint], past: Past | None, unti
     return found
 
 
-def outcome(checkpoints: Sequence[RunCheckpoint], step: int) -> tuple[Path, Mapping[str, Path]] | None:
-    """Return the base and the sources of a composite, as ``merge --run --at STEP`` chooses them."""
+def masters_of_each(checkpoints: Sequence[RunCheckpoint], past: Past | None, until: int) -> Mapping[str, int]:
+    """Look for the newest masters of each part; differences count if what they differ from is there."""
+    there = [one for one in checkpoints if one.step <= until and (one.past is None or (past and is_of(past, one.past)))]
+    ids, found = {one.save_id for one in there}, {}
+    for part in PARTS:
+        able = [
+            one for one in there if one.holds(part) or (part in one.masters and one.bases.get(part, "") in ids | {""})
+        ]
+        found[part] = max((one.step for one in able), default=-1)
+    return found
+
+
+def outcome(checkpoints: Sequence[RunCheckpoint], step: int) -> tuple[object, ...] | None:
+    """Return what ``merge --run --at STEP`` chooses: the base, the sources, and the steps of the masters."""
     pasts = [one.past for one in checkpoints if one.past and one.step <= step]
     newest = max(pasts, key=lambda past: past.step, default=None)
     usable = [one for one in checkpoints if one.past is None or (newest and is_of(newest, one.past))]
@@ -99,7 +120,8 @@ def outcome(checkpoints: Sequence[RunCheckpoint], step: int) -> tuple[Path, Mapp
     sources = newest_of_each(checkpoints, newest, step)
     if not bases or len(sources) < len(PARTS):
         return None
-    return max(bases, key=lambda one: (one.parts is None, not one.is_partial)).path, sources
+    masters = masters_of_each(usable, newest, step)
+    return max(bases, key=lambda one: (one.parts is None, not one.is_partial)).path, sources, masters
 
 
 def able(checkpoints: Sequence[RunCheckpoint]) -> list[int]:
@@ -114,7 +136,7 @@ def outcomes(disk: Disk, left: Sequence[RunCheckpoint], keep: int | None) -> lis
     newest = alone[-1] if alone else -1
     promised, alone = (steps[-keep:] if keep else steps for steps in (promised, alone))
     by_themselves = [
-        newest_of_each(partial, one.past, one.step)
+        (newest_of_each(partial, one.past, one.step), masters_of_each(partial, one.past, one.step))
         for one in disk.partial.values()
         if one.step in {*promised, *alone} or one.step > newest
     ]
