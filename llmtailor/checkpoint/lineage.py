@@ -326,12 +326,6 @@ def newer_masters(
     return found
 
 
-def bases_of(masters: Mapping[Part, RunCheckpoint], saves: Collection[RunCheckpoint]) -> set[RunCheckpoint]:
-    """Return the saves without which the masters of some parts can't be read."""
-    needed = {base for part, one in masters.items() for base in one.bases_of(part)}
-    return {save for save in saves if save.save_id in needed}
-
-
 def usable_at(checkpoints: Iterable[RunCheckpoint], step: int) -> list[RunCheckpoint]:
     """Return the checkpoints that a composite at a step can be made from: the full ones up to that step, and the
     partial ones that the newest partial one builds on."""
@@ -370,8 +364,8 @@ def partial_needs(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> set[Ru
     """Return every partial checkpoint that a composite at a partial checkpoint's step comes from."""
     past = [one for one in saves if save.builds_on(one)]
     sources = best_holders(past, save.needed_parts)
-    masters = newer_masters(past, sources)
-    return {*sources.values(), *masters.values(), *bases_of(masters, past)}
+    # what masters differ from is the newest holder, so it is among the sources
+    return {*sources.values(), *newer_masters(past, sources).values()}
 
 
 def is_complete(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> bool:

@@ -18,7 +18,6 @@ from pathlib import Path
 from llmtailor.checkpoint.lineage import (
     Ledger,
     RunCheckpoint,
-    bases_of,
     composable_steps,
     is_complete,
     newer_masters,
@@ -112,7 +111,6 @@ def find_reachable(checkpoints: Sequence[RunCheckpoint], parts: Sequence[Part], 
             sources = sources_at(there, step, parts) or {}
             masters = newer_masters(usable_at(there, step), sources)
             needed |= {one for one in (*sources.values(), *masters.values()) if one.is_partial}
-            needed |= bases_of(masters, partial)
     left = [one for one in checkpoints if not one.is_partial or one in needed]
     _check_same(checkpoints, left, promised, parts)
     _check_same(partial, [one for one in partial if one in needed], promised_alone, parts)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.cases import examples
-from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint
+from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, newer_masters, sources_at
 from llmtailor.errors import SourceError
 from llmtailor.runs.gc import find_reachable
 from llmtailor.runs.prune import PARTIAL, STAYS, WEIGHTS, Chooser, FullFacts, Pruner, ThinOptions
@@ -63,7 +63,7 @@ def disks(draw: st.DrawFn) -> Disk:
     """Saves in parts and in full, resumes from earlier, and folders that somebody has deleted."""
     disk, step = Disk(), 0
     subsets = st.lists(st.sampled_from(PARTS), min_size=1, max_size=4, unique=True)
-    for kind in draw(st.lists(st.sampled_from("sssmmbbbffxrd"), min_size=1, max_size=12)):
+    for kind in draw(st.lists(st.sampled_from("ssmbbbffxrddd"), min_size=1, max_size=12)):
         step = max([step, disk.ledger.step or 0]) + draw(st.integers(1, 3))
         if kind in "smb":
             disk.save(step, draw(subsets), kind.strip("s"))
@@ -144,7 +144,7 @@ def outcomes(disk: Disk, left: Sequence[RunCheckpoint], keep: int | None) -> lis
 
 
 @given(disks(), st.none() | st.integers(1, 3))
-@settings(max_examples=examples(60, 150))
+@settings(max_examples=examples(150, 1500))
 def test_needed_is_exactly_what_would_be_missed(disk: Disk, keep: int | None) -> None:
     everything = disk.checkpoints
     reachable = find_reachable(everything, PARTS, keep)
@@ -228,3 +228,19 @@ def test_an_incomplete_save_of_the_present_attempt_keeps_what_it_builds_on():
     disk.partial[4] = replace(disk.partial[4], resumable=False)
     needed = find_reachable(disk.checkpoints, PARTS, keep=1).needed
     assert sorted(one.step for one in needed) == [1, 2, 3, 4]
+
+
+def test_masters_that_differ_from_a_missing_save_count_as_not_saved() -> None:
+    disk, one, other = Disk(), PARTS[0], PARTS[1]
+    disk.save(1, PARTS)
+    disk.save(2, [other], "m")
+    disk.save(3, [one], "b")
+
+    def masters_at_3(there: Sequence[RunCheckpoint]) -> int | None:
+        sources = sources_at(there, 3, PARTS)
+        assert sources is not None
+        return newer_masters(there, sources).get(other, sources[other]).master_step_of(other)
+
+    assert masters_at_3(disk.checkpoints) == 3
+    del disk.partial[2]
+    assert masters_at_3(disk.checkpoints) == 1
