@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.cases import mostly_long
+from helpers.states import in_8_bits, in_24_bits, of_16_bits, refined
 from trainings.harness import TIMEOUT_S, environment
 
 ROOT = Path(__file__).parents[2]
@@ -94,3 +96,18 @@ def test_the_study_composes_what_the_saver_composes(policy, monkeypatch, tmp_pat
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     check = importlib.import_module("study.check").check
     assert check(policy, tmp_path) == 3 * (9 * 4 + 3)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0])
+def test_the_study_rounds_as_the_saver_does(scale, monkeypatch):
+    """Against the slow functions that the saver's own are held against."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    study = importlib.import_module("study.precision")
+    older = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    newest = older + scale * torch.randn(1000, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(study.to_24_bits(newest), in_24_bits(newest))
+    assert torch.equal(study.differing(newest, in_24_bits(older)), of_16_bits(newest, older, 1))
+    assert torch.equal(study.under(newest.bfloat16(), in_24_bits(older)), refined(newest, in_24_bits(older)))
+    assert torch.equal(study.to_8_bits(newest) + 0.0, in_8_bits(newest, "exp_avg"))
+    # torch rounds some roots otherwise, see `in_8_bits`
+    assert torch.allclose(study.to_8_bits(newest**2, is_square=True), in_8_bits(newest**2, "exp_avg_sq"), rtol=1e-5)
