@@ -333,12 +333,15 @@ def with_bases(
 
 def _beside(index: CheckpointIndex) -> dict[str, CheckpointIndex]:
     """Return the partial checkpoints beside one that can be read, by ``save_id``."""
-    found = {}
-    for path in index.root.parent.iterdir():
-        with suppress(TailorError, OSError):
-            if is_partial(path):
-                one = index_checkpoint(path)
-                found[one.partial.save_id] = one
+    found: dict[str, CheckpointIndex] = {}
+    try:
+        paths = [path for path in index.root.parent.iterdir() if is_partial(path)]
+    except OSError:
+        return found
+    for path in paths:
+        with suppress(TailorError):
+            one = index_checkpoint(path)
+            found[one.partial.save_id] = one
     return found
 
 

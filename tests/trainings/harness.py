@@ -315,6 +315,8 @@ def missing() -> list[str]:
 def missing_optimizers() -> list[str]:
     """Name the optimizers of trainings whose package is missing, or that need a compiler where there is none."""
     lacking = [first for first, package in OPTIMIZERS.items() if importlib.util.find_spec(package) is None]
+    if importlib.util.find_spec("triton"):  # a build of torch for GPUs: optimi would use it, also without a GPU
+        lacking.append("optimi")
     named = {str(getattr(spec, "optimizer", "")) for spec in ALL.values()}
     found = [name for name in named if name.partition(" ")[0] in lacking]
     return [*found, *(() if compiler() else ("cpu_adam",))]
