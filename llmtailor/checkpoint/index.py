@@ -106,7 +106,7 @@ class TensorEntry:
 
     @property
     def stored_as(self) -> str:
-        """The dtype, or how the elements are encoded: `roles.Q8` or `roles.Q8_ROOT`"""
+        """The dtype, or how the elements are encoded: one of `roles.BLOCKS`"""
         return self.place.encoded if isinstance(self.place, Bundled) and self.place.encoded else self.dtype
 
     @property

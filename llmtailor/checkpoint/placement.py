@@ -147,7 +147,6 @@ class Bundled:
     cuts: tuple[int, ...]
     """The first element of each fragment, ascending, and where the last one ends."""
     itemsize: int
-    """0 if the elements are encoded"""
     ends: tuple[int, ...] = ()
     """Where each fragment ends; empty if each ends where the next one begins"""
     encoded: str = ""

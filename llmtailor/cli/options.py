@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +11,7 @@ import click
 
 from llmtailor.cli.command import ChoiceWithRemoved
 from llmtailor.errors import RecipeError, TargetError, UsageError
+from llmtailor.model.precision import MASTERS, MOMENTS
 
 if TYPE_CHECKING:
     from llmtailor.compose.plan import Opened
@@ -77,20 +78,15 @@ CLONE = click.option(
     help="Share disk blocks with the sources (reflinks on XFS, Btrfs). auto: if the file system supports it. never: "
     "write every byte. require: fail if blocks can't be shared.",
 )
-MASTERS = click.option(
-    "--masters",
-    type=click.Choice(["fp32", "24bit", "bf16"]),
-    default="fp32",
-    show_default=True,
-    help="Precision of fp32 master weights in partial checkpoints, as for attach; see docs/saving.md.",
-)
-MOMENTS = click.option(
-    "--moments",
-    type=click.Choice(["fp32", "bf16", "8bit"]),
-    default="fp32",
-    show_default=True,
-    help="Precision of Adam's fp32 moments in partial checkpoints.",
-)
+
+
+def _rounded(flag: str, choices: Sequence[str], what: str) -> Callable[[Command], Command]:
+    about = f"Precision of {what} in partial checkpoints, as for attach; see docs/saving.md."
+    return click.option(flag, type=click.Choice(choices), default=choices[0], show_default=True, help=about)
+
+
+MASTERS_AS = _rounded("--masters", MASTERS, "fp32 master weights")
+MOMENTS_AS = _rounded("--moments", MOMENTS, "Adam's fp32 moments")
 DISTRIBUTED = click.option(
     "--distributed",
     is_flag=True,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import command, print_json
-from llmtailor.cli.options import COUNT, JSON, MASTERS, MOMENTS, PATH, STEP
+from llmtailor.cli.options import COUNT, JSON, MASTERS_AS, MOMENTS_AS, PATH, STEP
 from llmtailor.errors import UsageError
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import ADAM_BYTES
@@ -94,8 +94,8 @@ _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
     show_default=True,
     help="Bytes of the optimizer's states per param: 8 for AdamW, 2 for 8-bit AdamW, 4 for Muon and Lion, 0 for SGD.",
 )
-@MASTERS
-@MOMENTS
+@MASTERS_AS
+@MOMENTS_AS
 @click.option("--experts", is_flag=True, help='Make each expert of a layer a part, as with attach(experts="parts").')
 @JSON
 def policy(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import command, notify, print_json, progress_bar, show_moved
-from llmtailor.cli.options import CLONE, COUNT, JSON, MASTERS, MOMENTS, RUN_DIR, TRUST_UNRECORDED, YES
+from llmtailor.cli.options import CLONE, COUNT, JSON, MASTERS_AS, MOMENTS_AS, RUN_DIR, TRUST_UNRECORDED, YES
 from llmtailor.errors import Problem, UsageError, size
 from llmtailor.model.precision import EXACT, Precision
 
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     help="Reduce full checkpoints older than the newest K to weights, config and tokenizer, which can't be resumed "
     "from.",
 )
-@MASTERS
-@MOMENTS
+@MASTERS_AS
+@MOMENTS_AS
 @TRUST_UNRECORDED
 @CLONE
 @YES

@@ -317,18 +317,22 @@ def with_bases(
 
     They are among ``others``, or beside the save that needs them. One that is missing is left out.
     """
-    known = {index.partial.save_id: index for index in (*others, *indexes) if index.partial.save_id}
+    known = {index.partial.save_id: index for index in (*others, *indexes)}
+    number_of = {index.partial.save_id: number for number, index in enumerate(indexes)}
     bases: dict[tuple[int, str], int] = {}
+    added: list[CheckpointIndex] = []
     for number, index in enumerate(indexes):
         for param, one in index.partial.differences.items():
             if not any(cut.source == number for cut in sources.spans(State(param, MASTER), 0, one.entry.numel)):
                 continue
             if one.base not in known:
                 known |= _beside(index)
-            if (found := known.get(one.base)) is not None:
-                indexes = indexes if found in indexes else (*indexes, found)
-                bases[number, param] = indexes.index(found)
-    return indexes, replace(sources, bases=bases)
+            if one.base in known and one.base not in number_of:
+                number_of[one.base] = len(indexes) + len(added)
+                added.append(known[one.base])
+            if one.base in number_of:
+                bases[number, param] = number_of[one.base]
+    return (*indexes, *added), replace(sources, bases=bases)
 
 
 def _beside(index: CheckpointIndex) -> dict[str, CheckpointIndex]:

@@ -15,6 +15,7 @@ _MASTERS: Mapping[str, tuple[str, str]] = {"fp32": ("F32", "F32"), "24bit": (F24
 _MOMENTS = {"fp32": ("F32", "F32"), "bf16": ("BF16", "BF16"), "8bit": (Q8, Q8_ROOT)}
 """The dtypes of exp_avg and exp_avg_sq"""
 _MANY = 128
+"""Elements: whole blocks of every encoding"""
 MASTERS, MOMENTS = (*_MASTERS,), (*_MOMENTS,)
 ROUNDED_AS = {MASTER: (F24, "BF16", D16), EXP_AVG: ("BF16", Q8), EXP_AVG_SQ: ("BF16", Q8_ROOT)}
 """Kind of fp32 state -> what it may have been rounded to"""

@@ -53,15 +53,19 @@ def saves_masters(policy: Policy) -> bool:
     return bool(getattr(policy, "saves_masters", False))
 
 
-def precision_of(policy: Policy, given: Precision) -> Precision:
+def precision_of(policy: Policy, given: Precision, weights: str | None = None) -> Precision:
     """Return the precision of saves: the policy's if it chooses one, else that of the options.
 
-    Raises UsageError if both do.
+    ``weights`` is the dtype that the forward pass rounds the masters to, fp32 if it does not; None if it is not known.
+    Raises UsageError if both choose one, and for bf16 masters without such weights.
     """
     own: Precision | None = getattr(policy, "precision", None)
     if own is not None and given not in (EXACT, own):
         what = f"it chooses the precision of masters and moments itself: {own.masters} and {own.moments}"
         raise UsageError.at(f"policy {policy.name}", what, "omit masters and moments")
+    if (own or given).masters == "bf16" and weights not in ("BF16", None):
+        what = "it is bf16, but only DeepSpeed's bf16 trainings have bf16 weights that are the rounded masters"
+        raise UsageError.at("masters", what, "give 24bit")
     return own or given
 
 

@@ -530,10 +530,8 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
     )
-    precision = precision_of(chooser.policy, options.precision) if chooser else EXACT
-    if precision.masters == "bf16" and not (has_masters and newest.precision == "BF16"):
-        what = "it is bf16, but only DeepSpeed's bf16 trainings have bf16 weights that are the rounded masters"
-        raise UsageError.at("--masters", what, "give 24bit")
+    weights = newest.precision if has_masters else "F32"
+    precision = precision_of(chooser.policy, options.precision, weights) if chooser else EXACT
     actions = _measure(pruner.decide(), scan, chooser, precision)
     left = folder.left_by_thin()
     freed = sum(action.freed for action in actions) + freed_bytes(path for folder in left for path in files_in(folder))

@@ -132,10 +132,8 @@ class PartialSaver:
         self.max_staleness = check_policy(
             self.policy, model.structure, model.parts, model.num_bytes, given, is_tested=is_tested
         )
-        self.precision = precision_of(self.policy, self.options.precision)
-        if self.precision.masters == "bf16" and not (training.rounds_masters and DTYPES[training.precision] == "BF16"):
-            what = "it is 'bf16', but only DeepSpeed's bf16 trainings have bf16 weights that are the rounded masters"
-            raise UsageError.at("masters", what, 'give "24bit"')
+        weights = DTYPES[training.precision] if training.rounds_masters else "F32"
+        self.precision = precision_of(self.policy, self.options.precision, weights)
         if self.ranks.is_first and self.precision != EXACT:
             what = "saves hold masters in %s and moments in %s; the policy is %s"
             logger.info(what, self.precision.masters, self.precision.moments, self.policy)

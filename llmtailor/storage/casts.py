@@ -24,9 +24,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.model.roles import BLOCKS, D16, F24, PACKED, Q8_ROOT, Encoding, numel_of, size_of
+from llmtailor.model.roles import BLOCKS, D16, F24, PACKED, Q8_ROOT, Block, Encoding, numel_of, size_of
 
 _CACHED: Final = 1 << 15
+"""Elements that are packed at once, so that they stay in a core's cache"""
 _DIFFERENCE: Final = 0x7F81
 """The upper half of a pattern, which is not a number, that stands for a difference from another save: the lower half"""
 _NUMPY: Final[dict[str, str]] = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
@@ -105,23 +106,22 @@ def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]
 
 
 def pack(values: npt.NDArray[Any], target: str) -> npt.NDArray[np.uint8]:
-    """Return the bytes of fp32 elements as one of `roles.PACKED`, packed in pieces that stay in a core's cache."""
-    made = np.empty(size_of(target, len(values)), np.uint8)
+    """Return the bytes of fp32 elements as one of `roles.PACKED` but ``D16``, packed in pieces that stay in a core's
+    cache."""
+    block = BLOCKS.get(target, Block(1, 0, 3))
+    made = np.empty((-(-len(values) // block.elements), block.num_bytes), np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):
         for begin in range(0, len(values), _CACHED):
-            some = values[begin : begin + _CACHED]
-            start = size_of(target, begin)
-            room = made[start : start + size_of(target, len(some))]
-            if target == F24:
-                _to_24_bits(some, room)
-            elif tail := len(some) % (size := BLOCKS[target].elements):
-                record = np.empty((1, BLOCKS[target].num_bytes), np.uint8)
-                _to_blocks(np.pad(some[-tail:], (0, size - tail)), record, target)
-                room[-4 - tail :] = record[0, : 4 + tail]
-                _to_blocks(some[:-tail], room[: -4 - tail], target)
-            else:
-                _to_blocks(some, room, target)
-    return made
+            rows = _in_rows(values[begin : begin + _CACHED], block.elements)
+            room = made[begin // block.elements :][: len(rows)]
+            _to_24_bits(rows.reshape(-1), room.reshape(-1)) if target == F24 else _to_blocks(rows, room, target)
+    return made.reshape(-1)[: size_of(target, len(values))]
+
+
+def _in_rows(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    """Return elements in rows of a size, with zeros behind them."""
+    missing = -len(values) % size
+    return (np.pad(values, (0, missing)) if missing else values).reshape(-1, size)
 
 
 def numbers_of(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
@@ -154,14 +154,13 @@ def pack_differences(values: npt.NDArray[Any], base: npt.NDArray[np.int32]) -> n
         _number(some, room)
         room -= base[begin : begin + _CACHED]
         room[some.view("<i4") == -1 << 31] = 1 << 15  # -0.0 has no number of its own
-        missing = -len(some) % block.elements
-        rows = (np.pad(room, (0, missing)) if missing else room).reshape(-1, block.elements)
+        rows = _in_rows(room, block.elements)
         is_far = (rows + np.int32((1 << 15) - 1)).view("<u4") > (1 << 16) - 2
         fits = np.bitwise_or.reduce(is_far.view("<u8"), axis=1) == 0  # eight at once
         codes = rows.astype("<i2").view(np.uint8).reshape(len(rows), -1)
         if not fits.all():
-            rounded = np.frombuffer(_to_bfloat16(some), np.uint8)
-            codes[~fits] = np.pad(rounded, (0, 2 * missing)).reshape(codes.shape)[~fits]
+            rounded = np.frombuffer(_to_bfloat16(_in_rows(some, block.elements)), np.uint8)
+            codes[~fits] = rounded.reshape(codes.shape)[~fits]
         records = made[begin // block.elements :][: len(rows)]
         records[:, 0] = fits
         records[:, 1:] = codes
@@ -179,14 +178,13 @@ def _to_24_bits(values: npt.NDArray[Any], room: npt.NDArray[np.uint8]) -> None:
     room[-3:] = kept[-1:].view(np.uint8)[:3]
 
 
-def _to_blocks(values: npt.NDArray[Any], room: npt.NDArray[np.uint8], target: str) -> None:
-    rows, most = values.reshape(-1, BLOCKS[target].elements), np.float32(255 if target == Q8_ROOT else 127)
+def _to_blocks(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> None:
+    most = np.float32(255 if target == Q8_ROOT else 127)
     codes = np.sqrt(rows) if target == Q8_ROOT else np.abs(rows)
     unit = codes.max(axis=1, keepdims=True, initial=0) / most
     np.divide(codes if target == Q8_ROOT else rows, np.where(unit > 0, unit, 1), out=codes)
     np.rint(codes, out=codes)
     np.clip(codes, -most, most, out=codes)
-    records = room.reshape(-1, BLOCKS[target].num_bytes)
     records[:, :4] = np.where(np.isfinite(unit), unit, np.float32(np.nan)).astype("<f4").view(np.uint8)
     if target == Q8_ROOT:
         records[:, 4:] = codes.astype(np.uint8)

@@ -132,6 +132,7 @@ def test_rows_are_sorted_by_their_change(run):
     text = call(*words[:-1], "--sort", "relative", "--top", "1", code=DIFFERENT).stdout
     most = max(rows, key=lambda row: row["relative"])
     assert most["label"] in text and f"{most['relative']:.2e}" in text
+    assert sum(f"{row['label']} " in text for row in rows) == 1 and f"and {len(rows) - 1} more" in text
 
 
 def test_the_heat_map_has_every_layer(run):

@@ -237,7 +237,7 @@ def test_masters_that_differ_from_another_save_need_it(runs, tmp_path):
     recipe = tmp_path / "r.yaml"
     parts = [{"from": "run/partial/step-00000006", "select": [*bases], "only": "moments"}]
     recipe.write_text(yaml.safe_dump({"base_model": "run/partial/step-00000008", "parts": parts}))
-    call("merge", recipe, tmp_path / "by recipe")
+    call("merge", recipe, tmp_path / "by recipe", "--checksum")
     shutil.move(run / "partial" / "step-00000006", tmp_path / "elsewhere")
     shutil.copytree(done.partial(2), run / "partial" / "step-00000002")
     parts[0]["from"] = "run/partial/step-00000002"

@@ -12,6 +12,7 @@ from faults.scene import Killing
 from helpers.cases import diagonal, examples
 from helpers.checkpoints import make_run, optim_states
 from helpers.files import TOLD, contents, cut
+from llmtailor.salvage import replace
 from thin.scene import SHORT, folders
 
 LAST = examples(5, 12)
@@ -52,3 +53,20 @@ def test_replace(tmp_path: Path, damage: Callable[[Path], None], can_exchange: b
         there = {path.name: tuple(contents(path, *TOLD).items()) for path in killing.run.iterdir() if path.is_dir()}
         assert before <= {*there.values()}, f"killed at {moment}: {folders(killing.run)}"
         assert not can_exchange or stays <= there.keys(), "a trainer that starts meanwhile finds each where it was"
+
+
+def test_what_was_put_there_after_an_interruption_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", shape=SHORT)
+    target, made, aside = (run / f"{word}checkpoint-300" for word in ("", "salvaged-", "damaged-"))
+    shutil.copytree(run / "checkpoint-200", made)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(replace, "put_in_place", die)
+        replace.put_salvaged_in_place(replace.Replacement(made, target, {target: aside}))
+    assert replace.unfinished_replacement(run) == replace.Replacement(made, target, {target: aside})
+    target.rename(aside)
+    shutil.copytree(run / "checkpoint-100", target)
+    assert replace.unfinished_replacement(run) == replace.Replacement(target, target, {})

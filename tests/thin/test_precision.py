@@ -6,8 +6,11 @@ import shutil
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from helpers.commands import run_here
+from helpers.files import edit_json
 from helpers.states import in_8_bits, in_24_bits, refined
 from llmtailor.errors import UsageError
 from llmtailor.runs.prune import Precision, ThinOptions, plan_thinning
@@ -77,3 +80,29 @@ def test_a_save_of_the_saver_with_rounded_states_replaces_a_full_checkpoint(tmp_
     shard.write_bytes(data)
     done = run_here("thin", run, "--strategy", "full", "--yes")
     assert done.returncode == 7 and "its values differ from those of" in done.stderr
+
+
+@pytest.mark.parametrize("packed", ['{"master": ["F24"]}', "[1]", '{"master": "Q8"}', '{"exp_avg": "D16"}', "{", "{}"])
+def test_metadata_that_is_not_right_is_refused(tmp_path, packed):
+    run = make_run(tmp_path / "run", (100, 200))
+    call("thin", run, "--strategy", "full", "--masters", "24bit", "--moments", "8bit", "--yes")
+    shard = run / "partial" / "step-00000100" / "rank-00000-of-00002.safetensors"
+    with safe_open(shard, "pt") as file:
+        metadata = {**file.metadata(), "packed": packed}
+    save_file(load_file(shard), shard, metadata)
+
+    def with_its_size(manifest):
+        next(one for one in manifest["bundles"] if one["path"] == shard.name)["num_bytes"] = shard.stat().st_size
+
+    edit_json(shard.parent / "manifest.json", with_its_size)
+    done = run_here("inspect", shard.parent)
+    assert done.returncode == 4 and "fix: leave this checkpoint out; its save is damaged" in done.stderr
+
+
+def test_what_a_killed_thin_left_is_freed(tmp_path):
+    run = make_run(tmp_path / "run", (100, 200))
+    before = call("thin", run, "--strategy", "full")["freed_bytes"]
+    left = run / "partial" / ".step-00000100.llmtailor-thinning"
+    left.mkdir(parents=True)
+    (left / "file").write_bytes(bytes(4321))
+    assert call("thin", run, "--strategy", "full")["freed_bytes"] == before + 4321

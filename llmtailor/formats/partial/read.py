@@ -182,7 +182,7 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
             if not all(isinstance(key, str) and key in file.tensors for key in listed):
                 raise ValueError("whole lists what is no tensor of the file")
             packed = read_strict_json(file.metadata.get("packed", "{}").encode())
-            if not isinstance(packed, dict) or not {*packed.values()} <= {*PACKED}:
+            if not isinstance(packed, dict) or not all(dtype in PACKED for dtype in packed.values()):
                 raise ValueError("packed is not a mapping of kinds to known dtypes")
             keys = {*listed}
             for key, held in file.tensors.items():
