@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from helpers.commands import run_here
 from helpers.files import edit_json
-from helpers.states import in_8_bits, in_24_bits, refined
+from helpers.states import in_8_bits, in_24_bits, read, refined
 from llmtailor.errors import UsageError
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import State
 from llmtailor.runs.prune import Precision, ThinOptions, plan_thinning
 from oracle import any as oracle_any
 from oracle.zero3 import MOMENTS
@@ -54,6 +56,26 @@ def test_composites_have_the_newest_weights(tmp_path, runs, name):
         assert any(torch.equal(value, one) for one in wanted), key
         older += torch.equal(value, wanted[-1]) and len(wanted) > 1
     assert 0 < older < len(found.states)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["columns", "no-fsdp"])
+def test_states_that_lie_in_many_pieces_are_rounded_piece_by_piece(tmp_path, runs, name):
+    steps = sorted(runs[name].held)[:2]
+    for step in steps:
+        shutil.copytree(runs.checkpoint(name, step), tmp_path / f"checkpoint-{step}")
+    words = ("--strategy", "full", "--masters", "24bit", "--moments", "8bit", "--yes", "--trust-unrecorded")
+    call("thin", tmp_path, *words)
+    assert not (tmp_path / f"checkpoint-{steps[0]}").exists()
+    found = index_checkpoint(compose(tmp_path, steps[0], tmp_path / "out"))
+    for param, exact in runs[name].held[steps[0]]["states"].items():
+        assert torch.equal(
+            read(found.root, found.held[State(param, "master")]),
+            in_24_bits(runs[name].held[steps[0]]["weights"][param]),
+        )
+        for kind in MOMENTS:
+            value = read(found.root, found.held[State(param, kind)])
+            assert torch.equal(value, nearest(value, exact[kind], kind)), (param, kind)
 
 
 def test_what_is_no_rounding_is_refused(tmp_path):
