@@ -248,6 +248,12 @@ def test_masters_that_differ_from_another_save_need_it(runs, tmp_path):
     rows = json.loads((tmp_path / "older" / "llmtailor.json").read_text())["parts"]
     steps = {row["part"]: row["step"] for row in rows}
     assert {steps[part] for part in bases if part in steps} == {2}
+    full = tmp_path / "full"
+    shutil.copytree(done.folder / "partial", full / "partial")
+    for step in (6, 8):
+        shutil.copytree(done.stock(step), full / f"checkpoint-{step}")
+    wrong = call("thin", full, "--strategy", "full", "--yes", "--trust-unrecorded", code=7).stderr
+    assert "step-00000006: it holds only differences" in wrong and (full / "checkpoint-6").exists()
 
 
 # Training that goes on from composites: by the stock Trainer, and with the saver attached
