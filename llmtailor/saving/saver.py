@@ -53,13 +53,14 @@ from llmtailor.saving.model import Drift, PartChanges, Sums, bias_correction, ch
 from llmtailor.saving.options import SAME_FIX, SavingOptions
 from llmtailor.saving.restart import resume, trainer_state_of
 from llmtailor.saving.save import (
+    PartialWork,
     PendingSave,
     RunRecord,
     SaveFailed,
     SaveReport,
-    Work,
     allocate_arena,
     finish_at_end,
+    needed_by,
     release,
     save_error,
 )
@@ -144,6 +145,8 @@ class PartialSaver:
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
         self._pending: PendingSave | None = None
+        self._work: PartialWork | None = None
+        """That of the pending save"""
         self._reports: list[SaveReport] = []
         self._newest: SaveReport | None = None
         self._frozen: Mapping[str, int] = sample_frozen(self.training.frozen())
@@ -157,7 +160,9 @@ class PartialSaver:
         check_same(self.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
         self.ranks.on_first(self.folder.lock)
         self.record = RunRecord(self.folder, self.ranks, self.options, self.carried)
-        self._arena = allocate_arena(training, self.options, self.precision, self.ranks)
+        self._arena = allocate_arena(
+            self.options, self.ranks, training.writes_unseen, lambda: needed_by(training, self.precision)
+        )
         """None if a save stops training until it is complete"""
         self._masters: frozenset[int] = frozenset()
         """Storages of the masters, as of a save that had others than known before"""
@@ -264,6 +269,7 @@ class PartialSaver:
             policy_state = state_of(self.policy)
             work = self._lay_out(step, *agreed, write_state, rng, began)
             snapshot, stops_training = self._snapshot(work), self._arena is None
+            self._work = work
             self._pending = save = PendingSave(self.record, work, snapshot, stops_training=stops_training)
             if stops_training:
                 self._settle()
@@ -359,19 +365,19 @@ class PartialSaver:
 
     def _settle(self) -> None:
         """Take the outcome of the previous save into account, if it has one."""
-        save = self._pending
-        if save is None or not save.is_done:
+        save, work = self._pending, self._work
+        if save is None or work is None or not save.is_done:
             return
-        self._pending = None
+        self._pending = self._work = None
         if save.failure is None:
-            self.ledger, self._before = save.work.ledger, save.path
-            self.drift.remember(save.work.samples)
+            self.ledger, self._before = work.ledger, save.path
+            self.drift.remember(work.samples)
         else:
-            restore_state(self.policy, save.work.policy_state)
+            restore_state(self.policy, work.policy_state)
         if self._bases is not None:
             self._bases.settle(save.failure is None)
-            held = (part for part, step in save.work.ledger.steps.items() if step == save.step)
-            self._based |= dict.fromkeys(held, save.work.save_id) if save.failure is None else {}
+            held = (part for part, step in work.ledger.steps.items() if step == save.step)
+            self._based |= dict.fromkeys(held, work.save_id) if save.failure is None else {}
         if save.report is not None:
             self._reports.append(save.report)
             self._newest = save.report
@@ -384,7 +390,7 @@ class PartialSaver:
         write_state: Callable[[Path], None] | None,
         rng: Mapping[str, object] | None,
         began: float,
-    ) -> Work:
+    ) -> PartialWork:
         """Choose parts, and lay out what this rank writes of them, without exchanging anything.
 
         The other ranks learn of an error when all have written.
@@ -422,12 +428,30 @@ class PartialSaver:
             complete = None
             if self.ranks.is_first:
                 complete = self._publication(save_id, step, choice, ledger, changes, write_state)
-            return Work(save_id, began, report, ledger, policy_state, samples, share, publish=complete)
+            return PartialWork(
+                save_id=save_id,
+                began=began,
+                report=report,
+                folder=path,
+                ledger=ledger,
+                policy_state=policy_state,
+                samples=samples,
+                share=share,
+                publish=complete,
+            )
         except Exception as error:
             refusal = save_error(error, self.ranks)
-            return Work(save_id, began, empty, self.ledger, policy_state, refusal=refusal)
+            return PartialWork(
+                save_id=save_id,
+                began=began,
+                report=empty,
+                folder=path,
+                ledger=self.ledger,
+                policy_state=policy_state,
+                refusal=refusal,
+            )
 
-    def _snapshot(self, work: Work) -> Snapshot | None:
+    def _snapshot(self, work: PartialWork) -> Snapshot | None:
         """Return what copies the tensors of a save in the background; the next step of the optimizer waits for it."""
         share = work.share
         if share is None or self._arena is None:

@@ -189,8 +189,8 @@ def write_share(
     for fact in share.linked:
         assert share.before is not None, "the previous save, which has the file"
         link_or_copy(share.before / fact.path, folder / fact.path)
-    *others, own = [BundleFact(result.path, result.num_bytes, result.crc) for result in results]
-    return [own, *others, *share.linked]
+    facts = [BundleFact(result.path, result.num_bytes, result.crc) for result in results]
+    return [*facts[-1:], *facts[:-1], *share.linked]
 
 
 def publish(

@@ -1,0 +1,134 @@
+"""DeepSpeed's checkpoint engine that saves in the background: ``engine.save_checkpoint`` writes its own files, and
+training continues (0.19.8).
+
+DeepSpeed takes it for a decoupled engine, which commits at the next optimizer step, but there is nothing to commit
+then: the file ``latest`` is written when the checkpoint is durable on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from llmtailor.errors import Problem, UsageError
+from llmtailor.saving.deepspeed import writes_unseen
+from llmtailor.saving.stock import StockSaver, finish_all, options_for_stock
+from llmtailor.storage.local import fsync_folder, replace_durably
+
+_WHERE = "DeepSpeed"
+LATEST = "latest"
+
+
+class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """Hands the files of ``save_checkpoint`` to a saver; other files, such as ``save_16bit_model``'s, are written at
+    once."""
+
+    def __init__(self, saver: StockSaver) -> None:
+        super().__init__()
+        self.name = "llmtailor"
+        self.saver = saver
+
+    def create(self, info: object) -> None:
+        """Nothing: `saves_lazily` begins the save."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.saver.place(path).mkdir(parents=True, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        if not self.saver.add(state_dict, path):
+            torch.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        self.saver.finish()
+        return torch.load(path, map_location=map_location, weights_only=False)
+
+    def commit(self, info: object) -> bool:
+        return True
+
+    def is_decoupled(self) -> bool:
+        return True
+
+    def cleanup(self) -> None:
+        """Finish the last save; ``engine.destroy`` calls it."""
+        self.saver.close()
+
+
+def attach_engine(engine: Any, **options: Any) -> StockSaver:
+    """Make ``engine.save_checkpoint`` return at once, and its stock checkpoints be written while training continues.
+
+    Call it on every rank, after ``deepspeed.initialize``. ``options`` are `stock.OPTIONS`. The saver that it returns
+    has ``finish``, to wait for the last save.
+
+    Raises UsageError for options out of range, and for what can't be saved in this way.
+    """
+    chosen = options_for_stock(options)
+    _refuse(engine)
+
+    def optimizers() -> list[torch.optim.Optimizer]:
+        zero = engine.optimizer
+        found = (zero, getattr(zero, "optimizer", None), getattr(zero, "backup_optimizer", None))
+        return [one for one in found if isinstance(one, torch.optim.Optimizer)]
+
+    def why_not() -> str | None:
+        return writes_unseen(engine, optimizers() or [engine.optimizer])
+
+    saver = StockSaver(engine.module, optimizers, chosen, why_not)
+    engine.checkpoint_engine = LazyCheckpointEngine(saver)
+    engine.save_checkpoint = _saving(engine, saver, engine.save_checkpoint)
+    engine.load_checkpoint = _loading(engine.load_checkpoint)
+    return saver
+
+
+def _refuse(engine: Any) -> None:
+    zero = engine.config.get("zero_optimization") or {}
+    offload = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+    checkpoint = engine.config.get("checkpoint") or {}
+    signs = [
+        (not hasattr(CheckpointEngine, "is_decoupled"), "it has no decoupled checkpoint engines", "update DeepSpeed"),
+        (any(one.get("device") == "nvme" for one in offload), "states on NVMe", "offload to the CPU"),
+        (engine.use_node_local_storage(), "use_node_local_storage", "save to a folder that all nodes share"),
+        (bool(checkpoint.get("writer")), "checkpoint.writer", "omit it: it names another way of writing"),
+        (isinstance(engine.checkpoint_engine, LazyCheckpointEngine), "the engine has a saver already", "attach one"),
+    ]
+    problems = [Problem(_WHERE, f"saving in the background: {what}", fix) for is_so, what, fix in signs if is_so]
+    if problems:
+        raise UsageError(problems)
+
+
+def _saving(engine: Any, saver: StockSaver, save: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(save)
+
+    @wraps(save)
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if not given["save_dir"]:
+            return save(*args, **kwargs)  # which refuses it
+        folder, tag = Path(given["save_dir"]).absolute(), given["tag"]
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        write_latest = partial(_write_latest, folder / LATEST, tag) if given["save_latest"] else lambda: None
+        with saver.saving(folder / tag, engine.global_steps, write_latest) as is_saving:
+            return save(*args, **kwargs) if is_saving else False
+
+    return saving
+
+
+def _write_latest(path: Path, tag: str) -> None:
+    replace_durably(path, tag.encode())
+    fsync_folder(path.parent)
+
+
+def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load)
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        finish_all()
+        return load(*args, **kwargs)
+
+    return loading

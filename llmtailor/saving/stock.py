@@ -1,0 +1,295 @@
+"""Saves stock checkpoints in the background: what a framework would write with ``torch.save``, in its own files.
+
+The framework builds its state dicts, which refer to live tensors; only the writing is replaced. As in a save of parts,
+tensors are copied until the next optimizer step and written while training continues (`saving.save`).
+
+All files of a checkpoint go to a hidden folder beside it, which rank 0 renames once all ranks have written theirs. So
+a checkpoint is there completely or not at all, and one of the same name stays until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtailor.checkpoint.layout import FileLayout
+from llmtailor.errors import Problem, StorageError, TailorError, UsageError
+from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.ranks.group import check_same
+from llmtailor.runs.folder import files_in, link_or_copy
+from llmtailor.saving.options import SAME_FIX, SavingOptions
+from llmtailor.saving.save import (
+    PendingSave,
+    SaveReport,
+    Work,
+    allocate_arena,
+    finish_at_end,
+    release,
+    save_error,
+)
+from llmtailor.saving.snapshot import LiveTensors, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.torch_save import Stepped, lay_out_saved, masters_of, stepped_storages
+from llmtailor.saving.training import Ranks
+from llmtailor.saving.writing import Share
+from llmtailor.storage.local import fsync_file, fsync_folder, replace_folder
+
+logger = logging.getLogger("llmtailor.saving")
+OPTIONS = ("background", "host_buffer", "when_busy", "write_timeout")
+"""The fields of `SavingOptions` that stock saves have"""
+_savers: weakref.WeakSet[StockSaver] = weakref.WeakSet()
+
+
+def options_for_stock(given: Mapping[str, Any]) -> SavingOptions:
+    """Return the options of stock saves. Raises UsageError with all problems."""
+    fix = f"omit it; stock saves have {', '.join(OPTIONS)}"
+    if wrong := [Problem("layout", f"stock saves have no option {name}", fix) for name in given if name not in OPTIONS]:
+        raise UsageError(wrong)
+    return SavingOptions(**given)
+
+
+def finish_all() -> None:
+    """Wait for the saves in progress of this process, before something is loaded."""
+    for saver in list(_savers):
+        saver.finish()
+
+
+@dataclass(slots=True)
+class _Open:
+    """A save whose files are being handed over."""
+
+    save_id: str
+    began: float
+    step: int
+    folder: Path
+    staging: Path
+    stepped: Stepped
+    complete: Callable[[], None]
+    """On rank 0: called once the folder is in place"""
+    live: LiveTensors = field(default_factory=LiveTensors)
+    files: list[FileLayout] = field(default_factory=list)
+    refusal: TailorError | None = None
+
+
+class _Record:
+    """Implements `saving.save.Record`."""
+
+    def __init__(self, ranks: Ranks, write_timeout: float) -> None:
+        self.ranks, self.board, self.write_timeout = ranks, ranks.board(), write_timeout
+
+    def begin(self, work: Work) -> None:
+        work.folder.mkdir(parents=True, exist_ok=True)
+
+    def remove(self, work: Work) -> None:
+        shutil.rmtree(work.folder)
+
+    def published(self, work: Work, report: SaveReport) -> None:
+        if self.ranks.is_first:
+            what = "%s: durable after %.2f s; training stood still for %.3f s"
+            logger.info(what, report.path, report.publish_s, report.stall_s)
+
+    def log(self, line: Mapping[str, object]) -> None:
+        """Nothing: a stock checkpoint has no log."""
+
+
+class StockSaver:
+    """Saves what a framework hands over. All ranks make the same calls, between two optimizer steps::
+
+        with saver.saving(folder, step) as is_saving:
+            if is_saving:
+                saver.add(state_dict, folder / "optimizer.pt")
+
+    Args:
+        model: its trained params are weights that only the optimizers' steps write.
+        optimizers: return torch's optimizers.
+        options: how to save.
+        writes_unseen: see `saving.training.Training.writes_unseen`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        options: SavingOptions,
+        writes_unseen: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._model, self._optimizers, self.options = model, optimizers, options
+        self.ranks = Ranks.here()
+        self._record = _Record(self.ranks, options.write_timeout)
+        self._arena = allocate_arena(options, self.ranks, writes_unseen, self._needed)
+        self._barrier = StepBarrier(waits=self._arena is not None)
+        self._open: _Open | None = None
+        self._swept: set[Path] = set()
+        self.pending: PendingSave | None = None
+        """The newest save of this process"""
+        _savers.add(self)
+        finish = weakref.WeakMethod(self._finish_until)  # else a training that is dropped would stay in memory
+        finish_at_end(self, lambda until: call(until) if (call := finish()) is not None else None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether files are being handed over."""
+        return self._open is not None
+
+    @contextmanager
+    def saving(self, folder: Path, step: int, complete: Callable[[], None] = lambda: None) -> Iterator[bool]:
+        """Save what is handed over in this context as the checkpoint ``folder``, in the background.
+
+        Yields whether there is a save: not if the previous one is still being written and ``when_busy`` is ``skip``, or
+        its disk is stuck. Raises SaveFailed only if saves stop training.
+        """
+        if not self._begin(folder.absolute(), step, complete):
+            yield False
+            return
+        try:
+            yield True
+        except BaseException as error:
+            assert self._open is not None
+            self._open.refusal = save_error(error, self.ranks) if isinstance(error, Exception) else None
+            self._end(is_refused=True)
+            raise
+        save = self._end()
+        if self._arena is None and save.failure is not None:
+            raise save.failure
+
+    def place(self, path: str | Path) -> Path:
+        """Return where a file or folder of the open save is written; any other path as it is."""
+        path = Path(path).absolute()
+        if self._open is not None and path.is_relative_to(self._open.folder):
+            return self._open.staging / path.relative_to(self._open.folder)
+        return path
+
+    def add(self, value: Any, path: str | Path) -> bool:
+        """Take over what ``torch.save(value, path)`` would write; return False for a path outside the open save."""
+        found, at = self._open, self.place(path)
+        if found is None or not at.is_relative_to(found.staging):
+            return False
+        name = at.relative_to(found.staging).as_posix()
+        found.files = [one for one in found.files if one.path != name]
+        found.files.append(lay_out_saved(name, value, found.live, found.stepped))
+        return True
+
+    def finish(self) -> None:
+        """Wait until no save is in progress. One whose disk is stuck is given up."""
+        if (save := self.pending) is not None:
+            self._barrier.settle()
+            if not save.wait_unless_stuck():
+                logger.warning("the save at step %d was aborted: its disk is stuck", save.step)
+                save.give_up()
+
+    def close(self) -> None:
+        """Finish the save in progress, and free the host memory."""
+        self.finish()
+        self._arena = None
+        self._barrier.remove()
+        release(self)
+
+    def _finish_until(self, until: float) -> None:
+        if self.pending is not None:
+            self.pending.finish_until(until)
+
+    def _needed(self) -> tuple[int, bool]:
+        """Return the bytes of masters and two moments, and of the weights."""
+        masters = {storage_of(one): one for optimizer in self._optimizers() for one in masters_of(optimizer)}
+        weights = {storage_of(one): one for one in self._model.parameters() if one.numel()}
+        sizes = [3 * one.numel() * one.element_size() for one in masters.values()]
+        sizes += [one.untyped_storage().nbytes() for at, one in weights.items() if at not in masters]
+        return sum(sizes), any(one.is_cuda for one in (*masters.values(), *weights.values()))
+
+    def _begin(self, folder: Path, step: int, complete: Callable[[], None]) -> bool:
+        began = time.monotonic()
+        if self.pending is not None:
+            self._barrier.settle()
+            if self.options.when_busy == "wait":
+                self.pending.wait_unless_stuck()
+        busy = ["", "is still being written", "is stuck; the disk is not accepting writes"]
+        mine = {"folder": str(folder), "busy": busy[self.pending is not None and not self.pending.is_done]}
+        if self.pending is not None and self.pending.is_stuck:
+            mine["busy"] = busy[2]
+        votes = self.ranks.gather(mine)
+        check_same(votes, {"folder": (SAME_FIX, UsageError)})
+        if why := votes[0]["busy"]:
+            logger.warning("step %d: save skipped: the previous save %s", step, why)
+            return False
+        if self.pending is not None:
+            self.pending.wait_unless_stuck()  # rank 0 knows already that it is published
+        staging = folder.with_name(f".{folder.name}.llmtailor-saving")
+        save_id = self.ranks.on_first(lambda: self._sweep(staging))
+        stepped = stepped_storages(self._optimizers(), self._model)
+        self._open = _Open(save_id, began, step, folder, staging, stepped, complete)
+        return True
+
+    def _sweep(self, staging: Path) -> str:
+        """Remove what killed saves have left beside this one; return the new save's id."""
+        if staging.parent not in self._swept:
+            for left in staging.parent.glob(".*.llmtailor-saving"):
+                shutil.rmtree(left)
+            self._swept.add(staging.parent)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        return uuid.uuid4().hex
+
+    def _end(self, *, is_refused: bool = False) -> PendingSave:
+        found, self._open = self._open, None
+        assert found is not None
+        report = SaveReport(found.step, {}, 0, 0.0, 0.0, 0.0, 0.0, {}, {}, {}, path=found.folder)
+        work = Work(save_id=found.save_id, began=found.began, report=report, folder=found.staging)
+        if is_refused:
+            unknown = StorageError.at(found.folder, "the call that saves was interrupted", "save again")
+            work = replace(work, refusal=found.refusal or unknown)
+        else:
+            work = replace(work, share=Share(tuple(found.files), (), found.live, lambda: None))
+        if self.ranks.is_first:
+            work = replace(work, publish=partial(_publish, found.staging, found.folder, found.complete))
+        snapshot = None
+        if self._arena is not None and work.share is not None and found.live.tensors:
+            snapshot = Snapshot(found.live, found.files, self._arena, self.options.write_timeout, found.began)
+            optimizers = self._optimizers()
+            masters = frozenset(storage_of(one) for optimizer in optimizers for one in masters_of(optimizer))
+            self._barrier.arm(snapshot, optimizers, masters)
+        self.pending = PendingSave(self._record, work, snapshot, stops_training=self._arena is None)
+        return self.pending
+
+
+def _publish(staging: Path, folder: Path, complete: Callable[[], None], facts: Sequence[BundleFact]) -> None:
+    """Put a checkpoint in place of the one of its name, if there is one, all of whose other files stay.
+
+    Raises OSError, or StorageError for a rank's file that is missing.
+    """
+    written = {staging / fact.path: fact for fact in facts}
+    for path, fact in written.items():
+        if not path.is_file() or path.stat().st_size != fact.num_bytes:
+            fix = "check the disk; on several nodes, save to a file system that all of them share"
+            raise StorageError.at(path, "the file differs from what its rank wrote", fix)
+    is_there = folder.exists()
+    for old in files_in(folder) if is_there else ():
+        new = staging / old.relative_to(folder)
+        if not new.exists():
+            new.parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(old, new)
+    for path in files_in(staging):
+        if path not in written:  # written by the framework itself
+            fsync_file(path)
+    for path in sorted(staging.rglob("*"), reverse=True):
+        if path.is_dir():
+            fsync_folder(path)
+    fsync_folder(staging)
+    if is_there:
+        aside = staging.with_name(f"{staging.name}.old")
+        replace_folder(staging, folder, aside)
+        fsync_folder(folder.parent)
+        shutil.rmtree(aside if aside.exists() else staging)
+    else:
+        staging.rename(folder)
+        fsync_folder(folder.parent)
+    complete()
