@@ -8,6 +8,7 @@ then: the file ``latest`` is written when the checkpoint is durable on all ranks
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -21,6 +22,7 @@ from llmtailor.saving.deepspeed import writes_unseen
 from llmtailor.saving.stock import StockSaver, finish_all, options_for_stock
 from llmtailor.storage.local import fsync_folder, replace_durably
 
+logger = logging.getLogger("llmtailor.saving")
 _WHERE = "DeepSpeed"
 LATEST = "latest"
 
@@ -79,8 +81,8 @@ def attach_engine(engine: Any, **options: Any) -> StockSaver:
         return writes_unseen(engine, optimizers() or [engine.optimizer])
 
     saver = StockSaver(engine.module, optimizers, chosen, why_not)
+    engine.save_checkpoint = _saving(engine, saver, engine.save_checkpoint, engine.checkpoint_engine)
     engine.checkpoint_engine = LazyCheckpointEngine(saver)
-    engine.save_checkpoint = _saving(engine, saver, engine.save_checkpoint)
     engine.load_checkpoint = _loading(engine.load_checkpoint)
     return saver
 
@@ -101,7 +103,8 @@ def _refuse(engine: Any) -> None:
         raise UsageError(problems)
 
 
-def _saving(engine: Any, saver: StockSaver, save: Callable[..., Any]) -> Callable[..., Any]:
+def _saving(engine: Any, saver: StockSaver, save: Callable[..., Any], stock: Any) -> Callable[..., Any]:
+    """Return the engine's ``save_checkpoint`` with a save around it; ``stock`` is its own checkpoint engine."""
     signature = inspect.signature(save)
 
     @wraps(save)
@@ -114,6 +117,18 @@ def _saving(engine: Any, saver: StockSaver, save: Callable[..., Any]) -> Callabl
         folder, tag = Path(given["save_dir"]).absolute(), given["tag"]
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         write_latest = partial(_write_latest, folder / LATEST, tag) if given["save_latest"] else lambda: None
+        if saver.is_open:  # a checkpoint of the Trainer's or accelerate's, which holds this one
+            result = save(*args, **kwargs)
+            if saver.ranks.is_first:
+                write_latest()
+            return result
+        if len({*saver.ranks.gather(str(folder / tag))}) > 1:  # which DeepSpeed's checkpoint.tag_validation may permit
+            logger.warning("%s: the ranks give different tags, so training stands still for this save", folder)
+            lazy, engine.checkpoint_engine = engine.checkpoint_engine, stock
+            try:
+                return save(*args, **kwargs)
+            finally:
+                engine.checkpoint_engine = lazy
         with saver.saving(folder / tag, engine.global_steps, write_latest) as is_saving:
             return save(*args, **kwargs) if is_saving else False
 
