@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llmtailor.saving.callbacks import AttestResume as AttestResume
     from llmtailor.saving.callbacks import PartialSaving as PartialSaving
     from llmtailor.saving.callbacks import attach as attach
+    from llmtailor.saving.checkpoint_engine import attach_engine as attach_engine
     from llmtailor.saving.options import SavingOptions as SavingOptions
     from llmtailor.saving.restart import newest_checkpoint as newest_checkpoint
     from llmtailor.saving.save import PendingSave as PendingSave
@@ -47,6 +48,7 @@ _PUBLIC = {
     "SaveReport": "llmtailor.saving.save",
     "Situation": "llmtailor.policies",
     "attach": "llmtailor.saving.callbacks",
+    "attach_engine": "llmtailor.saving.checkpoint_engine",
     "make_policy": "llmtailor.policies",
     "newest_checkpoint": "llmtailor.saving.restart",
     "saver_for": "llmtailor.saving.api",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.saving.deepspeed import writes_unseen
-from llmtailor.saving.stock import StockSaver, finish_all, options_for_stock
+from llmtailor.saving.options import stock_options
+from llmtailor.saving.stock import StockSaver, finish_all
 from llmtailor.storage.local import fsync_folder, replace_durably
 
 logger = logging.getLogger("llmtailor.saving")
 _WHERE = "DeepSpeed"
 LATEST = "latest"
+KEY = "llmtailor"
+"""Of the DeepSpeed config, which leaves it alone"""
 
 
 class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -64,12 +67,16 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 def attach_engine(engine: Any, **options: Any) -> StockSaver:
     """Make ``engine.save_checkpoint`` return at once, and its stock checkpoints be written while training continues.
 
-    Call it on every rank, after ``deepspeed.initialize``. ``options`` are `stock.OPTIONS`. The saver that it returns
-    has ``finish``, to wait for the last save.
+    Call it on every rank, after ``deepspeed.initialize``. ``options`` are those of `options.STOCK`; one that is left
+    out is taken from ``llmtailor`` in the DeepSpeed config. ``finish`` of the saver that it returns waits for the last
+    save.
 
     Raises UsageError for options out of range, and for what can't be saved in this way.
     """
-    chosen = options_for_stock(options)
+    configured = dict(engine.config.get(KEY) or {})
+    if (layout := configured.pop("layout", "stock")) != "stock":
+        raise UsageError.at(KEY, f"layout in the DeepSpeed config is {layout!r:.40}", 'give "stock"')
+    chosen = stock_options({**configured, **options})
     _refuse(engine)
 
     def optimizers() -> list[torch.optim.Optimizer]:
@@ -116,8 +123,13 @@ def _saving(engine: Any, saver: StockSaver, save: Callable[..., Any], stock: Any
             return save(*args, **kwargs)  # which refuses it
         folder, tag = Path(given["save_dir"]).absolute(), given["tag"]
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        write_latest = partial(_write_latest, folder / LATEST, tag) if given["save_latest"] else lambda: None
-        if saver.is_open:  # a checkpoint of the Trainer's or accelerate's, which holds this one
+
+        def write_latest() -> None:
+            if given["save_latest"]:
+                replace_durably(folder / LATEST, tag.encode())
+                fsync_folder(folder)
+
+        if saver.open_at is not None:  # a checkpoint of the Trainer's or accelerate's, which holds this one
             result = save(*args, **kwargs)
             if saver.ranks.is_first:
                 write_latest()
@@ -133,11 +145,6 @@ def _saving(engine: Any, saver: StockSaver, save: Callable[..., Any], stock: Any
             return save(*args, **kwargs) if is_saving else False
 
     return saving
-
-
-def _write_latest(path: Path, tag: str) -> None:
-    replace_durably(path, tag.encode())
-    fsync_folder(path.parent)
 
 
 def _loading(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,11 @@ SAME_FIX = "give all ranks the same arguments and LLMTAILOR_ variables"
 ATTEST, ON_MISMATCH = (OFF, SAMPLE, FULL), (WARN, STOP)
 
 
+STOCK = ("background", "host_buffer", "when_busy", "write_timeout")
+"""The fields of `SavingOptions` that ``layout="stock"`` has"""
+LAYOUTS = ("partial", "stock")
+
+
 class SavingArguments(TypedDict, total=False):
     """The fields of `SavingOptions` as keyword arguments, for type checkers."""
 
@@ -119,6 +124,16 @@ class SavingOptions:
             raise UsageError(problems)
 
 
+def stock_options(given: Mapping[str, Any]) -> SavingOptions:
+    """Return the options of ``layout="stock"``. Raises UsageError with all problems."""
+    fix = f"omit it; valid options: {', '.join(STOCK)}"
+    if wrong := [
+        Problem(WHERE, f'layout="stock" has no option {name!r:.40}', fix) for name in given if name not in STOCK
+    ]:
+        raise UsageError(wrong)
+    return SavingOptions(**given)
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """The arguments of `PartialSaving`, checked."""
@@ -137,6 +152,9 @@ class Arguments:
         rest, problems, wrong = dict(given), Problems(), []
         policy, save_steps = rest.pop("policy", DEFAULT_POLICY), rest.pop("save_steps", None)
         overhead, on_restart = rest.pop("overhead", 0.02), rest.pop("on_restart", "refuse")
+        if (layout := rest.pop("layout", LAYOUTS[0])) != LAYOUTS[0]:
+            fix = "omit it, or give it to attach or to llmtailor run"
+            wrong.append(Problem(WHERE, f"layout is {layout!r}, but this callback saves partial checkpoints", fix))
         if save_steps not in (None, "auto") and (type(save_steps) is not int or save_steps < 1):
             fix = 'give a number of steps, 1 or more, or "auto"'
             wrong.append(Problem(WHERE, f"save_steps is {save_steps!r}", fix))
@@ -179,12 +197,43 @@ VARIABLES: Mapping[str, tuple[Callable[[str], object], str]] = {
         lambda text: json.loads(text) if text.startswith("{") else text,
         "a policy such as parity or round_robin:4, or a JSON object",
     ),
+    "layout": (str, "partial or stock"),
     "save_steps": (_number, "a number of steps, or auto"),
     "overhead": (float, "a fraction of the time, such as 0.02"),
     "on_restart": (str, "refuse or compose"),
     **{one.name: (_READERS.get(_TYPES[one.name], str), one.metadata["value"]) for one in fields(SavingOptions)},
 }
 """The arguments of `attach` that environment variables may give, what reads each, and what its value is"""
+
+
+def stock_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options among arguments of `attach` with ``layout="stock"``. Raises UsageError with all problems."""
+    rest = {name: value for name, value in given.items() if name != "layout"}
+    policy = rest.pop("policy", "full")
+    problems = Problems()
+    if getattr(policy, "name", policy) != "full":
+        fix = 'give policy="full", or omit it'
+        problems.add(UsageError.at(WHERE, f'layout="stock" saves everything, but the policy is {policy!r:.40}', fix))
+    try:
+        stock_options(rest)
+    except UsageError as error:
+        problems.add(error)
+    problems.raise_if_any()
+    return rest
+
+
+def check_layout(layout: object) -> None:
+    if layout not in (None, *LAYOUTS):
+        raise UsageError.at(WHERE, f"layout is {layout!r:.40}", f"give one of {', '.join(LAYOUTS)}")
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Check the arguments of `attach`, by name. Raises UsageError with all problems."""
+    check_layout(given.get("layout"))
+    if given.get("layout") == "stock":
+        stock_arguments(given)
+    else:
+        Arguments.of(given)
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -3,28 +3,30 @@
 The framework builds its state dicts, which refer to live tensors; only the writing is replaced. As in a save of parts,
 tensors are copied until the next optimizer step and written while training continues (`saving.save`).
 
-All files of a checkpoint go to a hidden folder beside it, which rank 0 renames once all ranks have written theirs. So
-a checkpoint is there completely or not at all, and one of the same name stays until then.
+All files of a checkpoint go to a hidden folder beside it, which rank 0 moves there once all ranks have written
+theirs. So a checkpoint is there completely or not at all, and one of the same name stays until then.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+import sys
+import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmtailor.checkpoint.layout import FileLayout
-from llmtailor.errors import Problem, StorageError, TailorError, UsageError
+from llmtailor.errors import StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import files_in, link_or_copy
@@ -38,24 +40,22 @@ from llmtailor.saving.save import (
     release,
     save_error,
 )
-from llmtailor.saving.snapshot import LiveTensors, Snapshot, StepBarrier, storage_of
-from llmtailor.saving.torch_save import Stepped, lay_out_saved, masters_of, stepped_storages
+from llmtailor.saving.snapshot import DTYPES, LiveTensors, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.torch_save import Stepped, lay_out_saved, lay_out_saved_tensors, masters_of, stepped_storages
 from llmtailor.saving.training import Ranks
 from llmtailor.saving.writing import Share
 from llmtailor.storage.local import fsync_file, fsync_folder, replace_folder
 
 logger = logging.getLogger("llmtailor.saving")
-OPTIONS = ("background", "host_buffer", "when_busy", "write_timeout")
-"""The fields of `SavingOptions` that stock saves have"""
+_WRITERS = (
+    ("torch", "save"),
+    ("safetensors.torch", "save_file"),
+    ("transformers.modeling_utils", "safe_save_file"),
+    ("peft.peft_model", "safe_save_file"),
+    ("accelerate.utils.other", "safe_save_file"),
+)
+"""Module, and what writes a file in it"""
 _savers: weakref.WeakSet[StockSaver] = weakref.WeakSet()
-
-
-def options_for_stock(given: Mapping[str, Any]) -> SavingOptions:
-    """Return the options of stock saves. Raises UsageError with all problems."""
-    fix = f"omit it; stock saves have {', '.join(OPTIONS)}"
-    if wrong := [Problem("layout", f"stock saves have no option {name}", fix) for name in given if name not in OPTIONS]:
-        raise UsageError(wrong)
-    return SavingOptions(**given)
 
 
 def finish_all() -> None:
@@ -91,7 +91,7 @@ class _Record:
         work.folder.mkdir(parents=True, exist_ok=True)
 
     def remove(self, work: Work) -> None:
-        shutil.rmtree(work.folder)
+        shutil.rmtree(work.folder.parent)
 
     def published(self, work: Work, report: SaveReport) -> None:
         if self.ranks.is_first:
@@ -137,9 +137,9 @@ class StockSaver:
         finish_at_end(self, lambda until: call(until) if (call := finish()) is not None else None)
 
     @property
-    def is_open(self) -> bool:
-        """Whether files are being handed over."""
-        return self._open is not None
+    def open_at(self) -> Path | None:
+        """The folder in which files of the open save are written; None if there is none"""
+        return self._open.staging if self._open is not None else None
 
     @contextmanager
     def saving(self, folder: Path, step: int, complete: Callable[[], None] = lambda: None) -> Iterator[bool]:
@@ -171,13 +171,49 @@ class StockSaver:
 
     def add(self, value: Any, path: str | Path) -> bool:
         """Take over what ``torch.save(value, path)`` would write; return False for a path outside the open save."""
+        return self._add(path, lambda *more: lay_out_saved(more[0], value, *more[1:]))
+
+    def add_tensors(
+        self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Mapping[str, str] | None = None
+    ) -> bool:
+        """Take over what ``save_file`` of safetensors would write; return False for a path outside the open save, and
+        for dtypes that `snapshot.DTYPES` lacks."""
+        if any(one.dtype not in DTYPES for one in tensors.values()):
+            return False
+        return self._add(path, lambda *more: lay_out_saved_tensors(more[0], tensors, metadata, *more[1:]))
+
+    def _add(self, path: str | Path, lay_out: Callable[[str, LiveTensors, Stepped], FileLayout]) -> bool:
         found, at = self._open, self.place(path)
         if found is None or not at.is_relative_to(found.staging):
             return False
         name = at.relative_to(found.staging).as_posix()
         found.files = [one for one in found.files if one.path != name]
-        found.files.append(lay_out_saved(name, value, found.live, found.stepped))
+        found.files.append(lay_out(name, found.live, found.stepped))
         return True
+
+    @contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """Take over what this thread writes in this context into the open save with ``torch.save`` and ``save_file``,
+        also under the names by which libraries have imported them."""
+        thread, writers = threading.get_ident(), [(sys.modules.get(module), name) for module, name in _WRITERS]
+        stock = [(module, name, getattr(module, name)) for module, name in writers if hasattr(module, name)]
+
+        def hooked(write: Callable[..., Any], add: Callable[..., bool]) -> Callable[..., Any]:
+            @wraps(write)
+            def writing(value: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+                is_ours = threading.get_ident() == thread and isinstance(path, (str, Path)) and value != {}
+                if not is_ours or not add(value, path, *args, **kwargs):
+                    write(value, path, *args, **kwargs)
+
+            return writing
+
+        try:
+            for module, name, write in stock:
+                setattr(module, name, hooked(write, self.add if name == "save" else self.add_tensors))
+            yield
+        finally:
+            for module, name, write in stock:
+                setattr(module, name, write)
 
     def finish(self) -> None:
         """Wait until no save is in progress. One whose disk is stuck is given up."""
@@ -223,7 +259,7 @@ class StockSaver:
             return False
         if self.pending is not None:
             self.pending.wait_unless_stuck()  # rank 0 knows already that it is published
-        staging = folder.with_name(f".{folder.name}.llmtailor-saving")
+        staging = folder.with_name(f".{folder.name}.llmtailor-saving") / folder.name
         save_id = self.ranks.on_first(lambda: self._sweep(staging))
         stepped = stepped_storages(self._optimizers(), self._model)
         self._open = _Open(save_id, began, step, folder, staging, stepped, complete)
@@ -231,11 +267,12 @@ class StockSaver:
 
     def _sweep(self, staging: Path) -> str:
         """Remove what killed saves have left beside this one; return the new save's id."""
-        if staging.parent not in self._swept:
-            for left in staging.parent.glob(".*.llmtailor-saving"):
+        around = staging.parent.parent
+        if around not in self._swept:
+            for left in around.glob(".*.llmtailor-saving"):
                 shutil.rmtree(left)
-            self._swept.add(staging.parent)
-        shutil.rmtree(staging, ignore_errors=True)
+            self._swept.add(around)
+        shutil.rmtree(staging.parent, ignore_errors=True)
         staging.mkdir(parents=True)
         return uuid.uuid4().hex
 
@@ -280,16 +317,12 @@ def _publish(staging: Path, folder: Path, complete: Callable[[], None], facts: S
     for path in files_in(staging):
         if path not in written:  # written by the framework itself
             fsync_file(path)
-    for path in sorted(staging.rglob("*"), reverse=True):
-        if path.is_dir():
-            fsync_folder(path)
-    fsync_folder(staging)
+    for path in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
+        fsync_folder(path)
     if is_there:
-        aside = staging.with_name(f"{staging.name}.old")
-        replace_folder(staging, folder, aside)
-        fsync_folder(folder.parent)
-        shutil.rmtree(aside if aside.exists() else staging)
+        replace_folder(staging, folder, staging.with_name("old"))
     else:
         staging.rename(folder)
-        fsync_folder(folder.parent)
+    fsync_folder(folder.parent)
     complete()
+    shutil.rmtree(staging.parent)

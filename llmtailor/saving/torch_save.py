@@ -1,6 +1,6 @@
-"""Lays out what ``torch.save`` would write of an object, with its tensors as they live in a training.
+"""Lays out what ``torch.save``, or ``save_file`` of safetensors, would write, with tensors as they live in a training.
 
-The pickle is torch's own (2.13), with the same keys of storages, and is made at once. The storages are copied later if
+The pickle is torch's own (2.13), with the same keys of storages, and is made at once. The tensors are copied later if
 only the optimizer's step writes them, and at once otherwise: they may be temporary, or change at any time.
 """
 
@@ -17,7 +17,8 @@ from torch.serialization import location_tag
 
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece
 from llmtailor.containers.torch_file import TorchLayout
-from llmtailor.saving.snapshot import ANY_STEP, LiveTensor, LiveTensors, bytes_of, storage_of
+from llmtailor.formats.partial.json_trees import Entry, lay_out_tensors
+from llmtailor.saving.snapshot import ANY_STEP, DTYPES, LiveTensor, LiveTensors, bytes_of, storage_of
 
 _SMALL_BYTES = 4096
 """Storages on the CPU up to this size are copied at once: a piece of its own costs more"""
@@ -73,22 +74,41 @@ def lay_out_saved(path: str, value: Any, live: LiveTensors, stepped: Stepped) ->
     return TorchLayout(path, lambda: (out.getvalue(), contents)).made()
 
 
+def lay_out_saved_tensors(
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None,
+    live: LiveTensors,
+    stepped: Stepped,
+) -> FileLayout:
+    """Return the layout of the file that ``save_file(tensors, metadata=metadata)`` of safetensors would write."""
+    entries = []
+    for name, tensor in sorted(tensors.items()):
+        content = _live(tensor.detach().contiguous().reshape(-1).view(torch.uint8), live, stepped)
+        entries.append(Entry(name, DTYPES[tensor.dtype], tuple(tensor.shape), content))
+    return lay_out_tensors(path, entries, metadata or {})
+
+
 def _content(storage: torch.UntypedStorage, live: LiveTensors, stepped: Stepped) -> tuple[Piece, ...]:
     """Return the bytes of a whole storage, as torch saves them."""
-    num_bytes, written_with = storage.nbytes(), 0
-    if not num_bytes:
+    if not storage.nbytes():
         return ()
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    if storage.device.type == "cpu" and num_bytes <= _SMALL_BYTES:
-        return (Bytes(bytes(bytes_of(flat)), "a small tensor"),)
-    if (known := stepped.get(storage.data_ptr())) is not None:
-        tensor, written_with = known
+    tensor = stepped.get(storage.data_ptr(), (None,))[0]
+    if tensor is not None:
         local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.is_contiguous() and local.numel() * local.element_size() == num_bytes:
-            flat = local.detach().reshape(-1).view(torch.uint8)  # torch counts the writes to it
-    else:
+        if local.is_contiguous() and local.numel() * local.element_size() == storage.nbytes():
+            return _live(local.detach().reshape(-1).view(torch.uint8), live, stepped)  # torch counts the writes to it
+    return _live(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), live, stepped)
+
+
+def _live(flat: torch.Tensor, live: LiveTensors, stepped: Stepped) -> tuple[Piece, ...]:
+    """Return the elements of a tensor of bytes, copied now unless an optimizer's step alone writes them."""
+    if flat.device.type == "cpu" and flat.numel() <= _SMALL_BYTES:
+        return (Bytes(bytes(bytes_of(flat)), "a small tensor"),) if flat.numel() else ()
+    known = stepped.get(storage_of(flat))
+    if known is None:
         flat = flat.to("cpu", copy=True)
-    return live.add(LiveTensor(flat, torch.uint8, "", written_with))
+    return live.add(LiveTensor(flat, torch.uint8, "", known[1] if known else 0))
 
 
 class _Pickler(pickle.Pickler):

@@ -1,0 +1,29 @@
+"""Stock checkpoints in the background, in a program that nobody edits: ``llmtailor run --layout stock``."""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+LAYOUT = "LLMTAILOR_LAYOUT"
+
+
+def hook_engine(module: ModuleType) -> None:
+    """Attach a saver to every DeepSpeed engine if the environment, or its config, asks for stock checkpoints."""
+    kind = module.DeepSpeedEngine
+    configure = kind._configure_checkpointing
+
+    @wraps(configure)
+    def configuring(self: Any, *args: Any, **kwargs: Any) -> None:
+        configure(self, *args, **kwargs)
+        from llmtailor.saving.checkpoint_engine import KEY, attach_engine
+        from llmtailor.saving.options import from_environment, stock_arguments
+
+        if os.environ.get(LAYOUT) == "stock":
+            attach_engine(self, **stock_arguments(from_environment(os.environ)))
+        elif KEY in self.config:
+            attach_engine(self)
+
+    kind._configure_checkpointing = configuring
