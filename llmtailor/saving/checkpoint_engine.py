@@ -34,10 +34,12 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Hands the files of ``save_checkpoint`` to a saver; other files, such as ``save_16bit_model``'s, are written at
     once."""
 
-    def __init__(self, saver: StockSaver) -> None:
+    def __init__(self, saver: StockSaver, detach: Callable[[], None]) -> None:
         super().__init__()
         self.name = "llmtailor"
         self.saver = saver
+        self.detach = detach
+        """Gives the engine back what it had"""
 
     def create(self, info: object) -> None:
         """Nothing: `saves_lazily` begins the save."""
@@ -88,10 +90,26 @@ def attach_engine(engine: Any, **options: Any) -> StockSaver:
         return writes_unseen(engine, optimizers() or [engine.optimizer])
 
     saver = StockSaver(engine.module, optimizers, chosen, why_not)
-    engine.save_checkpoint = _saving(engine, saver, engine.save_checkpoint, engine.checkpoint_engine)
-    engine.checkpoint_engine = LazyCheckpointEngine(saver)
+    stock = engine.checkpoint_engine
+
+    def detach() -> None:
+        del engine.save_checkpoint, engine.load_checkpoint  # the methods of its class remain
+        engine.checkpoint_engine = stock
+
+    engine.save_checkpoint = _saving(engine, saver, engine.save_checkpoint, stock)
     engine.load_checkpoint = _loading(engine.load_checkpoint)
+    engine.checkpoint_engine = LazyCheckpointEngine(saver, detach)
     return saver
+
+
+def saver_of(engine: Any, **options: Any) -> StockSaver:
+    """Return the open saver of an engine; attach one if there is none."""
+    lazy = engine.checkpoint_engine
+    if isinstance(lazy, LazyCheckpointEngine):
+        if not lazy.saver.is_closed:
+            return lazy.saver
+        lazy.detach()
+    return attach_engine(engine, **options)
 
 
 def _refuse(engine: Any) -> None:

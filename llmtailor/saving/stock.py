@@ -128,6 +128,7 @@ class StockSaver:
         self._record = _Record(self.ranks, options.write_timeout)
         self._arena = allocate_arena(options, self.ranks, writes_unseen, self._needed)
         self._barrier = StepBarrier(waits=self._arena is not None)
+        self.is_closed = False
         self._open: _Open | None = None
         self._swept: set[Path] = set()
         self.pending: PendingSave | None = None
@@ -226,7 +227,7 @@ class StockSaver:
     def close(self) -> None:
         """Finish the save in progress, and free the host memory."""
         self.finish()
-        self._arena = None
+        self._arena, self.is_closed = None, True
         self._barrier.remove()
         release(self)
 

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.loaders.files import TRAINER_STATE
-from llmtailor.saving.options import stock_options
+from llmtailor.saving.options import WHERE, stock_options
 from llmtailor.saving.stock import StockSaver, finish_all
 
 logger = logging.getLogger("llmtailor.saving")
@@ -54,11 +54,11 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         trainer = self.trainer
         if self.saver is not None:
-            self.saver.close()
+            self.saver.close()  # of an earlier training
         if trainer.is_deepspeed_enabled:
-            from llmtailor.saving.checkpoint_engine import attach_engine
+            from llmtailor.saving.checkpoint_engine import saver_of
 
-            self.saver = attach_engine(trainer.model_wrapped, **self._options)
+            self.saver = saver_of(trainer.model_wrapped, **self._options)
         else:
             self.saver = StockSaver(trainer.model, self._optimizers, stock_options(self._options), self._why_not)
 
