@@ -21,10 +21,11 @@ def hook_engine(module: ModuleType) -> None:
     def configuring(self: Any, *args: Any, **kwargs: Any) -> None:
         configure(self, *args, **kwargs)
         from llmtailor.saving.checkpoint_engine import KEY, attach_engine
-        from llmtailor.saving.options import from_environment, stock_arguments
+        from llmtailor.saving.options import RESUME, from_environment, stock_arguments
 
         if os.environ.get(LAYOUT) == "stock":
-            attach_engine(self, **stock_arguments(from_environment(os.environ)))
+            given = stock_arguments(from_environment(os.environ))
+            attach_engine(self, **{name: value for name, value in given.items() if name not in RESUME})
         elif KEY in self.config:
             attach_engine(self)
             with suppress(OSError):  # so that nobody says that there is no saver

@@ -44,6 +44,7 @@ from llmtailor.saving.attesting import TrainerResume, parts_of
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
 from llmtailor.saving.options import (
+    RESUME,
     SAME_FIX,
     WHERE,
     SavingArguments,
@@ -275,8 +276,11 @@ def attach_stock(trainer: Trainer, given: Mapping[str, Any]) -> StockSaving:
     options = stock_arguments({**from_environment(os.environ), **given})
     if _savers_of(trainer):
         raise UsageError.at(WHERE, "the Trainer already has a saver", "add one of them only")
+    resume = SavingOptions(**{name: options.pop(name) for name in RESUME if name in options})
     callback = StockSaving(trainer, options)
     trainer.add_callback(callback)
+    if resume.attest != "off":
+        trainer.add_callback(AttestResume(resume.attest, resume.on_mismatch))
     return callback
 
 

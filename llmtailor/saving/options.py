@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_type_hints
@@ -24,6 +24,8 @@ ATTEST, ON_MISMATCH = (OFF, SAMPLE, FULL), (WARN, STOP)
 
 STOCK = ("background", "host_buffer", "when_busy", "write_timeout")
 """The fields of `SavingOptions` that ``layout="stock"`` has"""
+RESUME = ("attest", "on_mismatch")
+"""Those of a resume, which it has in a Trainer"""
 LAYOUTS = ("partial", "stock")
 
 
@@ -124,12 +126,10 @@ class SavingOptions:
             raise UsageError(problems)
 
 
-def stock_options(given: Mapping[str, Any]) -> SavingOptions:
+def stock_options(given: Mapping[str, Any], valid: Sequence[str] = STOCK) -> SavingOptions:
     """Return the options of ``layout="stock"``. Raises UsageError with all problems."""
-    fix = f"omit it; valid options: {', '.join(STOCK)}"
-    if wrong := [
-        Problem(WHERE, f'layout="stock" has no option {name!r:.40}', fix) for name in given if name not in STOCK
-    ]:
+    what, fix = 'layout="stock" has no option {!r:.40}', f"omit it; valid options: {', '.join(valid)}"
+    if wrong := [Problem(WHERE, what.format(name), fix) for name in given if name not in valid]:
         raise UsageError(wrong)
     return SavingOptions(**given)
 
@@ -207,7 +207,8 @@ VARIABLES: Mapping[str, tuple[Callable[[str], object], str]] = {
 
 
 def stock_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options among arguments of `attach` with ``layout="stock"``. Raises UsageError with all problems."""
+    """Return the options among the arguments of `attach` if ``layout`` is ``stock``. Raises UsageError with all
+    problems."""
     rest = {name: value for name, value in given.items() if name != "layout"}
     policy = rest.pop("policy", "full")
     problems = Problems()
@@ -215,7 +216,7 @@ def stock_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         fix = 'give policy="full", or omit it'
         problems.add(UsageError.at(WHERE, f'layout="stock" saves everything, but the policy is {policy!r:.40}', fix))
     try:
-        stock_options(rest)
+        stock_options(rest, (*STOCK, *RESUME))
     except UsageError as error:
         problems.add(error)
     problems.raise_if_any()

@@ -33,10 +33,11 @@ Stepped = Mapping[int, tuple[torch.Tensor, int]]
 def stepped_storages(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module) -> Stepped:
     """Return the storages that only steps of the optimizers write: masters, their states, and the weights."""
     found: dict[int, tuple[torch.Tensor, int]] = {}
+    frozen = {id(param) for param in model.parameters() if not param.requires_grad}
     for optimizer in optimizers:
         # DeepSpeed's Muon changes its momentum before the step
         early = {id(param) for group in optimizer.param_groups if group.get("use_muon") for param in group["params"]}
-        for master in masters_of(optimizer):
+        for master in (one for one in masters_of(optimizer) if id(one) not in frozen):
             at = storage_of(master)
             found[at] = (master, at)
             states = optimizer.state.get(master, {}) if id(master) not in early else {}
@@ -44,7 +45,7 @@ def stepped_storages(optimizers: Iterable[torch.optim.Optimizer], model: torch.n
                 if isinstance(state, torch.Tensor):
                     _add(found, state, at)
     for param in model.parameters():
-        if param.requires_grad:  # written after the masters; frozen ones may change at any time
+        if id(param) not in frozen:  # written after the masters; frozen ones may change at any time
             _add(found, param, ANY_STEP)
     return found
 
