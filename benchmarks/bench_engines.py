@@ -1,7 +1,7 @@
 """Measure ``engine.save_checkpoint`` of DeepSpeed with llmtailor's checkpoint engine and with DeepSpeed's own ones.
 
-    python benchmarks/bench_engines.py                       # 25 M params, ZeRO-2, 2 CPU ranks
-    python benchmarks/bench_engines.py --hidden-size 1024 --stage 3 --mb-per-s 200
+    python benchmarks/bench_engines.py                       # 25 M params, ZeRO-3, 2 CPU ranks
+    python benchmarks/bench_engines.py --hidden-size 2048 --mb-per-s 200
 
 Each way has an engine of its own, with the same model. In rounds, whose order rotates, each saves once and makes
 training steps behind it. Before each run the disk has settled (sync); ratios are of the same round. ``async_save`` of
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=1024, help="of the model (default: 1024: 25 M params)")
     parser.add_argument("--num-layers", type=int, default=24, help="default: 24")
     parser.add_argument("--tokens", type=int, default=512, help="of a step on a rank (default: 512)")
-    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2, help="of ZeRO (default: 2)")
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="of ZeRO (default: 3)")
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--mb-per-s", type=float, default=0.0, help="speed of the disk, per rank (default: its own)")

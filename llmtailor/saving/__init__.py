@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from llmtailor.saving.save import SaveFailed as SaveFailed
     from llmtailor.saving.save import SaveReport as SaveReport
     from llmtailor.saving.saver import PartialSaver as PartialSaver
+    from llmtailor.saving.stock_accelerate import attach_accelerator as attach_accelerator
 
 _PUBLIC = {
     "Adaptive": "llmtailor.policies",
@@ -48,6 +49,7 @@ _PUBLIC = {
     "SaveReport": "llmtailor.saving.save",
     "Situation": "llmtailor.policies",
     "attach": "llmtailor.saving.callbacks",
+    "attach_accelerator": "llmtailor.saving.stock_accelerate",
     "attach_engine": "llmtailor.saving.checkpoint_engine",
     "make_policy": "llmtailor.policies",
     "newest_checkpoint": "llmtailor.saving.restart",

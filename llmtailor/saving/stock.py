@@ -143,13 +143,18 @@ class StockSaver:
         return self._open.staging if self._open is not None else None
 
     @contextmanager
-    def saving(self, folder: Path, step: int, complete: Callable[[], None] = lambda: None) -> Iterator[bool]:
+    def saving(
+        self, folder: Path, step: int, complete: Callable[[], None] = lambda: None, near: Path | None = None
+    ) -> Iterator[bool]:
         """Save what is handed over in this context as the checkpoint ``folder``, in the background.
+
+        ``complete`` is called on rank 0 when it is in place. ``near`` is where the hidden folder is made, on the same
+        file system: by default beside ``folder``.
 
         Yields whether there is a save: not if the previous one is still being written and ``when_busy`` is ``skip``, or
         its disk is stuck. Raises SaveFailed only if saves stop training.
         """
-        if not self._begin(folder.absolute(), step, complete):
+        if not self._begin(folder.absolute(), step, complete, (near or folder.parent).absolute()):
             yield False
             return
         try:
@@ -243,7 +248,7 @@ class StockSaver:
         sizes += [one.untyped_storage().nbytes() for at, one in weights.items() if at not in masters]
         return sum(sizes), any(one.is_cuda for one in (*masters.values(), *weights.values()))
 
-    def _begin(self, folder: Path, step: int, complete: Callable[[], None]) -> bool:
+    def _begin(self, folder: Path, step: int, complete: Callable[[], None], near: Path) -> bool:
         began = time.monotonic()
         if self.pending is not None:
             self._barrier.settle()
@@ -260,7 +265,7 @@ class StockSaver:
             return False
         if self.pending is not None:
             self.pending.wait_unless_stuck()  # rank 0 knows already that it is published
-        staging = folder.with_name(f".{folder.name}.llmtailor-saving") / folder.name
+        staging = near / f".{folder.name}.llmtailor-saving" / folder.name
         save_id = self.ranks.on_first(lambda: self._sweep(staging))
         stepped = stepped_storages(self._optimizers(), self._model)
         self._open = _Open(save_id, began, step, folder, staging, stepped, complete)
@@ -323,6 +328,7 @@ def _publish(staging: Path, folder: Path, complete: Callable[[], None], facts: S
     if is_there:
         replace_folder(staging, folder, staging.with_name("old"))
     else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         staging.rename(folder)
     fsync_folder(folder.parent)
     complete()

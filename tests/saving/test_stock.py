@@ -1,4 +1,4 @@
-"""Stock checkpoints that are saved in the background: DeepSpeed's, the Trainer's, and any file of torch's."""
+"""Stock checkpoints that are saved in the background: of DeepSpeed, the Trainer, accelerate, and any file of torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import zipfile
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers.trainer_utils import get_last_checkpoint
 
 from llmtailor.errors import UsageError
-from llmtailor.saving import SaveFailed, attach
+from llmtailor.saving import SaveFailed, attach, attach_accelerator
 from llmtailor.saving.options import stock_options
 from llmtailor.saving.snapshot import Snapshot
 from saving.loop import Disk
@@ -314,3 +316,69 @@ def test_the_trainer_on_two_ranks(tmp_path, stages):
             assert files(stock).keys() == files(lazy).keys()
             if not stage:
                 check_same(stock, lazy, ["training_args.bin"])
+
+
+# --- accelerate ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerator(tmp_path):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    made = Accelerator(cpu=True, project_dir=tmp_path)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    made.prepare(model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer))
+    yield made
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train_with(accelerator, steps):
+    [model], [optimizer], [scheduler] = accelerator._models, accelerator._optimizers, accelerator._schedulers
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(2, 64)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_accelerates_state_is_its_own(tmp_path, accelerator, disk):
+    train_with(accelerator, 2)
+    Accelerator.save_state(accelerator, str(tmp_path / "stock"))
+    saver = attach_accelerator(accelerator)
+    disk.hang()
+    assert accelerator.save_state(str(tmp_path / "lazy")) == tmp_path / "lazy"
+    straight = train_with(accelerator, 3)
+    assert not (tmp_path / "lazy").exists()
+    disk.recover()
+    accelerator.load_state(str(tmp_path / "lazy"))
+    check_same(tmp_path / "stock", tmp_path / "lazy")
+    assert train_with(accelerator, 3) == straight
+    saver.close()
+
+
+def test_accelerates_numbered_states(tmp_path, accelerator, disk):
+    """It takes the folder with the highest number, hidden or not."""
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    saver = attach_accelerator(accelerator)
+    train_with(accelerator, 1)
+    accelerator.save_state()
+    saver.finish()
+    disk.hang()
+    accelerator.save_state()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+    disk.recover()
+    saver.close()
+    assert accelerator.save_iteration == 2
+    assert {path.name for path in tmp_path.rglob("*checkpoint_*")} == {"checkpoint_0", "checkpoint_1"}
+
+
+def test_a_limit_of_accelerates_states_is_refused(accelerator):
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    accelerator.project_configuration.total_limit = 1
+    with pytest.raises(UsageError, match="total_limit"):
+        attach_accelerator(accelerator)

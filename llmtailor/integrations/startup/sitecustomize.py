@@ -19,14 +19,16 @@ from types import ModuleType
 from typing import Any
 
 _TRAINER, _LIGHTNING = "transformers.trainer", "lightning.pytorch.trainer.trainer"
-_ENGINE = "deepspeed.runtime.engine"
+_ENGINE, _ACCELERATOR = "deepspeed.runtime.engine", "accelerate.accelerator"
 _IS_ATTESTED = bool(os.environ.get("LLMTAILOR_ATTESTING"))
 """Whether nothing is saved, only attested: see llmtailor/integrations/attested.py"""
 _IS_STOCK = os.environ.get("LLMTAILOR_LAYOUT") == "stock"
 """Whether the program's own checkpoints are saved in the background"""
 _MODULES = {_TRAINER, _ENGINE}
+if _IS_STOCK:
+    _MODULES |= {_ACCELERATOR}
 if _IS_ATTESTED:
-    _MODULES |= {"accelerate.accelerator", _LIGHTNING}
+    _MODULES |= {_ACCELERATOR, _LIGHTNING}
     _MODULES |= {"torch.optim.optimizer", "torch.distributed.checkpoint.state_dict"}
 _UNASKED = "LLMTAILOR_UNASKED"
 """The variable that names a file, which the first process to import the Trainer removes: see llmtailor/cli/run.py"""
@@ -75,10 +77,10 @@ class _Loader(importlib.abc.Loader):
             _hook_lightning(module)
             return
         try:
-            if self._name == _ENGINE and not _IS_ATTESTED:
-                from llmtailor.integrations.launched_stock import hook_engine
+            if self._name in (_ENGINE, _ACCELERATOR) and not _IS_ATTESTED:
+                from llmtailor.integrations import launched_stock
 
-                hook_engine(module)
+                launched_stock.HOOKS[self._name](module)
                 return
             if self._name != _TRAINER:
                 from llmtailor.integrations.attested import HOOKS
