@@ -9,6 +9,7 @@ theirs. So a checkpoint is there completely or not at all, and one of the same n
 
 from __future__ import annotations
 
+import inspect
 import logging
 import shutil
 import sys
@@ -205,11 +206,15 @@ class StockSaver:
         stock = [(module, name, getattr(module, name)) for module, name in writers if hasattr(module, name)]
 
         def hooked(write: Callable[..., Any], add: Callable[..., bool]) -> Callable[..., Any]:
+            signature = inspect.signature(write)
+
             @wraps(write)
-            def writing(value: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            def writing(*args: Any, **kwargs: Any) -> Any:
+                value, path, *more = signature.bind(*args, **kwargs).arguments.values()
                 is_ours = threading.get_ident() == thread and isinstance(path, (str, Path)) and value != {}
-                if not is_ours or not add(value, path, *args, **kwargs):
-                    write(value, path, *args, **kwargs)
+                # with more arguments torch.save may write another format
+                if not is_ours or (more and add == self.add) or not add(value, path, *more):
+                    write(*args, **kwargs)
 
             return writing
 

@@ -10,6 +10,7 @@ import time
 import zipfile
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -137,6 +138,26 @@ def test_any_object_is_saved_as_torch_saves_it(tmp_path, plain):
     torch.save(value, tmp_path / "states.pt")
     run.save(value=value).wait(60)
     assert records(tmp_path / "states.pt") == records(run.folder / "step-1" / "states.pt")
+
+
+def test_what_a_library_writes_is_taken_over_in_its_thread_only(tmp_path, plain):
+    run = plain()
+    run.train()
+    folder = run.folder / "step-1"
+    with run.saver.saving(folder, 1), run.saver.taking_over():
+        at = run.saver.open_at
+        torch.save(obj=run.states(), f=at / "states.pt")
+        safetensors.torch.save_file(tensors=run.model.state_dict() | {"1.weight": torch.ones(3)}, filename=at / "model")
+        torch.save(run.states(), at / "old.pt", _use_new_zipfile_serialization=False)
+        torch.save([1], tmp_path / "elsewhere.pt")
+        other = threading.Thread(target=torch.save, args=([2], at / "other.pt"))
+        other.start()
+        other.join()
+        assert {path.name for path in at.iterdir()} == {"old.pt", "other.pt"}
+    run.saver.pending.wait(60)
+    assert {path.name for path in folder.iterdir()} == {"states.pt", "model", "old.pt", "other.pt"}
+    safetensors.torch.save_file(run.model.state_dict() | {"1.weight": torch.ones(3)}, tmp_path / "model")
+    assert (tmp_path / "model").read_bytes() == (folder / "model").read_bytes()
 
 
 def test_what_torch_refuses_is_refused(plain):
