@@ -381,6 +381,7 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._board.post(self._key(self._ranks.rank), self._written())
+            self.work = replace(self.work, share=None)  # whose tensors may be copies
             result = self._conclude() if self._ranks.is_first else self._await("result")[0]
         except Exception as error:  # the other ranks are gone, and the store with them
             result = self._refusal(error)

@@ -352,6 +352,7 @@ class Snapshot:
         if self._thread.ident is not None:
             self._thread.join()
         self._streams.finish()
+        self._live = LiveTensors()  # whose tensors may be copies
 
     def _give_up(self, why: Problem) -> None:
         if self._error is None and not (self.is_copied and not self._ready):

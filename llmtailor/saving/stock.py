@@ -28,6 +28,7 @@ import torch
 
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.errors import StorageError, TailorError, UsageError
+from llmtailor.formats.other_optimizers import unsupported
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import files_in, link_or_copy
@@ -127,7 +128,7 @@ class StockSaver:
         self._model, self._optimizers, self.options = model, optimizers, options
         self.ranks = Ranks.here()
         self._record = _Record(self.ranks, options.write_timeout)
-        self._arena = allocate_arena(options, self.ranks, writes_unseen, self._needed)
+        self._arena = allocate_arena(options, self.ranks, lambda: self._why_not() or writes_unseen(), self._needed)
         self._barrier = StepBarrier(waits=self._arena is not None)
         self.is_closed = False
         self._open: _Open | None = None
@@ -153,7 +154,7 @@ class StockSaver:
         file system: by default beside ``folder``.
 
         Yields whether there is a save: not if the previous one is still being written and ``when_busy`` is ``skip``, or
-        its disk is stuck. Raises SaveFailed only if saves stop training.
+        its disk is stuck, or if the hidden folder can't be made. Raises SaveFailed only if saves stop training.
         """
         if not self._begin(folder.absolute(), step, complete, (near or folder.parent).absolute()):
             yield False
@@ -245,6 +246,11 @@ class StockSaver:
         if self.pending is not None:
             self.pending.finish_until(until)
 
+    def _why_not(self) -> str | None:
+        """Return why the optimizers write at other times than in their steps; None if that is not known of them."""
+        found = (unsupported(type(one), one.param_groups) for one in self._optimizers())
+        return next((problem.what for problem in found if problem is not None), None)
+
     def _needed(self) -> tuple[int, bool]:
         """Return the bytes of masters and two moments, and of the weights."""
         masters = {storage_of(one): one for optimizer in self._optimizers() for one in masters_of(optimizer)}
@@ -271,7 +277,11 @@ class StockSaver:
         if self.pending is not None:
             self.pending.wait_unless_stuck()  # rank 0 knows already that it is published
         staging = near / f".{folder.name}.llmtailor-saving" / folder.name
-        save_id = self.ranks.on_first(lambda: self._sweep(staging))
+        try:
+            save_id = self.ranks.on_first(lambda: self._sweep(staging))
+        except (StorageError, OSError) as error:
+            logger.warning("the save at step %d failed; training continues without it: %s", step, error)
+            return False
         stepped = stepped_storages(self._optimizers(), self._model)
         self._open = _Open(save_id, began, step, folder, staging, stepped, complete)
         return True

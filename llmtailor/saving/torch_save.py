@@ -54,14 +54,19 @@ def masters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the params of an optimizer; ZeRO-3 lists them only while they are stepped."""
     listed = (param for group in optimizer.param_groups for param in group["params"])
     params = {id(param): param for param in (*listed, *optimizer.state) if isinstance(param, torch.Tensor)}
-    yield from (param for param in params.values() if param.numel())
+    yield from (param for param in params.values() if param.numel() and _has_storage(param))
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    try:
+        return storage_of(tensor) != 0
+    except RuntimeError:  # a subclass without one of its own
+        return False
 
 
 def _add(found: dict[int, tuple[torch.Tensor, int]], tensor: torch.Tensor, written_with: int) -> None:
-    try:
+    if _has_storage(tensor):
         found.setdefault(storage_of(tensor), (tensor, written_with))
-    except RuntimeError:  # a subclass without a storage of its own
-        return
 
 
 def lay_out_saved(path: str, value: Any, live: LiveTensors, stepped: Stepped) -> FileLayout:

@@ -144,9 +144,9 @@ def tags(folder: Path) -> None:
 class Plain:
     """A training of one process that hands over its states itself."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, kind: type[torch.optim.AdamW] = torch.optim.AdamW, **options: Any) -> None:
         self.folder, self.model = folder, model()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = kind(self.model.parameters(), lr=1e-2)
         self.saver = StockSaver(self.model, lambda: [self.optimizer], SavingOptions(**options))
         self.step = 0
 

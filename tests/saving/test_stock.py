@@ -7,6 +7,7 @@ import json
 import pickletools
 import threading
 import time
+import weakref
 import zipfile
 
 import pytest
@@ -183,6 +184,17 @@ def test_what_is_not_the_optimizers_may_change_at_once(tmp_path, plain):
     assert records(tmp_path / "states.pt") == records(run.folder / "step-1" / "states.pt")
 
 
+def test_copies_are_freed_once_they_are_written(plain, monkeypatch):
+    run, copies = plain(), []
+    copy = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda *given, **how: (copies.append(made := copy(*given, **how)), made)[1])
+    run.train()
+    run.save(value={"other": torch.ones(5000)}).wait(60)
+    refs = [weakref.ref(one) for one in copies]
+    copies.clear()
+    assert refs and not any(ref() is not None for ref in refs)
+
+
 def test_a_master_that_changes_too_early_makes_the_save_fail(plain, monkeypatch):
     run = plain()
     run.train()
@@ -211,6 +223,25 @@ def test_a_full_disk_costs_a_save(plain, disk, caplog):
     disk.recover()
     run.save("same").wait(60)
     assert records(run.folder / "same" / "states.pt") != before
+
+
+def test_a_folder_that_can_not_be_made_costs_a_save(plain, caplog):
+    run = plain()
+    run.train()
+    run.folder.write_text("a file")
+    assert run.save() is None
+    assert "the save at step 1 failed; training continues without it" in caplog.text
+
+
+class Lomo(torch.optim.AdamW):
+    """By its name"""
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_stops_training(plain, caplog):
+    run = plain(kind=Lomo)
+    run.train()
+    assert run.save().is_done
+    assert "saves stop training until they are complete: background: LOMO updates params" in caplog.text
 
 
 def test_what_others_have_put_into_a_checkpoint_stays(plain):
