@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint
 
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.errors import StorageError, TailorError, UsageError
@@ -32,6 +33,7 @@ from llmtailor.formats.other_optimizers import unsupported
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import files_in, link_or_copy
+from llmtailor.saving.dcp_writer import LazyWriter
 from llmtailor.saving.options import SAME_FIX, SavingOptions
 from llmtailor.saving.save import (
     PendingSave,
@@ -43,7 +45,14 @@ from llmtailor.saving.save import (
     save_error,
 )
 from llmtailor.saving.snapshot import DTYPES, LiveTensors, Snapshot, StepBarrier, storage_of
-from llmtailor.saving.torch_save import Stepped, lay_out_saved, lay_out_saved_tensors, masters_of, stepped_storages
+from llmtailor.saving.torch_save import (
+    Stepped,
+    lay_out_saved,
+    lay_out_saved_tensors,
+    local_of,
+    masters_of,
+    stepped_storages,
+)
 from llmtailor.saving.training import Ranks
 from llmtailor.saving.writing import Share
 from llmtailor.storage.local import fsync_file, fsync_folder, replace_folder
@@ -179,7 +188,7 @@ class StockSaver:
 
     def add(self, value: Any, path: str | Path) -> bool:
         """Take over what ``torch.save(value, path)`` would write; return False for a path outside the open save."""
-        return self._add(path, lambda *more: lay_out_saved(more[0], value, *more[1:]))
+        return self.add_file(path, lambda *more: lay_out_saved(more[0], value, *more[1:]))
 
     def add_tensors(
         self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Mapping[str, str] | None = None
@@ -188,9 +197,10 @@ class StockSaver:
         for dtypes that `snapshot.DTYPES` lacks."""
         if any(one.dtype not in DTYPES for one in tensors.values()):
             return False
-        return self._add(path, lambda *more: lay_out_saved_tensors(more[0], tensors, metadata, *more[1:]))
+        return self.add_file(path, lambda *more: lay_out_saved_tensors(more[0], tensors, metadata, *more[1:]))
 
-    def _add(self, path: str | Path, lay_out: Callable[[str, LiveTensors, Stepped], FileLayout]) -> bool:
+    def add_file(self, path: str | Path, lay_out: Callable[[str, LiveTensors, Stepped], FileLayout]) -> bool:
+        """Take over a file that is laid out by its name, with tensors that it adds; see `torch_save`."""
         found, at = self._open, self.place(path)
         if found is None or not at.is_relative_to(found.staging):
             return False
@@ -201,8 +211,8 @@ class StockSaver:
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Take over what this thread writes in this context into the open save with ``torch.save`` and ``save_file``,
-        also under the names by which libraries have imported them."""
+        """Take over what this thread writes in this context into the open save with ``torch.save``, ``save_file``
+        and torch.distributed.checkpoint, also under the names by which libraries have imported them."""
         thread, writers = threading.get_ident(), [(sys.modules.get(module), name) for module, name in _WRITERS]
         stock = [(module, name, getattr(module, name)) for module, name in writers if hasattr(module, name)]
 
@@ -219,9 +229,14 @@ class StockSaver:
 
             return writing
 
+        dcp: Any = torch.distributed.checkpoint if torch.distributed.is_available() else None
+        if dcp is not None:
+            stock.append((dcp, "FileSystemWriter", dcp.FileSystemWriter))
+        adding = {"save": self.add, "FileSystemWriter": None}
         try:
             for module, name, write in stock:
-                setattr(module, name, hooked(write, self.add if name == "save" else self.add_tensors))
+                add = adding.get(name, self.add_tensors)
+                setattr(module, name, hooked(write, add) if add is not None else partial(LazyWriter, self))
             yield
         finally:
             for module, name, write in stock:
@@ -253,8 +268,8 @@ class StockSaver:
 
     def _needed(self) -> tuple[int, bool]:
         """Return the bytes of masters and two moments, and of the weights."""
-        masters = {storage_of(one): one for optimizer in self._optimizers() for one in masters_of(optimizer)}
-        weights = {storage_of(one): one for one in self._model.parameters() if one.numel()}
+        masters = {storage_of(one): local_of(one) for optimizer in self._optimizers() for one in masters_of(optimizer)}
+        weights = {storage_of(one): local_of(one) for one in self._model.parameters() if one.numel()}
         sizes = [3 * one.numel() * one.element_size() for one in masters.values()]
         sizes += [one.untyped_storage().nbytes() for at, one in weights.items() if at not in masters]
         return sum(sizes), any(one.is_cuda for one in (*masters.values(), *weights.values()))

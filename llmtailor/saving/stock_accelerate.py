@@ -51,7 +51,8 @@ def _refuse(accelerator: Any) -> None:
     kind, project = accelerator.distributed_type, accelerator.project_configuration
     limited = project.automatic_checkpoint_naming and project.total_limit is not None
     signs = [
-        (kind in ("FSDP", "MEGATRON_LM", "XLA"), f"{kind!s:.40}", "use saver_for, which saves partial checkpoints"),
+        (kind == "FSDP" and not accelerator.is_fsdp2, "FSDP version 1", "use FSDP version 2 (fsdp_version)"),
+        (kind in ("MEGATRON_LM", "XLA"), f"{kind.value}", "train with DDP, FSDP or DeepSpeed"),
         (kind == "DEEPSPEED" and len(accelerator._models) > 1, "several DeepSpeed engines", "attach each engine"),
         (limited, "total_limit: older folders are deleted before the new one is durable", "omit total_limit"),
     ]

@@ -29,8 +29,9 @@ logger = logging.getLogger("llmtailor.saving")
 def check_stock(trainer: Trainer) -> None:
     """Raise UsageError, with all reasons, for a Trainer whose own checkpoints can't be saved in the background."""
     args, hub = trainer.args, "its files are pushed before they are complete"
+    is_fsdp2 = getattr(trainer.accelerator, "is_fsdp2", False)
     signs = [
-        (trainer.is_fsdp_enabled, "FSDP", "omit layout: partial checkpoints are saved in the background as well"),
+        (trainer.is_fsdp_enabled and not is_fsdp2, "FSDP version 1", "use FSDP version 2 (fsdp_version)"),
         (args.push_to_hub and args.hub_strategy.value != "end", f"hub_strategy: {hub}", 'set hub_strategy="end"'),
         (getattr(args, "enable_jit_checkpoint", False), "enable_jit_checkpoint", "turn it off"),
     ]

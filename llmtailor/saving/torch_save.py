@@ -16,7 +16,7 @@ import torch
 from torch.serialization import location_tag
 
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece
-from llmtailor.containers.torch_file import TorchLayout
+from llmtailor.containers.torch_file import TorchLayout, place_torch_blob
 from llmtailor.formats.partial.json_trees import Entry, lay_out_tensors
 from llmtailor.saving.snapshot import ANY_STEP, DTYPES, LiveTensor, LiveTensors, bytes_of, storage_of
 
@@ -57,6 +57,12 @@ def masters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     yield from (param for param in params.values() if param.numel() and _has_storage(param))
 
 
+def local_of(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or another tensor itself."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
 def _has_storage(tensor: torch.Tensor) -> bool:
     try:
         return storage_of(tensor) != 0
@@ -95,13 +101,21 @@ def lay_out_saved_tensors(
     return lay_out_tensors(path, entries, metadata or {})
 
 
+def lay_out_saved_blob(tensor: torch.Tensor, at: int, live: LiveTensors, stepped: Stepped) -> list[Piece]:
+    """Return what ``torch.save`` would write of a tensor with a storage of its own, at byte ``at`` of another file."""
+    out, own = io.BytesIO(), torch.empty(tensor.shape, dtype=tensor.dtype)
+    _Pickler(out, {}).dump(own)
+    content = _live(tensor.detach().contiguous().reshape(-1).view(torch.uint8), live, stepped)
+    return place_torch_blob((out.getvalue(), [content]), at)
+
+
 def _content(storage: torch.UntypedStorage, live: LiveTensors, stepped: Stepped) -> tuple[Piece, ...]:
     """Return the bytes of a whole storage, as torch saves them."""
     if not storage.nbytes():
         return ()
     tensor = stepped.get(storage.data_ptr(), (None,))[0]
     if tensor is not None:
-        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = local_of(tensor)
         if local.is_contiguous() and local.numel() * local.element_size() == storage.nbytes():
             return _live(local.detach().reshape(-1).view(torch.uint8), live, stepped)  # torch counts the writes to it
     return _live(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), live, stepped)

@@ -21,14 +21,18 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from transformers import default_data_collator
 
 from llmtailor.engine import streams
 from llmtailor.saving import SavingOptions, attach, attach_engine
 from llmtailor.saving.snapshot import Snapshot
 from llmtailor.saving.stock import StockSaver
 from saving.processes import ended, forked, slowly
-from trainings.common import Logs, new_model
-from trainings.spec import Spec
+from trainings.common import Logs, Tokens, arguments_of, new_model
+from trainings.fsdp import FORMS, CpuTrainer
+from trainings.fsdp import new_model as fsdp_model
+from trainings.spec import Fsdp, Spec
 from trainings.trainer import arguments, new_trainer
 
 WIDTH = 64
@@ -199,6 +203,23 @@ def trainers(folder: Path, *stages: str) -> None:
         assert losses[0] == losses[1]
         assert losses[2] == {step: loss for step, loss in losses[0].items() if step > 2}
         gc.collect()
+
+
+def sharded(folder: Path, form: str) -> None:
+    """The same under FSDP, whose state dict has a form of `trainings.fsdp.FORMS`."""
+    spec = Fsdp(form, kind=form, layers=1, steps=4, save_steps=2)
+    losses = []
+    for name, from_step in (("stock", 0), ("lazy", 0), ("again", 2)):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        args, logs = arguments_of(spec, folder, output_dir=str(folder / name), **FORMS[form]), Logs()
+        trainer = CpuTrainer(fsdp_model(spec), args, default_data_collator, Tokens(), callbacks=[logs])
+        if name == "lazy":
+            attach(trainer, layout="stock")
+        trainer.train(resume_from_checkpoint=str(folder / "lazy" / f"checkpoint-{from_step}") if from_step else None)
+        losses.append(logs.losses)
+        dist.barrier()
+    assert losses[0] == losses[1]
+    assert losses[2] == {step: loss for step, loss in losses[0].items() if step > 2}
 
 
 def main(what: Path, folder: Path, *more: Path) -> None:

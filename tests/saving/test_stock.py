@@ -15,6 +15,10 @@ import safetensors.torch
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers.trainer_utils import get_last_checkpoint
 
 from llmtailor.errors import UsageError
@@ -368,6 +372,28 @@ def test_the_trainer_on_two_ranks(tmp_path, stages):
             assert files(stock).keys() == files(lazy).keys()
             if not stage:
                 check_same(stock, lazy, ["training_args.bin"])
+
+
+@pytest.mark.parametrize("form", ["trainer", pytest.param("full", marks=pytest.mark.long)])
+def test_the_trainer_under_fsdp(tmp_path, form):
+    start_ranks("saving.stock_loops", ["sharded", tmp_path, form], 2, tmp_path)
+    for step in (2, 4):
+        stock, lazy = (tmp_path / name / f"checkpoint-{step}" for name in ("stock", "lazy"))
+        assert files(stock).keys() == files(lazy).keys()
+        check_same(stock, lazy, ["training_args.bin", ".metadata", *(path.name for path in stock.rglob("*.distcp"))])
+        for name in ("pytorch_model_fsdp_0", "optimizer_0") if form == "trainer" else ():
+            read = [in_dcp(folder / name) for folder in (stock, lazy)]
+            assert read[0].keys() == read[1].keys()
+            assert all(torch.equal(one, read[1][key]) for key, one in read[0].items() if isinstance(one, torch.Tensor))
+
+
+def in_dcp(folder):
+    """What torch reads of a checkpoint of torch.distributed.checkpoint."""
+    states = {}
+    _load_state_dict(
+        states, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    return dict(flatten_state_dict(states)[0])
 
 
 # --- accelerate ------------------------------------------------------------------------------------------------------
