@@ -57,7 +57,9 @@ def slow_down() -> None:
     streams.write_all = slowed(streams.write_all, lambda fd, data: len(data))
     PyFileWriter.write = slowed(PyFileWriter.write, lambda writer, data: len(data))
     save = torch.save
-    torch.save = slowed(save, lambda *given: Path(given[1]).stat().st_size if isinstance(given[-1], str) else 0)
+    torch.save = slowed(
+        save, lambda *given, **_: Path(given[1]).stat().st_size if {*map(type, given[1:])} == {str} else 0
+    )
     filesystem._write_item = slowed(
         filesystem._write_item, lambda _, stream, data, *rest: data.nbytes if hasattr(data, "nbytes") else 0
     )

@@ -89,7 +89,11 @@ def attach_engine(engine: Any, **options: Any) -> StockSaver:
     def why_not() -> str | None:
         return writes_unseen(engine, optimizers() or [engine.optimizer])
 
-    saver = StockSaver(engine.module, optimizers, chosen, why_not)
+    def masters() -> list[torch.Tensor]:
+        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")  # ZeRO-3, ZeRO-1 and 2
+        return [one for name in names for one in getattr(engine.optimizer, name, ()) if one.numel()]
+
+    saver = StockSaver(engine.module, optimizers, chosen, why_not, masters)
     stock = engine.checkpoint_engine
 
     def detach() -> None:

@@ -125,6 +125,7 @@ class StockSaver:
         optimizers: return torch's optimizers.
         options: how to save.
         writes_unseen: see `saving.training.Training.writes_unseen`.
+        masters: return masters that the optimizers do not list; this decides the size of the host buffer only.
     """
 
     def __init__(
@@ -133,8 +134,9 @@ class StockSaver:
         optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
         options: SavingOptions,
         writes_unseen: Callable[[], str | None] = lambda: None,
+        masters: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
-        self._model, self._optimizers, self.options = model, optimizers, options
+        self._model, self._optimizers, self._masters, self.options = model, optimizers, masters, options
         self.ranks = Ranks.here()
         self._record = _Record(self.ranks, options.write_timeout)
         self._arena = allocate_arena(options, self.ranks, lambda: self._why_not() or writes_unseen(), self._needed)
@@ -268,7 +270,8 @@ class StockSaver:
 
     def _needed(self) -> tuple[int, bool]:
         """Return the bytes of masters and two moments, and of the weights."""
-        masters = {storage_of(one): local_of(one) for optimizer in self._optimizers() for one in masters_of(optimizer)}
+        listed = [one for optimizer in self._optimizers() for one in masters_of(optimizer)]
+        masters = {storage_of(one): local_of(one) for one in (*self._masters(), *listed)}
         weights = {storage_of(one): local_of(one) for one in self._model.parameters() if one.numel()}
         sizes = [3 * one.numel() * one.element_size() for one in masters.values()]
         sizes += [one.untyped_storage().nbytes() for at, one in weights.items() if at not in masters]
