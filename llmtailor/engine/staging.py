@@ -411,7 +411,8 @@ def remove_left_over(out: Path) -> None:
 
 def space_for(plan: Plan, clone: Clone) -> int:
     """Return the bytes that the files of a plan take; only ``clone="require"`` promises that some are shared."""
-    return plan.num_bytes - (plan.shareable_bytes if clone == "require" else 0) + SPARE_BYTES
+    shared = plan.shareable_bytes if clone == "require" else sum(file.num_bytes for file in plan.links)
+    return plan.num_bytes - shared + SPARE_BYTES
 
 
 def check_space(out: Path, num_bytes: int) -> None:
@@ -427,11 +428,25 @@ def check_space(out: Path, num_bytes: int) -> None:
 
 def free_bytes(out: Path) -> int:
     """Return the bytes free for this user on the file system where ``out`` will be."""
+    stat = os.statvfs(_existing(out))
+    return stat.f_bavail * stat.f_frsize
+
+
+def _existing(out: Path) -> Path:
     there = out.absolute()
     while not there.exists():
         there = there.parent
-    stat = os.statvfs(there)
-    return stat.f_bavail * stat.f_frsize
+    return there
+
+
+def check_device(plan: Plan, out: Path) -> None:
+    """Raise TargetError if a plan has hard links to files of another file system than that of ``out``."""
+    linked = {plan.path(file.origin.source, file.origin.extent.path): None for file in plan.links}
+    stores: list[Path] = [path for path in (out, *linked) if isinstance(path, RemotePath)] if linked else []
+    there = _existing(out).stat().st_dev if linked and not stores else None
+    if others := stores or [path for path in linked if path.stat().st_dev != there]:
+        what = f"an object store has no hard links: {others[0]}" if stores else f"{others[0]} is on another file system"
+        raise TargetError.at(out, f"--reference: {what}", "leave out --reference, or choose another output")
 
 
 def occupied_bytes(out: Path) -> int:
