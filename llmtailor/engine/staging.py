@@ -31,7 +31,7 @@ from llmtailor.storage.local import (
     rename_new,
     replace_folder,
 )
-from llmtailor.storage.remote import RemotePath
+from llmtailor.storage.remote import RemotePath, device_of
 
 logger = logging.getLogger(__name__)
 JOURNAL, OWNER, OLD, RANKS = "journal", "owner", "old", "ranks"
@@ -428,25 +428,20 @@ def check_space(out: Path, num_bytes: int) -> None:
 
 def free_bytes(out: Path) -> int:
     """Return the bytes free for this user on the file system where ``out`` will be."""
-    stat = os.statvfs(_existing(out))
-    return stat.f_bavail * stat.f_frsize
-
-
-def _existing(out: Path) -> Path:
     there = out.absolute()
     while not there.exists():
         there = there.parent
-    return there
+    stat = os.statvfs(there)
+    return stat.f_bavail * stat.f_frsize
 
 
 def check_device(plan: Plan, out: Path) -> None:
-    """Raise TargetError if a plan has hard links to files of another file system than that of ``out``."""
+    """Raise TargetError if a plan has hard links, and ``out`` is not on the file system of their files."""
+    there = device_of(out.absolute())
     linked = {plan.path(file.origin.source, file.origin.extent.path): None for file in plan.links}
-    stores: list[Path] = [path for path in (out, *linked) if isinstance(path, RemotePath)] if linked else []
-    there = _existing(out).stat().st_dev if linked and not stores else None
-    if others := stores or [path for path in linked if path.stat().st_dev != there]:
-        what = f"an object store has no hard links: {others[0]}" if stores else f"{others[0]} is on another file system"
-        raise TargetError.at(out, f"--reference: {what}", "leave out --reference, or choose another output")
+    if others := [path for path in linked if device_of(path) != there or there is None]:
+        what = f"--reference: {others[0]} is on another file system, or one without hard links"
+        raise TargetError.at(out, what, "leave out --reference, or choose another output")
 
 
 def occupied_bytes(out: Path) -> int:

@@ -147,17 +147,9 @@ def test_without_such_files_it_is_refused(sources, tmp_path, name, options, told
 
 def test_another_file_system_is_refused(sources, tmp_path, monkeypatch):
     newer, _ = sources("trainer")
-    real = Path.stat
-
-    def stat(self, **options):
-        found = real(self, **options)
-        other = [*found[:2], found.st_dev + 1, *found[3:]]
-        return os.stat_result(other, {}) if self.suffix == ".distcp" else found
-
-    options = Options(reference=True)
-    monkeypatch.setattr("llmtailor.engine.staging.Path.stat", stat)
+    monkeypatch.setattr("llmtailor.engine.staging.device_of", lambda path: path.suffix)
     with pytest.raises(TargetError, match="is on another file system"):
-        plan_merge(recipe(newer), tmp_path / "out", options)
+        convert(newer, tmp_path / "out", reference=True)
 
 
 def test_a_refused_link_leaves_nothing(sources, tmp_path, monkeypatch):
@@ -231,9 +223,7 @@ def referring(sources):
     for at, key in enumerate(entries[newer]):
         root = older if at % 2 and entries[newer][key].is_tensor else newer
         entry = entries[root][key]
-        chunks = [
-            replace(one, blob=replace(one.blob, path=f"../{root.name}/{one.blob.path}")) for one in entry.chunks
-        ]
+        chunks = [replace(one, blob=replace(one.blob, path=f"../{root.name}/{one.blob.path}")) for one in entry.chunks]
         chosen[key] = replace(entry, chunks=tuple(chunks))
     out = newer.with_name("referring")
     execute(Plan((), (lay_out_metadata(METADATA, chosen),)), out)
@@ -257,7 +247,9 @@ def test_a_folder_that_refers_to_others_is_read(referring, tmp_path):
         index_checkpoint(out)
 
 
-@pytest.mark.parametrize("path", ["/etc/__0_0.distcp", "../../../x/__0_0.distcp", "../x/../__0_0.distcp", "a/__0_0.distcp"])
+@pytest.mark.parametrize(
+    "path", ["/etc/__0_0.distcp", "../../../x/__0_0.distcp", "../x/../__0_0.distcp", "a/__0_0.distcp"]
+)
 def test_a_path_that_torch_never_writes_is_refused(referring, path):
     out, newer, _ = referring
     entries = read_metadata(newer, METADATA, "x")
