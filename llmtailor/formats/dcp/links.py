@@ -22,7 +22,6 @@ from llmtailor.formats.dcp.keys import STATE
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.model.roles import State
 
-
 _IN_FOLDERS = {True: (FOLDERS,), False: (FOLDERS, SHARDS)}
 """Whether weights are meant -> the forms of checkpoints that have them in a DCP folder, or the optimizer's states"""
 
