@@ -204,7 +204,7 @@ def test_the_same_size_does_not_hide_it(sources, tmp_path):
 
 
 def test_the_command_says_what_it_did(sources, tmp_path):
-    newer, older = sources("trainer")
+    newer, _ = sources("trainer")
     out = tmp_path / "out"
     done = call("merge", "--run", str(newer.parent), "--strategy", "parity", str(out), "--reference", "--json")
     moved = json.loads(done.stdout)["moved"]
