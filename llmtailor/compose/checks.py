@@ -216,7 +216,7 @@ def check_links(plan: Plan, indexes: Sequence[CheckpointIndex], family: str) -> 
     """
     if not plan.links:
         if family not in (FSDP, DCP):
-            what = f"the files of an output in the format {family} can't consist of files of its sources"
+            what = f"files of the format {family} can't be composed of files of the sources"
             fix = "leave it out; --clone shares blocks with the sources on XFS and Btrfs"
         else:
             what = "no source has a state in a DCP folder as the output would hold it"

@@ -382,7 +382,8 @@ def _notices(
     notices += special
     for index in indexes:
         if keys := differing_hyperparameters(index, reference):
-            what = f"its {', '.join(keys)} differ from the base's, which the composite keeps"
+            verb = "differs" if len(keys) == 1 else "differ"
+            what = f"its {', '.join(keys)} {verb} from the base's, which the composite keeps"
             notices.append(Problem(index.name, what, "to keep its values, use it as base_model"))
         notices += index.findings
     return list(dict.fromkeys(notices))

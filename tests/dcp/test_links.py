@@ -135,7 +135,7 @@ def test_what_a_source_does_not_hold_as_needed_is_written(sources, tmp_path, run
     ("name", "options", "told"),
     [
         ("trainer", {"to": "deepspeed", "stage": 3}, "--clone shares blocks"),
-        ("trainer", {"to": "trainer"}, "can't consist of files of its sources"),
+        ("trainer", {"to": "trainer"}, "can't be composed of files of the sources"),
         ("full", {}, "no source has a state in a DCP folder"),
     ],
 )
