@@ -18,9 +18,8 @@ from study.train import Training
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(
-        "| setting | saves apart | bf16 weights that changed, % | bf16 weights | zlib | ns | 24-bit masters | zlib | ns |"
-    )
+    columns = "saves apart | bf16 weights that changed, % | bf16 weights | zlib | ns | 24-bit masters | zlib | ns"
+    print(f"| setting | {columns} |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for setting in SETTINGS.values():
         training = Training(setting, seed=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
