@@ -309,6 +309,14 @@ class Drift:
         """Record what was sampled as saved."""
         self._kept.update(samples)
 
+    def kept(self) -> Samples:
+        """Return what is recorded, for `restore`."""
+        return dict(self._kept)
+
+    def restore(self, samples: Samples) -> None:
+        """Return to an earlier record: what was saved since has failed."""
+        self._kept = dict(samples)
+
     def sums(self, fragments: Iterable[Fragment], correction: float) -> Sums:
         """Return this rank's part of the measurement, for each recorded part.
 

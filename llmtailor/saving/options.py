@@ -22,6 +22,7 @@ SAME_FIX = "give all ranks the same arguments and LLMTAILOR_ variables"
 ATTEST, ON_MISMATCH = (OFF, SAMPLE, FULL), (WARN, STOP)
 
 
+MOST_IN_FLIGHT = 16
 STOCK = ("background", "host_buffer", "when_busy", "write_timeout")
 """The fields of `SavingOptions` that ``layout="stock"`` has"""
 RESUME = ("attest", "on_mismatch")
@@ -37,6 +38,7 @@ class SavingArguments(TypedDict, total=False):
     background: bool
     host_buffer: int | Literal["auto"]
     when_busy: Literal["wait", "skip"]
+    in_flight: int
     write_timeout: float
     staging_dir: str | Path | None
     mirror: str | None
@@ -67,7 +69,10 @@ class SavingOptions:
     """Bytes of host memory per rank for copies in the background. ``auto``: this rank's share of the states, but
     together with the other ranks of the node no more than a quarter of the available memory."""
     when_busy: Literal["wait", "skip"] = field(default="wait", metadata={"value": "wait or skip"})
-    """What a save does while the previous one is still being written"""
+    """What a save does while as many as `in_flight` are still being written"""
+    in_flight: int = field(default=1, metadata={"value": "a number of saves"})
+    """How many saves may be written at once. Each has a host buffer of its own. They are published in their order, and
+    one that fails takes those after it with it."""
     write_timeout: float = field(default=300.0, metadata={"value": "a number of seconds"})
     """Seconds without progress after which a write counts as stuck: training no longer waits for it, and saves are
     skipped until it moves again"""
@@ -106,6 +111,8 @@ class SavingOptions:
             problems.append(Problem("host_buffer", f"it is {self.host_buffer!r}", fix))
         if self.when_busy not in ("wait", "skip"):
             problems.append(Problem("when_busy", f"it is {self.when_busy!r}", 'give "wait" or "skip"'))
+        if type(self.in_flight) is not int or not 1 <= self.in_flight <= MOST_IN_FLIGHT:
+            problems.append(Problem("in_flight", f"it is {self.in_flight!r}", f"give 1 to {MOST_IN_FLIGHT}"))
         if type(self.write_timeout) not in (int, float) or not 0 < self.write_timeout < math.inf:
             problems.append(Problem("write_timeout", f"it is {self.write_timeout!r}", "give a number of seconds"))
         if self.staging_dir is not None and self.mirror is not None:

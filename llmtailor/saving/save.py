@@ -133,6 +133,8 @@ class RunRecord:
         """Whether the attempt is recorded"""
         self.is_proven = False
         """Whether a save of this process was found to be composable, or was reported not to be"""
+        self.linked: Callable[[], Collection[Path]] = tuple
+        """Returns the earlier saves that those in progress take files of"""
         self._carried = carried
         self._proof: threading.Thread | None = None
 
@@ -218,7 +220,10 @@ class RunRecord:
         try:
             # later saves are not copied yet
             saves = [save for save in folder.saves() if save.step <= (ledger.step or 0)]
+            linked = self.linked()
             for step in deletable(saves, ledger, self.keep_composable):
+                if folder.at(step) in linked:
+                    continue  # the next save does it
                 if holds_unknown(folder.at(step), made):
                     logger.warning("%s is kept: it contains unknown files", folder.at(step).name)
                 else:
@@ -293,9 +298,18 @@ class PendingSave:
         work: what to write.
         snapshot: the tensors; None to write the live ones.
         stops_training: whether to return only when the save is done, instead of writing in a thread.
+        after: the save before it, if that is in progress. This one is published after it, and fails if it fails.
     """
 
-    def __init__(self, record: Record, work: Work, snapshot: Snapshot | None, *, stops_training: bool) -> None:
+    def __init__(
+        self,
+        record: Record,
+        work: Work,
+        snapshot: Snapshot | None,
+        *,
+        stops_training: bool,
+        after: PendingSave | None = None,
+    ) -> None:
         self.step = work.report.step
         self.path = work.folder
         self.parts = work.report.parts
@@ -312,6 +326,7 @@ class PendingSave:
         self.stall_s = self._progress - work.began
         """Seconds for which `PartialSaver.save` stopped training"""
         self._stops_training = stops_training
+        self._after = after
         if stops_training:
             self._run()
             self.stall_s = time.monotonic() - work.began
@@ -383,6 +398,7 @@ class PendingSave:
             self._board.post(self._key(self._ranks.rank), self._written())
             self.work = replace(self.work, share=None)  # whose tensors may be copies
             result = self._conclude() if self._ranks.is_first else self._await("result")[0]
+            self._follow()  # here, too, so that all ranks copy saves to a second level in their order
         except Exception as error:  # the other ranks are gone, and the store with them
             result = self._refusal(error)
         if "error" in result:
@@ -487,9 +503,23 @@ class PendingSave:
         self._board.remove(*map(self._key, [*ranks, "begun", "alive"]))
         return result
 
+    def _follow(self) -> None:
+        """Wait for the save before this one. Raises StorageError if it failed."""
+        before, self._after = self._after, None  # which must not keep all saves before it
+        if before is None:
+            return
+        for _ in turns(lambda: before.is_done):
+            self._check()
+            if not before.is_stuck:
+                self._count(0)
+        if before.failure is not None:
+            what = f"save aborted: the save at step {before.step}, on which it builds, failed"
+            raise StorageError.at("saving", what, "see the log")
+
     def _publish(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         if errors := {at: from_json(one["error"]) for at, one in enumerate(messages) if "error" in one}:
             raise merged(errors, self._ranks.world_size)
+        self._follow()
         check_chosen([message["parts"] for message in messages])
         self._check()
         facts = [[BundleFact(*fact) for fact in message["facts"]] for message in messages]
@@ -515,13 +545,15 @@ LEAST_BUFFER = 64 << 20
 """Less would make the copying wait for the disk without need."""
 
 
-def allocate_arena(
+def allocate_arenas(
     options: SavingOptions,
     ranks: Ranks,
     writes_unseen: Callable[[], str | None],
     needed: Callable[[], tuple[int, bool]],
-) -> Arena | None:
-    """Return the memory for saves in the background; None if these are off or not possible, with the reason in the log.
+    count: int = 1,
+) -> list[Arena]:
+    """Return the memory for saves in the background, one for each that may be written at once; none if these are off or
+    not possible, with the reason in the log.
 
     All ranks call it, and get the same answer. ``needed`` returns the bytes of this rank's states, and whether some are
     on a GPU.
@@ -532,21 +564,21 @@ def allocate_arena(
         if why := writes_unseen():
             raise UsageError.at("background", why, "set background=False to silence this")
         states, pinned = needed()
-        num_bytes = auto_bytes(states) if options.host_buffer == "auto" else options.host_buffer
+        num_bytes = auto_bytes(states, count) if options.host_buffer == "auto" else options.host_buffer
         try:
-            made.append(Arena(num_bytes, pinned=pinned))
+            made.extend(Arena(num_bytes, pinned=pinned) for _ in range(count))
         except (RuntimeError, MemoryError, OSError, OverflowError) as error:
             what = f"there is no host memory of {num_bytes:,} bytes: {error}"
             raise UsageError.at("host_buffer", what, "give fewer bytes") from error
 
     if not options.background:
-        return None
+        return []
     try:
         ranks.together(allocate)
     except UsageError as error:
         logger.warning("saves stop training until they are complete: %s", error)
-        return None
-    return made[0]
+        return []
+    return made
 
 
 def needed_by(training: Training, precision: Precision) -> tuple[int, bool]:
@@ -557,10 +589,10 @@ def needed_by(training: Training, precision: Precision) -> tuple[int, bool]:
     return num_bytes, any(master.is_cuda for master in masters)
 
 
-def auto_bytes(states: int) -> int:
-    """Return the size of a rank's host buffer: that of its states, if there is enough memory."""
+def auto_bytes(states: int, count: int = 1) -> int:
+    """Return the size of each of a rank's host buffers: that of its states, if there is enough memory."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    return max(LEAST_BUFFER, min(states, available_bytes() // 4 // ranks))
+    return max(LEAST_BUFFER, min(states, available_bytes() // 4 // ranks // count))
 
 
 def available_bytes() -> int:

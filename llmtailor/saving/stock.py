@@ -39,7 +39,7 @@ from llmtailor.saving.save import (
     PendingSave,
     SaveReport,
     Work,
-    allocate_arena,
+    allocate_arenas,
     finish_at_end,
     release,
     save_error,
@@ -139,7 +139,8 @@ class StockSaver:
         self._model, self._optimizers, self._masters, self.options = model, optimizers, masters, options
         self.ranks = Ranks.here()
         self._record = _Record(self.ranks, options.write_timeout)
-        self._arena = allocate_arena(options, self.ranks, lambda: self._why_not() or writes_unseen(), self._needed)
+        arenas = allocate_arenas(options, self.ranks, lambda: self._why_not() or writes_unseen(), self._needed)
+        self._arena = arenas[0] if arenas else None
         self._barrier = StepBarrier(waits=self._arena is not None)
         self.is_closed = False
         self._open: _Open | None = None

@@ -114,7 +114,7 @@ def train(kind: str, folder: Path, rank: int) -> None:
     model, optimizer = new_training(kind)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     how = {"policy": "round_robin:4", "experts": "parts"} if kind == "experts" else {"policy": "adaptive"}
-
+    how |= {"in_flight": 2} if kind == "fsdp" else {}
     saver = saver_for(folder / "run", model=model, optimizer=optimizer, scheduler=scheduler, **how)
     saver.start(0)
     truth, losses = {}, {}
