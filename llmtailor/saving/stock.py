@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 
-from llmtailor.checkpoint.layout import FileLayout
+from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
 from llmtailor.errors import StorageError, TailorError, UsageError
 from llmtailor.formats.other_optimizers import unsupported
 from llmtailor.formats.partial.manifest import BundleFact
@@ -66,6 +66,7 @@ _WRITERS = (
     ("accelerate.utils.other", "safe_save_file"),
 )
 """Module, and what writes a file in it"""
+_ROOM_BYTES = 4 << 20
 _savers: weakref.WeakSet[StockSaver] = weakref.WeakSet()
 
 
@@ -276,7 +277,9 @@ class StockSaver:
         weights = {storage_of(one): local_of(one) for one in self._model.parameters() if one.numel()}
         sizes = [3 * one.numel() * one.element_size() for one in masters.values()]
         sizes += [one.untyped_storage().nbytes() for at, one in weights.items() if at not in masters]
-        return sum(sizes), any(one.is_cuda for one in (*masters.values(), *weights.values()))
+        # small tensors in between, and what is left free so that pieces begin where blocks of the disk do
+        room = _ROOM_BYTES + 4 * BLOCK_BYTES * len(sizes)
+        return sum(sizes) + room, any(one.is_cuda for one in (*masters.values(), *weights.values()))
 
     def _begin(self, folder: Path, step: int, complete: Callable[[], None], near: Path) -> bool:
         began = time.monotonic()
