@@ -55,9 +55,11 @@ from llmtailor.saving.torch_save import (
 )
 from llmtailor.saving.training import Ranks
 from llmtailor.saving.writing import Share
-from llmtailor.storage.local import fsync_file, fsync_folder, replace_folder
+from llmtailor.storage.local import Lock, LockHeld, fsync_file, fsync_folder, replace_folder
 
 logger = logging.getLogger("llmtailor.saving")
+_LOCK = "lock"
+"""In a hidden folder: held while the process lives that saves there"""
 _WRITERS = (
     ("torch", "save"),
     ("safetensors.torch", "save_file"),
@@ -98,12 +100,28 @@ class _Record:
 
     def __init__(self, ranks: Ranks, write_timeout: float) -> None:
         self.ranks, self.board, self.write_timeout = ranks, ranks.board(), write_timeout
+        self.locks: dict[Path, Lock] = {}
+        """Hidden folder -> its lock, on rank 0"""
+
+    def claim(self, hidden: Path) -> None:
+        """Make a hidden folder anew. Raises OSError, or StorageError if another process saves there."""
+        if hidden.exists() and not _sweep(hidden):
+            raise StorageError.at(hidden, "another process is saving the same checkpoint", "save to another folder")
+        hidden.mkdir(parents=True)
+        self.locks[hidden] = lock = Lock(hidden / _LOCK)
+        lock.acquire()
+
+    def dispose(self, hidden: Path) -> None:
+        """Remove a hidden folder."""
+        shutil.rmtree(hidden)
+        if lock := self.locks.pop(hidden, None):
+            lock.release()
 
     def begin(self, work: Work) -> None:
         work.folder.mkdir(parents=True, exist_ok=True)
 
     def remove(self, work: Work) -> None:
-        shutil.rmtree(work.folder.parent)
+        self.dispose(work.folder.parent)
 
     def published(self, work: Work, report: SaveReport) -> None:
         if self.ranks.is_first:
@@ -300,7 +318,7 @@ class StockSaver:
             self.pending.wait_unless_stuck()  # rank 0 knows already that it is published
         staging = near / f".{folder.name}.llmtailor-saving" / folder.name
         try:
-            save_id = self.ranks.on_first(lambda: self._sweep(staging))
+            save_id = self.ranks.on_first(lambda: self._make_room(staging))
         except (StorageError, OSError) as error:
             logger.warning("the save at step %d failed; training continues without it: %s", step, error)
             return False
@@ -308,15 +326,15 @@ class StockSaver:
         self._open = _Open(save_id, began, step, folder, staging, stepped, complete)
         return True
 
-    def _sweep(self, staging: Path) -> str:
+    def _make_room(self, staging: Path) -> str:
         """Remove what killed saves have left beside this one; return the new save's id."""
         around = staging.parent.parent
         if around not in self._swept:
             for left in around.glob(".*.llmtailor-saving"):
-                shutil.rmtree(left)
+                _sweep(left)
             self._swept.add(around)
-        shutil.rmtree(staging.parent, ignore_errors=True)
-        staging.mkdir(parents=True)
+        self._record.claim(staging.parent)
+        staging.mkdir()
         return uuid.uuid4().hex
 
     def _end(self, *, is_refused: bool = False) -> PendingSave:
@@ -330,7 +348,8 @@ class StockSaver:
         else:
             work = replace(work, share=Share(tuple(found.files), (), found.live, lambda: None))
         if self.ranks.is_first:
-            work = replace(work, publish=partial(_publish, found.staging, found.folder, found.complete))
+            dispose = partial(self._record.dispose, found.staging.parent)
+            work = replace(work, publish=partial(_publish, found.staging, found.folder, found.complete, dispose))
         snapshot = None
         if self._arena is not None and work.share is not None and found.live.tensors:
             snapshot = Snapshot(found.live, found.files, self._arena, self.options.write_timeout, found.began)
@@ -341,7 +360,26 @@ class StockSaver:
         return self.pending
 
 
-def _publish(staging: Path, folder: Path, complete: Callable[[], None], facts: Sequence[BundleFact]) -> None:
+def _sweep(hidden: Path) -> bool:
+    """Remove the hidden folder of a killed save; return False for that of a process that lives."""
+    lock = Lock(hidden / _LOCK)
+    try:
+        lock.acquire()
+        shutil.rmtree(hidden)
+    except LockHeld:
+        return False
+    finally:
+        lock.release()
+    return True
+
+
+def _publish(
+    staging: Path,
+    folder: Path,
+    complete: Callable[[], None],
+    dispose: Callable[[], None],
+    facts: Sequence[BundleFact],
+) -> None:
     """Put a checkpoint in place of the one of its name, if there is one, all of whose other files stay.
 
     Raises OSError, or StorageError for a rank's file that is missing.
@@ -369,4 +407,4 @@ def _publish(staging: Path, folder: Path, complete: Callable[[], None], facts: S
         staging.rename(folder)
     fsync_folder(folder.parent)
     complete()
-    shutil.rmtree(staging.parent)
+    dispose()

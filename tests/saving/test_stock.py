@@ -25,6 +25,7 @@ from llmtailor.errors import UsageError
 from llmtailor.saving import SaveFailed, attach, attach_accelerator
 from llmtailor.saving.options import stock_options
 from llmtailor.saving.snapshot import Snapshot
+from llmtailor.storage.local import Lock
 from saving.loop import Disk
 from saving.stock_loops import Plain
 from trainings.alone import Alone
@@ -235,6 +236,23 @@ def test_a_folder_that_can_not_be_made_costs_a_save(plain, caplog):
     run.folder.write_text("a file")
     assert run.save() is None
     assert "the save at step 1 failed; training continues without it" in caplog.text
+
+
+def test_what_another_process_saves_beside_it_stays(plain, caplog):
+    run = plain()
+    run.train()
+    left, live = (run.folder / f".{name}.llmtailor-saving" for name in ("killed", "other"))
+    for one in (left, live):
+        (one / "states").mkdir(parents=True)
+    lock = Lock(live / "lock")
+    lock.acquire()
+    run.save("same").wait(60)
+    assert {path.name for path in run.folder.iterdir()} == {"same", live.name}
+    assert run.save("other") is None
+    assert "another process is saving the same checkpoint" in caplog.text
+    lock.release()
+    run.save("other").wait(60)
+    assert {path.name for path in run.folder.iterdir()} == {"same", "other"}
 
 
 class Lomo(torch.optim.AdamW):
