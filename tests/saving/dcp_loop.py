@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from llmtailor.saving.dcp import DcpSaver
-from trainings.fsdp import whole
 
 LAYERS = 4
 
@@ -58,6 +58,11 @@ def train_step(model: Any, optimizer: Any, step: int) -> None:
 def state_of(model: Any, optimizer: Any, step: int) -> dict[str, Any]:
     weights, states = get_state_dict(model, optimizer)
     return {"model": weights, "optim": states, "train": {"step": step}}
+
+
+def whole(tensor: Any) -> Any:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
 
 
 def flat(state: Any, prefix: str = "") -> dict[str, Any]:
