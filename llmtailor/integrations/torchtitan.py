@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 from torchtitan.components import checkpoint as titan
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
@@ -65,20 +64,22 @@ class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[Any] | AsyncSaveResponse | None:
+        saved: Future[Any] | AsyncSaveResponse | None = None
         if to_hf:
-            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+            saved = super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+            return saved  # noqa: RET504
         writer = self._saver.writer(FileSystemWriter(checkpoint_id), int(checkpoint_id.rpartition("-")[2]))
         if async_mode == titan.AsyncMode.DISABLED:
-            saved = dcp.save(state_dict, storage_writer=writer) and None
+            save(state_dict, storage_writer=writer)
         elif async_mode == titan.AsyncMode.ASYNC:
-            saved = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+            saved = async_save(state_dict, process_group=self.pg, storage_writer=writer)
         else:
-            saved = dcp.async_save(
+            saved = async_save(
                 state_dict,
-                storage_writer=writer,
                 process_group=self.pg,
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
                 async_stager=self.stager,
+                storage_writer=writer,
             )
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")

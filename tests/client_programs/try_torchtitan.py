@@ -33,12 +33,11 @@ from torchtitan.components.checkpoint import CheckpointManager as Stock  # noqa:
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import CompileConfig  # noqa: E402
-from torchtitan.models.llama3 import config_registry  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+from torchtitan.models.llama3 import config_registry  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from llmtailor.integrations.torchtitan import CheckpointManager  # noqa: E402
-
 
 
 def attention(self: Any, *heads: torch.Tensor, scale: float | None, enable_gqa: bool, **_: Any) -> torch.Tensor:

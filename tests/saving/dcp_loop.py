@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -26,7 +28,7 @@ LAYERS = 4
 
 
 class Model(torch.nn.Module):
-    """Layers of equal size, so that the groups of a schedule are known by hand. No row count is a multiple of 2 or 3."""
+    """Layers of equal size, so that groups are known by hand; 7 rows are no multiple of 2 or 3 ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,10 +81,13 @@ def same(mine: Any, other: Any) -> bool:
     return torch.equal(mine, other) if isinstance(mine, torch.Tensor) else bool(mine == other)
 
 
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
 def complete(run: Path) -> list[Path]:
     """The complete folders, oldest first."""
-    found = {int(match[1]): one for one in run.iterdir() if (match := re.fullmatch(r"step-(\d+)", one.name))}
-    return [found[step] for step in sorted(found) if (found[step] / ".metadata").exists()]
+    return sorted((one.parent for one in run.glob("step-*/.metadata")), key=step_of)
 
 
 def load(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
@@ -97,16 +102,24 @@ def load(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
     return state
 
 
-def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: str = "moments_in_turn") -> None:
-    from torch.distributed.checkpoint import FileSystemWriter
+def spawn(command: list[str], ranks: int, **options: Any) -> list[subprocess.Popen[bytes]]:
+    """Start a program in so many ranks, without a launcher that may outlive them."""
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1"}
+    common["MASTER_PORT"] = str(get_free_port())
+    return [
+        subprocess.Popen(command, env={**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, **options)
+        for rank in range(ranks)
+    ]
 
+
+def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: str = "moments_in_turn") -> None:
     torch.set_num_threads(1)
     run, until, keep, how, policy = Path(folder), int(str(until)), int(str(keep)), str(how), str(policy)
     dist.init_process_group("cpu:gloo" if how != "sync" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, optimizer = build(ranks)
     saver, step = DcpSaver(policy), 0
-    newest = ([None] + complete(run))[-1]
+    newest = max(complete(run), key=step_of, default=None)
     if newest is not None:
         state = load(model, optimizer, newest)
         step = state["train"]["step"]
@@ -138,7 +151,7 @@ def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: st
             pending.result()
         newest = path
         if rank == 0 and keep:
-            for old in complete(run)[: -keep]:
+            for old in complete(run)[:-keep]:
                 shutil.rmtree(old)
     dist.destroy_process_group()
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,11 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from llmtailor.errors import UsageError
 from llmtailor.saving.dcp import DcpSaver
-from saving.dcp_loop import LAYERS, complete, same
+from saving.dcp_loop import LAYERS, complete, same, spawn, step_of
 from trainings.harness import start_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
@@ -239,7 +236,8 @@ def test_kills_at_random_moments(tmp_path):
     run.mkdir()
     cut_off = 0
     for kill in range(KILLS + 1):
-        processes = start(run, SAVES if kill == KILLS else 10 * SAVES)
+        until = SAVES if kill == KILLS else 10 * SAVES
+        processes = spawn([sys.executable, "-m", "saving.dcp_loop", f"{run}", f"{until}", "2"], 2)
         wait_for(lambda: any(run.glob("began-*")))
         if kill < KILLS:
             time.sleep(chance.uniform(0, 0.5))  # a save takes 0.1 s
@@ -250,9 +248,9 @@ def test_kills_at_random_moments(tmp_path):
             path.unlink()
         cut_off += len([*run.glob("step-*")]) > len(complete(run))
         if folders := complete(run):
-            check(read(folders[-1]), oracle(run, int(folders[-1].name.removeprefix("step-"))))
+            check(read(folders[-1]), oracle(run, step_of(folders[-1])))
     for folder in complete(run):
-        wanted = oracle(run, int(folder.name.removeprefix("step-")))
+        wanted = oracle(run, step_of(folder))
         for ranks in (1, 2, 3):
             alone = tmp_path / f"{folder.name}-{ranks}"  # moved, without its siblings
             shutil.copytree(folder, alone / folder.name)
@@ -261,17 +259,10 @@ def test_kills_at_random_moments(tmp_path):
             check({key: found[key] for key in wanted}, wanted)
     for path in run.glob("loaded-*.pt"):
         found = torch.load(path, weights_only=False)
-        wanted = oracle(run, int(found["folder"].removeprefix("step-")))
+        wanted = oracle(run, step_of(Path(found["folder"])))
         check({key: found["state"][key] for key in wanted}, wanted)
     assert cut_off, "no kill was in the middle of a save"
     print(f"{len([*run.glob('loaded-*.pt')])} resumes; {cut_off} kills in the middle of a save")
-
-
-def start(run: Path, until: int) -> list[subprocess.Popen[bytes]]:
-    port = get_free_port()
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "saving.dcp_loop", run, str(until), "2"]
-    return [subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
 
 
 def wait_for(is_there) -> None:
