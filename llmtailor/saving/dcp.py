@@ -268,8 +268,8 @@ class PartialWriter(StorageWriter):
             what = "enable_plan_caching would repeat the choice of an earlier save"
             raise UsageError.at(_WHERE, what, "omit enable_plan_caching from the planner")
         prefixes = cast(_Prefixes, plan.storage_data)
-        states = [item for item in plan.items if prefixes.states is not None and _state_of(item.index.fqn)]
-        others = [item for item in plan.items if prefixes.states is None or not _state_of(item.index.fqn)]
+        states = [item for item in plan.items if prefixes.states is not None and _STATE.fullmatch(item.index.fqn)]
+        others = [item for item in plan.items if prefixes.states is None or not _STATE.fullmatch(item.index.fqn)]
         results = []
         for items, data in ((others, prefixes.inner), (states, prefixes.states)):
             if items or data is prefixes.inner:
@@ -356,44 +356,42 @@ def _kind_of(entry: Any) -> object:
     return (tuple(entry.size), entry.properties.dtype) if hasattr(entry, "properties") else None
 
 
-_STATE = re.compile(r"(?:.*?\.)??state\.(.+)\.([^.]+)")
-
-
-def _state_of(key: str) -> str | None:
-    """Return the param whose state a key of the optimizer is, None for other keys: ``optim.state.<param>.<kind>``."""
-    match = _STATE.fullmatch(key)
-    return match[1] if match else None
+_STATE = re.compile(r"((?:.*?\.)??state\.)(.+)\.([^.]+)")
+"""Keys of the optimizer: its prefix, the param, and the kind"""
 
 
 def _find_model(kinds: Mapping[str, object]) -> _Model:
-    """Return what keys mean; ``kinds`` has the shape and dtype of each tensor. No parts if no param has states.
+    """Return what keys mean; ``kinds`` has the shape and dtype of each tensor. No parts if there is no optimizer.
 
-    The names of params in the optimizer's keys are those of the model's, which may have a prefix there.
+    The names of params in the optimizer's keys are those of the model's, which may have a prefix there. A param may
+    also be saved in pieces under other names, as the fused ones of torchtitan; these pieces are saved each time.
     """
+    found = {key: match for key in kinds if (match := _STATE.fullmatch(key))}
     weights: dict[str, str] = {}
     """End of a key of the model -> the key"""
-    others = [key for key, kind in kinds.items() if isinstance(kind, tuple) and _state_of(key) is None]
+    others = [key for key, kind in kinds.items() if kind is not None and key not in found]
     for key in sorted(others, key=lambda one: one.count(".")):
         words = key.split(".")
         for at in range(len(words)):
             weights.setdefault(".".join(words[at:]), key)
+    optimizers = {match[1] for match in found.values() if match[2] in weights}
     states: dict[str, list[str]] = {}
-    for key in kinds:
-        if (param := _state_of(key)) is not None and param in weights:
-            states.setdefault(param, []).append(key)
-    structure = find_parts_by_name([*states], {}, {param: _numel(kinds[weights[param]]) for param in states})
-    model = _Model(structure)
-    for part in structure.parts:
-        params = structure.names(part)
-        model.masters[part] = [weights[param] for param in params]
+    for key, match in found.items():
+        if match[1] in optimizers:
+            states.setdefault(match[2], []).append(key)
+    numels = {param: max(_numel(kinds[key]) for key in keys) for param, keys in states.items()}
+    model = _Model(find_parts_by_name([*states], {}, numels))
+    for part in model.structure.parts:
+        params = model.structure.names(part)
+        model.masters[part] = [weights[param] for param in params if param in weights]
         model.states[part] = [key for param in params for key in states[param]]
         model.num_bytes[part] = sum(_num_bytes(kinds[key]) for key in model.keys(part))
     return model
 
 
 def _numel(kind: Any) -> int:
-    return torch.Size(kind[0]).numel()
+    return 0 if kind is None else torch.Size(kind[0]).numel()
 
 
 def _num_bytes(kind: Any) -> int:
-    return _numel(kind) * kind[1].itemsize if isinstance(kind, tuple) else 0
+    return 0 if kind is None else _numel(kind) * kind[1].itemsize

@@ -22,7 +22,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from llmtailor.saving.dcp import DcpSaver
+from llmtailor.saving import DcpSaver
 
 LAYERS = 4
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Hug
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from llmtailor.errors import UsageError
-from llmtailor.saving.dcp import DcpSaver
+from llmtailor.saving import DcpSaver
 from saving.dcp_loop import LAYERS, complete, same, spawn, step_of
 from trainings.harness import start_ranks
 
@@ -148,6 +148,19 @@ def test_whole_parts_in_turn(tmp_path):
         ["model.layers.0.weight", *MOMENTS[:2]], 1
     )
     assert {found[key] for key in found if "layers.0" not in key} == {2}
+
+
+def test_a_param_that_the_model_saves_in_pieces(tmp_path):
+    """As torchtitan's fused projections: the states take their turn, the pieces are saved each time."""
+    saver = DcpSaver("parity")
+    for step in (1, 2):
+        state = tiny(step)
+        state["model"] |= {f"layers.0.{half}": torch.full((2, 3), float(step)) for half in ("q", "k")}
+        state["optim"]["state"]["layers.0.qk"] = {"exp_avg": torch.full((4, 3), float(step))}
+        dcp.save(state, storage_writer=saver.writer(FileSystemWriter(tmp_path / f"step-{step}"), step))
+    found = ages(tmp_path / "step-2")
+    assert [found[f"model.layers.0.{half}"] for half in ("q", "k")] == [2, 2]
+    assert found["optim.state.layers.0.qk.exp_avg"] == 1
 
 
 def test_a_shape_that_changes_is_saved(tmp_path):
