@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
+from helpers.commands import call
 from llmtailor.errors import UsageError
 from llmtailor.saving import DcpSaver
 from saving.dcp_loop import LAYERS, complete, same, spawn, step_of
@@ -96,6 +97,15 @@ def test_links_keep_no_old_masters(trained):
     assert all(key.startswith("optim.state.layers.") for keys in linked.values() for key in keys)
     used = sum(info.length for _, info in rows if info.relative_path in linked)
     assert used == sum((folder / path).stat().st_size for path in linked), "every byte of them is needed"
+
+
+def test_llmtailor_reads_it_as_any_other(trained, tmp_path):
+    """A composite of the folder, and another arrangement of it, hold the same."""
+    folder, out = trained / "step-10", tmp_path / "out"
+    call("verify", "--deep", folder)
+    call("convert", folder, out, "--world-size", 2)
+    wanted, found = oracle(trained, 10), read(out)
+    check({key: found[key] for key in wanted}, wanted)
 
 
 @pytest.mark.parametrize("how", ["thread", pytest.param("process", marks=pytest.mark.long)])

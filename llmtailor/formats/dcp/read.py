@@ -73,7 +73,7 @@ from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, 
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.other_optimizers import refuse_objects
 from llmtailor.formats.provenance import read_manifest
-from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
+from llmtailor.loaders.files import DCP_RECORD, MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
 from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
 from llmtailor.loaders.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
@@ -93,11 +93,11 @@ def scalars_in(kinds: Mapping[str, Stored]) -> set[str]:
 def compare_steps(
     root: Path, name: str, trainer: TrainerFiles | None, optimizer: Optimizer, steps: Mapping[str, float]
 ) -> Iterator[Finding]:
-    """Yield findings on Adam's steps of different saves; a composite may mix them.
+    """Yield findings on Adam's steps of different saves; a composite and a partial save may mix them.
 
     ``step`` of each param is in the file of some rank. If the files have different ones, they are of different saves.
     """
-    if (root / MANIFEST).is_file():
+    if (root / MANIFEST).is_file() or (root / DCP_RECORD).is_file():
         return
     of_file: dict[str, set[float]] = {}
     for param, step in steps.items():
