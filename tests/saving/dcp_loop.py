@@ -18,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -104,12 +103,15 @@ def load(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
 
 def spawn(command: list[str], ranks: int, **options: Any) -> list[subprocess.Popen[bytes]]:
     """Start a program in so many ranks, without a launcher that may outlive them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # nobody else can take its port
     common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1"}
-    common["MASTER_PORT"] = str(get_free_port())
-    return [
+    common |= {"MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    started = [
         subprocess.Popen(command, env={**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, **options)
         for rank in range(ranks)
     ]
+    started[0].store = store  # type: ignore[attr-defined]  # for as long as the ranks
+    return started
 
 
 def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: str = "moments_in_turn") -> None:
