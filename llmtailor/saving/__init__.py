@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llmtailor.saving.callbacks import PartialSaving as PartialSaving
     from llmtailor.saving.callbacks import attach as attach
     from llmtailor.saving.checkpoint_engine import attach_engine as attach_engine
+    from llmtailor.saving.dcp import DcpSaver as DcpSaver
     from llmtailor.saving.options import SavingOptions as SavingOptions
     from llmtailor.saving.restart import newest_checkpoint as newest_checkpoint
     from llmtailor.saving.save import PendingSave as PendingSave
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Adaptive": "llmtailor.policies",
     "AttestResume": "llmtailor.saving.callbacks",
+    "DcpSaver": "llmtailor.saving.dcp",
     "Filter": "llmtailor.policies",
     "Full": "llmtailor.policies",
     "MomentsInTurn": "llmtailor.policies",
