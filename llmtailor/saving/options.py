@@ -23,7 +23,7 @@ ATTEST, ON_MISMATCH = (OFF, SAMPLE, FULL), (WARN, STOP)
 
 
 MOST_IN_FLIGHT = 16
-STOCK = ("background", "host_buffer", "when_busy", "write_timeout")
+STOCK = ("background", "host_buffer", "when_busy", "write_timeout", "mirror")
 """The fields of `SavingOptions` that ``layout="stock"`` has"""
 RESUME = ("attest", "on_mismatch")
 """Those of a resume, which it has in a Trainer"""

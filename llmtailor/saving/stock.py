@@ -45,6 +45,7 @@ from llmtailor.saving.save import (
     save_error,
 )
 from llmtailor.saving.snapshot import DTYPES, LiveTensors, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.stock_mirror import StockMirror
 from llmtailor.saving.torch_save import (
     Stepped,
     lay_out_saved,
@@ -98,8 +99,10 @@ class _Open:
 class _Record:
     """Implements `saving.save.Record`."""
 
-    def __init__(self, ranks: Ranks, write_timeout: float) -> None:
+    def __init__(self, ranks: Ranks, write_timeout: float, mirror: StockMirror | None) -> None:
         self.ranks, self.board, self.write_timeout = ranks, ranks.board(), write_timeout
+        self.mirror = mirror
+        """On rank 0: where finished checkpoints are copied to"""
         self.locks: dict[Path, Lock] = {}
         """Hidden folder -> its lock, on rank 0"""
 
@@ -127,6 +130,8 @@ class _Record:
         if self.ranks.is_first:
             what = "%s: durable after %.2f s; training stood still for %.3f s"
             logger.info(what, report.path, report.publish_s, report.stall_s)
+        if self.mirror is not None:
+            self.mirror.add(report.path)
 
     def log(self, line: Mapping[str, object]) -> None:
         """Nothing: a stock checkpoint has no log."""
@@ -157,7 +162,10 @@ class StockSaver:
     ) -> None:
         self._model, self._optimizers, self._masters, self.options = model, optimizers, masters, options
         self.ranks = Ranks.here()
-        self._record = _Record(self.ranks, options.write_timeout)
+        mirrors: list[StockMirror] = []
+        if options.mirror is not None:
+            self.ranks.on_first(lambda: mirrors.append(StockMirror(f"{options.mirror}")))
+        self._record = _Record(self.ranks, options.write_timeout, mirrors[0] if mirrors else None)
         arenas = allocate_arenas(options, self.ranks, lambda: self._why_not() or writes_unseen(), self._needed)
         self._arena = arenas[0] if arenas else None
         self._barrier = StepBarrier(waits=self._arena is not None)
@@ -275,6 +283,8 @@ class StockSaver:
     def close(self) -> None:
         """Finish the save in progress, and free the host memory."""
         self.finish()
+        if self._record.mirror is not None and not self.is_closed:
+            self._record.mirror.close(self.options.write_timeout)
         self._arena, self.is_closed = None, True
         self._barrier.remove()
         release(self)

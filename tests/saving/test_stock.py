@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import pickletools
+import shutil
 import threading
 import time
 import weakref
 import zipfile
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
@@ -22,9 +24,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers.trainer_utils import get_last_checkpoint
 
 from llmtailor.errors import UsageError
-from llmtailor.saving import SaveFailed, attach, attach_accelerator
+from llmtailor.saving import SaveFailed, attach, attach_accelerator, stock_mirror
 from llmtailor.saving.options import stock_options
 from llmtailor.saving.snapshot import Snapshot
+from llmtailor.storage import remote
 from llmtailor.storage.local import Lock
 from saving.loop import Disk
 from saving.stock_loops import Plain
@@ -299,14 +302,58 @@ def test_without_background_a_save_is_complete_at_once(plain, disk):
         run.save()
 
 
+def test_finished_checkpoints_are_copied_to_a_mirror(plain, monkeypatch, caplog):
+    url, faults = "memory://bucket/stock", [OSError("slow down")] * 9
+    fs, root = fsspec.core.url_to_fs(url)
+    put_file, order = fs.put_file, []
+
+    def put(self, source, target, **more):
+        if faults:
+            raise faults.pop()
+        order.append(target.rpartition("stock/")[2])
+        return put_file(source, target, **more)
+
+    monkeypatch.setattr(type(fs), "put_file", put)
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(stock_mirror, "_PAUSE_S", (0.01, 0.02))
+    run = plain(mirror=url)
+    run.train()
+    run.save("one").wait(60)
+    (run.folder / "latest").write_text("two")
+    run.train()
+    run.save("two").wait(60)
+    run.saver.close()
+    assert "failed, retrying" in caplog.text
+    assert order == ["one/states.pt", "two/states.pt"]
+    for name in ("one", "two"):
+        assert fs.cat_file(f"{root}/{name}/states.pt") == (run.folder / name / "states.pt").read_bytes()
+        assert not fs.exists(f"{root}/{name}/{remote.UPLOADING}")
+    assert fs.cat_file(f"{root}/latest") == b"two"
+
+
+def test_what_is_deleted_before_it_is_copied_is_left_out(plain, monkeypatch, caplog):
+    url = "memory://bucket/gone"
+    fs, root = fsspec.core.url_to_fs(url)
+    run, is_free = plain(mirror=url), threading.Event()
+    copy = stock_mirror.StockMirror._copy
+    monkeypatch.setattr(stock_mirror.StockMirror, "_copy", lambda self, one: is_free.wait(60) and copy(self, one))
+    run.train()
+    run.save("one").wait(60)
+    shutil.rmtree(run.folder / "one")
+    is_free.set()
+    run.saver.close()
+    assert "one was not copied to memory://bucket/gone: it was removed" in caplog.text
+    assert not fs.exists(f"{root}/one")
+
+
 def test_the_end_of_a_process_completes_its_save(tmp_path):
     start_ranks("saving.stock_loops", ["ends", tmp_path], 1, tmp_path)
     assert {*files(tmp_path / "run")} == {"step-1/states.pt"}
 
 
 def test_other_options_are_refused_by_name():
-    with pytest.raises(UsageError, match=r"no option 'mirror'[\s\S]*no option 'moments'"):
-        stock_options({"mirror": "s3://x", "moments": "8bit"})
+    with pytest.raises(UsageError, match=r"no option 'staging_dir'[\s\S]*no option 'moments'"):
+        stock_options({"staging_dir": "/x", "moments": "8bit"})
 
 
 # --- the Trainer -----------------------------------------------------------------------------------------------------
