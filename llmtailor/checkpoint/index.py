@@ -48,6 +48,8 @@ class RankMesh:
     """``cuda`` or ``cpu``"""
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    cuts: tuple[int | None, ...]
+    """For each dimension of the mesh, the dimension of the tensors that it cuts; None if it repeats them"""
     fields: frozenset[str]
     """What the version of torch that saved it writes of a mesh"""
 

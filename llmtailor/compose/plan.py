@@ -205,9 +205,8 @@ def plan_merge(
     )
     if choice is not None:
         collect(partial(check_names, choice, reference))
-    tokenizer = collect(
-        lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
-    )
+    about_tokenizer = (recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
+    tokenizer = collect(lambda: lay_out_tokenizer(reference, *about_tokenizer, client))
     writer = writer_of(family, client)
     collect(lambda: writer.check(recipe.dtype, options.allow_split))
     regrouping = None

@@ -36,8 +36,6 @@ _TENSORS = re.compile(r"(rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 
 VERL_RANK = re.compile(r"(model|optim|extra_state)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
 VERL_CONFIG = "fsdp_config.json"
-VERL_MODEL = "huggingface/"
-"""Where verl saves config.json and the tokenizer"""
 FSDP_RANK = re.compile(r"(pytorch_model_fsdp_0|optimizer_0)_rank(0|[1-9][0-9]{0,5})\.bin")
 """Of accelerate's functions with ``use_dcp=False``"""
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -113,7 +111,7 @@ TABLE = (
     *_named(FSDP, Holds.WEIGHTS, "pytorch_model_fsdp.bin"),  # with FULL_STATE_DICT
     FileName(FSDP_RANK.pattern, FSDP, Holds.STATES),
     FileName(VERL_RANK.pattern, VERL, Holds.STATES),
-    *_named(VERL, Holds.SETTINGS, VERL_CONFIG, is_sign=False),
+    *_named(VERL, Holds.PROGRESS, VERL_CONFIG, is_sign=False),
     FileName(rf"{re.escape(METADATA)}|{DATA_FILE.pattern}", DCP, Holds.STATES, is_known=False),
     FileName(rf".*\.safetensors|{re.escape(INDEX)}", MODEL, Holds.WEIGHTS, is_known=False),
     FileName(r"pytorch_model.*\.(bin|json)|adapter_model\.bin", MODEL, Holds.WEIGHTS, is_known=False),

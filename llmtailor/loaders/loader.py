@@ -82,6 +82,8 @@ class Loader:
     saves_model: bool = False
     """Whether it saves config.json, and the weights beside DeepSpeed's shards"""
     saves_rng: bool = True
+    settings: str = ""
+    """The folder of config.json and the tokenizer; empty if they are in the root"""
     counts_steps: bool = True
     """Whether a schedule counts optimizer steps; accelerate steps it once per process, however many there are now"""
 
@@ -136,7 +138,14 @@ LOADERS = {
             'torch.distributed.checkpoint.load(state_dict, checkpoint_id="{}")',
             saves_rng=False,
         ),
-        Loader(VERL, "verl", 'checkpoint_manager.load_checkpoint("{}")', scheduler="", saves_rng=False),
+        Loader(
+            VERL,
+            "verl",
+            'checkpoint_manager.load_checkpoint("{}")',
+            scheduler="",
+            settings="huggingface/",
+            saves_rng=False,
+        ),
     )
 }
 

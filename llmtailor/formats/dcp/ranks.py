@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.index import RankMesh
 from llmtailor.checkpoint.optimizer import NAME_KEYS
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
@@ -81,8 +82,7 @@ class RankFolders:
 
     model: Folder
     optimizer: Folder
-    mesh: tuple[Mapping[str, Any], tuple[int, ...]]
-    """The fields of rank 0's mesh, and its shape"""
+    mesh: RankMesh | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """verl: file -> its content, of each rank"""
 
@@ -161,7 +161,7 @@ Walk = Callable[[Any, str], Iterator[tuple[KeyPath, Any]]]
 class _Reader:
     def __init__(self, root: Path, name: str, problems: Problems):
         self.root, self.name, self.problems = root, name, problems
-        self.mesh: tuple[Mapping[str, Any], tuple[int, ...]] = ({}, ())
+        self.mesh: RankMesh | None = None
         self.ties: dict[str, str] = {}
         """Of a model: name of a DTensor -> the name of the first one in the same storage"""
         self.whole: dict[str, None] = {}
@@ -228,7 +228,7 @@ class _Reader:
         if not mesh or math.prod(mesh) != len(cut) or len({piece.at for piece in cut}) != len(cut):
             what = f"the ranks' pieces of {key} are not those of one mesh, with one place for each rank"
             raise SourceError.at(self.name, what, COPY_CHECKPOINT, Code.RANKS_DIFFER)
-        self.mesh = (cut[0].mesh, mesh)
+        self.mesh = self.mesh or _rank_mesh(cut[0], mesh)
         found, seen = [], dict[tuple[int, ...], tuple[str, Extent]]()
         for piece, where in zip(cut, wheres, strict=True):
             offsets, sizes = piece.box(mesh)
@@ -274,6 +274,13 @@ class _Reader:
             records = list_records(self.root, path, PathIn(self.name, path))
             self._checksums[path] = {one.start: one.crc for one in records}
         return self._checksums[path]
+
+
+def _rank_mesh(piece: Piece, shape: tuple[int, ...]) -> RankMesh:
+    names = piece.mesh.get("_mesh_dim_names")
+    listed = tuple(map(str, names)) if isinstance(names, (list, tuple)) else ()
+    device = str(piece.mesh.get("_device_type"))
+    return RankMesh(device, listed, shape, piece.cuts, frozenset(map(str, piece.mesh)))
 
 
 def _same_form(pieces: Sequence[Piece]) -> bool:

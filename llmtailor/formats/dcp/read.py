@@ -79,7 +79,8 @@ from llmtailor.formats.dcp.ranks import RankFolders, is_of_ranks, is_of_verl, re
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.other_optimizers import refuse_objects
 from llmtailor.formats.provenance import ManifestFacts, read_manifest
-from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, VERL_MODEL, is_rng_file
+from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
 from llmtailor.loaders.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
@@ -254,15 +255,7 @@ class Folders:
 def _of_ranks(read: RankFolders | None) -> Folders | None:
     if read is None:
         return None
-    fields, shape = read.mesh
-    names = fields.get("_mesh_dim_names")
-    mesh = RankMesh(
-        str(fields.get("_device_type")),
-        tuple(map(str, names)) if isinstance(names, (list, tuple)) else (),
-        shape,
-        frozenset(map(str, fields)),
-    )
-    return Folders(read.optimizer, read.model, RANKS, mesh, read.extra)
+    return Folders(read.optimizer, read.model, RANKS, read.mesh, read.extra)
 
 
 def _read_trainers(root: Path, name: str, problems: Problems, linked: Collection[str]) -> Folders | None:
@@ -336,7 +329,8 @@ class _Indexing:
             ranks.append(sum(is_rng_file(path) for path in self.trainer.files))
         else:
             paths += sorted(path.name for path in self.root.iterdir())
-            paths += [f"{VERL_MODEL}{path.name}" for path in sorted((self.root / VERL_MODEL).glob("*"))]
+            settings = LOADERS[VERL].settings
+            paths += [f"{settings}{path.name}" for path in sorted((self.root / settings).glob("*"))]
         params, held = self._hold(optimizer, weights, tied)
         family = FSDP if self.trainer else VERL if self.folders.form == RANKS else DCP
         groups = tuple(ParamGroup(group.params, group.hyper) for group in optimizer.groups)
