@@ -71,6 +71,8 @@ class DcpKeyLayout:
     """Everything else, by key: schedulers, counters, data loaders"""
     mesh: RankMesh | None = None
     """Of the form `RANKS`"""
+    owned: tuple[tuple[str, ...], ...] = ()
+    """verl: the params of each group in its order, also those without states"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ from trainings.catalogue import FSDP
 # --- as sources -------------------------------------------------------------------------------------------------------
 
 FSDP_RUNS = [name for name in FSDP if name != "no-fsdp"]
+OF_THE_TRAINER = ("trainer", "hf", "fsdp1", "full", "ranks")
+"""Kinds of trainings with the Trainer's files beside the states"""
 
 
 @pytest.mark.parametrize("name", FSDP_RUNS)
@@ -41,8 +43,9 @@ def test_what_a_live_training_held_is_in_the_index_and_resumable(runs, name):
     assert verdict.level == RESUMABLE, verdict.findings
     index = verdict.index
     assert_holds(index, runs[name].held[4])
-    assert index.format == ("fsdp" if name.startswith(("trainer", "hf", "fsdp1", "full")) else "dcp")
-    assert (index.world_size, index.global_step) == (3 if name.endswith("w3") else 2, 4)
+    kind = FSDP[name].kind
+    assert index.format == ("verl" if kind == "verl" else "fsdp" if kind in OF_THE_TRAINER else "dcp")
+    assert (index.world_size, index.global_step) == (FSDP[name].ranks, 4)
     assert index.precision == ("BF16" if "bf16" in name else "F32")
     assert dict(index.tied) == ({"lm_head.weight": "model.embed_tokens.weight"} if "tied" in name else {})
 

@@ -280,7 +280,7 @@ def read_shards(root: Path, name: str, problems: Problems) -> Folder | None:
             parts.setdefault(key, []).append((Chunk(offsets, held.shape, Blob(path, 0, 0)), held))
     if len(problems.errors) > sound:
         return None
-    joined = {key: attempt(lambda: joined(key, parts[key], name), problems) for key in parts}  # noqa: B023
+    joined = {key: attempt(lambda: join_pieces(key, parts[key], name), problems) for key in parts}  # noqa: B023
     tensors = {key: stored for key, stored in joined.items() if stored is not None}
     return Folder(tensors, ranks=max(ranks), files=tuple(paths))
 
@@ -302,7 +302,7 @@ def _in_shard(root: Path, path: str, where: str) -> Iterator[tuple[str, tuple[in
         yield key, offsets.get(key, (0,) * len(held.shape)), held
 
 
-def joined(key: str, found: Sequence[tuple[Chunk, TensorEntry]], where: str) -> Stored:
+def join_pieces(key: str, found: Sequence[tuple[Chunk, TensorEntry]], where: str) -> Stored:
     """Return a tensor of several files; a value that all ranks share may be in each."""
     first: dict[tuple[int, ...], tuple[Chunk, TensorEntry]] = {}
     for chunk, held in found:

@@ -20,8 +20,9 @@ FSDP1 keeps the states of a whole module in one vector, cut anywhere, and no fil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from llmtailor.errors import (
 )
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
 from llmtailor.formats.common.param_names import ModelFacts, compare_shapes, derived_names, has_names, listed_names
-from llmtailor.formats.dcp.folder import Folder, Stored, joined, walk_optimizer
+from llmtailor.formats.dcp.folder import Folder, Stored, join_pieces, walk_optimizer
 from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, TIED
 from llmtailor.loaders.files import FSDP_RANK, VERL_CONFIG, VERL_RANK
 from llmtailor.loaders.write import LR_SCHEDULER
@@ -83,6 +84,8 @@ class RankFolders:
     model: Folder
     optimizer: Folder
     mesh: RankMesh | None
+    owned: tuple[tuple[str, ...], ...] = ()
+    """See `DcpKeyLayout.owned`"""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """verl: file -> its content, of each rank"""
 
@@ -131,7 +134,7 @@ def read_verl(root: Path, name: str, problems: Problems) -> RankFolders | None:
     for key, value in (schedule if isinstance(schedule, dict) else {}).items():
         path = (LR_SCHEDULER, check_name(key, "the scheduler's state", PathIn(name, files[EXTRA][0])))
         objects[".".join(path)] = (path, value)
-    return RankFolders(model, replace(optimizer, objects=objects), reader.mesh, extra)
+    return RankFolders(model, replace(optimizer, objects=objects), reader.mesh, names.groups, extra)
 
 
 def _verl_ranks(root: Path, name: str) -> int:
@@ -241,7 +244,7 @@ class _Reader:
                 what = f"{key} is not the same as in {other[0]}, whose copy of the same rows it is"
                 raise SourceError.at(where, what, COPY_CHECKPOINT, Code.RANKS_DIFFER)
             found.append((Chunk(offsets, sizes, Blob(where.path, 0, 0)), local.entry))
-        stored = replace(joined(key, found, self.name), path=path)
+        stored = replace(join_pieces(key, found, self.name), path=path)
         if stored.held.shape != cut[0].shape:
             what = f"the ranks have {list(stored.held.shape)} of {key}, which is {list(cut[0].shape)}"
             raise SourceError.at(self.name, what, COPY_CHECKPOINT, Code.STATE_SIZE)
@@ -293,33 +296,34 @@ class _Names:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
         self.shapes = shapes
         """Of the model's params, in its order"""
-        self._groups: tuple[tuple[str, ...], ...] = ()
+        self.groups: tuple[tuple[str, ...], ...] = ()
+        """The params of each group, in its order"""
         self._ids: list[tuple[int, ...]] = []
 
     def given(self, tree: Any, where: str) -> dict[str, Any]:
-        """Return an optimizer's state dict with names instead of ids.
+        """Return an optimizer's state dict with names instead of ids, without the params that it has no states of.
+
+        verl gives its optimizer all params of the model, frozen ones too.
 
         Raises SourceError if they don't fit the model, and UnsupportedCheckpoint if they are ambiguous.
         """
         groups = [as_dict(group, "a param group", where) for group in get(tree, GROUPS, list, where)]
         state = get(tree, STATE, dict, where)
         ids = [as_ints(group.get("params")) or () for group in groups]
-        if not self._groups:
-            self._ids, self._groups = ids, self._derived(groups, ids, state, where)
+        if not self.groups:
+            self._ids, self.groups = ids, self._derived(groups, ids, state, where)
         elif ids != self._ids:
             raise SourceError.at(where, "its param groups have other ids", COPY_CHECKPOINT, Code.RANKS_DIFFER)
         name_of = {
             number: name
-            for own, names in zip(ids, self._groups, strict=True)
+            for own, names in zip(ids, self.groups, strict=True)
             for number, name in zip(own, names, strict=True)
         }
         if extra := [f"{number}" for number in state if number not in name_of]:
             what = f"it holds the states of id {some(extra)}, which no param group owns"
             raise SourceError.at(where, what, COPY_CHECKPOINT, Code.FIELD_UNKNOWN)
-        return {
-            STATE: {name_of[number]: kinds for number, kinds in state.items()},
-            GROUPS: [{**group, "params": [*names]} for group, names in zip(groups, self._groups, strict=True)],
-        }
+        states = {name_of[number]: kinds for number, kinds in state.items() if kinds}
+        return {STATE: states, GROUPS: [*map(partial(_of_trained, states), groups, self.groups)]}
 
     def _derived(
         self,
@@ -356,6 +360,12 @@ class _Names:
             what = f"it has {len(groups)} param groups without names: nothing says which params are in each"
             raise UnsupportedCheckpoint.at(where, what, "give the optimizer model.named_parameters(), as torch allows")
         return derived_names(saved, ModelFacts(self.shapes, frozenset(), {}, frozenset()), where)
+
+
+def _of_trained(states: Collection[str], group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return a param group with the names of its params, and where it lists names, of those with states only."""
+    trained = [name for name in names if name in states]
+    return {key: trained if key in NAME_KEYS else value for key, value in group.items()} | {"params": trained}
 
 
 def _shapes(kinds: Any, where: str) -> dict[str, Tensor]:

@@ -240,6 +240,7 @@ class Folders:
     form: str = FOLDERS
     mesh: RankMesh | None = None
     """Of the form `RANKS`"""
+    owned: tuple[tuple[str, ...], ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
     """verl: file -> its content beside the states, of each rank"""
 
@@ -255,7 +256,7 @@ class Folders:
 def _of_ranks(read: RankFolders | None) -> Folders | None:
     if read is None:
         return None
-    return Folders(read.optimizer, read.model, RANKS, read.mesh, read.extra)
+    return Folders(read.optimizer, read.model, RANKS, read.mesh, read.owned, read.extra)
 
 
 def _read_trainers(root: Path, name: str, problems: Problems, linked: Collection[str]) -> Folders | None:
@@ -358,7 +359,13 @@ class _Indexing:
                 tuple(weights),
                 trees=self.folders.extra,
                 dcp=DcpKeyLayout(
-                    prefix, optimizer.prefix, optimizer.is_flat, self.folders.form, others, self.folders.mesh
+                    prefix,
+                    optimizer.prefix,
+                    optimizer.is_flat,
+                    self.folders.form,
+                    others,
+                    self.folders.mesh,
+                    self.folders.owned,
                 ),
             ),
         )

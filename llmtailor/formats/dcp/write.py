@@ -380,6 +380,24 @@ class _Target:
             ]
         return files
 
+    def owned(self, group: ParamGroup, number: int) -> tuple[str, ...]:
+        """Return the params of a group of verl's optimizer, which has all of the model, frozen ones too.
+
+        Raises UnsupportedCheckpoint if their order is not known.
+        """
+        base = self.base
+        known = base.train.dcp.owned[number : number + 1] if base.train.dcp else ()
+        if known and set(group.params) <= set(known[0]):
+            return known[0]
+        frozen = {name for name, param in base.params.items() if param.role == "frozen"}
+        if not frozen:
+            return group.params
+        order = base.train.model_order
+        if lost := (frozen | {*group.params}) - {*order}:
+            what = f"it has frozen params, and does not say where in the model {min(lost)} is: verl numbers all of them"
+            raise UnsupportedCheckpoint.at(base.name, what, "use a base without frozen params")
+        return tuple(name for name in order if name in frozen or name in group.params)
+
     def _on_rank(self, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a rank has of the model and of the optimizer."""
         at, shards = mesh.at[-1], mesh.shape[-1]
@@ -403,8 +421,8 @@ class _Target:
                 dict[str, int | str](zip(group.params, group.params, strict=True)),
             )
             if self.family == VERL:
-                options = with_names(options, group.params)
-                ids = dict(zip(group.params, range(first, first + len(group.params)), strict=True))
+                owned = self.owned(group, number)
+                options, ids = with_names(options, owned), {name: at for at, name in enumerate(owned, first)}
             numbers |= ids
             first += len(ids)
             groups.append({**options, "params": [*ids.values()]})
