@@ -144,7 +144,8 @@ class Mesh:
         axes = []
         for number, size in enumerate(self.shape):
             stride = math.prod(self.shape[number + 1 :])
-            axes.append(_object(_AXIS, {"shape": (size,), "stride": (stride,)}))
+            is_cut = size > 1  # torch leaves out dimensions with one place
+            axes.append(_object(_AXIS, {"shape": (size,) * is_cut, "stride": (stride,) * is_cut}))
         numbers = struct.pack(f"<{ranks}i", *range(ranks))
         return _object(
             _MESH,

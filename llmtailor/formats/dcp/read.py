@@ -159,7 +159,7 @@ def agree_on_buffers(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointInde
 def with_buffers(index: CheckpointIndex, names: Collection[str]) -> CheckpointIndex:
     """Return the index with these tensors as buffers, if they are assumed to be frozen params."""
     assumed = [param for param in index.params.values() if param.role == "frozen" and param.name in names]
-    if not assumed or index.form.framework not in (FSDP, DCP):
+    if not assumed or index.form.framework not in (FSDP, DCP, VERL):
         return index
     params, held = dict(index.params), dict(index.held)
     for param in assumed:
