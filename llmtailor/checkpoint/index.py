@@ -50,6 +50,8 @@ class RankMesh:
     shape: tuple[int, ...]
     cuts: tuple[int | None, ...]
     """For each dimension of the mesh, the dimension of the tensors that it cuts; None if it repeats them"""
+    groups: tuple[tuple[str, ...], ...]
+    """The names of the process groups of each rank"""
     fields: frozenset[str]
     """What the version of torch that saved it writes of a mesh"""
 

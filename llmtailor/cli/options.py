@@ -158,10 +158,11 @@ _TARGET = [
     ),
     click.option(
         "--groups",
-        type=click.Choice(["keep", "layer", "default"]),
+        type=click.Choice(["keep", "layer", "default", "one"]),
         default="keep",
         show_default=True,
-        help="Param groups of the output. layer: two per layer and one per other part. default: the Trainer's two.",
+        help="Param groups of the output. layer: two per layer and one per other part. default: the Trainer's two. "
+        "one: all params in one group, as in verl.",
     ),
     click.option(
         "--step",

@@ -99,7 +99,7 @@ class Options:
     world_size: int | None = None
     """Number of ranks of the output; None keeps the base's."""
     groups: str = "keep"
-    """Param groups of the output: ``keep``, ``layer`` or ``default``"""
+    """Param groups of the output: ``keep``, ``layer``, ``default`` or ``one``"""
     stage: int | None = None
     """ZeRO stage of the output, 0 for a checkpoint without DeepSpeed; None keeps the base's."""
     replace: bool = False

@@ -132,6 +132,8 @@ class Mesh:
     shape: tuple[int, ...]
     """The last dimension cuts, any before it repeats"""
     rank: int
+    groups: tuple[str, ...] = ()
+    """The names of its process groups; those that torch gives to the first mesh of a program if there are none"""
 
     @property
     def at(self) -> tuple[int, ...]:
@@ -158,15 +160,14 @@ class Mesh:
                 "_flatten_rank_map": tuple(range(ranks)),
                 "_thread_id": None,
                 "_flatten_mapping": {},
-                "_dim_group_names": [*self._groups()],
+                "_dim_group_names": [*(self.groups or self._first_groups())],
                 "_rank": self.rank,
                 "_coordinate_on_dim": self.at,
                 "_hash": None,
             },
         )
 
-    def _groups(self) -> Iterator[str]:
-        """Yield the names of the process groups, as torch numbers those of the first mesh that a program makes."""
+    def _first_groups(self) -> Iterator[str]:
         if len(self.shape) == 1:
             yield "0"
         else:

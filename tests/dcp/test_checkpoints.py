@@ -255,7 +255,9 @@ def test_odd_layers_from_fsdp_even_ones_from_deepspeed(mixed, tmp_path):
     assert_same_held(found, wanted)
 
 
-@pytest.mark.parametrize("name", mostly_long(["titan", "loop", "hf", "trainer", "columns"], "titan"))
+@pytest.mark.parametrize(
+    "name", mostly_long(["titan", "loop", "hf", "trainer", "columns", "ranks", "verl", "hsdp"], "titan", "verl")
+)
 def test_a_composite_of_two_steps_keeps_the_step_of_each_param(runs, tmp_path, name):
     """Adam's step is stored per param, in both styles of options."""
     live = runs[name].held
@@ -388,7 +390,7 @@ def test_what_a_lost_file_held_comes_from_an_older_step(run, runs):
     assert torch.equal(moment, torch.cat([old[:rows], new[rows:]]))
 
 
-@pytest.mark.parametrize("name", mostly_long(["trainer", "titan", "hf", "full"], "hf"))
+@pytest.mark.parametrize("name", mostly_long(["trainer", "titan", "hf", "full", "verl", "ranks"], "hf", "verl"))
 def test_an_output_is_replaced(runs, tmp_path, name):
     """Only by --force, and only if it holds nothing else"""
     source, out = runs.checkpoint(name), tmp_path / "out"

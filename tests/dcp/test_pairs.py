@@ -57,6 +57,8 @@ class Pair:
     def spec(self, out: Path) -> Training:
         source = (DEEPSPEED | FSDP)[self.source]
         changes: dict[str, Any] = {"ranks": self.ranks, "per_device_batch": 6 // self.ranks, "save_steps": 4}
+        if isinstance(source, Fsdp):
+            changes["per_device_batch"] = source.per_device_batch * source.ranks // self.ranks
         if isinstance(source, Fsdp) and self.to == "verl" and source.replicas > 1:  # as verl's fsdp_size stays the same
             changes["replicas"] = self.ranks * source.replicas // source.ranks
         if self.kind == "deepspeed":
@@ -80,6 +82,7 @@ SHORT = [
     Pair("verl", "verl", 3),
     Pair("verl-tied", "verl"),
     Pair("hsdp", "verl"),
+    Pair("trainer", "verl"),
 ]
 LONG = [
     *(Pair(source, "fsdp", reference=True) for source in ("hf", "fsdp1", "loop")),
@@ -88,6 +91,9 @@ LONG = [
     *(Pair("verl", to) for to in ("fsdp", "dcp", "trainer")),
     Pair("verl", "zero3", 3, "BF16"),
     Pair("hsdp", "verl", 3),
+    Pair("trainer-tied", "verl", 3),
+    Pair("llama", "verl"),
+    Pair("no-fsdp", "verl", 3),
     *(Pair("hsdp-w4", to, 2) for to in ("verl", "dcp")),
     Pair("full", "fsdp"),
     Pair("loop-tied", "fsdp"),
@@ -118,6 +124,9 @@ def convert(runs: Any, pair: Pair, out: Path) -> Path:
     stage = int(pair.to[-1]) if pair.to.startswith("zero") else None
     options = {"world_size": pair.ranks, "to": "deepspeed" if stage else pair.to, "stage": stage}
     source = runs.checkpoint(pair.source, STEP)
+    is_verls = pair.source in FSDP and FSDP[pair.source].kind == "verl"
+    if is_verls != (pair.to == "verl"):  # whose optimizer has one group, and those of the other trainings two
+        options["groups"] = "default" if is_verls else "one"
     if pair.reference:  # on one file system, and not with links into a cache
         source = shutil.copytree(source, out.parent / "source" / source.name)
         options["reference"] = True

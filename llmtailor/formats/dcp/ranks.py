@@ -72,6 +72,11 @@ def is_of_verl(root: Path) -> bool:
     return any(VERL_RANK.fullmatch(path.name) for path in root.iterdir())
 
 
+def models_of_verl(root: Path) -> list[str]:
+    """Return the folders with files of verl's ranks in the folder of a step: of the actor, the critic."""
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and is_of_verl(path))
+
+
 def is_of_ranks(root: Path) -> bool:
     """Return whether a folder has files that accelerate saves with ``use_dcp=False``."""
     return any(FSDP_RANK.fullmatch(path.name) for path in root.iterdir())
@@ -231,7 +236,11 @@ class _Reader:
         if not mesh or math.prod(mesh) != len(cut) or len({piece.at for piece in cut}) != len(cut):
             what = f"the ranks' pieces of {key} are not those of one mesh, with one place for each rank"
             raise SourceError.at(self.name, what, COPY_CHECKPOINT, Code.RANKS_DIFFER)
-        self.mesh = self.mesh or _rank_mesh(cut[0], mesh)
+        self.mesh = self.mesh or _rank_mesh(cut, mesh)
+        for rank, (piece, where) in enumerate(zip(cut, wheres, strict=True)):
+            if piece.at != _place(rank, mesh):
+                what = f"{key} is the piece of another rank, at {list(piece.at)} in the mesh {list(mesh)}"
+                raise SourceError.at(where, what, COPY_CHECKPOINT, Code.RANKS_DIFFER)
         found, seen = [], dict[tuple[int, ...], tuple[str, Extent]]()
         for piece, where in zip(cut, wheres, strict=True):
             offsets, sizes = piece.box(mesh)
@@ -279,11 +288,23 @@ class _Reader:
         return self._checksums[path]
 
 
-def _rank_mesh(piece: Piece, shape: tuple[int, ...]) -> RankMesh:
-    names = piece.mesh.get("_mesh_dim_names")
-    listed = tuple(map(str, names)) if isinstance(names, (list, tuple)) else ()
-    device = str(piece.mesh.get("_device_type"))
-    return RankMesh(device, listed, shape, piece.cuts, frozenset(map(str, piece.mesh)))
+def _place(rank: int, mesh: Sequence[int]) -> tuple[int, ...]:
+    """Return a rank's place in a mesh, whose last dimension counts fastest."""
+    place = []
+    for size in reversed(mesh):
+        rank, at = divmod(rank, size)
+        place.append(at)
+    return tuple(reversed(place))
+
+
+def _rank_mesh(pieces: Sequence[Piece], shape: tuple[int, ...]) -> RankMesh:
+    def texts(value: Any) -> tuple[str, ...]:
+        return tuple(map(str, value)) if isinstance(value, (list, tuple)) else ()
+
+    first = pieces[0]
+    names, device = texts(first.mesh.get("_mesh_dim_names")), str(first.mesh.get("_device_type"))
+    groups = tuple(texts(piece.mesh.get("_dim_group_names")) for piece in pieces)
+    return RankMesh(device, names, shape, first.cuts, groups, frozenset(map(str, first.mesh)))
 
 
 def _same_form(pieces: Sequence[Piece]) -> bool:

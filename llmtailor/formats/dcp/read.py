@@ -75,7 +75,14 @@ from llmtailor.formats.dcp.folder import (
     read_shards,
 )
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
-from llmtailor.formats.dcp.ranks import RankFolders, is_of_ranks, is_of_verl, read_accelerate_ranks, read_verl
+from llmtailor.formats.dcp.ranks import (
+    RankFolders,
+    is_of_ranks,
+    is_of_verl,
+    models_of_verl,
+    read_accelerate_ranks,
+    read_verl,
+)
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.other_optimizers import refuse_objects
 from llmtailor.formats.provenance import ManifestFacts, read_manifest
@@ -189,7 +196,7 @@ def detects(root: Path) -> bool:
     # beside an optimizer.pt, the first folder is a stray one, which the plain format reports
     has_model = (root / MODEL_FOLDER).is_dir() and OPTIMIZER not in names
     has_folder = is_bare or has_model or (root / OPTIMIZER_FOLDER).is_dir()
-    return has_folder or _is_full(root) or is_of_ranks(root) or is_of_verl(root)
+    return has_folder or _is_full(root) or is_of_ranks(root) or is_of_verl(root) or bool(models_of_verl(root))
 
 
 def _is_full(root: Path) -> bool:
@@ -214,6 +221,9 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     linked = manifest.links if manifest is not None else {}
     if is_trainers:
         folders = _read_trainers(root, name, problems, linked)
+    elif models := models_of_verl(root):
+        what = f"it is a step of verl with the checkpoints of {some(models)}"
+        raise UnsupportedCheckpoint.at(name, what, f"name one of them: {name}/{models[0]}")
     elif is_of_verl(root):
         folders = _of_ranks(read_verl(root, name, problems))
     elif not (root / METADATA).exists():

@@ -363,9 +363,10 @@ class _Target:
             rng = [tree for path, tree in self.base.train.trees.items() if is_rng_file(path) and isinstance(tree, dict)]
             on_cpu = rng and not any("cuda" in key for tree in rng for key in tree)
             return Mesh("cpu" if on_cpu else "cuda", ("fsdp",), (ranks,), rank)
-        if len(own.shape) == 2 and ranks > own.shape[1]:
-            return Mesh(own.device, own.names, (ranks // own.shape[1], own.shape[1]), rank)
-        return Mesh(own.device, own.names[-1:], (ranks,), rank)
+        shards = own.shape[-1] if len(own.shape) == 2 else ranks
+        shape = (ranks // shards, shards) if ranks > shards else (ranks,)
+        groups = own.groups[rank] if shape == own.shape else ()
+        return Mesh(own.device, own.names[-len(shape) :], shape, rank, groups)
 
     def of_ranks(self) -> list[FileLayout]:
         """Return the files of all ranks with their pieces of model and optimizer."""
