@@ -16,12 +16,12 @@ from llmtailor.model.parts import Param, Part, SavedAs, step_of
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State, size_of
 from llmtailor.storage.local import FileFact
 
-DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP = "deepspeed", "universal", "trainer", "fsdp", "dcp"
+DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL = "deepspeed", "universal", "trainer", "fsdp", "dcp", "verl"
 """Families of formats: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's run without
-DeepSpeed and FSDP, its FSDP run, and any loop that saves with torch.distributed.checkpoint"""
-FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP)
+DeepSpeed and FSDP, its FSDP run, any loop that saves with torch.distributed.checkpoint, and verl's FSDP2 run"""
+FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL)
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
-"""Clients, beside those named like the families `TRAINER`, `DEEPSPEED` and `DCP`; see `loaders.loader`"""
+"""Clients, beside those named like the families `TRAINER`, `DEEPSPEED`, `DCP` and `VERL`; see `loaders.loader`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,25 @@ class DcpEntry:
     is_tensor: bool = False
 
 
-FOLDERS, SHARDS, FULL = "folders", "shards", "whole"
+FOLDERS, SHARDS, FULL, RANKS = "folders", "shards", "whole", "ranks"
 """Forms of FSDP checkpoints: model and optimizer in a DCP folder each; the weights in safetensors files of each rank
-instead; both in one torch file each"""
+instead; both in one torch file each; both in one torch file of each rank"""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMesh:
+    """The mesh of ranks that cut the tensors of a checkpoint of the form `RANKS`."""
+
+    device: str
+    """``cuda`` or ``cpu``"""
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    cuts: tuple[int | None, ...]
+    """For each dimension of the mesh, the dimension of the tensors that it cuts; None if it repeats them"""
+    groups: tuple[tuple[str, ...], ...]
+    """The names of the process groups of each rank"""
+    fields: frozenset[str]
+    """What the version of torch that saved it writes of a mesh"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +68,13 @@ class DcpKeyLayout:
     """Whether options of param groups are stored per param (``flatten_optimizer_state_dict``), so that no groups are
     known"""
     form: str = FOLDERS
-    """Of an FSDP checkpoint of the Trainer: ``FOLDERS``, ``SHARDS`` or ``FULL``"""
+    """Of an FSDP checkpoint: ``FOLDERS``, ``SHARDS``, ``FULL`` or ``RANKS``"""
     others: Mapping[str, DcpEntry] = field(default_factory=dict)
     """Everything else, by key: schedulers, counters, data loaders"""
+    mesh: RankMesh | None = None
+    """Of the form `RANKS`"""
+    owned: tuple[tuple[str, ...], ...] = ()
+    """verl: the params of each group in its order, also those without states"""
 
 
 @dataclass(frozen=True, slots=True)

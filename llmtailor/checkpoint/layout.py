@@ -15,7 +15,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.optimizer import NAME_KEYS, ParamGroup
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.errors import MismatchError, Problem, SourceError
+from llmtailor.errors import MismatchError, Problem, SourceError, some
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.roles import ITEMSIZE, Encoding, State, size_of
 
@@ -396,8 +396,8 @@ def _summarize(plan: Plan) -> Summary:
     return Summary(digest.hexdigest(), tuple(sorted(read)), moved, shared, tuple(unfilled))
 
 
-KEEP, LAYER, DEFAULT = "keep", "layer", "default"
-CHOICES = (KEEP, LAYER, DEFAULT)
+KEEP, LAYER, DEFAULT, ONE = "keep", "layer", "default", "one"
+CHOICES = (KEEP, LAYER, DEFAULT, ONE)
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 """Names that transformers 5.23 excludes from weight decay. It also excludes params inside an ``nn.LayerNorm``."""
@@ -443,12 +443,16 @@ def regroup(
     if arranged == list(base.group_params):
         return None
     origins = [sorted({old[name] for name in params}) for params in arranged]
+    if how == ONE:
+        base, notices = _with_one_decay(base)
+    else:
+        notices = _guesses(base, decays, how)
     _check_agreement(base, origins, how)
     groups = tuple(
         ParamGroup(params, _hyper_of(params, [base.groups[number].hyper for number in origin]))
         for params, origin in zip(arranged, origins, strict=True)
     )
-    return Regrouping(groups, tuple(origin[0] for origin in origins), _guesses(base, decays, how))
+    return Regrouping(groups, tuple(origin[0] for origin in origins), notices)
 
 
 def arrange(
@@ -458,9 +462,11 @@ def arrange(
 
     ``default``: the params with weight decay, then those without. ``layer``: two groups for each part of the model,
     all groups without decay first; in each half the parts outside the layers, by name, then the layers. No group is
-    empty.
+    empty. ``one``: all params in one group.
     """
     names = list(names)
+    if how == ONE:
+        return [tuple(names)]
     if how == DEFAULT:
         halves = ([name for name in names if name in decays], [name for name in names if name not in decays])
         return [tuple(half) for half in halves if half]
@@ -504,6 +510,19 @@ def _decays_by_rule(base: CheckpointIndex, param: str) -> bool:
     module, _, last = param.rpartition(".")
     bias = base.params.get(f"{module}.bias")
     return not (last == "weight" and _is_vector(base, param) and bias and bias.shape == base.params[param].shape)
+
+
+def _with_one_decay(base: CheckpointIndex) -> tuple[CheckpointIndex, tuple[Problem, ...]]:
+    """Return a base whose groups all have the weight decay of the first that has any, and a notice on the others."""
+    values = [group.hyper.get("weight_decay") for group in base.groups]
+    decay = next(filter(None, values), values[0])
+    other = [param for group in base.groups for param in group.params if group.hyper.get("weight_decay") != decay]
+    if not other:
+        return base, ()
+    groups = tuple(replace(group, hyper={**group.hyper, "weight_decay": decay}) for group in base.groups)
+    what = f"weight decay {decay:g} applies to all params now, also to {some(other)}"
+    notice = Problem(f"--groups {ONE}", what, "nothing, if the run that resumes has one group; its next steps differ")
+    return replace(base, groups=groups), (notice,)
 
 
 def _guesses(base: CheckpointIndex, decays: frozenset[str], how: str) -> tuple[Problem, ...]:

@@ -137,10 +137,10 @@ _TARGET = [
     ),
     click.option(
         "--to",
-        type=click.Choice(["deepspeed", "universal", "trainer", "fsdp", "dcp"]),
+        type=click.Choice(["deepspeed", "universal", "trainer", "fsdp", "dcp", "verl"]),
         help="Output format. deepspeed, fsdp, trainer (without either): for the Trainer. universal: DeepSpeed's format "
-        "for any ZeRO stage. dcp: a torch.distributed.checkpoint folder, for your own loop. Default: the base's, or as "
-        "--stage implies.",
+        "for any ZeRO stage. dcp: a torch.distributed.checkpoint folder, for your own loop. verl: for verl with FSDP2. "
+        "Default: the base's, or as --stage implies.",
     ),
     click.option(
         "--stage",
@@ -158,10 +158,11 @@ _TARGET = [
     ),
     click.option(
         "--groups",
-        type=click.Choice(["keep", "layer", "default"]),
+        type=click.Choice(["keep", "layer", "default", "one"]),
         default="keep",
         show_default=True,
-        help="Param groups of the output. layer: two per layer and one per other part. default: the Trainer's two.",
+        help="Param groups of the output. layer: two per layer and one per other part. default: the Trainer's two. "
+        "one: all params in one group, as in verl.",
     ),
     click.option(
         "--step",

@@ -99,7 +99,7 @@ class Options:
     world_size: int | None = None
     """Number of ranks of the output; None keeps the base's."""
     groups: str = "keep"
-    """Param groups of the output: ``keep``, ``layer`` or ``default``"""
+    """Param groups of the output: ``keep``, ``layer``, ``default`` or ``one``"""
     stage: int | None = None
     """ZeRO stage of the output, 0 for a checkpoint without DeepSpeed; None keeps the base's."""
     replace: bool = False
@@ -205,9 +205,8 @@ def plan_merge(
     )
     if choice is not None:
         collect(partial(check_names, choice, reference))
-    tokenizer = collect(
-        lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
-    )
+    about_tokenizer = (recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
+    tokenizer = collect(lambda: lay_out_tokenizer(reference, *about_tokenizer, client))
     writer = writer_of(family, client)
     collect(lambda: writer.check(recipe.dtype, options.allow_split))
     regrouping = None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, VERL, CheckpointIndex
 from llmtailor.checkpoint.layout import Plan
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.averages import NOTICEABLE, StepChoice, describe
@@ -196,6 +196,7 @@ _WITH = {
     TRAINER: ", without DeepSpeed",
     FSDP: " and FSDP",
     DCP: "",
+    VERL: " and FSDP2",
 }
 """Family of formats -> what the client resumes it with"""
 

@@ -24,7 +24,7 @@ import hashlib
 import itertools
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -45,7 +45,7 @@ from llmtailor.checkpoint.layout import (
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.pickle_writer import write_pickle
-from llmtailor.containers.unpickle import Call, Storage, read_pickle
+from llmtailor.containers.unpickle import ALLOWED, Call, Storage, read_pickle
 from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged
 from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
@@ -315,20 +315,25 @@ class Undecoded:
     """Equal for files that differ only in their names and in tensors of more than 8 bytes; None if unknown"""
 
 
-def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) -> TorchFile:
+def read_torch_file(
+    root: Path, path: str, where: str, any_names: bool = False, allowed: Mapping[str, Collection[str]] = ALLOWED
+) -> TorchFile:
     """Decode the pickle of ``root/path`` and locate its storages; no tensor byte is read.
 
-    ``any_names`` permits names that are not on the allow-list: only for a file whose tree is not written anywhere.
+    ``any_names`` permits names that are not on the list ``allowed``: only for a file whose tree is not written
+    anywhere.
     Raises SourceError for a damaged file or another format, and UnsafePickle for globals not on the allow-list.
     """
     with open_source(root / path, where) as file:
-        return decode_torch_file(file, path, where, any_names)
+        return decode_torch_file(file, path, where, any_names, allowed)
 
 
-def decode_torch_file(file: SourceFile, path: str, where: str, any_names: bool = False) -> TorchFile:
+def decode_torch_file(
+    file: SourceFile, path: str, where: str, any_names: bool = False, allowed: Mapping[str, Collection[str]] = ALLOWED
+) -> TorchFile:
     """Decode an open file, or a `Window` of one; extents are those of the whole file. See `read_torch_file`."""
     first = file.start if isinstance(file, Window) else 0
-    return _parse(Buffered(file), where).decode(path, first, where, any_names)
+    return _parse(Buffered(file), where).decode(path, first, where, any_names, allowed)
 
 
 def open_torch_file(root: Path, path: str, where: str) -> Undecoded:
@@ -354,7 +359,14 @@ class _Parsed:
     def key(self) -> bytes:
         return hashlib.sha256(repr((self.storages, self.scalars, self.pickle)).encode()).digest()
 
-    def decode(self, path: str, first: int, where: str, any_names: bool = False) -> TorchFile:
+    def decode(
+        self,
+        path: str,
+        first: int,
+        where: str,
+        any_names: bool = False,
+        allowed: Mapping[str, Collection[str]] = ALLOWED,
+    ) -> TorchFile:
         """Decode the pickle; ``first`` is where the archive begins in the file at ``path``."""
         extents = {key: Extent(path, first + start, first + stop) for key, (start, stop) in self.storages.items()}
         storages: dict[str, Storage] = {}
@@ -369,7 +381,8 @@ class _Parsed:
                 raise ValueError(f"storage {key!r:.40} is given two types")
             return storage
 
-        return TorchFile(read_pickle(self.pickle, where, find_storage, any_names), self.archive, extents)
+        tree = read_pickle(self.pickle, where, find_storage, any_names, allowed=allowed)
+        return TorchFile(tree, self.archive, extents)
 
 
 def _parse(file: SourceFile, where: str) -> _Parsed:

@@ -134,7 +134,7 @@ class TensorView:
 REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
 REBUILD_UNTYPED = Global("torch._utils", "_rebuild_tensor_v3")
 UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
-_REBUILD_TYPED = Global("torch._tensor", "_rebuild_from_type_v2")
+REBUILD_TYPED = Global("torch._tensor", "_rebuild_from_type_v2")
 _REBUILD_PARAMETERS = (
     Global("torch._utils", "_rebuild_parameter"),
     Global("torch._utils", "_rebuild_parameter_with_state"),
@@ -148,7 +148,7 @@ def as_tensor(node: object) -> TensorView | None:
     ``_rebuild_tensor_v2(storage, offset, shape, stride, requires_grad, hooks)``.
     """
     while isinstance(node, Call) and isinstance(node.args, tuple):
-        if node.func == _REBUILD_TYPED and len(node.args) == 4:
+        if node.func == REBUILD_TYPED and len(node.args) == 4:
             node = Call(node.args[0], node.args[2])
         elif node.func in _REBUILD_PARAMETERS and node.args:
             node = node.args[0]
@@ -237,7 +237,7 @@ QUANTIZED = {
 }
 """Classes of tensors that have the param's shape and consist of inner tensors (codes, scales), as torchao 0.18 pickles
 them: ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, class, (class, dtype, shape, ...), {name: inner tensor})``"""
-_REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
 class Quantized(Call):
@@ -248,10 +248,10 @@ class Quantized(Call):
     @classmethod
     def of(cls, node: object) -> tuple[Quantized, dict[str, Any]] | None:
         """Return a quantized tensor's node without inner tensors, and these by name; None for another node."""
-        if not (isinstance(node, Call) and node.func == _REBUILD_TYPED and isinstance(node.args, tuple)):
+        if not (isinstance(node, Call) and node.func == REBUILD_TYPED and isinstance(node.args, tuple)):
             return None
         match node.args:
-            case (func, Global() as kind, tuple() as args, dict() as state) if func == _REBUILD_WRAPPER:
+            case (func, Global() as kind, tuple() as args, dict() as state) if func == REBUILD_WRAPPER:
                 if kind.name not in QUANTIZED.get(kind.module, ()):
                     return None
                 inner = {str(name): one for name, one in state.items() if as_tensor(one) is not None}
@@ -736,7 +736,7 @@ def _check_call(node: Call) -> None:
         view = as_tensor(node)
         if view is None or not view.fits:
             raise ValueError("a tensor extends beyond its storage")
-    if node.func.name == _REBUILD_TYPED.name and node.func == _REBUILD_TYPED:  # which calls its first argument
+    if node.func.name == REBUILD_TYPED.name and node.func == REBUILD_TYPED:  # which calls its first argument
         inner = node.args[0] if node.args else None
         if not isinstance(inner, Global) or inner.module != "torch._utils":
             raise ValueError(f"it calls {node.func} for something other than a tensor")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.containers.unpickle import Quantized, as_tensor
-from llmtailor.errors import AnotherOptimizer, ObjectKeys, Problem, UnsafePickle, some
+from llmtailor.errors import AnotherOptimizer, ObjectKeys, Problem, UnsafePickle, UnsupportedCheckpoint, some
 
 _RULE = "its checkpoints can be neither judged nor composed; the states of each param must be tensors and numbers"
 _FIX = "resume with the training itself; to compose checkpoints, train with another optimizer"
@@ -58,6 +58,10 @@ def naming_others(where: str) -> Iterator[None]:
         raise AnotherOptimizer.at(where, what, _NOT_RESUMED) from error
     except UnsafePickle as error:
         classes = {*error.names}
+        if ("torch.distributed.tensor", "DTensor") in classes:
+            what = "it holds DTensors: one rank's pieces of the optimizer's states, as if they were whole"
+            fix = "leave it out: no file has the pieces of the other ranks; save sharded, with FSDP2 through accelerate"
+            raise UnsupportedCheckpoint.at(where, what, fix) from error
         found = {_BY_PACKAGE.get(module.partition(".")[0]) for module, _ in classes}
         if None in found or len(found) != 1:
             raise

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, ELASTIC, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, ELASTIC, FSDP, TRAINER, UNIVERSAL, VERL, CheckpointIndex, Survey
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, lay_out_optimizer
 from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
@@ -25,7 +25,7 @@ from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.format import Reader, Writer, finish
 from llmtailor.formats.partial import read as partial_reader
-from llmtailor.loaders.files import CONFIG, FOLDER, is_rng_file
+from llmtailor.loaders.files import FOLDER, is_rng_file
 from llmtailor.loaders.loader import LOADERS, loader_of
 from llmtailor.loaders.read import read_config
 from llmtailor.model.find_parts import find_parts, split_experts
@@ -47,6 +47,7 @@ _WRITERS: Mapping[str, Writer] = {
     TRAINER: plain,
     FSDP: DcpWriter(FSDP),
     DCP: DcpWriter(DCP),
+    VERL: DcpWriter(VERL),
 }
 
 
@@ -178,8 +179,7 @@ def find_structure(index: CheckpointIndex) -> ModelStructure:
     """Return the parts of the model in a checkpoint."""
     numels = {name: param.numel for name, param in index.params.items()}
     numels |= {state.param: held.numel for state, held in index.held.items() if state.kind == WEIGHT}
-    config = read_config(index) if CONFIG in index.files else None
-    return find_parts([*numels, *index.tied], dict(index.tied), numels, config)
+    return find_parts([*numels, *index.tied], dict(index.tied), numels, read_config(index) or None)
 
 
 def split_parts(structure: ModelStructure, *indexes: CheckpointIndex) -> ModelStructure:

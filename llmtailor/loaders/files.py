@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, FSDP, LIGHTNING, TRAINER
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, FSDP, LIGHTNING, TRAINER, VERL
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.safetensors import INDEX
 
@@ -36,6 +36,10 @@ FOLDER = "partial"
 """Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume ignore."""
 _TENSORS = re.compile(r"(rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 
+VERL_RANK = re.compile(r"(model|optim|extra_state)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
+VERL_CONFIG = "fsdp_config.json"
+FSDP_RANK = re.compile(r"(pytorch_model_fsdp_0|optimizer_0)_rank(0|[1-9][0-9]{0,5})\.bin")
+"""Of accelerate's functions with ``use_dcp=False``"""
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _RANK = r"(0|[1-9][0-9]{0,5})"  # as DeepSpeed writes it, so that no two names mean the same rank
 OPTIM_STATES = re.compile(rf"(bf16_)?zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_optim_states\.pt")
@@ -107,6 +111,9 @@ TABLE = (
         is_known=False,
     ),
     *_named(FSDP, Holds.WEIGHTS, "pytorch_model_fsdp.bin"),  # with FULL_STATE_DICT
+    FileName(FSDP_RANK.pattern, FSDP, Holds.STATES),
+    FileName(VERL_RANK.pattern, VERL, Holds.STATES),
+    *_named(VERL, Holds.PROGRESS, VERL_CONFIG, is_sign=False),
     FileName(rf"{re.escape(METADATA)}|{DATA_FILE.pattern}", DCP, Holds.STATES, is_known=False),
     FileName(rf".*\.safetensors|{re.escape(INDEX)}", MODEL, Holds.WEIGHTS, is_known=False),
     FileName(r"pytorch_model.*\.(bin|json)|adapter_model\.bin", MODEL, Holds.WEIGHTS, is_known=False),

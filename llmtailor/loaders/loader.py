@@ -28,7 +28,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, LIGHTNING, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, LIGHTNING, TRAINER, UNIVERSAL, VERL, CheckpointIndex
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
@@ -82,6 +82,8 @@ class Loader:
     saves_model: bool = False
     """Whether it saves config.json, and the weights beside DeepSpeed's shards"""
     saves_rng: bool = True
+    settings: str = ""
+    """The folder of config.json and the tokenizer; empty if they are in the root"""
     counts_steps: bool = True
     """Whether a schedule counts optimizer steps; accelerate steps it once per process, however many there are now"""
 
@@ -136,6 +138,14 @@ LOADERS = {
             'torch.distributed.checkpoint.load(state_dict, checkpoint_id="{}")',
             saves_rng=False,
         ),
+        Loader(
+            VERL,
+            "verl",
+            'checkpoint_manager.load_checkpoint("{}")',
+            scheduler="",
+            settings="huggingface/",
+            saves_rng=False,
+        ),
     )
 }
 
@@ -179,8 +189,8 @@ def choose_loader(base: CheckpointIndex, family: str, to: str | None, layout: st
             fix = "leave out --to and --stage" if not base.form.stage else "stay with DeepSpeed: --stage 1, 2 or 3"
             raise MismatchError.at("--stage" if to is None else "--to", f"{base.name}: {what}", fix)
         return LIGHTNING
-    if family == DCP:
-        return DCP
+    if family in (DCP, VERL):
+        return family
     if base.client == ACCELERATE and to != TRAINER:
         return ACCELERATE
     return DEEPSPEED if base.client == DEEPSPEED and family in (DEEPSPEED, UNIVERSAL) else TRAINER
@@ -191,8 +201,9 @@ def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
     fix = f"use --layout {', '.join(able[:-1])} or {able[-1]}, or leave it out"
     if base.client == LIGHTNING:
         what, fix = "only Lightning resumes from the names of a LightningModule's params", "leave out --layout"
-    elif family == DCP:
-        what = "a folder of torch.distributed.checkpoint has no files of a loader"
+    elif family in (DCP, VERL):
+        title = "a folder of torch.distributed.checkpoint" if family == DCP else "verl's checkpoint"
+        what = f"{title} has no files of another loader"
         fix = "leave out --layout, or name another format with --to: deepspeed, universal, trainer or fsdp"
     elif layout == LIGHTNING:
         what = "it lacks the progress of Lightning's loops, and the names of a LightningModule"

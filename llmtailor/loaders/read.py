@@ -182,4 +182,5 @@ def compare_global_step(trainer: TrainerFiles, root: Path, name: str, step: floa
 
 def read_config(index: CheckpointIndex) -> dict[str, Any]:
     """Return the content of ``config.json``; empty without the file. Raises SourceError for a damaged one."""
-    return read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else {}
+    path = LOADERS[index.client].settings + CONFIG
+    return read_json(index.root / path, PathIn(index.name, path)) if path in index.files else {}

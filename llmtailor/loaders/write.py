@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, CheckpointIndex
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, VERL, CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
@@ -31,12 +31,15 @@ from llmtailor.loaders.files import (
     MANIFEST,
     PARTIAL_MANIFEST,
     TRAINER_STATE,
+    Holds,
+    holds,
     is_accelerate_file,
     is_of_states,
     is_rng_file,
     is_tokenizer_file,
     is_trainer_file,
     is_weight_file,
+    owner_of,
     rng_file,
 )
 from llmtailor.loaders.loader import LOADERS, loader_of
@@ -75,7 +78,9 @@ def lay_out_trainer_files(
         is_ours = path in (MANIFEST, CARD) or (base.form.is_partial and path == PARTIAL_MANIFEST)
         is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path) or is_of_states(path)
         is_others = not is_same_client and (
-            is_accelerate_file(path) or (base.client == TRAINER and is_trainer_file(path))
+            is_accelerate_file(path)
+            or (base.client == TRAINER and is_trainer_file(path))
+            or (base.client == VERL and owner_of(path) == VERL)
         )
         return "/" in path or is_ours or is_laid_out or is_others or is_tokenizer_file(path) or path in leave_out
 
@@ -85,9 +90,19 @@ def lay_out_trainer_files(
         if not is_left(path):
             is_cast = path == CONFIG and dtype
             layouts.append(_config_with_dtype(base.root, dtype) if is_cast and dtype else carry(path, fact))
+    if LOADERS[base.client].settings:
+        layouts += lay_out_settings(base)
     if not has_weights and (is_same_client or LOADERS[wanted.client].saves_model):
         layouts += _lay_out_base_weights(base, wanted.layout.stage, dtype)
     return [*layouts, *made]
+
+
+def lay_out_settings(base: CheckpointIndex, folder: str = "") -> list[FileLayout]:
+    """Return the layouts of a base's config.json and the like in another folder, without the tokenizer's files."""
+    own = LOADERS[base.client].settings
+    found = {path.removeprefix(own): carry(path, fact) for path, fact in base.files.items() if path.startswith(own)}
+    is_wanted = (name for name in found if holds(name, Holds.SETTINGS) and not is_tokenizer_file(name))
+    return [FileLayout(folder + name, found[name].pieces) for name in is_wanted]
 
 
 def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) -> list[FileLayout]:
@@ -268,6 +283,7 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
         }
         in_file = wanted.client != DEEPSPEED
         made = LOADERS[wanted.client].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
+        made = made or LR_SCHEDULER  # verl keeps it beside the random states
         what = f"{why}; {made} is made for step {step}, from the rates in the param groups"
         fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others restart"
         if None in first:
@@ -353,23 +369,29 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def lay_out_tokenizer(
-    base: CheckpointIndex, source: Path | None, chat_template: str | None, copy: bool
+    base: CheckpointIndex, source: Path | None, chat_template: str | None, copy: bool, client: str
 ) -> list[FileLayout]:
     """Return the layouts of the tokenizer files: the base's, or another folder's; none unless ``copy``.
 
+    ``client`` names the loader, whose checkpoints may have them in a folder of their own.
     ``chat_template`` (a Jinja text, or the name of one that mergekit includes) replaces the tokenizer's.
     Raises SourceError if the folder has no tokenizer files, or mergekit has no such template.
     """
     if not copy:
         return []
     if source is None:
-        layouts = [carry(path, fact) for path, fact in base.files.items() if is_tokenizer_file(path)]
+        own = LOADERS[base.client].settings
+        named = [
+            (path.removeprefix(own), carry(path, fact)) for path, fact in base.files.items() if path.startswith(own)
+        ]
+        layouts = [FileLayout(name, layout.pieces) for name, layout in named if is_tokenizer_file(name)]
     else:
         layouts = _from_folder(source)
-    if chat_template is None:
-        return layouts
-    text = Bytes(_template(chat_template).encode(), "chat_template of the recipe")
-    return [layout for layout in layouts if layout.path != CHAT_TEMPLATE] + [FileLayout(CHAT_TEMPLATE, (text,))]
+    if chat_template is not None:
+        text = Bytes(_template(chat_template).encode(), "chat_template of the recipe")
+        layouts = [layout for layout in layouts if layout.path != CHAT_TEMPLATE] + [FileLayout(CHAT_TEMPLATE, (text,))]
+    folder = LOADERS[client].settings
+    return [FileLayout(folder + layout.path, layout.pieces) for layout in layouts] if folder else layouts
 
 
 def _from_folder(source: Path) -> list[FileLayout]:

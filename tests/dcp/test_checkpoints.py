@@ -33,6 +33,8 @@ from trainings.catalogue import FSDP
 # --- as sources -------------------------------------------------------------------------------------------------------
 
 FSDP_RUNS = [name for name in FSDP if name != "no-fsdp"]
+OF_THE_TRAINER = ("trainer", "hf", "fsdp1", "full", "ranks")
+"""Kinds of trainings with the Trainer's files beside the states"""
 
 
 @pytest.mark.parametrize("name", FSDP_RUNS)
@@ -41,8 +43,9 @@ def test_what_a_live_training_held_is_in_the_index_and_resumable(runs, name):
     assert verdict.level == RESUMABLE, verdict.findings
     index = verdict.index
     assert_holds(index, runs[name].held[4])
-    assert index.format == ("fsdp" if name.startswith(("trainer", "hf", "fsdp1", "full")) else "dcp")
-    assert (index.world_size, index.global_step) == (3 if name.endswith("w3") else 2, 4)
+    kind = FSDP[name].kind
+    assert index.format == ("verl" if kind == "verl" else "fsdp" if kind in OF_THE_TRAINER else "dcp")
+    assert (index.world_size, index.global_step) == (FSDP[name].ranks, 4)
     assert index.precision == ("BF16" if "bf16" in name else "F32")
     assert dict(index.tied) == ({"lm_head.weight": "model.embed_tokens.weight"} if "tied" in name else {})
 
@@ -252,7 +255,9 @@ def test_odd_layers_from_fsdp_even_ones_from_deepspeed(mixed, tmp_path):
     assert_same_held(found, wanted)
 
 
-@pytest.mark.parametrize("name", mostly_long(["titan", "loop", "hf", "trainer", "columns"], "titan"))
+@pytest.mark.parametrize(
+    "name", mostly_long(["titan", "loop", "hf", "trainer", "columns", "ranks", "verl", "hsdp"], "titan", "verl")
+)
 def test_a_composite_of_two_steps_keeps_the_step_of_each_param(runs, tmp_path, name):
     """Adam's step is stored per param, in both styles of options."""
     live = runs[name].held
@@ -385,7 +390,7 @@ def test_what_a_lost_file_held_comes_from_an_older_step(run, runs):
     assert torch.equal(moment, torch.cat([old[:rows], new[rows:]]))
 
 
-@pytest.mark.parametrize("name", mostly_long(["trainer", "titan", "hf", "full"], "hf"))
+@pytest.mark.parametrize("name", mostly_long(["trainer", "titan", "hf", "full", "verl", "ranks"], "hf", "verl"))
 def test_an_output_is_replaced(runs, tmp_path, name):
     """Only by --force, and only if it holds nothing else"""
     source, out = runs.checkpoint(name), tmp_path / "out"

@@ -31,7 +31,7 @@ class Pair:
     source: str
     """A run of trainings/catalogue.py"""
     to: str
-    """``fsdp``, ``dcp``, ``trainer``, or ``zero1`` .. ``zero3``"""
+    """``fsdp``, ``dcp``, ``verl``, ``trainer``, or ``zero1`` .. ``zero3``"""
     ranks: int = 2
     dtype: str | None = None
     """Of the weights, with DeepSpeed"""
@@ -47,7 +47,9 @@ class Pair:
         """Of the training that resumes from it"""
         own = FSDP[self.source].kind if self.source in FSDP else ""
         if self.to == "fsdp":
-            return own if own in ("hf", "fsdp1", "full") else "trainer"
+            return own if own in ("hf", "fsdp1", "full", "ranks") else "trainer"
+        if self.to == "verl":
+            return "verl"
         if self.to == "dcp":
             return own if own == "titan" else "loop"
         return "ddp" if self.to == "trainer" else "deepspeed"
@@ -55,6 +57,10 @@ class Pair:
     def spec(self, out: Path) -> Training:
         source = (DEEPSPEED | FSDP)[self.source]
         changes: dict[str, Any] = {"ranks": self.ranks, "per_device_batch": 6 // self.ranks, "save_steps": 4}
+        if isinstance(source, Fsdp):
+            changes["per_device_batch"] = source.per_device_batch * source.ranks // self.ranks
+        if isinstance(source, Fsdp) and self.to == "verl" and source.replicas > 1:  # as verl's fsdp_size stays the same
+            changes["replicas"] = self.ranks * source.replicas // source.ranks
         if self.kind == "deepspeed":
             llama = replace(DEEPSPEED["llama"], dtype="fp32" if self.dtype == "F32" else "bf16")
             return llama.resumed(out, str(self), stage=int(self.to[-1]), steps=4, **changes)
@@ -71,10 +77,24 @@ SHORT = [
     Pair("trainer", "trainer"),
     Pair("llama", "dcp"),
     Pair("trainer", "zero3", 2, "BF16"),
+    Pair("ranks", "fsdp"),
+    Pair("verl", "verl"),
+    Pair("verl", "verl", 3),
+    Pair("verl-tied", "verl"),
+    Pair("hsdp", "verl"),
+    Pair("trainer", "verl"),
 ]
 LONG = [
     *(Pair(source, "fsdp", reference=True) for source in ("hf", "fsdp1", "loop")),
     *(Pair(source, "dcp", 3, reference=True) for source in ("trainer", "titan", "columns")),
+    *(Pair("ranks", to, 3) for to in ("fsdp", "dcp")),
+    *(Pair("verl", to) for to in ("fsdp", "dcp", "trainer")),
+    Pair("verl", "zero3", 3, "BF16"),
+    Pair("hsdp", "verl", 3),
+    Pair("trainer-tied", "verl", 3),
+    Pair("llama", "verl"),
+    Pair("no-fsdp", "verl", 3),
+    *(Pair("hsdp-w4", to, 2) for to in ("verl", "dcp")),
     Pair("full", "fsdp"),
     Pair("loop-tied", "fsdp"),
     Pair("no-fsdp", "fsdp"),
@@ -104,6 +124,9 @@ def convert(runs: Any, pair: Pair, out: Path) -> Path:
     stage = int(pair.to[-1]) if pair.to.startswith("zero") else None
     options = {"world_size": pair.ranks, "to": "deepspeed" if stage else pair.to, "stage": stage}
     source = runs.checkpoint(pair.source, STEP)
+    is_verls = pair.source in FSDP and FSDP[pair.source].kind == "verl"
+    if is_verls != (pair.to == "verl"):  # whose optimizer has one group, and those of the other trainings two
+        options["groups"] = "default" if is_verls else "one"
     if pair.reference:  # on one file system, and not with links into a cache
         source = shutil.copytree(source, out.parent / "source" / source.name)
         options["reference"] = True
@@ -138,7 +161,13 @@ def test_training_goes_on(runs, resumed, pair):
     own = straight.spec.kind if pair.source in FSDP else None
     if own == pair.kind and (native or pair.ranks == straight.spec.ranks):
         assert run.losses == (native.losses if native else losses)
-    elif {own, pair.kind} <= {"fsdp1", "loop", "columns", "titan", "hf"} or (
-        None not in (own, pair.dtype) and pair.dtype != "BF16" and {own, pair.kind} <= {"trainer", "ddp", "deepspeed"}
+    elif (
+        {own, pair.kind} <= {"fsdp1", "loop", "columns", "titan", "hf", "ranks"}
+        or own == pair.kind == "verl"
+        or (
+            None not in (own, pair.dtype)
+            and pair.dtype != "BF16"
+            and {own, pair.kind} <= {"trainer", "ddp", "deepspeed"}
+        )
     ):
         assert run.losses == pytest.approx(losses, rel=RELATIVE)

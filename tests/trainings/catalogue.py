@@ -115,6 +115,11 @@ FSDP = by_name(
         Fsdp("loop-frozen", "loop", frozen=FROZEN),
         Fsdp("titan-bf16", "titan", dtype="bf16"),
         Fsdp("loop-w3", "loop", per_device_batch=2, ranks=3),
+        Fsdp("ranks", "ranks"),
+        Fsdp("verl", "verl"),
+        Fsdp("verl-tied", "verl", tied=True, frozen=FROZEN[1:], extras=True),
+        Fsdp("hsdp", "verl", replicas=2),
+        Fsdp("hsdp-w4", "verl", replicas=2, per_device_batch=2, ranks=4),
     ]
 )
 
@@ -327,7 +332,7 @@ SHORT = {
     *("llama-sub-w3", "zero2-w3", "zero2-rr-w3"),
     *(
         {*PEFT, *DDP, *FSDP, *LOOPS, *LOOPS_SAVED, *LIGHTNING, *LIGHTNING_SAVED}
-        - {"loop-tied", "titan-bf16", "accelerate-fsdp-named"}
+        - {"loop-tied", "titan-bf16", "accelerate-fsdp-named", "hsdp-w4"}
     ),
     *("z3", "z3-bf16", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),

@@ -16,9 +16,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from accelerate.utils.fsdp_utils import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -39,6 +45,7 @@ import llmtailor
 from llmtailor.saving import AttestResume
 from trainings import common, fsdp1
 from trainings.common import DECAY, DTYPES, RATE, Logs, Losses, Tokens, arguments_of, batch, checkpoint_of, train_each
+from trainings.models import tokenizer
 from trainings.spec import Fsdp
 
 
@@ -135,7 +142,11 @@ class Loop:
         if spec.kind == "fsdp1":
             self.model = fsdp1.shard(self.model)
         else:
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            ranks = dist.get_world_size()
+            if spec.replicas > 1:
+                mesh = init_device_mesh("cpu", (spec.replicas, ranks // spec.replicas), mesh_dim_names=("ddp", "fsdp"))
+            else:
+                mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
             for layer in self.model.model.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
@@ -143,6 +154,8 @@ class Loop:
         norms = [param for name, param in trained if "norm" in name]
         others = [param for name, param in trained if "norm" not in name]
         groups = [{"params": others, "weight_decay": DECAY}, {"params": norms, "weight_decay": 0.0}]
+        if spec.kind == "verl":  # which gives it all params, frozen ones too
+            groups = [{"params": [*self.model.parameters()], "weight_decay": DECAY}]
         self.optimizer = torch.optim.AdamW(groups, lr=RATE)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 - step / 20)
         self.step = 0
@@ -264,12 +277,65 @@ def load_fsdp1(loop: Loop, source: Path) -> None:
     load_rest(loop, source)
 
 
+def tools() -> tuple[Any, Any]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    return plugin, Accelerator(cpu=True)
+
+
+def save_ranks(loop: Loop, folder: Path) -> None:
+    out = folder / f"checkpoint-{loop.step}"
+    save_fsdp_model(*tools(), loop.model, str(out), use_dcp=False)
+    save_fsdp_optimizer(*tools(), loop.optimizer, loop.model, str(out), use_dcp=False)
+    save_rest(loop, out)
+
+
+def load_ranks(loop: Loop, source: Path) -> None:
+    load_fsdp_model(*tools(), loop.model, str(source), use_dcp=False)
+    load_fsdp_optimizer(*tools(), loop.optimizer, loop.model, str(source), use_dcp=False)
+    load_rest(loop, source)
+
+
+def verl_file(folder: Path, kind: str) -> Path:
+    return folder / f"{kind}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+
+
+def save_verl(loop: Loop, folder: Path) -> None:
+    """As verl's FSDPCheckpointManager.save_checkpoint with FSDP2"""
+    out = folder / f"global_step_{loop.step}" / "actor"
+    out.mkdir(parents=True, exist_ok=True)
+    torch.save(loop.model.state_dict(), verl_file(out, "model"))
+    torch.save(loop.optimizer.state_dict(), verl_file(out, "optim"))
+    rng = {"cpu": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
+    torch.save({"lr_scheduler": loop.scheduler.state_dict(), "rng": rng}, verl_file(out, "extra_state"))
+    if dist.get_rank() == 0:
+        loop.model.config.save_pretrained(out / "huggingface")
+        tokenizer().save_pretrained(out / "huggingface")
+        config = {"FSDP_version": 2, "world_size": dist.get_world_size()}
+        (out / "fsdp_config.json").write_text(json.dumps(config, indent=4))
+    dist.barrier()
+
+
+def load_verl(loop: Loop, source: Path) -> None:
+    """As verl's FSDPCheckpointManager.load_checkpoint"""
+    loop.model.load_state_dict(torch.load(verl_file(source, "model"), weights_only=False), strict=True)
+    loop.optimizer.load_state_dict(torch.load(verl_file(source, "optim"), weights_only=False))
+    extra = torch.load(verl_file(source, "extra_state"), weights_only=False)
+    if "rng" in extra:
+        torch.set_rng_state(extra["rng"]["cpu"])
+        np.random.set_state(extra["rng"]["numpy"])
+        random.setstate(extra["rng"]["random"])
+    loop.scheduler.load_state_dict(extra["lr_scheduler"])
+    loop.step = loop.scheduler.last_epoch
+
+
 KINDS = {
     "fsdp1": (save_fsdp1, load_fsdp1),
     "loop": (save_loop, load_loop),
     "columns": (save_columns, load_loop),
     "titan": (save_titan, load_titan),
     "hf": (save_hf, load_hf),
+    "ranks": (save_ranks, load_ranks),
+    "verl": (save_verl, load_verl),
 }
 
 

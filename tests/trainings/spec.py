@@ -147,11 +147,16 @@ class Fsdp(Training):
     ``fsdp1``: a loop with FSDP1 that saves by accelerate's functions. ``loop``: a loop that saves ``{model, optim}``.
     ``columns``: the same, but matrices are saved as tensor parallelism cuts them. ``titan``: a loop that saves as
     torchtitan does, flat, with its own counters. ``hf``: a loop that saves with `transformers.distributed`, weights in
-    safetensors."""
+    safetensors. ``ranks``: one that saves with accelerate's functions, a file for each rank. ``verl``: one that saves
+    as verl does."""
+    replicas: int = 1
+    """How often a mesh with two dimensions repeats the model (HSDP)"""
+    extras: bool = False
+    """Each MLP gets a one-element param and buffers that change with every step."""
 
     @property
     def folders(self) -> str:
-        return "step-{}" if self.kind == "titan" else "checkpoint-{}"
+        return {"titan": "step-{}", "verl": "global_step_{}/actor"}.get(self.kind, "checkpoint-{}")
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ def read_shards(root: Path, name: str, problems: Problems) -> Folder | None:
             parts.setdefault(key, []).append((Chunk(offsets, held.shape, Blob(path, 0, 0)), held))
     if len(problems.errors) > sound:
         return None
-    joined = {key: attempt(lambda: _joined(key, parts[key], name), problems) for key in parts}  # noqa: B023
+    joined = {key: attempt(lambda: join_pieces(key, parts[key], name), problems) for key in parts}  # noqa: B023
     tensors = {key: stored for key, stored in joined.items() if stored is not None}
     return Folder(tensors, ranks=max(ranks), files=tuple(paths))
 
@@ -294,7 +294,7 @@ def _in_shard(root: Path, path: str, where: str) -> Iterator[tuple[str, tuple[in
         yield key, offsets.get(key, (0,) * len(held.shape)), held
 
 
-def _joined(key: str, found: Sequence[tuple[Chunk, TensorEntry]], where: str) -> Stored:
+def join_pieces(key: str, found: Sequence[tuple[Chunk, TensorEntry]], where: str) -> Stored:
     """Return a tensor of several files; a value that all ranks share may be in each."""
     first: dict[tuple[int, ...], tuple[Chunk, TensorEntry]] = {}
     for chunk, held in found:
@@ -328,11 +328,11 @@ def read_optimizer_file(root: Path, name: str) -> Folder:
     where = PathIn(name, OPTIMIZER_FILE)
     with naming_others(where):
         tree = read_torch_file(root, OPTIMIZER_FILE, where).tree
-    tensors, objects = _split(_walk(tree, where), where)
+    tensors, objects = _split(walk_optimizer(tree, where), where)
     return Folder(tensors, objects, files=(OPTIMIZER_FILE,))
 
 
-def _walk(tree: Any, where: str) -> Iterator[tuple[KeyPath, Any]]:
+def walk_optimizer(tree: Any, where: str) -> Iterator[tuple[KeyPath, Any]]:
     for param, kinds in get(tree, "state", dict, where).items():
         if not isinstance(param, str):  # optimizer.pt of the plain Trainer under another name
             what = "its states have numbers instead of the names of params"

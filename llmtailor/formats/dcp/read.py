@@ -6,7 +6,9 @@ Layouts, as seen with torch 2.13, accelerate 1.15 and transformers 5.23::
             trainer_state.json: accelerate with SHARDED_STATE_DICT, FSDP1 and FSDP2
             shard-R-model-1-of-1.safetensors instead of pytorch_model_fsdp_0/: transformers.distributed
             pytorch_model_fsdp.bin and optimizer.bin instead of both: FULL_STATE_DICT, see `folder`
+            pytorch_model_fsdp_0_rankR.bin and optimizer_0_rankR.bin instead of both: use_dcp=False, see `ranks`
     dcp     one DCP folder with everything: {"model", "optim"} of a loop, torchtitan's step-N
+    verl    model_, optim_ and extra_state_world_size_W_rank_R.pt, see `ranks`
 
 None of them has separate master weights: the sharded params are what the optimizer updates. FSDP2 with mixed precision
 keeps them in fp32 and computes in bf16; a model loaded in bf16 has bf16 params and bf16 moments. So the weights are
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,14 @@ from llmtailor.checkpoint.index import (
     FOLDERS,
     FSDP,
     FULL,
+    RANKS,
     SHARDS,
+    VERL,
     CheckpointIndex,
     DcpEntry,
     DcpKeyLayout,
     Form,
+    RankMesh,
     TensorEntry,
     TrainState,
     buffer_on_ranks,
@@ -70,10 +75,19 @@ from llmtailor.formats.dcp.folder import (
     read_shards,
 )
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
+from llmtailor.formats.dcp.ranks import (
+    RankFolders,
+    is_of_ranks,
+    is_of_verl,
+    models_of_verl,
+    read_accelerate_ranks,
+    read_verl,
+)
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.other_optimizers import refuse_objects
 from llmtailor.formats.provenance import ManifestFacts, read_manifest
 from llmtailor.loaders.files import DCP_RECORD, MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
 from llmtailor.loaders.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
@@ -152,7 +166,7 @@ def agree_on_buffers(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointInde
 def with_buffers(index: CheckpointIndex, names: Collection[str]) -> CheckpointIndex:
     """Return the index with these tensors as buffers, if they are assumed to be frozen params."""
     assumed = [param for param in index.params.values() if param.role == "frozen" and param.name in names]
-    if not assumed or index.form.framework not in (FSDP, DCP):
+    if not assumed or index.form.framework not in (FSDP, DCP, VERL):
         return index
     params, held = dict(index.params), dict(index.held)
     for param in assumed:
@@ -181,7 +195,8 @@ def detects(root: Path) -> bool:
     is_bare = METADATA in names or any(DATA_FILE.fullmatch(name) or _RANK_METADATA.fullmatch(name) for name in names)
     # beside an optimizer.pt, the first folder is a stray one, which the plain format reports
     has_model = (root / MODEL_FOLDER).is_dir() and OPTIMIZER not in names
-    return is_bare or has_model or (root / OPTIMIZER_FOLDER).is_dir() or _is_full(root)
+    has_folder = is_bare or has_model or (root / OPTIMIZER_FOLDER).is_dir()
+    return has_folder or _is_full(root) or is_of_ranks(root) or is_of_verl(root) or bool(models_of_verl(root))
 
 
 def _is_full(root: Path) -> bool:
@@ -199,12 +214,18 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     if any(_RANK_METADATA.fullmatch(path.name) for path in root.iterdir()):
         what = "saved with use_collectives=False: only the same set of ranks can load it"
         raise UnsupportedCheckpoint.at(name, what, "save it with use_collectives=True")
-    is_trainers = _is_full(root) or any((root / folder).is_dir() for folder in (MODEL_FOLDER, OPTIMIZER_FOLDER))
+    in_folders = any((root / folder).is_dir() for folder in (MODEL_FOLDER, OPTIMIZER_FOLDER))
+    is_trainers = _is_full(root) or in_folders or is_of_ranks(root)
     folders = None
     manifest = attempt(lambda: read_manifest(root, name), problems)
     linked: Collection[str] = manifest.links if manifest is not None else _linked_of_save(root, name, problems)
     if is_trainers:
         folders = _read_trainers(root, name, problems, linked)
+    elif models := models_of_verl(root):
+        what = f"it is a step of verl with the checkpoints of {some(models)}"
+        raise UnsupportedCheckpoint.at(name, what, f"name one of them: {name}/{models[0]}")
+    elif is_of_verl(root):
+        folders = _of_ranks(read_verl(root, name, problems))
     elif not (root / METADATA).exists():
         what = "the file is missing: the save was not finished, or it was lost in a copy"
         problems.add(SourceError.at(PathIn(name, METADATA), what, COPY_BACK, Code.FILE_MISSING))
@@ -238,6 +259,11 @@ class Folders:
     optimizer: Folder
     model: Folder | None = None
     form: str = FOLDERS
+    mesh: RankMesh | None = None
+    """Of the form `RANKS`"""
+    owned: tuple[tuple[str, ...], ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """verl: file -> its content beside the states, of each rank"""
 
     @property
     def all(self) -> tuple[Folder, ...]:
@@ -248,11 +274,19 @@ class Folders:
         return frozenset().union(*(folder.unreadable for folder in self.all))
 
 
+def _of_ranks(read: RankFolders | None) -> Folders | None:
+    if read is None:
+        return None
+    return Folders(read.optimizer, read.model, RANKS, read.mesh, read.owned, read.extra)
+
+
 def _read_trainers(root: Path, name: str, problems: Problems, linked: Collection[str]) -> Folders | None:
     is_full = _is_full(root)
     has_shards = not (root / MODEL_FOLDER).is_dir() and bool(list_shards(root))
     there = {path.name for path in root.iterdir()}
     for_resume = {SCHEDULER, OPTIMIZER_FILE if is_full else OPTIMIZER_FOLDER}
+    if is_of_ranks(root):
+        return _of_ranks(read_accelerate_ranks(root, name, problems))
     if not (for_resume & there or any(map(is_rng_file, there))):
         what = "this folder holds weights only, no optimizer state: nothing to resume from"
         fix = "name a full checkpoint (save_only_model must be off)"
@@ -290,6 +324,8 @@ class _Indexing:
         in_file = folders.form == FULL
         self.model_where = PathIn(name, MODEL_FILE if in_file else MODEL_FOLDER)
         self.optimizer_where = PathIn(name, OPTIMIZER_FILE if in_file else OPTIMIZER_FOLDER) if folders.model else name
+        if folders.form == RANKS and folders.model:
+            self.model_where, self.optimizer_where = (PathIn(name, folder.files[0]) for folder in folders.all)
 
     def draft(self) -> Draft:
         """Return the draft. Raises SourceError or UnsupportedCheckpoint if the keys don't fit together."""
@@ -315,12 +351,15 @@ class _Indexing:
             ranks.append(sum(is_rng_file(path) for path in self.trainer.files))
         else:
             paths += sorted(path.name for path in self.root.iterdir())
+            settings = LOADERS[VERL].settings
+            paths += [f"{settings}{path.name}" for path in sorted((self.root / settings).glob("*"))]
         params, held = self._hold(optimizer, weights, tied)
+        family = FSDP if self.trainer else VERL if self.folders.form == RANKS else DCP
         groups = tuple(ParamGroup(group.params, group.hyper) for group in optimizer.groups)
         index = CheckpointIndex(
             root=self.root,
             name=self.name,
-            form=Form(FSDP if self.trainer else DCP),
+            form=Form(family),
             world_size=max(ranks),
             global_step=self._global_step(others, steps),
             precision=usual_dtype(weights[param].held.dtype for param in trained),
@@ -335,11 +374,20 @@ class _Indexing:
             ),
             files={path: fact for path in paths if (fact := file_fact(self.root / path))},
             unreadable=self.folders.unreadable,
-            client=DCP,
+            client=DCP if self.trainer else family,
             train=TrainState(
                 all("step" in optimizer.tensors.get(param, {}) for param in trained if param in steps),
                 tuple(weights),
-                dcp=DcpKeyLayout(prefix, optimizer.prefix, optimizer.is_flat, self.folders.form, others),
+                trees=self.folders.extra,
+                dcp=DcpKeyLayout(
+                    prefix,
+                    optimizer.prefix,
+                    optimizer.is_flat,
+                    self.folders.form,
+                    others,
+                    self.folders.mesh,
+                    self.folders.owned,
+                ),
             ),
         )
         index = with_buffers(index, self._buffers(weights, others))

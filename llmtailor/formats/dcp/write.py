@@ -7,6 +7,9 @@ both names, as ``model.state_dict()`` has them.
 A loader asks for each option that its own param groups have, so options of torch's AdamW that the base lacks are added
 with their defaults. A loader ignores keys that it does not ask for.
 
+verl's ranks, and accelerate's with ``use_dcp=False``, each load a file of their own, see `ranks`. torch compares the
+mesh in it with that of the run, so the mesh is the base's, or one of all ranks; its fields are those of torch 2.13.
+
 As torch saves under FSDP2, a tensor is cut along dimension 0 into ``ceil(rows / ranks)`` rows per rank, so that the
 last ranks may have fewer rows or none; what all ranks have alike is saved once, spread over the ranks.
 """
@@ -19,15 +22,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, FULL, SHARDS, CheckpointIndex, DcpEntry, DcpKeyLayout, TensorEntry
-from llmtailor.checkpoint.layout import Copy, FileLayout, LinkLayout, Piece
-from llmtailor.checkpoint.optimizer import ParamGroup, without_names
+from llmtailor.checkpoint.index import (
+    DCP,
+    FSDP,
+    FULL,
+    RANKS,
+    SHARDS,
+    VERL,
+    CheckpointIndex,
+    DcpEntry,
+    DcpKeyLayout,
+    TensorEntry,
+)
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, LinkLayout, Piece
+from llmtailor.checkpoint.optimizer import ParamGroup, with_names, without_names
 from llmtailor.checkpoint.placement import Absent
 from llmtailor.checkpoint.schema import refuse_cuts
 from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, cut_rows, lay_out_metadata
+from llmtailor.containers.dtensor import MESH_FIELDS, Mesh
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
-from llmtailor.containers.unpickle import Quantized, as_tensor, make_tensor, state_tensor
+from llmtailor.containers.unpickle import Ordered, Quantized, as_tensor, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.states import (
     NO_STATES,
@@ -43,15 +58,25 @@ from llmtailor.formats.common.states import (
 from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.links import Links
+from llmtailor.formats.dcp.ranks import EXTRA, MODEL, MODEL_OF_RANK, OPTIMIZER, OPTIMIZER_OF_RANK, verl_file
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
-from llmtailor.loaders.files import ADAPTER_CONFIG, ENGINE_FILES, SCALER, TRAINER_STATE, is_rng_file
+from llmtailor.loaders.files import (
+    ADAPTER_CONFIG,
+    ENGINE_FILES,
+    SCALER,
+    TRAINER_STATE,
+    VERL_CONFIG,
+    is_rng_file,
+)
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.write import (
     LR_SCHEDULER,
     Wanted,
     first_rates,
+    lay_out_settings,
     lay_out_trainer_files,
     saved_scheduler,
+    scheduler_for,
     scheduler_tree,
     synthesize_files,
 )
@@ -139,13 +164,17 @@ def _key(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-_STYLES = {FSDP: DcpKeyLayout("model", "optimizer"), DCP: DcpKeyLayout("model", "optim")}
+_STYLES = {
+    FSDP: DcpKeyLayout("model", "optimizer"),
+    DCP: DcpKeyLayout("model", "optim"),
+    VERL: DcpKeyLayout("model", "optimizer", form=RANKS),
+}
 """Of a base that has none of its own"""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpWriter:
-    """The writer of a family: ``fsdp`` or ``dcp``."""
+    """The writer of a family: ``fsdp``, ``dcp`` or ``verl``."""
 
     family: str
 
@@ -160,21 +189,48 @@ class DcpWriter:
         """
         _check_base(base, wanted.layout.groups)
         is_quantized = any(isinstance(value, Quantized) for one in base.sub_groups for value in one.scalars.values())
-        if (self.family == FSDP or is_quantized) and (problems := refuse_cuts(base, f"--to {self.family}")):
+        if (self.family != DCP or is_quantized) and (problems := refuse_cuts(base, f"--to {self.family}")):
             raise MismatchError(problems)
         style = base.train.dcp if base.train.dcp and base.form.framework == self.family else _STYLES[self.family]
         if style.is_flat and len(merge_alike(wanted.layout.groups)) != len(wanted.layout.groups):
             what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
             raise MismatchError.at("--groups", what, "leave --groups out")
+        if style.form == RANKS:
+            _check_mesh(base, wanted.layout.world_size)
         links = Links(wanted.linkable, wanted.layout.world_size) if wanted.linkable is not None else None
-        target = _Target(base, wanted, style, links)
+        target = _Target(base, wanted, style, links, self.family)
         if self.family == DCP:
             return self._lay_out_bare(target)
+        if self.family == VERL:
+            return self._lay_out_verl(target)
         made, notices = synthesize_files(base, wanted)
         dtype = "F32" if base.form.has_masters else None
-        laid_out = [*made, *(target.whole() if target.style.form == FULL else target.folders()), *target.linked()]
+        own = {FULL: target.whole, RANKS: target.of_ranks}.get(target.style.form, target.folders)
+        laid_out = [*made, *own(), *target.linked()]
         layouts = lay_out_trainer_files(base, wanted, laid_out, dtype, {SCALER, *ENGINE_FILES}, has_weights=True)
         return layouts, [*notices, *target.notices()]
+
+    def _lay_out_verl(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
+        base, wanted = target.base, target.wanted
+        ranks, notices = wanted.layout.world_size, target.notices()
+        schedule = scheduler_tree(base, wanted.from_group)
+        if base.form.framework != VERL:
+            schedule, more = scheduler_for(base, wanted)
+            what = "random states and other files of its loader have no counterpart in verl, and are left out"
+            notices += [*more, Problem(base.name, what, "nothing: the run draws other numbers")]
+            if (number := len(wanted.layout.groups)) > 1:
+                what = (
+                    f"its optimizer has {number} param groups, and verl's one: the run that resumes would refuse them"
+                )
+                raise MismatchError.at(base.name, what, "add --groups one")
+        extra = [{"lr_scheduler": schedule, **_rng(base, rank)} for rank in range(ranks)]
+        files: list[FileLayout] = [
+            lay_out_torch_file(verl_file(EXTRA, ranks, rank), tree) for rank, tree in enumerate(extra)
+        ]
+        config = json.dumps({"FSDP_version": 2, "world_size": ranks}, indent=4).encode()
+        files.append(FileLayout(VERL_CONFIG, (Bytes(config, "made for the number of ranks"),)))
+        files += lay_out_settings(base, LOADERS[VERL].settings)
+        return [*target.of_ranks(), *files], notices
 
     def _lay_out_bare(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
         base, folder = target.base, FolderBuilder("", target.wanted.layout.world_size, target.links)
@@ -190,6 +246,29 @@ class DcpWriter:
             fix = "nothing: a loop has its own data order and random states; keep the base if you need them"
             notices.append(Problem(base.name, what, fix))
         return [*folder.finish(), *target.linked()], notices
+
+
+def _rng(base: CheckpointIndex, rank: int) -> dict[str, Any]:
+    """Return the random states of a rank of verl; with more ranks than the base has, they repeat."""
+    tree = base.train.trees.get(verl_file(EXTRA, base.world_size, rank % base.world_size))
+    return {"rng": tree["rng"]} if isinstance(tree, dict) and "rng" in tree else {}
+
+
+def _check_mesh(base: CheckpointIndex, ranks: int) -> None:
+    """Raise UnsupportedCheckpoint for a mesh that can't be written, MismatchError for ranks that don't fit it."""
+    mesh = base.train.dcp.mesh if base.train.dcp else None
+    if mesh is None:
+        return
+    if mesh.cuts not in ((0,), (None, 0)):
+        what = f"its mesh {' x '.join(mesh.names)} is neither FSDP's nor HSDP's"
+        raise UnsupportedCheckpoint.at(base.name, what, "use --to dcp")
+    if mesh.fields != MESH_FIELDS:
+        odd = some(sorted(mesh.fields ^ MESH_FIELDS))
+        what = f"its DTensors are of another torch than 2.13 ({odd} of DeviceMesh), which does not load 2.13's"
+        raise UnsupportedCheckpoint.at(base.name, what, "use --to dcp, or save it again with torch 2.13")
+    if len(mesh.shape) == 2 and ranks > mesh.shape[1] and ranks % mesh.shape[1]:
+        what = f"{ranks} ranks are not a multiple of the {mesh.shape[1]} that its tensors are cut over (HSDP)"
+        raise MismatchError.at("--num-gpu", what, f"choose a multiple of {mesh.shape[1]}, or fewer")
 
 
 def lay_out_model(base: CheckpointIndex) -> list[FileLayout]:
@@ -230,6 +309,7 @@ class _Target:
     wanted: Wanted
     style: DcpKeyLayout
     links: Links | None = None
+    family: str = DCP
 
     def linked(self) -> list[LinkLayout]:
         """Return the linked files, once all other files are laid out."""
@@ -274,6 +354,87 @@ class _Target:
         optimizer = {"state": state_nodes(self.base, layout), "param_groups": nodes}
         files = [lay_out_torch_file(MODEL_FILE, model), lay_out_torch_file(OPTIMIZER_FILE, optimizer)]
         return [*files, *lay_out_master_weights(self.base)]
+
+    def _mesh(self, rank: int) -> Mesh:
+        """Return the mesh as a rank has it: the base's, for as many ranks as are wanted."""
+        ranks = self.wanted.layout.world_size
+        own = self.base.train.dcp.mesh if self.base.train.dcp else None
+        if own is None:  # random states show whether it has trained on GPUs
+            rng = [tree for path, tree in self.base.train.trees.items() if is_rng_file(path) and isinstance(tree, dict)]
+            on_cpu = rng and not any("cuda" in key for tree in rng for key in tree)
+            return Mesh("cpu" if on_cpu else "cuda", ("fsdp",), (ranks,), rank)
+        shards = own.shape[-1] if len(own.shape) == 2 else ranks
+        shape = (ranks // shards, shards) if ranks > shards else (ranks,)
+        groups = own.groups[rank] if shape == own.shape else ()
+        return Mesh(own.device, own.names[-len(shape) :], shape, rank, groups)
+
+    def of_ranks(self) -> list[FileLayout]:
+        """Return the files of all ranks with their pieces of model and optimizer."""
+        ranks, files = self.wanted.layout.world_size, list[FileLayout]()
+        for rank in range(ranks):
+            paths = MODEL_OF_RANK.format(rank), OPTIMIZER_OF_RANK.format(rank)
+            if self.family == VERL:
+                paths = verl_file(MODEL, ranks, rank), verl_file(OPTIMIZER, ranks, rank)
+            files += [
+                lay_out_torch_file(path, tree)
+                for path, tree in zip(paths, self._on_rank(self._mesh(rank)), strict=True)
+            ]
+        return files
+
+    def owned(self, group: ParamGroup, number: int) -> tuple[str, ...]:
+        """Return the params of a group of verl's optimizer, which has all of the model, frozen ones too.
+
+        Raises UnsupportedCheckpoint if their order is not known.
+        """
+        base = self.base
+        known = base.train.dcp.owned[number : number + 1] if base.train.dcp else ()
+        if known and set(group.params) <= set(known[0]):
+            return known[0]
+        frozen = {name for name, param in base.params.items() if param.role == "frozen"}
+        if not frozen:
+            return group.params
+        order = base.train.model_order
+        if lost := (frozen | {*group.params}) - {*order}:
+            what = f"it has frozen params, and does not say where in the model {min(lost)} is: verl numbers all of them"
+            raise UnsupportedCheckpoint.at(base.name, what, "use a base without frozen params")
+        return tuple(name for name in order if name in frozen or name in group.params)
+
+    def _on_rank(self, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a rank has of the model and of the optimizer."""
+        at, shards = mesh.at[-1], mesh.shape[-1]
+
+        def cut(state: State, dtype: str, shape: tuple[int, ...]) -> Any:
+            low, high = cut_rows(shape[0], shards)[at]
+            local = state_tensor(state, dtype, (high - low, *shape[1:]), low * math.prod(shape[1:]))
+            return mesh.wrap(local, dtype, shape)
+
+        model, made = Ordered(), dict[State, Any]()
+        for name, dtype, shape, state, is_cut in self._weights():  # tied names share one
+            if state not in made:
+                made[state] = cut(state, dtype, shape) if is_cut else state_tensor(state, dtype, shape)
+            model[name] = made[state]
+        layout, states, groups, first = self.wanted.layout, dict[Any, Any](), [], 0
+        kinds = kinds_by_param(self.base)
+        numbers: dict[str, int | str] = {}
+        for number, group in enumerate(layout.groups):
+            options, ids = (
+                self.options(group, number),
+                dict[str, int | str](zip(group.params, group.params, strict=True)),
+            )
+            if self.family == VERL:
+                owned = self.owned(group, number)
+                options, ids = with_names(options, owned), {name: at for at, name in enumerate(owned, first)}
+            numbers |= ids
+            first += len(ids)
+            groups.append({**options, "params": [*ids.values()]})
+        for param, node in state_nodes(self.base, layout).items():
+            shape = self.base.params[param].shape
+            for kind, held in kinds.get(param, {}).items():
+                if kind in node and held.shape == shape:
+                    node[kind] = cut(State(param, kind), written_dtype(self.base, held), shape)
+            if node:
+                states[numbers[param]] = node
+        return model, {"state": states, "param_groups": groups}
 
     def shards(self) -> list[FileLayout]:
         """Return the safetensors file of each rank."""

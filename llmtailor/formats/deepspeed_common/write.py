@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, CheckpointIndex, TrainState
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, VERL, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
 from llmtailor.checkpoint.schema import refuse_cuts
@@ -508,7 +508,7 @@ def lay_out_engine(
         notices += missing
     made, about = synthesize_files(base, wanted)
     notices += [*about, *_rounded_twice(base, wanted.dtype), *_rounded_momentum(target)]
-    if base.form.family in (FSDP, DCP) and wanted.dtype is None:
+    if base.form.family in (FSDP, DCP, VERL) and wanted.dtype is None:
         what = f"the run that resumes has to train in {precision}, the dtype of the params"
         notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
     return lay_out_trainer_files(base, wanted, [*states, *weights, *made], dtype, leave_out), notices
