@@ -74,6 +74,8 @@ class OptimizerLayout:
     world_size: int
     groups: tuple[ParamGroup, ...]
     sub_groups: tuple[SubGroup, ...]
+    tp: int = 1
+    """How many of the ranks share a model by tensor parallelism; the states are cut over ``world_size / tp`` ranks"""
 
     @property
     def has_masters(self) -> bool:
