@@ -37,6 +37,7 @@ from llmtailor.model.roles import BUFFER, MODULE, State
 
 INFO, MAP = "universal_checkpoint_info", "affine_map"
 SEEN_IN = "0.19.8"
+_DEGREES = "checkpoint_parallel_dimensions"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _LEAVE_OUT = "leave it out; or train the model with a layout that DeepSpeed's own converter can read too"
 
@@ -191,6 +192,27 @@ def _facts(index: CheckpointIndex, trained: Collection[str]) -> dict[str, object
         "the shapes of buffers": {name: shape for name, (role, shape) in shapes.items() if role == "buffer"},
         "the optimizer's steps": {*index.steps().values()},
     }
+
+
+def without_tensor_parallel(base: CheckpointIndex) -> CheckpointIndex:
+    """Return a base as if its run had no tensor parallelism: with what the first rank's files say besides that."""
+
+    def change(tree: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        if tree is None:
+            return None
+        changed = {key: value for key, value in tree.items() if key != INFO}
+        if isinstance(config := tree.get("ds_config"), dict):
+            changed["ds_config"] = {key: value for key, value in config.items() if key != "tensor_parallel"}
+        if "mp_world_size" in tree:
+            changed["mp_world_size"] = 1
+        if isinstance(degrees := tree.get(_DEGREES), dict):
+            changed[_DEGREES] = {**degrees, "tp_degree": 1}
+        return changed
+
+    train = base.train
+    optim, model = (tuple(map(change, trees[:: base.tp])) for trees in (train.optim, train.model))
+    zero = replace(base.zero, tensor_parallel=None)
+    return replace(base, zero=zero, train=replace(train, optim=optim, model=model))
 
 
 def _by_rank(trees: Sequence[Sequence[Mapping[str, Any] | None]]) -> tuple[Mapping[str, Any] | None, ...]:
