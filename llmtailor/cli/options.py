@@ -48,7 +48,7 @@ class _Path(click.Path):
         return with_tag(path)
 
 
-class _Mesh(click.ParamType):
+class _Mesh(click.ParamType[Any]):
     name = "mesh"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Mesh:

@@ -159,7 +159,7 @@ def lay_out_target(
     if tp > 1 and (tp != base.tp or family != DEEPSPEED):
         has = f"the base {base.name} has tp={base.tp}" if family == DEEPSPEED else f"{family} has no tensor parallelism"
         what = f"tp={tp} can't be written: {has}"
-        fix = "use tp=1, or the base's; how tensor parallelism cuts a model is known to the model's code alone"
+        fix = "use tp=1, or the base's; with load_universal, a run with any tp resumes from --to universal"
         raise MismatchError.at("--mesh", what, fix)
     if mesh.dp:
         if world_size:

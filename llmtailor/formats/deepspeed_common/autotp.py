@@ -148,7 +148,7 @@ def join_ranks(indexes: Sequence[CheckpointIndex], cuts: Mapping[str, Cut], wher
         like, cut = of_ranks[0], cuts[param]
         assert like is not None, "the first rank has it"
         for place, entry, shard in zip(where, of_ranks, cut.shards, strict=True):
-            # DeepSpeed's optimizer leaves out params of which a rank has no element
+            # DeepSpeed freezes params of which a rank has no element
             if shard.numel and (entry is None or (entry.shape, entry.dtype) != (shard.shape, like.dtype)):
                 what = f"{state.kind} of {param} is not the shard that {INFO}.{MAP} describes"
                 raise damaged(place, what, Code.STATE_SIZE)

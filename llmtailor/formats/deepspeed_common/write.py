@@ -149,7 +149,7 @@ class ZeroTarget:
     def on_tp_rank(self, rank: int) -> ZeroTarget:
         """Return the target of a tensor-parallel rank's files, which are those of a model with its shards.
 
-        Raises MismatchError if the ranks would have other sub-groups, which no ``OptimizerLayout`` says.
+        Raises MismatchError if ZeRO-3 can't have these shards, or the ranks would have different sub-groups.
         """
         base, parallel, layout = self.base, self.base.zero.tensor_parallel, self.layout
         assert parallel is not None, "only such a base has several"
@@ -157,7 +157,11 @@ class ZeroTarget:
         params = {name: replace(param, shape=shape_of(name, param.shape)) for name, param in base.params.items()}
         held = {state: replace(one, shape=shape_of(state.param, one.shape)) for state, one in base.held.items()}
         numels = {name: param.numel for name, param in params.items()}
-        # DeepSpeed's optimizer leaves out params of which a rank has no element
+        empty = [name for group in layout.groups for name in group.params if not numels[name]]
+        if empty and layout.stage == 3:
+            what = f"tensor-parallel rank {rank} has no element of {some(empty)}, which fails under ZeRO-3"
+            raise MismatchError.at("--stage", what, "use --stage 1 or 2, or --mesh tp=1")
+        params |= {name: replace(params[name], role="frozen") for name in empty}  # as DeepSpeed does
         groups = [replace(group, params=tuple(filter(numels.get, group.params))) for group in layout.groups]
         usual = lay_out_optimizer(
             layout,
