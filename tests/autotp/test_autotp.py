@@ -76,7 +76,8 @@ def resumed(runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pyte
         codes = {finding.code for finding in verdict.findings}
         assert verdict.is_resumable and codes <= {Code.RNG_MISSING}, verdict.findings  # an engine saves none
         specs.append(AUTOTP[source].resumed(out, name, **changes))
-    return train(specs)
+    # DeepSpeed remembers the degree as long as the process lives
+    return {name: run for tp in (1, 2, 3) for name, run in train(one for one in specs if one.tp == tp).items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -177,7 +178,7 @@ def test_meshes_that_cannot_be_written(options: dict[str, Any], says: str, runs:
 @pytest.mark.long
 def test_zero_3_needs_elements_on_every_rank(runs: Runs, tmp_path: Path) -> None:
     """DeepSpeed itself fails there."""
-    with pytest.raises(MismatchError, match="no element of model.layers.0"):
+    with pytest.raises(MismatchError, match="has no element of"):
         convert(runs.checkpoint("tp-2-one-head"), tmp_path / "out", stage=3)
 
 
