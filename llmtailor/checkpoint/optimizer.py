@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.model.roles import ITEMSIZE
 
@@ -74,6 +74,8 @@ class OptimizerLayout:
     world_size: int
     groups: tuple[ParamGroup, ...]
     sub_groups: tuple[SubGroup, ...]
+    tp: int = 1
+    """How many of the ranks share a model by tensor parallelism; the states are cut over ``world_size / tp`` ranks"""
 
     @property
     def has_masters(self) -> bool:
@@ -83,6 +85,15 @@ class OptimizerLayout:
     def of_group(self, group: int) -> list[int]:
         """Return the numbers of the sub-groups that a param group consists of."""
         return [number for number, one in enumerate(self.sub_groups) if one.group == group]
+
+
+class Mesh(NamedTuple):
+    """A wanted number of ranks, by kind of parallelism; None keeps the base's."""
+
+    tp: int | None = None
+    """Tensor-parallel ranks, which share a model"""
+    dp: int | None = None
+    """Data-parallel ranks, over which the states of each tensor-parallel rank are cut"""
 
 
 @dataclass(frozen=True, slots=True)

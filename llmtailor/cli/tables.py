@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from llmtailor.compose.report import Report, fold_layers, total_setback
@@ -83,6 +83,11 @@ def salvage_text(salvage: Salvage) -> str:
     return head + table(("part", "source", "step", "steps back", "why"), cells, right=(2, 3))
 
 
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """Return a mesh as text: tp 2 x dp 4."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+
+
 def inspection_text(content: Inspection) -> str:
     is_adapter = any(file["path"] == ADAPTER for file in content["files"])
     tensors = content["num_tensors"]
@@ -91,6 +96,7 @@ def inspection_text(content: Inspection) -> str:
     lines = [
         f"{content['name']}: {content['format']} (ZeRO stage {content['zero_stage']}), step {content['global_step']}, "
         f"saved by {counted(content['world_size'], 'rank')}"
+        + (f" ({mesh_text(content['mesh'])})" if len(content["mesh"]) > 1 else "")
         + ("" if content["client"] in ("trainer", "dcp") else f", resumed by {content['client']}"),
         f"trained in {content['precision']}, weights {', '.join(content['weights_dtype']) or unsaved}, "
         f"optimizer {content['optimizer']}"
