@@ -24,7 +24,7 @@ class Code(Enum):
     UNSUPPORTED = "unsupported", "an intact checkpoint of a kind that can't be read"
     DAMAGED = "damaged", "the content contradicts itself in a way that has no code of its own"
     FOLDER_STEP = "folder-step", "the folder's name states a different step than its content"
-    LINKS_OUTSIDE = "links-outside", "files are symbolic links to outside the folder"
+    LINKS_OUTSIDE = "links-outside", "files are, or are symbolic links to, files outside the folder"
 
     # files
     FILE_MISSING = "file-missing", "a file is missing"

@@ -231,6 +231,23 @@ class FileLayout:
         return f"FileLayout(path={self.path!r}, pieces={self.pieces!r})"
 
 
+class LinkLayout(FileLayout):
+    """A whole file of a source, which becomes a hard link to it; the pieces say which states are where."""
+
+    def filled(self, fill: Fill) -> LinkLayout:
+        """Return itself: the pieces name their source already."""
+        return self
+
+    @property
+    def copies(self) -> Iterator[Copy]:
+        return (piece for piece in self.pieces if isinstance(piece, Copy))
+
+    @property
+    def origin(self) -> Copy:
+        """Any of the pieces"""
+        return next(self.copies)
+
+
 def shareable_start(content: Iterable[Piece], alignment: int) -> int | None:
     """Return where content must start, modulo `BLOCK_BYTES`, to share most blocks with the files it is copied from.
 
@@ -304,6 +321,10 @@ class Plan:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 
+    @property
+    def links(self) -> tuple[LinkLayout, ...]:
+        return tuple(file for file in self.files if isinstance(file, LinkLayout))
+
     @cached_property
     def summary(self) -> Summary:
         """Totals, from one pass over all pieces"""
@@ -346,7 +367,7 @@ def _summarize(plan: Plan) -> Summary:
     read: set[tuple[int, str]] = set()
     unfilled: list[Slot] = []
     for file in plan.files:
-        lines: list[bytes] = []
+        lines: list[bytes] = [b"link"] if isinstance(file, LinkLayout) else []
         for piece in file.pieces:
             if isinstance(piece, (Copy, Cast)):
                 extent, state, source = piece.extent, piece.state, piece.source

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.model.roles import FROZEN, MASTER, MODULE, WEIGHT, State, is_moment
 
 
@@ -95,9 +96,23 @@ class Sources:
             cuts = cuts or self.cuts.get(State(state.param, original))
         return cuts or ()
 
+    def only(self, state: State) -> int | None:
+        """Return the source that a state's elements are from; None if there are several, or they are summed."""
+        cuts = self.cuts_of(state)
+        return None if cuts or self.sum_of(state) else self.of(state)
+
     def spans(self, state: State, begin: int, end: int) -> Iterator[Cut]:
         """Yield the cuts that tile elements ``begin``..``end`` of a state, in order."""
         for cut in self.cuts_of(state) or (Cut(begin, end, self.of(state)),):
             low, high = max(begin, cut.begin), min(end, cut.end)
             if low < high:
                 yield Cut(low, high, cut.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Linkable:
+    """The sources whose files an output may hold as hard links."""
+
+    indexes: Sequence[CheckpointIndex]
+    source_of: Callable[[State], int | None]
+    """Returns the source whose bytes of a state the output holds unchanged; None if there is none, or several"""

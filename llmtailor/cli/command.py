@@ -143,6 +143,8 @@ def show_moved(moved: CopyStats, quiet: bool) -> None:
 
     if moved.cloned_bytes and not quiet:
         click.echo(f"cloned {size(moved.cloned_bytes)}, copied {size(moved.copied_bytes)}", err=True)
+    if moved.linked_bytes and not quiet:
+        click.echo(f"linked {size(moved.linked_bytes)}, wrote {size(moved.copied_bytes)}", err=True)
 
 
 @contextmanager

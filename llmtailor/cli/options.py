@@ -182,6 +182,12 @@ _TARGET = [
     click.option(
         "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Include tokenizer files in OUT."
     ),
+    click.option(
+        "--reference",
+        is_flag=True,
+        help="Copy no states: OUT holds data files of the sources as hard links. For FSDP and DCP outputs of such "
+        "sources.",
+    ),
     CLONE,
     DISTRIBUTED,
     DRY_RUN,

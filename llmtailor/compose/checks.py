@@ -6,12 +6,12 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex
 from llmtailor.checkpoint.layout import Plan, Slot
 from llmtailor.checkpoint.placement import without
 from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.compose.averages import StepChoice
-from llmtailor.errors import MismatchError, Problem, some
+from llmtailor.errors import MismatchError, Problem, counted, size, some
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment, is_optimizer_state
 
 _PARTIAL = (
@@ -207,6 +207,26 @@ def can_fill(slot: Slot, index: CheckpointIndex) -> bool:
         return not without(((slot.begin, slot.end),), held.runs)
     except KeyError:
         return False
+
+
+def check_links(plan: Plan, indexes: Sequence[CheckpointIndex], family: str) -> list[Problem]:
+    """Return a notice on the hard links of a plan made with ``--reference``.
+
+    Raises MismatchError if there are none: other formats than FSDP's and DCP's put states in places of their own.
+    """
+    if not plan.links:
+        if family not in (FSDP, DCP):
+            what = f"files of the format {family} can't be composed of files of the sources"
+            fix = "leave it out; --clone shares blocks with the sources on XFS and Btrfs"
+        else:
+            what = "no source has a state in a DCP folder as the output would hold it"
+            fix = "leave it out; only FSDP's and DCP's sharded checkpoints have such folders"
+        raise MismatchError.at("--reference", what, fix)
+    names = some(dict.fromkeys(indexes[file.origin.source].name for file in plan.links))
+    num_bytes = sum(file.num_bytes for file in plan.links)
+    what = f"{counted(len(plan.links), 'file')} of {size(num_bytes)} are hard links to files of {names}"
+    fix = "these may be removed, but nothing may be saved to the same folders again: that would change the files here"
+    return [Problem("--reference", what, fix)]
 
 
 def check_one_step(choices: Sequence[StepChoice]) -> None:

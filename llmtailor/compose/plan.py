@@ -13,7 +13,7 @@ from typing import TypeVar
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Plan, regroup
 from llmtailor.checkpoint.optimizer import OptimizerLayout
-from llmtailor.checkpoint.sources import Cut, Sources
+from llmtailor.checkpoint.sources import Cut, Linkable, Sources
 from llmtailor.codes import Code
 from llmtailor.compose.averages import (
     StepChoice,
@@ -27,6 +27,7 @@ from llmtailor.compose.averages import (
 from llmtailor.compose.checks import (
     check_filled,
     check_fit,
+    check_links,
     check_one_step,
     differing_hyperparameters,
     without_later_states,
@@ -34,7 +35,7 @@ from llmtailor.compose.checks import (
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.moving import Clone, room_to_upload
-from llmtailor.engine.staging import SPARE_BYTES, check_target, free_bytes, old_output, space_for
+from llmtailor.engine.staging import SPARE_BYTES, check_device, check_target, free_bytes, old_output, space_for
 from llmtailor.errors import Problem, Problems, TailorError, TargetError, attempt
 from llmtailor.formats.dcp.read import agree_on_buffers
 from llmtailor.formats.provenance import stated_attempt
@@ -121,6 +122,8 @@ class Options:
     far as `stage` allows."""
     layout: str | None = field(default=None, repr=False)  # not shown: the plan's digest depends on it
     """Whose loader finds the output's files: ``trainer``, ``accelerate`` or ``deepspeed``; None keeps the base's."""
+    reference: bool = False
+    """Whether the output holds the sources' data files as hard links, where its format and theirs allow that"""
     clone: Clone = "auto"
     """Whether the output shares blocks with its sources: ``auto`` where the file system can, ``never``, or ``require``,
     which fails where it can't"""
@@ -223,15 +226,24 @@ def plan_merge(
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
     sources = with_sums(sources, indexes, base, target, steps)
-    wanted = Wanted(target, recipe.dtype, regrouping.from_group if regrouping else None, len(indexes) == 1, client)
+    scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
+
+    def unchanged(state: State) -> int | None:
+        source = sources.only(state)
+        return None if source is None or (state, source) in scales else source
+
+    linkable = Linkable(indexes, unchanged) if options.reference else None
+    from_group = regrouping.from_group if regrouping else None
+    wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, client, linkable)
     layouts, about_weights = writer.lay_out(reference, wanted)
     layouts += (*tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, reference, [stated_attempt(index.root) for index in indexes], base)
     counted = [one.step for one in target.sub_groups if one.params and one.step is not None]
     layouts, about_lags = state_lags(layouts, reference, counted, family)
-    scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
     plan = plan_composite(layouts, indexes, sources, base, scales)
     check_filled(plan, indexes, sources)
+    about_links = check_links(plan, indexes, family) if options.reference else ()
+    check_device(plan, out)
     if options.step == "source":
         check_one_step(steps)
     special = [
@@ -240,6 +252,7 @@ def plan_merge(
         *about_attempts,
         *about_lags,
         *about_states,
+        *about_links,
         *(regrouping.notices if regrouping else ()),
         *step_notices(steps, reference.name, bool(scales)),
     ]
@@ -369,7 +382,8 @@ def _notices(
     notices += special
     for index in indexes:
         if keys := differing_hyperparameters(index, reference):
-            what = f"its {', '.join(keys)} differ from the base's, which the composite keeps"
+            verb = "differs" if len(keys) == 1 else "differ"
+            what = f"its {', '.join(keys)} {verb} from the base's, which the composite keeps"
             notices.append(Problem(index.name, what, "to keep its values, use it as base_model"))
         notices += index.findings
     return list(dict.fromkeys(notices))

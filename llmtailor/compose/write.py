@@ -24,7 +24,7 @@ from typing import Any
 from llmtailor import __version__
 from llmtailor.balance import deal
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Piece, Plan
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, LinkLayout, Piece, Plan
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
 from llmtailor.containers.dcp import METADATA, list_data_records
@@ -104,7 +104,9 @@ def make_manifest(
     crcs: dict[str, list[tuple[State, int, int]]] = defaultdict(list)
     for state, num_bytes, crc in _state_crcs(results, rounded):
         crcs[composition.structure.part_of[state.param]].append((state, num_bytes, crc))
-    digest_of = {part: part_digest(found) for part, found in crcs.items()}
+    of_part = composition.structure.part_of
+    linked = {of_part[one.state.param] for file in composition.plan.links for one in file.copies if one.state}
+    digest_of = {part: part_digest(found) for part, found in crcs.items() if part not in linked}
     report = composition.report
     return {
         "schema": SCHEMA_MANIFEST,
@@ -130,12 +132,22 @@ def make_manifest(
         "parts": [{**encode(row), "digest": digest_of.get(row.part.whole)} for row in report.parts],
         "optimizer_steps": encode(report.steps),
         "files": [
-            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest_entry(one.digest)
+            {"path": one.path, "num_bytes": one.num_bytes, **_link_or_crc(composition, one)} | _digest_entry(one.digest)
             for one in results
         ],
         "card": {"path": CARD, "num_bytes": len(readme), "crc32": f"{crc32(readme):08x}"},
         "notices": encode(report.notices),
     }
+
+
+def _link_or_crc(composition: Composition, file: FileResult) -> dict[str, Any]:
+    if not isinstance(file.plan, LinkLayout):
+        return {"crc32": f"{file.crc:08x}"}
+    origin = file.plan.origin
+    index = composition.indexes[origin.source]
+    fact = index.files[origin.extent.path]
+    known = {"inode": fact.inode, "mtime_ns": fact.mtime_ns}
+    return {"linked": {"checkpoint": index.name, "path": origin.extent.path, **known}}
 
 
 def _state_crcs(results: Sequence[FileResult], left_out: Container[str]) -> Iterator[tuple[State, int, int]]:
@@ -181,7 +193,8 @@ def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> d
                 stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
         if about is not None and path in about.files and is_resumed_from(path, index):
             num_bytes, crc = about.files[path]
-            stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
+            if crc is not None:
+                stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
     return stated
 
 
@@ -477,6 +490,7 @@ def _check_sources(
     it or in a manifest next to it.
     """
     changed, doubtful = [], set()
+    linked = {(file.origin.source, file.origin.extent.path) for file in composition.plan.links}
     for remote in {index.root.remote for index in composition.indexes if isinstance(index.root, RemotePath)}:
         remote.list()
     for number, index in enumerate(composition.indexes):
@@ -484,9 +498,11 @@ def _check_sources(
             if now is None or not now.is_like(index.files[path]):
                 what, fix = "the file changed while it was read", "run the merge again"
                 changed.append(Problem(PathIn(index.name, path), what, fix))
-            elif not isinstance(index.root, RemotePath) and now != before.get(
-                f"{composition.plan.sources[number]}/{path}", now
-            ):
+            elif (
+                not isinstance(index.root, RemotePath)
+                and now != before.get(f"{composition.plan.sources[number]}/{path}", now)
+                and (number, path) not in linked
+            ):  # whose link count, and so change time, is another one now
                 doubtful.add((number, path))
     if changed:
         raise SourceError(changed)

@@ -36,6 +36,8 @@ from llmtailor.storage.local import read_source
 METADATA = ".metadata"
 DATA_FILE = re.compile(r"__([0-9]{1,7})_([0-9]{1,7})\.distcp")
 """The groups are the rank and a counter"""
+ELSEWHERE = re.compile(r"(?:\.\./){1,2}(?:(?!\.{1,2}/)[^/\x00]+/){1,2}" + DATA_FILE.pattern)
+"""A data file of another checkpoint: torch writes names alone, but loads from ``../checkpoint-1/__0_0.distcp`` too"""
 MAX_METADATA_BYTES = 256 << 20
 """Enough for a million chunks (700 params on 500 ranks) of about 250 bytes each"""
 _BYTES_PER_OPCODE = 2
@@ -65,9 +67,10 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes ``start``..``stop`` of a file beside ``.metadata``: one ``torch.save`` zip."""
+    """Bytes ``start``..``stop`` of a data file: one ``torch.save`` zip."""
 
     path: str
+    """Relative to the folder of ``.metadata``"""
     start: int
     stop: int
 
@@ -175,8 +178,8 @@ def _read_storage(node: Any, where: str) -> dict[tuple[str, tuple[int, ...] | No
         if at.get("transform_descriptors"):
             what = "its data were transformed while they were saved (compressed or encrypted)"
             raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED)
-        if not isinstance(path, str) or not DATA_FILE.fullmatch(path):
-            what = f"it refers to {path!r:.80}, which is not a data file in the same folder"
+        if not isinstance(path, str) or not (DATA_FILE.fullmatch(path) or ELSEWHERE.fullmatch(path)):
+            what = f"it refers to {path!r:.80}, which is not a data file in this folder or beside it"
             raise SourceError.at(where, what, "leave this checkpoint out, or save it again", Code.FIELD_RANGE)
         if not (is_count(start) and is_count(length)):
             raise ValueError(f"{place[0]} has no valid place in {path}")

@@ -20,13 +20,26 @@ from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore
 
-from llmtailor.checkpoint.layout import Blend, Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros, consecutive
+from llmtailor.checkpoint.layout import (
+    Blend,
+    Bytes,
+    Cast,
+    Copy,
+    Crc,
+    FileLayout,
+    LinkLayout,
+    Piece,
+    Plan,
+    Slot,
+    Zeros,
+    consecutive,
+)
 from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
 from llmtailor.engine.moving import Clone, RangeCopier, Upload
 from llmtailor.engine.pool import Inline, Stop, num_workers, num_writers, run_all
 from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
-from llmtailor.errors import SourceError
+from llmtailor.errors import SourceError, StorageError
 from llmtailor.model.roles import ITEMSIZE, State, size_of
 from llmtailor.storage.checksums import combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
@@ -143,6 +156,8 @@ class CopyStats:
     """Written"""
     kept_bytes: int = 0
     """Written by an earlier run that was interrupted"""
+    linked_bytes: int = 0
+    """In files that are hard links to files of the sources"""
 
     def __add__(self, other: CopyStats) -> CopyStats:
         return CopyStats(*map(operator.add, astuple(self), astuple(other)))
@@ -153,7 +168,7 @@ class FileResult:
     plan: FileLayout
     crc: int
     crcs: Sequence[int]
-    """CRC-32 of every piece"""
+    """CRC-32 of every piece; a link has neither, as it is not read"""
     digest: str | None
     """XXH3 of the file, if requested"""
     moved: CopyStats
@@ -166,8 +181,13 @@ class FileResult:
     def num_bytes(self) -> int:
         return self.plan.num_bytes
 
+    @property
+    def checked(self) -> Iterator[tuple[Piece, int]]:
+        """The pieces with their CRC-32; none of a link"""
+        return zip(self.plan.pieces if self.crcs else (), self.crcs, strict=True)
+
     def runs(self) -> Iterator[Run]:
-        for piece, crc in zip(self.plan.pieces, self.crcs, strict=True):
+        for piece, crc in self.checked:
             if isinstance(piece, (Copy, Cast, Blend)) and piece.state is not None:
                 yield Run(piece.state, piece.begin, piece.num_bytes, crc)
 
@@ -248,8 +268,29 @@ def _make_file(work: _Work, file: FileLayout) -> FileResult:
     return result
 
 
+def _link_file(work: _Work, file: LinkLayout) -> FileResult:
+    """Make a hard link to a file of a source. Its bytes are not read, so they have no checksums."""
+    sources, target = SourceFiles(work.plan, work.context.facts, {}), work.staging / file.path
+    piece, num_bytes = file.origin, file.num_bytes
+    source = sources.open(piece)  # checks that it is unchanged
+    try:
+        target.unlink(missing_ok=True)  # of an earlier run
+        os.link(work.plan.path(piece.source, piece.extent.path).resolve(), target)
+        status = target.stat()
+        os.fsync(source.fd)
+    except OSError as error:
+        what = f"can't make a hard link to {sources.where(piece)}: {error.strerror or error}"
+        raise StorageError.at(target, what, "leave out --reference") from error
+    if (status.st_ino, status.st_size) != (os.fstat(source.fd).st_ino, num_bytes):
+        raise changed(sources.where(piece))
+    work.context.on_progress(num_bytes)
+    return FileResult(file, 0, (), None, CopyStats(linked_bytes=num_bytes))
+
+
 def _write_file(work: _Work, file: FileLayout) -> FileResult:
     """Write one file: its bytes while holding a turn, then its fsync, in parallel with other files."""
+    if isinstance(file, LinkLayout):
+        return _link_file(work, file)
     context, target, watch = work.context, work.staging / file.path, Stopwatch()
     marks = context.kept.get(file.path, ())
     sources = SourceFiles(work.plan, context.facts, context.stores)

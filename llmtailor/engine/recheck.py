@@ -57,7 +57,7 @@ def read_again(
     sums: list[list[tuple[Blend, int]]] = []
     for result in results:
         sums.append([])
-        for piece, crc in zip(result.plan.pieces, result.crcs, strict=True):
+        for piece, crc in result.checked:
             if isinstance(piece, (Copy, Cast)) and piece.num_bytes and (piece.source, piece.extent.path) in files:
                 taken[(piece.source, piece.extent.path)].append(_Taken(piece, crc))
             elif isinstance(piece, Blend):

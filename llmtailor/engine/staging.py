@@ -31,7 +31,7 @@ from llmtailor.storage.local import (
     rename_new,
     replace_folder,
 )
-from llmtailor.storage.remote import RemotePath
+from llmtailor.storage.remote import RemotePath, device_of
 
 logger = logging.getLogger(__name__)
 JOURNAL, OWNER, OLD, RANKS = "journal", "owner", "old", "ranks"
@@ -411,7 +411,8 @@ def remove_left_over(out: Path) -> None:
 
 def space_for(plan: Plan, clone: Clone) -> int:
     """Return the bytes that the files of a plan take; only ``clone="require"`` promises that some are shared."""
-    return plan.num_bytes - (plan.shareable_bytes if clone == "require" else 0) + SPARE_BYTES
+    shared = plan.shareable_bytes if clone == "require" else sum(file.num_bytes for file in plan.links)
+    return plan.num_bytes - shared + SPARE_BYTES
 
 
 def check_space(out: Path, num_bytes: int) -> None:
@@ -432,6 +433,15 @@ def free_bytes(out: Path) -> int:
         there = there.parent
     stat = os.statvfs(there)
     return stat.f_bavail * stat.f_frsize
+
+
+def check_device(plan: Plan, out: Path) -> None:
+    """Raise TargetError if a plan has hard links, and ``out`` is not on the file system of their files."""
+    there = device_of(out.absolute())
+    linked = {plan.path(file.origin.source, file.origin.extent.path): None for file in plan.links}
+    if others := [path for path in linked if device_of(path) != there or there is None]:
+        what = f"--reference: {others[0]} is on another file system, or one without hard links"
+        raise TargetError.at(out, what, "leave out --reference, or choose another output")
 
 
 def occupied_bytes(out: Path) -> int:

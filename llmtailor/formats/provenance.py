@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,16 @@ def read_merge(root: Path) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """What a file of a composite was a hard link to."""
+
+    origin: str
+    """The source's name, and the path in it"""
+    inode: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class ManifestFacts:
     """The manifest's facts about an llmtailor checkpoint. A partial one has only files: those of tensors."""
 
@@ -86,12 +96,14 @@ class ManifestFacts:
     world_size: int
     steps: Mapping[int, float]
     """The optimizer's step by sub-group"""
-    files: Mapping[str, tuple[int, int]]
-    """Path -> size in bytes and CRC-32, as written"""
+    files: Mapping[str, tuple[int, int | None]]
+    """Path -> size in bytes and CRC-32, as written; a hard link has no CRC"""
     digests: Mapping[Part, str]
     """Part -> digest of its states; see `storage.checksums.part_digest`. Layers are whole."""
     is_split: bool
     """Whether weights and optimizer states of a part come from different checkpoints, as requested"""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """The files that were made as hard links, by path"""
 
 
 def read_manifest(root: Path, name: str) -> ManifestFacts | None:
@@ -101,7 +113,7 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
     """
     if is_partial(root):  # it may contain the manifest of the composite that it was made from
         saved = read_partial_manifest(root, name)
-        files = {bundle.path: (bundle.num_bytes, bundle.crc32) for bundle in saved.bundles}
+        files: dict[str, tuple[int, int | None]] = {one.path: (one.num_bytes, one.crc32) for one in saved.bundles}
         return ManifestFacts(saved.step, saved.world_size, {}, files, {}, is_split=False)
     if not (root / MANIFEST).is_file():
         return None
@@ -112,9 +124,17 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
             global_step=int(content["global_step"]),
             world_size=int(content["world_size"]),
             steps={int(row["flat_id"]): float(row["step"]) for row in content["optimizer_steps"]},
-            files={str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in content["files"]},
+            files={
+                str(row["path"]): (int(row["num_bytes"]), None if "linked" in row else int(row["crc32"], 16))
+                for row in content["files"]
+            },
             digests={Part(str(row["part"])).whole: str(row["digest"]) for row in content["parts"] if row["digest"]},
             is_split=any(notice.get("code") == Code.SPLIT_WEIGHTS.value for notice in content["notices"]),
+            links={
+                str(row["path"]): Link(f"{one['checkpoint']}/{one['path']}", int(one["inode"]), int(one["mtime_ns"]))
+                for row in content["files"]
+                if (one := row.get("linked"))
+            },
         )
     except (KeyError, TypeError, ValueError) as error:
         fix = "copy the checkpoint again; without the file, nothing is compared with it"

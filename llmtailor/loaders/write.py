@@ -18,6 +18,7 @@ from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, Chec
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
+from llmtailor.checkpoint.sources import Linkable
 from llmtailor.containers.json import is_count, read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE, lay_out_index, lay_out_weights, list_tied, read_weights
 from llmtailor.containers.torch_file import lay_out_torch_file
@@ -409,3 +410,5 @@ class Wanted:
     """Whether the base is the only source"""
     client: str = TRAINER
     """The loader that will resume from it; see `loaders.loader`"""
+    linkable: Linkable | None = None
+    """What the output may hold as hard links; None for nothing"""

@@ -146,11 +146,11 @@ _FRESH = (
     Precision("24bit", "8bit"),
 )
 """Precisions of saves that hold everything, in the order in which a budget prefers them"""
-_IN_TURN = (Precision("24bit", "8bit"), Precision("bf16", "8bit"))
-_EXACT_IN_TURN = (Precision("fp32", "8bit"),)
-"""Precisions of saves that hold moments in turn"""
 _MOST_GROUPS = 16
-"""In more groups, moments get old; in as many, bf16 masters cost more than that (benchmarks/fidelity.md)"""
+_IN_TURN = ((Precision("24bit", "8bit"), 4), (Precision("bf16", "8bit"), _MOST_GROUPS))
+_EXACT_IN_TURN = ((Precision("fp32", "8bit"), _MOST_GROUPS),)
+"""Precisions of saves that hold moments in turn, and in how many groups at most: older moments cost more than fewer
+bits of masters (benchmarks/fidelity.md)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,8 @@ class Budget(Configured):
     """The most exact saves of ``size`` bytes per param on average, or of that share of a full save if it is at most 1.
 
     For AdamW with fp32 states, 12 bytes per param. A budget for fewer first rounds moments to bf16, then masters to 24
-    bits, then moments to 8 bits. Below 5.1 bytes, these moments are saved in turn, and below 3.13 only the bf16 weights
-    of the other masters.
+    bits, then moments to 8 bits. Below 5.1 bytes, these moments are saved in turn, and below 3.52 only 16 bits of the
+    masters of the other groups.
     """
 
     name: ClassVar[str] = "budget"
@@ -172,13 +172,13 @@ class Budget(Configured):
     def contradictions(self) -> list[Problem]:
         if self._fitting():
             return []
-        full, least = _bytes(EXACT, 1), _bytes(self._in_turn[-1], _MOST_GROUPS)
+        full, least = _bytes(EXACT, 1), _bytes(*self._in_turn[-1])
         what = f"size is {self.size!r}" + (", but the fp32 masters are the weights" if self.exact else "")
         fix = f"give {math.ceil(100 * least) / 100} or more bytes per param, or a share, more than {least / full:.2g}"
         return [Problem(f"policy {self.name}", what, fix)]
 
     @property
-    def _in_turn(self) -> tuple[Precision, ...]:
+    def _in_turn(self) -> tuple[tuple[Precision, int], ...]:
         return _EXACT_IN_TURN if self.exact else _IN_TURN
 
     def _fitting(self) -> tuple[Precision, int] | None:
@@ -187,9 +187,9 @@ class Budget(Configured):
         for one in _FRESH:
             if _bytes(one, 1) <= size and (one.masters == EXACT.masters or not self.exact):
                 return one, 1
-        for one in self._in_turn:
+        for one, most in self._in_turn:
             alone = one.master_bytes(with_moments=False)
-            if size > alone and (k := math.ceil((_bytes(one, 1) - alone) / (size - alone))) <= _MOST_GROUPS:
+            if size > alone and (k := math.ceil((_bytes(one, 1) - alone) / (size - alone))) <= most:
                 return one, k
         return None
 

@@ -304,6 +304,13 @@ def as_remote(path: Path) -> RemotePath | None:
     return next((type(root)(path) for root in list(_opened.values()) if path.is_relative_to(root)), None)
 
 
+def device_of(path: Path) -> int | None:
+    """Return the file system that a path is on, or will be; None for an object store."""
+    while not path.exists():
+        path = path.parent
+    return None if as_remote(path) is not None else path.stat().st_dev
+
+
 _opening = threading.Lock()
 _opened: dict[str, RemotePath] = {}
 """By URL: a folder that is opened again, or is in an opened one, has the same cache"""

@@ -528,7 +528,8 @@ def _stated_sums(
                     if file not in unreadable:
                         sums[file] = [record for record in listed if record.crc is not None]
     for path, (num_bytes, crc) in manifest.files.items() if manifest else ():
-        if path in index.files and path not in unreadable and index.files[path].num_bytes == num_bytes:
+        is_same = path in index.files and path not in unreadable and index.files[path].num_bytes == num_bytes
+        if is_same and crc is not None:
             sums.setdefault(path, []).append(Record("", 0, num_bytes, crc))
     return sums
 

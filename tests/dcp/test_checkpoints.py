@@ -157,9 +157,9 @@ def unknown(metadata: Metadata) -> None:
 CASES: list[tuple[str, Callable[[Path], object], type[SourceError], str]] = [
     ("code in the metadata", change(lambda m: setattr(m, "planner_data", Runs())), UnsafePickle, "posix.system"),
     ("code in an object", put_object, UnsafePickle, "posix.system"),
-    ("a path outside", at(KEY, relative_path="../../x"), SourceError, "not a data file in the same folder"),
-    ("an absolute path", at(KEY, relative_path="/etc/passwd"), SourceError, "not a data file in the same folder"),
-    ("a device", at(KEY, relative_path="/dev/zero"), SourceError, "not a data file in the same folder"),
+    ("a path outside", at(KEY, relative_path="../../x"), SourceError, "not a data file in this folder"),
+    ("an absolute path", at(KEY, relative_path="/etc/passwd"), SourceError, "not a data file in this folder"),
+    ("a device", at(KEY, relative_path="/dev/zero"), SourceError, "not a data file in this folder"),
     ("bytes beyond the file", at(KEY, offset=10**9), SourceError, "refers to byte"),
     ("a negative offset", at(KEY, offset=-5), SourceError, "no valid place"),
     ("an enormous length", at(KEY, length=10**30), SourceError, "no valid place"),

@@ -6,6 +6,7 @@ ranks they are those of the framework's own resharded resume. Between frameworks
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,12 @@ class Pair:
     ranks: int = 2
     dtype: str | None = None
     """Of the weights, with DeepSpeed"""
+    reference: bool = False
+    """Whether its states are the source's files"""
 
     def __str__(self) -> str:
-        return f"{self.source}-to-{self.to}-{self.ranks}{'-bf16' if self.dtype == 'BF16' else ''}"
+        how = ("-bf16" if self.dtype == "BF16" else "") + ("-linked" if self.reference else "")
+        return f"{self.source}-to-{self.to}-{self.ranks}{how}"
 
     @property
     def kind(self) -> str:
@@ -61,14 +65,16 @@ class Pair:
 
 
 SHORT = [
-    Pair("titan", "dcp"),
+    Pair("titan", "dcp", reference=True),
     Pair("hf", "fsdp"),
-    Pair("trainer", "fsdp", 3),
+    Pair("trainer", "fsdp", 3, reference=True),
     Pair("trainer", "trainer"),
     Pair("llama", "dcp"),
     Pair("trainer", "zero3", 2, "BF16"),
 ]
 LONG = [
+    *(Pair(source, "fsdp", reference=True) for source in ("hf", "fsdp1", "loop")),
+    *(Pair(source, "dcp", 3, reference=True) for source in ("trainer", "titan", "columns")),
     Pair("full", "fsdp"),
     Pair("loop-tied", "fsdp"),
     Pair("no-fsdp", "fsdp"),
@@ -97,7 +103,11 @@ NATIVE = ("loop", "trainer", "hf")
 def convert(runs: Any, pair: Pair, out: Path) -> Path:
     stage = int(pair.to[-1]) if pair.to.startswith("zero") else None
     options = {"world_size": pair.ranks, "to": "deepspeed" if stage else pair.to, "stage": stage}
-    return convert_to_resume(runs.checkpoint(pair.source, STEP), out, dtype=pair.dtype, **options)
+    source = runs.checkpoint(pair.source, STEP)
+    if pair.reference:  # on one file system, and not with links into a cache
+        source = shutil.copytree(source, out.parent / "source" / source.name)
+        options["reference"] = True
+    return convert_to_resume(source, out, dtype=pair.dtype, **options)
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,17 @@ into the same form::
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
+import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
-from llmtailor.checkpoint.placement import Boxes, Bundled, Contiguous, Extent, Placement
+from llmtailor.checkpoint.placement import Box, Boxes, Bundled, Contiguous, Extent, Placement, find_grid
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, KeyPath, read_metadata
 from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count, read_tensor
@@ -34,7 +34,7 @@ from llmtailor.containers.safetensors import read_header
 from llmtailor.containers.torch_file import AlikeBlobs, Window, decode_torch_file, read_torch_file
 from llmtailor.containers.unpickle import as_tensor
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, counted, some
-from llmtailor.findings import WARNING, Finding
+from llmtailor.findings import NOTE, WARNING, Finding
 from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
@@ -71,10 +71,11 @@ class Folder:
     findings: tuple[Finding, ...] = ()
 
 
-def read_folder(root: Path, folder: str, name: str, problems: Problems) -> Folder | None:
+def read_folder(root: Path, folder: str, name: str, problems: Problems, linked: Collection[str] = ()) -> Folder | None:
     """Read ``root/folder`` (``""`` is the root itself); None if its ``.metadata`` can't be used.
 
-    Damage is added to ``problems``. Of the tensors only the zip headers are read.
+    Damage is added to ``problems``. Of the tensors only the zip headers are read. Of the files in ``linked``, links to
+    those of another save, parts may be unused.
     """
     prefix = f"{folder}/" if folder else ""
     where = PathIn(name, prefix + METADATA)
@@ -85,7 +86,7 @@ def read_folder(root: Path, folder: str, name: str, problems: Problems) -> Folde
     grids = attempt(lambda: {key: _grid(key, entry, where) for key, entry in tensor_entries.items()}, problems)
     if grids is None:
         return None
-    blobs = _Blobs(root, prefix, name, problems)
+    blobs = _Blobs(root, prefix, name, problems, linked)
     blobs.read(entries)
     tensors = {key: _stored(entry, grids[key], blobs, prefix) for key, entry in tensor_entries.items()}
     objects = {
@@ -99,15 +100,15 @@ def read_folder(root: Path, folder: str, name: str, problems: Problems) -> Folde
         tensors,
         objects,
         max((_rank(path) + 1 for path in own), default=1),
-        (prefix + METADATA, *(prefix + path for path in sorted(own))),
-        frozenset(prefix + path for path in blobs.bad),
+        (prefix + METADATA, *(blobs.at(path) for path in sorted(own))),
+        frozenset(blobs.at(path) for path in blobs.bad),
         len(tensors) + len(objects) == len(entries),
-        (*_strays(root, prefix, name, blobs.used), *blobs.findings),
+        (*_strays(root, prefix, name, blobs.used), *_elsewhere(blobs, name), *blobs.findings),
     )
 
 
 def _rank(path: str) -> int:
-    match = DATA_FILE.fullmatch(path)
+    match = DATA_FILE.fullmatch(posixpath.basename(path))
     return int(match[1]) if match else 0
 
 
@@ -124,6 +125,15 @@ def _strays(root: Path, prefix: str, name: str, used: Mapping[str, object]) -> I
         yield Finding(PathIn(name, f"{prefix}{METADATA}.tmp"), what, fix, Code.STEPS_DIFFER, WARNING)
 
 
+def _elsewhere(blobs: _Blobs, name: str) -> Iterator[Finding]:
+    """Yield a note on data files that are in other checkpoints."""
+    paths = [blobs.at(path) for path in blobs.used if not DATA_FILE.fullmatch(path)]
+    if paths:
+        folders = dict.fromkeys(posixpath.dirname(path) for path in paths)
+        what = f"{counted(len(paths), 'data file')} of it are in {some(folders)}"
+        yield Finding(name, what, "keep these folders, unchanged, for as long as you need it", Code.LINKS_OUTSIDE, NOTE)
+
+
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
@@ -131,8 +141,8 @@ def _size(path: Path) -> int:
 class _Blobs:
     """Decodes the blobs of a folder, file by file in the order of their bytes."""
 
-    def __init__(self, root: Path, prefix: str, name: str, problems: Problems):
-        self.root, self.prefix, self.name, self.problems = root, prefix, name, problems
+    def __init__(self, root: Path, prefix: str, name: str, problems: Problems, linked: Collection[str]):
+        self.root, self.prefix, self.name, self.problems, self.linked = root, prefix, name, problems, linked
         self.objects: dict[Blob, Any] = {}
         self.places: dict[Blob, Extent] = {}
         """Where the elements of a tensor's blob are"""
@@ -142,6 +152,10 @@ class _Blobs:
         self.bad: set[str] = set()
         self.findings: list[Finding] = []
 
+    def at(self, path: str) -> str:
+        """Return a data file's path relative to the checkpoint."""
+        return posixpath.normpath(self.prefix + path)
+
     def read(self, entries: Mapping[str, Entry]) -> None:
         owner: dict[Blob, tuple[str, Entry, Chunk]] = {}
         for key, entry in entries.items():
@@ -150,9 +164,9 @@ class _Blobs:
                 owner[chunk.blob] = (key, entry, chunk)
         for path, blobs in self.used.items():
             blobs.sort(key=lambda blob: (blob.start, blob.stop))
-            where = PathIn(self.name, self.prefix + path)
+            where = PathIn(self.name, self.at(path))
             try:
-                with open_source(self.root / self.prefix / path, where) as file:
+                with open_source(self.root / self.at(path), where) as file:
                     self._check_places(blobs, file.num_bytes, where)
                     for blob in blobs:
                         key, entry, chunk = owner[blob]
@@ -160,7 +174,7 @@ class _Blobs:
                         if entry.is_tensor:
                             self.places[blob] = self._place(window, file, key, entry, chunk, where)
                         else:
-                            self.objects[blob] = decode_torch_file(window, self.prefix + path, where).tree
+                            self.objects[blob] = decode_torch_file(window, self.at(path), where).tree
             except SourceError as error:
                 self.problems.add(error)
                 self.bad.add(path)
@@ -170,7 +184,7 @@ class _Blobs:
         blob = chunk.blob
         found = self.known.find(window, file)
         if found is None:
-            tree = decode_torch_file(window, self.prefix + blob.path, where).tree
+            tree = decode_torch_file(window, self.at(blob.path), where).tree
             found = (read_tensor(tree, key, where), blob.start)
             self.known.add(window, found)
         tensor, first = found
@@ -179,9 +193,9 @@ class _Blobs:
             what = f"{key} is {tensor.dtype} {list(tensor.shape)}, but {stated}"
             raise SourceError.at(where, what, _STALE, Code.FIELD_CONFLICT)
         shift = blob.start - first
-        return Extent(self.prefix + blob.path, tensor.extent.start + shift, tensor.extent.stop + shift)
+        return Extent(self.at(blob.path), tensor.extent.start + shift, tensor.extent.stop + shift)
 
-    def _check_places(self, blobs: Sequence[Blob], num_bytes: int, where: str) -> None:
+    def _check_places(self, blobs: Sequence[Blob], num_bytes: int, where: PathIn) -> None:
         at = gaps = 0
         for blob in blobs:
             if blob.start < at:
@@ -192,7 +206,7 @@ class _Blobs:
         if at > num_bytes:
             what = f"the file has {num_bytes:,} bytes, but {METADATA} refers to byte {at:,}"
             raise SourceError.at(where, what, _STALE, Code.FILE_DAMAGED)
-        if gaps + num_bytes - at:
+        if gaps + num_bytes - at and where.path not in self.linked and not where.path.startswith("../"):
             what = f"{METADATA} does not mention {gaps + num_bytes - at:,} of its {num_bytes:,} bytes"
             self.findings.append(Finding(where, what, f"silent: {_STALE}", Code.STEPS_DIFFER, WARNING))
 
@@ -203,19 +217,12 @@ _Grid = tuple[tuple[tuple[int, ...], ...], tuple[Chunk, ...]]
 
 def _grid(key: str, entry: Entry, where: str) -> _Grid:
     """Return a tensor's boxes as a grid. Raises SourceError unless they tile it."""
-    chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
-    if 0 in entry.shape:
-        return (), ()
-    cuts = tuple(tuple(sorted({chunk.offsets[at] for chunk in chunks} | {size})) for at, size in enumerate(entry.shape))
-    if len(chunks) != math.prod(len(cut) - 1 for cut in cuts) or any(cut[0] for cut in cuts):
-        what = f"the {len(chunks)} chunks of {key} do not tile it"
-        raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE)
-    cells = dict.fromkeys(itertools.product(*(itertools.pairwise(cut) for cut in cuts)))
-    boxes = {tuple((low, low + size) for low, size in zip(one.offsets, one.sizes, strict=True)): one for one in chunks}
-    if boxes.keys() != cells.keys():
-        what = f"the chunks of {key} leave elements out or overlap"
-        raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE)
-    return cuts, tuple(boxes[cell] for cell in cells)
+    try:
+        cuts, order = find_grid(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+    except ValueError as error:
+        what = f"the chunks of {key} are no grid: {error}"
+        raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE) from error
+    return cuts, tuple(entry.chunks[number] for number in order)
 
 
 def _stored(entry: Entry, grid: _Grid, blobs: _Blobs, prefix: str) -> Stored:
@@ -223,7 +230,7 @@ def _stored(entry: Entry, grid: _Grid, blobs: _Blobs, prefix: str) -> Stored:
     for chunk in chunks:
         blob, size = chunk.blob, math.prod(chunk.sizes) * itemsize
         # of a file that can't be read, the place has no meaning, but the element ranges are right
-        extents.append(blobs.places.get(blob) or Extent(prefix + blob.path, blob.start, blob.start + size))
+        extents.append(blobs.places.get(blob) or Extent(blobs.at(blob.path), blob.start, blob.start + size))
     held = TensorEntry(entry.dtype, entry.shape, _placement(entry.shape, cuts, extents, itemsize))
     return Stored(entry.path, held, tuple(zip(chunks, extents, strict=True)))
 
@@ -237,7 +244,7 @@ def _placement(
         row = math.prod(shape[1:])
         starts = tuple(extent.start for extent in extents)
         return Bundled(tuple(one.path for one in extents), starts, tuple(at * row for at in cuts[0]), itemsize)
-    return Boxes(shape, cuts, tuple(extents), itemsize)
+    return Boxes(shape, cuts, tuple(Contiguous(extent, itemsize) for extent in extents))
 
 
 def is_of_fsdp(path: str) -> bool:

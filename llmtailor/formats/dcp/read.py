@@ -72,7 +72,7 @@ from llmtailor.formats.dcp.folder import (
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.other_optimizers import refuse_objects
-from llmtailor.formats.provenance import read_manifest
+from llmtailor.formats.provenance import ManifestFacts, read_manifest
 from llmtailor.loaders.files import DCP_RECORD, MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
 from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
 from llmtailor.loaders.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
@@ -103,6 +103,8 @@ def compare_steps(
     for param, step in steps.items():
         if stored := optimizer.tensors.get(param, {}).get("step"):
             path = next(iter(stored.held.place.cover(0, 1))).extent.path
+            if path.startswith("../"):  # somebody has composed it
+                return
             of_file.setdefault(path, set()).add(step)
     if not steps:
         return
@@ -199,12 +201,14 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
         raise UnsupportedCheckpoint.at(name, what, "save it with use_collectives=True")
     is_trainers = _is_full(root) or any((root / folder).is_dir() for folder in (MODEL_FOLDER, OPTIMIZER_FOLDER))
     folders = None
+    manifest = attempt(lambda: read_manifest(root, name), problems)
+    linked = manifest.links if manifest is not None else {}
     if is_trainers:
-        folders = _read_trainers(root, name, problems)
+        folders = _read_trainers(root, name, problems, linked)
     elif not (root / METADATA).exists():
         what = "the file is missing: the save was not finished, or it was lost in a copy"
         problems.add(SourceError.at(PathIn(name, METADATA), what, COPY_BACK, Code.FILE_MISSING))
-    elif folder := read_folder(root, "", name, problems):
+    elif folder := read_folder(root, "", name, problems, linked):
         folders = Folders(folder)
     if folders is None or not all(folder.has_all_objects for folder in folders.all):  # the param groups, for one
         return Draft(problems)
@@ -212,7 +216,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     if trainer is not None:  # the weights are in no safetensors file
         findings = tuple(one for one in trainer.findings if one.code is not Code.WEIGHTS_MISSING)
         trainer = replace(trainer, weights={}, findings=findings)
-    draft = attempt(lambda: _Indexing(root, name, folders, trainer, problems).draft(), problems)
+    draft = attempt(lambda: _Indexing(root, name, folders, trainer, manifest, problems).draft(), problems)
     return draft or Draft(problems)
 
 
@@ -233,7 +237,7 @@ class Folders:
         return frozenset().union(*(folder.unreadable for folder in self.all))
 
 
-def _read_trainers(root: Path, name: str, problems: Problems) -> Folders | None:
+def _read_trainers(root: Path, name: str, problems: Problems, linked: Collection[str]) -> Folders | None:
     is_full = _is_full(root)
     has_shards = not (root / MODEL_FOLDER).is_dir() and bool(list_shards(root))
     there = {path.name for path in root.iterdir()}
@@ -252,14 +256,26 @@ def _read_trainers(root: Path, name: str, problems: Problems) -> Folders | None:
             problems.add(SourceError.at(PathIn(name, folder), "the folder is missing", COPY_BACK, Code.FILE_MISSING))
     if problems.errors:
         return None
-    optimizer = read_folder(root, OPTIMIZER_FOLDER, name, problems)
-    model = read_shards(root, name, problems) if has_shards else read_folder(root, MODEL_FOLDER, name, problems)
+    optimizer = read_folder(root, OPTIMIZER_FOLDER, name, problems, linked)
+    if has_shards:
+        model = read_shards(root, name, problems)
+    else:
+        model = read_folder(root, MODEL_FOLDER, name, problems, linked)
     return Folders(optimizer, model, SHARDS if has_shards else FOLDERS) if optimizer and model else None
 
 
 class _Indexing:
-    def __init__(self, root: Path, name: str, folders: Folders, trainer: TrainerFiles | None, problems: Problems):
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        folders: Folders,
+        trainer: TrainerFiles | None,
+        manifest: ManifestFacts | None,
+        problems: Problems,
+    ):
         self.root, self.name, self.folders, self.trainer, self.problems = root, name, folders, trainer, problems
+        self.manifest = manifest
         in_file = folders.form == FULL
         self.model_where = PathIn(name, MODEL_FILE if in_file else MODEL_FOLDER)
         self.optimizer_where = PathIn(name, OPTIMIZER_FILE if in_file else OPTIMIZER_FOLDER) if folders.model else name
@@ -463,9 +479,8 @@ class _Indexing:
             node = Tensor(counter.content[0], counter.content[1], boxes[0][2])
             found = attempt(lambda: read_step(self.root, node, 0, self.name), self.problems)
             return int(found or 0)
-        manifest = attempt(lambda: read_manifest(self.root, self.name), self.problems)
-        if manifest is not None:  # a composite may mix steps, and nothing else says which of them it resumes at
-            return manifest.global_step
+        if self.manifest is not None:  # a composite may mix steps, and nothing else says which of them it resumes at
+            return self.manifest.global_step
         named = step_of(self.root)
         newest = int(max(steps.values(), default=named or 0))
         return named if named in set(steps.values()) else newest

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, FSDP, FULL, SHARDS, CheckpointIndex, DcpEntry, DcpKeyLayout, TensorEntry
-from llmtailor.checkpoint.layout import Copy, FileLayout, Piece
+from llmtailor.checkpoint.layout import Copy, FileLayout, LinkLayout, Piece
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Absent
 from llmtailor.checkpoint.schema import refuse_cuts
@@ -42,6 +42,7 @@ from llmtailor.formats.common.states import (
 )
 from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
+from llmtailor.formats.dcp.links import Links
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.loaders.files import ADAPTER_CONFIG, ENGINE_FILES, SCALER, TRAINER_STATE, is_rng_file
 from llmtailor.loaders.loader import LOADERS
@@ -60,16 +61,23 @@ from llmtailor.model.roles import BUFFER, ITEMSIZE, KIND_OF_ROLE, State
 class FolderBuilder:
     """A DCP folder being laid out; ``folder`` is relative to the checkpoint, ``""`` for its root."""
 
-    def __init__(self, folder: str, ranks: int):
+    def __init__(self, folder: str, ranks: int, links: Links | None = None):
+        self._folder, self._links = folder, links
         self._prefix = f"{folder}/" if folder else ""
         self._pieces: list[list[Piece]] = [[] for _ in range(ranks)]
         self._ends = [0] * ranks
         self._next = 0
         self._entries: dict[str, Entry] = {}
 
-    def add_state(self, path: KeyPath, state: State, dtype: str, shape: tuple[int, ...]) -> None:
-        """Add a state, cut along dimension 0."""
-        if not math.prod(shape) or not shape:
+    def add_state(
+        self, path: KeyPath, state: State, dtype: str, shape: tuple[int, ...], *, name: str = "", is_cut: bool = True
+    ) -> None:
+        """Add a state, cut along dimension 0 unless it is in a linked file; ``name`` is that of a weight."""
+        linked = self._links.find(self._folder, name, state, dtype, shape) if self._links is not None else None
+        if linked is not None:
+            self._entries[_key(path)] = Entry(path, dtype, shape, linked)
+            return
+        if not is_cut or not math.prod(shape) or not shape:
             self.add(path, state_tensor(state, dtype, shape))
             return
         chunks, row = [], math.prod(shape[1:])
@@ -158,17 +166,18 @@ class DcpWriter:
         if style.is_flat and len(merge_alike(wanted.layout.groups)) != len(wanted.layout.groups):
             what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
             raise MismatchError.at("--groups", what, "leave --groups out")
-        target = _Target(base, wanted, style)
+        links = Links(wanted.linkable, wanted.layout.world_size) if wanted.linkable is not None else None
+        target = _Target(base, wanted, style, links)
         if self.family == DCP:
             return self._lay_out_bare(target)
         made, notices = synthesize_files(base, wanted)
         dtype = "F32" if base.form.has_masters else None
-        laid_out = [*made, *(target.whole() if target.style.form == FULL else target.folders())]
+        laid_out = [*made, *(target.whole() if target.style.form == FULL else target.folders()), *target.linked()]
         layouts = lay_out_trainer_files(base, wanted, laid_out, dtype, {SCALER, *ENGINE_FILES}, has_weights=True)
         return layouts, [*notices, *target.notices()]
 
     def _lay_out_bare(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
-        base, folder = target.base, FolderBuilder("", target.wanted.layout.world_size)
+        base, folder = target.base, FolderBuilder("", target.wanted.layout.world_size, target.links)
         target.add_model(folder)
         target.add_optimizer(folder)
         target.add_others(folder)
@@ -180,7 +189,7 @@ class DcpWriter:
             what = f"{files}, config and the like have no place in a DCP folder, and are left out"
             fix = "nothing: a loop has its own data order and random states; keep the base if you need them"
             notices.append(Problem(base.name, what, fix))
-        return folder.finish(), notices
+        return [*folder.finish(), *target.linked()], notices
 
 
 def lay_out_model(base: CheckpointIndex) -> list[FileLayout]:
@@ -220,6 +229,11 @@ class _Target:
     base: CheckpointIndex
     wanted: Wanted
     style: DcpKeyLayout
+    links: Links | None = None
+
+    def linked(self) -> list[LinkLayout]:
+        """Return the linked files, once all other files are laid out."""
+        return self.links.files() if self.links is not None else []
 
     def _weights(self) -> Iterator[tuple[str, str, tuple[int, ...], State, bool]]:
         """Yield name, dtype, shape and state of each tensor of the model, and whether it is cut."""
@@ -237,15 +251,12 @@ class _Target:
     def add_model(self, folder: FolderBuilder) -> None:
         for name, dtype, shape, state, is_cut in self._weights():
             path: KeyPath = (self.style.model, name) if self.style.model else (name,)
-            if is_cut:
-                folder.add_state(path, state, dtype, shape)
-            else:
-                folder.add(path, state_tensor(state, dtype, shape))
+            folder.add_state(path, state, dtype, shape, name=name, is_cut=is_cut)
 
     def folders(self) -> list[FileLayout]:
         """Return the files of the optimizer's folder, and of the model's, or its shards."""
         ranks = self.wanted.layout.world_size
-        optimizer, model = FolderBuilder(OPTIMIZER_FOLDER, ranks), FolderBuilder(MODEL_FOLDER, ranks)
+        optimizer, model = (FolderBuilder(folder, ranks, self.links) for folder in (OPTIMIZER_FOLDER, MODEL_FOLDER))
         self.add_optimizer(optimizer)
         if self.style is self.base.train.dcp:
             self.add_others(optimizer)
@@ -293,10 +304,7 @@ class _Target:
         for param in (param for group in layout.groups for param in group.params):
             for kind, held in kinds.get(param, {}).items():
                 path, state, dtype = self._path(STATE, param, kind), State(param, kind), written_dtype(base, held)
-                if held.shape == base.params[param].shape:
-                    folder.add_state(path, state, dtype, held.shape)
-                else:
-                    folder.add(path, state_tensor(state, dtype, held.shape))
+                folder.add_state(path, state, dtype, held.shape, is_cut=held.shape == base.params[param].shape)
             for kind, value in scalars[param].items():
                 folder.add(self._path(STATE, param, kind), value)
             if (step := steps[param]) is not None:
