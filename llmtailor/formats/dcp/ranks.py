@@ -44,8 +44,10 @@ from llmtailor.errors import (
     UnsafePickle,
     UnsupportedCheckpoint,
     attempt,
+    counted,
     some,
 )
+from llmtailor.findings import WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
 from llmtailor.formats.common.param_names import ModelFacts, compare_shapes, derived_names, has_names, listed_names
 from llmtailor.formats.dcp.folder import Folder, Stored, join_pieces, walk_optimizer
@@ -132,14 +134,22 @@ def read_verl(root: Path, name: str, problems: Problems) -> RankFolders | None:
     optimizer = reader.read(files[OPTIMIZER], lambda tree, where: walk_optimizer(names.given(tree, where), where))
     if optimizer is None:
         return None
-    read = {path: attempt(lambda: reader.tree(path), problems) for path in files[EXTRA]}  # noqa: B023
+    there = [path for path in files[EXTRA] if (root / path).exists()]
+    read = {path: attempt(lambda: reader.tree(path), problems) for path in there}  # noqa: B023
     extra = {path: tree for path, tree in read.items() if isinstance(tree, dict)}
+    findings = []
+    if lost := len(files[EXTRA]) - len(there):
+        what = f"{counted(lost, 'rank')} of it {'have' if lost > 1 else 'has'} no {EXTRA} file: schedule, random states"
+        fix = "verl can't load it, unless checkpoint.load_contents leaves extra out; copy the files back"
+        findings.append(Finding(name, what, fix, Code.SCHEDULER_MISSING, WARNING))
     objects = {**optimizer.objects, ".".join(TIED): (TIED, tied), ".".join(BUFFERS): (BUFFERS, buffers)}
     schedule = extra.get(files[EXTRA][0], {}).get("lr_scheduler")
     for key, value in (schedule if isinstance(schedule, dict) else {}).items():
         path = (LR_SCHEDULER, check_name(key, "the scheduler's state", PathIn(name, files[EXTRA][0])))
         objects[".".join(path)] = (path, value)
-    return RankFolders(model, replace(optimizer, objects=objects), reader.mesh, names.groups, extra)
+    return RankFolders(
+        model, replace(optimizer, objects=objects, findings=tuple(findings)), reader.mesh, names.groups, extra
+    )
 
 
 def _verl_ranks(root: Path, name: str) -> int:
@@ -179,8 +189,6 @@ class _Reader:
 
     def tree(self, path: str) -> Any:
         where = PathIn(self.name, path)
-        if not (self.root / path).exists():
-            raise SourceError.at(where, "the file is missing", COPY_BACK, Code.FILE_MISSING)
         try:
             return read_torch_file(self.root, path, where, allowed=WITH_DTENSORS).tree
         except UnsafePickle as error:
@@ -190,6 +198,11 @@ class _Reader:
 
     def read(self, paths: Sequence[str], walk: Walk) -> Folder | None:
         """Return the values in the files of all ranks by key path; None if a file can't be used."""
+        if lost_files := [path for path in paths if not (self.root / path).exists()]:
+            more = f", and {len(lost_files) - 1:,} of other ranks" if len(lost_files) > 1 else ""
+            where = PathIn(self.name, lost_files[0])
+            self.problems.add(SourceError.at(where, f"the file is missing{more}", COPY_BACK, Code.FILE_MISSING))
+            return None
         of_ranks: list[dict[KeyPath, Any]] = []
         for path in paths:
             walked = attempt(lambda: dict(walk(self.tree(path), PathIn(self.name, path))), self.problems)  # noqa: B023
@@ -371,7 +384,7 @@ class _Names:
             found = listed_names(saved, where)
             names = [name for group in found for name in group]
             unknown = [name for name in names if name not in self.shapes]
-            if unknown or len(names) != len(all_ids):
+            if unknown or [*map(len, found)] != [*map(len, ids)]:
                 what = f"the param groups list {some(unknown)}, which the model lacks" if unknown else "ids lack names"
                 raise SourceError.at(where, what, COPY_CHECKPOINT, Code.FIELD_CONFLICT)
             if problems := compare_shapes(all_ids, [*map(saved.shape, all_ids)], names, self.shapes, where):
@@ -391,6 +404,7 @@ def _of_trained(states: Collection[str], group: Mapping[str, Any], names: Sequen
 
 def _shapes(kinds: Any, where: str) -> dict[str, Tensor]:
     """Return a param's states with the shape of the whole tensor, and no place."""
-    pieces = {str(kind): as_piece(value, str(kind), where) for kind, value in (kinds or {}).items()}
+    values = as_dict(kinds or {}, "the state of a param", where)
+    pieces = {str(kind): as_piece(value, str(kind), where) for kind, value in values.items()}
     nowhere = Extent("", 0, 0)
     return {kind: Tensor(one.view.storage.dtype, one.shape, nowhere) for kind, one in pieces.items() if one is not None}
