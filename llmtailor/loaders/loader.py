@@ -46,6 +46,7 @@ from llmtailor.loaders.files import (
     OPTIM_STATES,
     PARTIAL_MANIFEST,
     TRAINER_STATE,
+    VERL_RANK,
     Holds,
     holds,
     is_known_name,
@@ -360,6 +361,8 @@ class _Recognizer:
             return lambda name: is_shard_name(name) or bool(_OF_UNIVERSAL.fullmatch(name))
         if path in _DCP_FOLDERS:
             return lambda name: name == METADATA or bool(DATA_FILE.fullmatch(name))
+        if path == LOADERS[VERL].settings and any(VERL_RANK.fullmatch(name) for name in self.top):
+            return lambda name: holds(name, Holds.SETTINGS)
         if path == f"{_TEMPLATES}/":
             return lambda name: name.endswith(".jinja")
         if ADAPTER_CONFIG in self.top and (self.root / path / ADAPTER_CONFIG).is_file():  # one other than `default`

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import llmtailor
 from helpers.cases import mostly_long
 from helpers.composing import convert, recipe
+from llmtailor.codes import Code
 from llmtailor.errors import MismatchError, SourceError, UnsafePickle, UnsupportedCheckpoint
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
@@ -166,6 +167,7 @@ def without(pattern: str) -> Callable[[Path], None]:
 
 REFUSED: list[tuple[str, Callable[[Path], object], type[SourceError], str]] = [
     ("a lost file", without(MODEL.format(1)), SourceError, "the file is missing"),
+    ("lost files", without("model_*"), SourceError, "the file is missing, and 1 of other ranks"),
     ("weights only", without("optim_*"), SourceError, "no optimizer states"),
     ("files of two ranks exchanged", swapped, SourceError, "the piece of another rank"),
     ("a file of another step", change(OPTIM.format(1), later), SourceError, "is 3, and 2 in optim"),
@@ -190,6 +192,21 @@ def test_it_is_refused(runs, tmp_path, monkeypatch, make, error, told):
         index_checkpoint(root, "x")
     assert all(problem.fix for problem in caught.value.problems)
     assert not (tmp_path / "ran").exists()
+
+
+def test_without_schedule_and_random_states_it_is_read(runs, tmp_path):
+    root, out = shutil.copytree(runs.checkpoint("verl"), tmp_path / "actor"), tmp_path / "out"
+    without("extra_state*")(root)
+    assert [one.code for one in verify_checkpoint(root).findings] == [Code.SCHEDULER_MISSING]
+    convert(root, out)
+    assert load(out / "extra_state_world_size_2_rank_1.pt") == {"lr_scheduler": None}
+
+
+def test_rates_of_another_save_are_found(runs, tmp_path):
+    root, later = shutil.copytree(runs.checkpoint("verl"), tmp_path / "actor"), runs.checkpoint("verl", 4)
+    for path in later.glob("extra_state*"):
+        shutil.copy(path, root)
+    assert Code.SCHEDULER_RATE in [one.code for one in verify_checkpoint(root).findings]
 
 
 def test_replicas_that_differ_are_refused(runs, tmp_path):

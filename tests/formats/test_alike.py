@@ -160,7 +160,7 @@ def test_blobs_of_one_shape_and_dtype_are_decoded_once(tmp_path, monkeypatch):
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     decoded = Counter()
     real = torch_file.read_pickle
-    monkeypatch.setattr(torch_file, "read_pickle", lambda *args: decoded.update("1") or real(*args))
+    monkeypatch.setattr(torch_file, "read_pickle", lambda *args, **more: decoded.update("1") or real(*args, **more))
     problems = Problems()
     folder = read_folder(tmp_path, "", "x", problems)
     assert not problems.errors

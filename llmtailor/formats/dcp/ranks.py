@@ -32,7 +32,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import Blob, Chunk, KeyPath
 from llmtailor.containers.dtensor import WITH_DTENSORS, Piece, as_piece
-from llmtailor.containers.json import Tensor, as_dict, check_name, get, read_json, read_step, read_tensor
+from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count, read_json, read_step, read_tensor
 from llmtailor.containers.torch_file import list_records, read_torch_file
 from llmtailor.containers.unpickle import as_ints, as_tensor
 from llmtailor.errors import (
@@ -44,8 +44,10 @@ from llmtailor.errors import (
     UnsafePickle,
     UnsupportedCheckpoint,
     attempt,
+    counted,
     some,
 )
+from llmtailor.findings import WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
 from llmtailor.formats.common.param_names import ModelFacts, compare_shapes, derived_names, has_names, listed_names
 from llmtailor.formats.dcp.folder import Folder, Stored, join_pieces, walk_optimizer
@@ -74,7 +76,7 @@ def is_of_verl(root: Path) -> bool:
 
 def models_of_verl(root: Path) -> list[str]:
     """Return the folders with files of verl's ranks in the folder of a step: of the actor, the critic."""
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and is_of_verl(path))
+    return [name for name in ("actor", "critic") if (root / name).is_dir() and is_of_verl(root / name)]
 
 
 def is_of_ranks(root: Path) -> bool:
@@ -100,9 +102,11 @@ def read_accelerate_ranks(root: Path, name: str, problems: Problems) -> RankFold
     numbers = [int(match[2]) for path in root.iterdir() if (match := FSDP_RANK.fullmatch(path.name))]
     ranks = max(numbers) + 1
     reader = _Reader(root, name, problems)
-    model = reader.read([MODEL_OF_RANK.format(rank) for rank in range(ranks)], _walk_model)
+    model = reader.read_model([MODEL_OF_RANK.format(rank) for rank in range(ranks)])
     optimizer = reader.read([OPTIMIZER_OF_RANK.format(rank) for rank in range(ranks)], walk_optimizer)
-    return RankFolders(model, optimizer, reader.mesh) if model and optimizer else None
+    if model is None or optimizer is None:
+        return None
+    return RankFolders(model, replace(optimizer, objects={**optimizer.objects, **reader.roles}), reader.mesh)
 
 
 def read_verl(root: Path, name: str, problems: Problems) -> RankFolders | None:
@@ -113,7 +117,7 @@ def read_verl(root: Path, name: str, problems: Problems) -> RankFolders | None:
     ranks = _verl_ranks(root, name)
     files = {kind: [verl_file(kind, ranks, rank) for rank in range(ranks)] for kind in (MODEL, OPTIMIZER, EXTRA)}
     reader = _Reader(root, name, problems)
-    model = reader.read(files[MODEL], _walk_model)
+    model = reader.read_model(files[MODEL])
     if not any((root / path).exists() for path in files[OPTIMIZER]):
         what = "it holds no optimizer states, only weights"
         fix = "use a full checkpoint: verl's checkpoint.save_contents must name model, optimizer and extra"
@@ -121,25 +125,27 @@ def read_verl(root: Path, name: str, problems: Problems) -> RankFolders | None:
         return None
     if model is None:
         return None
-    tied, buffers = dict(reader.ties), [*reader.whole]
-    names = _Names(
-        {
-            name: stored.held.shape
-            for stored in model.tensors.values()
-            if (name := str(stored.path[-1])) not in tied and name not in buffers
-        }
-    )
+    shapes = {str(stored.path[-1]): stored.held.shape for stored in model.tensors.values()}
+    names = _Names({name: shape for name, shape in shapes.items() if name not in reader.others})
     optimizer = reader.read(files[OPTIMIZER], lambda tree, where: walk_optimizer(names.given(tree, where), where))
     if optimizer is None:
         return None
-    read = {path: attempt(lambda: reader.tree(path), problems) for path in files[EXTRA]}  # noqa: B023
+    there = [path for path in files[EXTRA] if (root / path).exists()]
+    read = {path: attempt(lambda: reader.tree(path), problems) for path in there}  # noqa: B023
     extra = {path: tree for path, tree in read.items() if isinstance(tree, dict)}
-    objects = {**optimizer.objects, ".".join(TIED): (TIED, tied), ".".join(BUFFERS): (BUFFERS, buffers)}
+    findings = []
+    if lost := len(files[EXTRA]) - len(there):
+        what = f"{counted(lost, 'rank')} of it {'have' if lost > 1 else 'has'} no {EXTRA} file: schedule, random states"
+        fix = "verl can't load it, unless checkpoint.load_contents leaves extra out; copy the files back"
+        findings.append(Finding(name, what, fix, Code.SCHEDULER_MISSING, WARNING))
+    objects: dict[str, tuple[KeyPath, Any]] = {**optimizer.objects, **reader.roles}
     schedule = extra.get(files[EXTRA][0], {}).get("lr_scheduler")
     for key, value in (schedule if isinstance(schedule, dict) else {}).items():
-        path = (LR_SCHEDULER, check_name(key, "the scheduler's state", PathIn(name, files[EXTRA][0])))
-        objects[".".join(path)] = (path, value)
-    return RankFolders(model, replace(optimizer, objects=objects), reader.mesh, names.groups, extra)
+        path: KeyPath = (LR_SCHEDULER, check_name(key, "the scheduler's state", PathIn(name, files[EXTRA][0])))
+        objects[f"{LR_SCHEDULER}.{key}"] = (path, value)
+    return RankFolders(
+        model, replace(optimizer, objects=objects, findings=tuple(findings)), reader.mesh, names.groups, extra
+    )
 
 
 def _verl_ranks(root: Path, name: str) -> int:
@@ -150,8 +156,9 @@ def _verl_ranks(root: Path, name: str) -> int:
         stated = read_json(root / VERL_CONFIG, PathIn(name, VERL_CONFIG))
     if stated.get("FSDP_version") == 1:
         raise UnsupportedCheckpoint.at(name, OLD_FSDP, USE_FSDP2)
-    if stated.get("world_size") in found:
-        return int(stated["world_size"])
+    ranks = stated.get("world_size")
+    if is_count(ranks) and ranks in found:
+        return int(ranks)
     if len(found) > 1:
         what = f"it has files of {some(sorted(map(str, found)))} ranks, and {VERL_CONFIG} does not say which count"
         raise SourceError.at(name, what, "move those of the other save away", Code.FILE_UNKNOWN)
@@ -170,17 +177,28 @@ class _Reader:
     def __init__(self, root: Path, name: str, problems: Problems):
         self.root, self.name, self.problems = root, name, problems
         self.mesh: RankMesh | None = None
-        self.ties: dict[str, str] = {}
-        """Of a model: name of a DTensor -> the name of the first one in the same storage"""
-        self.whole: dict[str, None] = {}
-        """Of a model: names of tensors that are no DTensors"""
+        self.roles: dict[str, tuple[KeyPath, Any]] = {}
+        """The names of buffers, and the tied names, as llmtailor lists them in a DCP folder"""
+        self._tied: dict[str, str] = {}
+        """Name of a DTensor -> the name of the first one in the same storage"""
+        self._buffers: list[str] = []
+        """Names of tensors that are no DTensors"""
         self._has_step = False
         self._checksums: dict[str, Mapping[int, int | None]] = {}
 
+    @property
+    def others(self) -> set[str]:
+        """The names of a model that are not those of its params"""
+        return {*self._tied, *self._buffers}
+
+    def read_model(self, paths: Sequence[str]) -> Folder | None:
+        """Return what `read` does; afterwards, the roles are known."""
+        model = self.read(paths, _walk_model)
+        self.roles = {".".join(TIED): (TIED, dict(self._tied)), ".".join(BUFFERS): (BUFFERS, [*self._buffers])}
+        return model
+
     def tree(self, path: str) -> Any:
         where = PathIn(self.name, path)
-        if not (self.root / path).exists():
-            raise SourceError.at(where, "the file is missing", COPY_BACK, Code.FILE_MISSING)
         try:
             return read_torch_file(self.root, path, where, allowed=WITH_DTENSORS).tree
         except UnsafePickle as error:
@@ -190,6 +208,11 @@ class _Reader:
 
     def read(self, paths: Sequence[str], walk: Walk) -> Folder | None:
         """Return the values in the files of all ranks by key path; None if a file can't be used."""
+        if lost_files := [path for path in paths if not (self.root / path).exists()]:
+            more = f", and {len(lost_files) - 1:,} of other ranks" if len(lost_files) > 1 else ""
+            where = PathIn(self.name, lost_files[0])
+            self.problems.add(SourceError.at(where, f"the file is missing{more}", COPY_BACK, Code.FILE_MISSING))
+            return None
         of_ranks: list[dict[KeyPath, Any]] = []
         for path in paths:
             walked = attempt(lambda: dict(walk(self.tree(path), PathIn(self.name, path))), self.problems)  # noqa: B023
@@ -214,7 +237,7 @@ class _Reader:
             if piece is not None:
                 same = first.setdefault((id(piece.view.storage), piece.view.offset), str(key_path[-1]))
                 if same != key_path[-1]:
-                    self.ties[str(key_path[-1])] = same
+                    self._tied[str(key_path[-1])] = same
         if lost := {path for one in of_ranks[1:] for path in one.keys() ^ of_ranks[0].keys()}:
             what = f"some ranks lack {some(sorted('.'.join(map(str, path)) for path in lost))}"
             self.problems.add(SourceError.at(self.name, what, COPY_CHECKPOINT, Code.RANKS_DIFFER))
@@ -261,14 +284,14 @@ class _Reader:
 
     def _check_whole(self, key: str, path: KeyPath, found: Sequence[Tensor], wheres: Sequence[PathIn]) -> None:
         """Raise SourceError for values that ranks share and have in several forms; a step also in several values."""
-        if path[0] != MODEL and path[-1] != "step" and found[0].shape:
-            raise UnsupportedCheckpoint.at(wheres[0], f"{key} is not a DTensor: {OLD_FSDP}", USE_FSDP2)
+        if path[0] != MODEL:
+            _refuse_flat(key, path[-1], found[0].shape, wheres[0])
         if len({(one.dtype, one.shape) for one in found}) > 1:
             raise SourceError.at(
                 self.name, f"the ranks have {key} in several forms", COPY_CHECKPOINT, Code.RANKS_DIFFER
             )
         if path[0] == MODEL:
-            self.whole[str(path[-1])] = None
+            self._buffers.append(str(path[-1]))
         if path[-1] == "step" and not self._has_step:  # one tells whether the files are of one save
             self._has_step = True
             steps = [read_step(self.root, one, 0, where) for one, where in zip(found, wheres, strict=True)]
@@ -286,6 +309,12 @@ class _Reader:
             records = list_records(self.root, path, PathIn(self.name, path))
             self._checksums[path] = {one.start: one.crc for one in records}
         return self._checksums[path]
+
+
+def _refuse_flat(key: str, kind: object, shape: tuple[int, ...], where: str) -> None:
+    """Raise UnsupportedCheckpoint for a state of an optimizer that is not cut as FSDP2 does."""
+    if kind != "step" and shape:
+        raise UnsupportedCheckpoint.at(where, f"{key} is not a DTensor: {OLD_FSDP}", USE_FSDP2)
 
 
 def _place(rank: int, mesh: Sequence[int]) -> tuple[int, ...]:
@@ -371,7 +400,7 @@ class _Names:
             found = listed_names(saved, where)
             names = [name for group in found for name in group]
             unknown = [name for name in names if name not in self.shapes]
-            if unknown or len(names) != len(all_ids):
+            if unknown or [*map(len, found)] != [*map(len, ids)]:
                 what = f"the param groups list {some(unknown)}, which the model lacks" if unknown else "ids lack names"
                 raise SourceError.at(where, what, COPY_CHECKPOINT, Code.FIELD_CONFLICT)
             if problems := compare_shapes(all_ids, [*map(saved.shape, all_ids)], names, self.shapes, where):
@@ -391,6 +420,10 @@ def _of_trained(states: Collection[str], group: Mapping[str, Any], names: Sequen
 
 def _shapes(kinds: Any, where: str) -> dict[str, Tensor]:
     """Return a param's states with the shape of the whole tensor, and no place."""
-    pieces = {str(kind): as_piece(value, str(kind), where) for kind, value in (kinds or {}).items()}
+    values = as_dict(kinds or {}, "the state of a param", where)
+    for kind, value in values.items():
+        if view := as_tensor(value):
+            _refuse_flat(f"{kind}", kind, view.shape, where)
+    pieces = {str(kind): as_piece(value, str(kind), where) for kind, value in values.items()}
     nowhere = Extent("", 0, 0)
     return {kind: Tensor(one.view.storage.dtype, one.shape, nowhere) for kind, one in pieces.items() if one is not None}

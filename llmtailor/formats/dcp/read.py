@@ -89,6 +89,7 @@ from llmtailor.formats.provenance import ManifestFacts, read_manifest
 from llmtailor.loaders.files import DCP_RECORD, MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
+from llmtailor.loaders.scheduler import compare_scheduler, read_scheduler
 from llmtailor.loaders.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, EXP_AVG, FLOATING, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
@@ -555,6 +556,12 @@ class _Indexing:
         if self.trainer and client and client.needs_scheduler and client.scheduler not in self.trainer.files:
             what = "the file is missing; without it a resume silently loads neither schedule nor optimizer"
             yield Finding(PathIn(self.name, client.scheduler), what, COPY_BACK, Code.SCHEDULER_MISSING, ERROR)
+        for path, tree in [*self.folders.extra.items()][
+            :1
+        ]:  # verl counts its steps as it likes, so only rates are compared
+            groups = [group.hyper for group in optimizer.groups]
+            where = PathIn(self.name, path)
+            yield from compare_scheduler(read_scheduler(tree.get("lr_scheduler")), where, groups, None)
         yield from compare_steps(self.root, self.name, self.trainer, optimizer, steps)
         if frozen := [param.name for param in params.values() if param.role == "frozen"]:
             what = f"the optimizer has no states of {some(frozen)}: assumed to be frozen, or buffers"
