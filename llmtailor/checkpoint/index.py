@@ -346,11 +346,6 @@ class CheckpointIndex:
         return self.zero.tensor_parallel.degree if self.zero.tensor_parallel else 1
 
     @property
-    def mesh(self) -> dict[str, int]:
-        """The ranks by kind of parallelism"""
-        return {**({"tp": self.tp} if self.tp > 1 else {}), "dp": self.world_size // self.tp}
-
-    @property
     def layout(self) -> OptimizerLayout:
         return OptimizerLayout(self.form.stage, self.world_size, self.groups, self.sub_groups, self.tp)
 

@@ -50,7 +50,7 @@ class Cut:
                 is_all = own.sizes == shard.shape
                 holders.setdefault(box, []).append(place if is_all else Inside(place, shard.shape, own))
         cuts, order = find_grid(self.shape, [*holders])
-        found = [[*holders.values()][number] for number in order]
+        found = [[*holders.values()][number] for number in order] or [[places[0]]]
         if len(found) == 1:
             return tuple(found[0])
         rows = (tuple(held[min(number, len(held) - 1)] for held in found) for number in range(max(map(len, found))))
@@ -65,6 +65,9 @@ class Cut:
     def runs(self, rank: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield which elements of the full tensor a rank's elements ``begin``..``end`` are, in their order."""
         shard = self.shards[rank]
+        if [box.sizes for box, _ in shard.pieces] == [self.shape]:
+            yield begin, end
+            return
         cuts, order = find_grid(shard.shape, [own for _, own in shard.pieces])
         cells = tuple(Inside(_NOWHERE, self.shape, shard.pieces[number][0]) for number in order)
         for *_, extent, _ in Boxes(shard.shape, cuts, cells).cover(begin, end):

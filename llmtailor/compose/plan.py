@@ -264,6 +264,7 @@ def plan_merge(
         base=reference.name,
         global_step=reference.global_step,
         world_size=target.world_size,
+        mesh=target.mesh,
         parts=part_rows(plan, choice.structure, indexes, sources, base),
         sources=source_rows(plan, indexes, base),
         steps=tuple(StepRow(one.flat_id, one.step, one.others) for one in steps if one.step is not None),

@@ -59,7 +59,7 @@ class Inspection(TypedDict):
     """0 without DeepSpeed"""
     world_size: int
     mesh: dict[str, int]
-    """The ranks by kind of parallelism, for those that the files tell: ``dp``, and ``tp`` under AutoTP"""
+    """The same by kind of parallelism: ``dp``, and ``tp`` under AutoTP"""
     global_step: int
     skipped_steps: int
     client: str
@@ -116,7 +116,7 @@ def describe(index: CheckpointIndex) -> Inspection:
         "format": index.format,
         "zero_stage": index.form.stage,
         "world_size": index.world_size,
-        "mesh": index.mesh,
+        "mesh": index.layout.mesh,
         "global_step": index.global_step,
         "skipped_steps": index.zero.skipped_steps,
         "client": index.client,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.composing import convert
-from helpers.states import assert_same_states, read
+from helpers.composing import convert, convert_to_resume
+from helpers.states import assert_same_states, loaded_by, read
 from llmtailor.checkpoint.optimizer import Mesh
 from llmtailor.codes import Code
 from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint
@@ -21,6 +21,7 @@ from llmtailor.verify.verify import verify_checkpoint
 from oracle.deepspeed_tools import universal
 from trainings.catalogue import AUTOTP, long_but
 from trainings.harness import Run, Runs, Train
+from trainings.spec import Spec
 
 pytestmark = pytest.mark.real
 RELATIVE = 2e-5
@@ -60,7 +61,7 @@ def test_states_are_those_of_the_official_converter(name: str, runs: Runs, tmp_p
     assert len(states) == 3 * len(index.params) == 3 * len(index.steps())
     for state, held in states.items():
         assert torch.equal(read(index.root, held).flatten(), theirs[state].flatten()), state
-    assert index.mesh == {"tp": 2, "dp": 2} and index.world_size == 4
+    assert index.layout.mesh == {"tp": 2, "dp": 2} and index.world_size == 4
     for param, held in index.zero.module.items():  # of ZeRO-1/2: the rounded masters
         master = index.held[next(state for state in states if state == (index.tied.get(param, param), MASTER))]
         assert torch.equal(read(index.root, held), read(index.root, master).to(read(index.root, held).dtype))
@@ -89,6 +90,18 @@ def test_stock_trainings_resume(name: str, runs: Runs, resumed: dict[str, Run]) 
         assert resumed[name].losses.keys() == straight.keys()
     else:
         assert resumed[name].losses == pytest.approx(straight, rel=relative)
+
+
+@pytest.mark.long
+def test_the_trainer_holds_what_an_engine_with_autotp_held(runs: Runs, train: Train, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"layout": "trainer", "groups": "default", "stage": 3, "mesh": Mesh(tp=1, dp=2)}
+    out = convert_to_resume(runs.checkpoint("tp-2"), tmp_path / "checkpoint-2", **options)
+    spec = Spec("trainer", "heads", layers=2, dtype="fp32", per_device_batch=3, steps=4)
+    held, source = loaded_by(train([spec.resumed(out, "trainer")])["trainer"], 2), runs.checkpoint("tp-2")
+    assert held["weights"].keys() == held["states"].keys() == index_checkpoint(source).params.keys()
+    for (param, kind), entry in index_checkpoint(source).held.items():
+        found = held["weights"][param] if kind == MASTER else held["states"][param][kind]
+        assert torch.equal(found, read(source, entry)), (param, kind)
 
 
 @pytest.mark.parametrize("name", long_but(SHORT, AUTOTP))

@@ -501,11 +501,8 @@ def _refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
     degree = tree.get("mp_world_size", 1)
     is_known = is_count(degree) and degree > 0
     signs = [
-        (
-            not is_known or degrees.get("tp_degree", degree) not in (0, degree),
-            "tensor (model) parallelism",
-            "tp_degree",
-        ),
+        (not is_known, "tensor (model) parallelism", "mp_world_size"),
+        (degrees.get("tp_degree", degree) not in (0, degree), "tensor parallelism", "tp_degree"),
         (degrees.get("pp_degree", 1) not in (0, 1), "pipeline parallelism", "pp_degree"),
         (tree.get("module", 0) is None, "pipeline parallelism", "it has no module"),
         (bool(tree.get("num_experts")), "DeepSpeed expert parallelism (MoE)", "num_experts"),
