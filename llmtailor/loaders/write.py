@@ -381,10 +381,9 @@ def lay_out_tokenizer(
         return []
     if source is None:
         own = LOADERS[base.client].settings
-        named = [
-            (path.removeprefix(own), carry(path, fact)) for path, fact in base.files.items() if path.startswith(own)
-        ]
-        layouts = [FileLayout(name, layout.pieces) for name, layout in named if is_tokenizer_file(name)]
+        named = {path.removeprefix(own): path for path in base.files if path.startswith(own)}
+        mine = {name: path for name, path in named.items() if is_tokenizer_file(name)}
+        layouts = [FileLayout(name, carry(path, base.files[path]).pieces) for name, path in mine.items()]
     else:
         layouts = _from_folder(source)
     if chat_template is not None:
