@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, ZeroSettings
-from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Extent, Placement, Runs, Sliced, count
+from llmtailor.checkpoint.placement import Absent, AllZero, Boxes, Bundled, Extent, Placement, Runs, Sliced, count
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.parts import Param, Part, SavedAs, step_of
@@ -107,7 +107,7 @@ class TensorEntry:
     @property
     def stored_as(self) -> str:
         """The dtype, or how the elements are encoded: one of `roles.BLOCKS`"""
-        return self.place.encoded if isinstance(self.place, Bundled) and self.place.encoded else self.dtype
+        return (self.place.encoded if isinstance(self.place, (Bundled, Boxes)) else "") or self.dtype
 
     @property
     def live_dtype(self) -> str:

@@ -57,7 +57,7 @@ class _InPieces:
             if one.param not in self._names:
                 yield one
                 continue
-            if one.shape is not None:
+            if one.shape is not None or one.box is not None:
                 what = f"the optimizer's state {one.kind} of {one.param} can't be divided among its experts"
                 raise UnsupportedCheckpoint.at("experts", what, "leave out experts, so that layers are saved whole")
             for name in self._names[one.param]:
