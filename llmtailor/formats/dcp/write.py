@@ -29,6 +29,7 @@ from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
 from llmtailor.containers.unpickle import Quantized, as_tensor, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.common.dcp_folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.common.states import (
     NO_STATES,
     check_masters,
@@ -40,7 +41,6 @@ from llmtailor.formats.common.states import (
     step_node,
     written_dtype,
 )
-from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.links import Links
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
