@@ -17,9 +17,10 @@ from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIG
 from llmtailor.storage.local import FileFact
 
 DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP = "deepspeed", "universal", "trainer", "fsdp", "dcp"
+MEGATRON = "megatron"
 """Families of formats: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's run without
-DeepSpeed and FSDP, its FSDP run, and any loop that saves with torch.distributed.checkpoint"""
-FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP)
+DeepSpeed and FSDP, its FSDP run, any loop that saves with torch.distributed.checkpoint, and Megatron-core"""
+FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, MEGATRON)
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
 """Clients, beside those named like the families `TRAINER`, `DEEPSPEED` and `DCP`; see `loaders.loader`"""
 
@@ -58,6 +59,21 @@ class DcpKeyLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class MegatronLayout:
+    """What a checkpoint of Megatron-core holds, by Megatron's own keys."""
+
+    common: Mapping[str, Any]
+    """``common.pt``, without what may not be written back"""
+    groups: int
+    """Of queries, each with a key and a value"""
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, Extent]
+    """Pickles, such as random states"""
+    written: Mapping[tuple[str, str], str]
+    """Kind of state, and key of the weight -> key of the state"""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainState:
     """The state of a training besides its tensors: for any format, or for the same framework only."""
 
@@ -74,6 +90,7 @@ class TrainState:
     """DeepSpeed: the ``model_states``, of each rank or of all, without params and buffers"""
     dcp: DcpKeyLayout | None = None
     """FSDP and others that save with torch.distributed.checkpoint"""
+    megatron: MegatronLayout | None = None
     step_dtype: str = "F32"
     """Of a step that is a tensor, in a torch optimizer's state dict"""
 
@@ -189,7 +206,7 @@ class Form:
     @property
     def has_masters(self) -> bool:
         """Whether there are masters in addition to the weights; see `OptimizerLayout.has_masters`."""
-        return self.stage > 0
+        return self.stage > 0 or self.framework == MEGATRON
 
     @property
     def has_buffers_by_rank(self) -> bool:

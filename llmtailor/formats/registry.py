@@ -24,6 +24,7 @@ from llmtailor.formats.common.param_names import describe_model
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.format import Reader, Writer, finish
+from llmtailor.formats.megatron import read as megatron_reader
 from llmtailor.formats.partial import read as partial_reader
 from llmtailor.loaders.files import CONFIG, FOLDER, is_rng_file
 from llmtailor.loaders.loader import LOADERS, loader_of
@@ -37,7 +38,7 @@ from llmtailor.timing import Stopwatch
 logger = logging.getLogger(__name__)
 
 
-READERS: tuple[Reader, ...] = (partial_reader, lightning, dcp_reader, plain, universal, zero)
+READERS: tuple[Reader, ...] = (partial_reader, lightning, megatron_reader, dcp_reader, plain, universal, zero)
 """In the order in which they are tried; the last one reports why a folder is of no format."""
 
 

@@ -28,7 +28,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, LIGHTNING, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import (
+    ACCELERATE,
+    DCP,
+    DEEPSPEED,
+    LIGHTNING,
+    MEGATRON,
+    TRAINER,
+    UNIVERSAL,
+    CheckpointIndex,
+)
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
@@ -136,6 +145,12 @@ LOADERS = {
             'torch.distributed.checkpoint.load(state_dict, checkpoint_id="{}")',
             saves_rng=False,
         ),
+        Loader(
+            MEGATRON,
+            "Megatron-core",
+            'megatron.core.dist_checkpointing.load(sharded_state_dict, "{}")',
+            saves_rng=False,
+        ),
     )
 }
 
@@ -179,8 +194,8 @@ def choose_loader(base: CheckpointIndex, family: str, to: str | None, layout: st
             fix = "leave out --to and --stage" if not base.form.stage else "stay with DeepSpeed: --stage 1, 2 or 3"
             raise MismatchError.at("--stage" if to is None else "--to", f"{base.name}: {what}", fix)
         return LIGHTNING
-    if family == DCP:
-        return DCP
+    if family in (DCP, MEGATRON):
+        return family
     if base.client == ACCELERATE and to != TRAINER:
         return ACCELERATE
     return DEEPSPEED if base.client == DEEPSPEED and family in (DEEPSPEED, UNIVERSAL) else TRAINER
@@ -191,7 +206,7 @@ def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
     fix = f"use --layout {', '.join(able[:-1])} or {able[-1]}, or leave it out"
     if base.client == LIGHTNING:
         what, fix = "only Lightning resumes from the names of a LightningModule's params", "leave out --layout"
-    elif family == DCP:
+    elif family in (DCP, MEGATRON):
         what = "a folder of torch.distributed.checkpoint has no files of a loader"
         fix = "leave out --layout, or name another format with --to: deepspeed, universal, trainer or fsdp"
     elif layout == LIGHTNING:
