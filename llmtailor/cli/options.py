@@ -137,7 +137,7 @@ _TARGET = [
     ),
     click.option(
         "--to",
-        type=click.Choice(["deepspeed", "universal", "trainer", "fsdp", "dcp"]),
+        type=click.Choice(["deepspeed", "universal", "trainer", "fsdp", "dcp", "megatron"]),
         help="Output format. deepspeed, fsdp, trainer (without either): for the Trainer. universal: DeepSpeed's format "
         "for any ZeRO stage. dcp: a torch.distributed.checkpoint folder, for your own loop. Default: the base's, or as "
         "--stage implies.",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, MEGATRON, TRAINER, UNIVERSAL, CheckpointIndex
 from llmtailor.checkpoint.layout import Plan
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.averages import NOTICEABLE, StepChoice, describe
@@ -196,6 +196,7 @@ _WITH = {
     TRAINER: ", without DeepSpeed",
     FSDP: " and FSDP",
     DCP: "",
+    MEGATRON: "",
 }
 """Family of formats -> what the client resumes it with"""
 
@@ -206,7 +207,7 @@ def card(report: Report, tool_version: str, family: str, stage: int, loader: Loa
         resumes = _UNIVERSAL if family == UNIVERSAL else loader.title
     else:
         resumes = ("Hugging Face Trainer" if loader.name == TRAINER else loader.title) + _WITH[family]
-    has_masters = family in (DEEPSPEED, UNIVERSAL)
+    has_masters = family in (DEEPSPEED, UNIVERSAL, MEGATRON)
     holds = "weights, fp32 master weights and optimizer moments" if has_masters else "weights and optimizer moments"
     ranks = counted(report.world_size, "rank")
     rows = "\n".join(

@@ -13,7 +13,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, ELASTIC, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
+from llmtailor.checkpoint.index import (
+    DCP,
+    DEEPSPEED,
+    ELASTIC,
+    FSDP,
+    MEGATRON,
+    TRAINER,
+    UNIVERSAL,
+    CheckpointIndex,
+    Survey,
+)
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, lay_out_optimizer
 from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
@@ -25,6 +35,7 @@ from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.format import Reader, Writer, finish
 from llmtailor.formats.megatron import read as megatron_reader
+from llmtailor.formats.megatron import write as megatron_writer
 from llmtailor.formats.partial import read as partial_reader
 from llmtailor.loaders.files import CONFIG, FOLDER, is_rng_file
 from llmtailor.loaders.loader import LOADERS, loader_of
@@ -48,6 +59,7 @@ _WRITERS: Mapping[str, Writer] = {
     TRAINER: plain,
     FSDP: DcpWriter(FSDP),
     DCP: DcpWriter(DCP),
+    MEGATRON: megatron_writer,
 }
 
 

@@ -108,7 +108,7 @@ TABLE = (
     ),
     *_named(FSDP, Holds.WEIGHTS, "pytorch_model_fsdp.bin"),  # with FULL_STATE_DICT
     FileName(rf"{re.escape(METADATA)}|{DATA_FILE.pattern}", DCP, Holds.STATES, is_known=False),
-    *_named(MEGATRON, Holds.PROGRESS, COMMON, BACKEND),
+    *_named(MEGATRON, Holds.STATES, COMMON, BACKEND),
     FileName(rf".*\.safetensors|{re.escape(INDEX)}", MODEL, Holds.WEIGHTS, is_known=False),
     FileName(r"pytorch_model.*\.(bin|json)|adapter_model\.bin", MODEL, Holds.WEIGHTS, is_known=False),
     *_named(MODEL, Holds.SETTINGS, CONFIG, ADAPTER_CONFIG, "generation_config.json", "preprocessor_config.json"),

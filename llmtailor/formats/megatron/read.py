@@ -54,7 +54,7 @@ from llmtailor.findings import NOTE, Finding
 from llmtailor.formats.common.dcp_folder import Folder, read_folder
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.megatron.names import EMBEDDING, HEAD, Selection, is_expert, is_known, layer_shape, select
-from llmtailor.loaders.files import BACKEND, COMMON, CONFIG
+from llmtailor.loaders.files import BACKEND, COMMON, CONFIG, MANIFEST
 from llmtailor.loaders.read import file_fact
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State
@@ -79,9 +79,8 @@ def detects(root: Path) -> bool:
     """Return whether a folder is, or was, a checkpoint of Megatron-core."""
     if not (root / COMMON).is_file():
         return False
-    return (root / BACKEND).exists() or any(
-        one.name == METADATA or DATA_FILE.fullmatch(one.name) for one in root.iterdir()
-    )
+    names = [one.name for one in root.iterdir()]
+    return BACKEND in names or METADATA in names or any(map(DATA_FILE.fullmatch, names))
 
 
 def read(root: Path, name: str, client: str | None = None) -> Draft:
@@ -129,16 +128,12 @@ def assign(keys: Mapping[str, tuple[int, ...]], identities: Sequence[tuple[bool,
     for key, shape in keys.items():
         at_end = key in ("embedding.word_embeddings.weight", "output_layer.weight")
         wanted = (len(shape) < 2 or key.endswith(".bias"), is_expert(key), at_end)
-        fitting = [
-            at
-            for at, one in enumerate(identities)
-            if all(w == o or not h for w, o, h in zip(wanted, one, has, strict=True))
-        ]
+        expected = tuple(flag and there for flag, there in zip(wanted, has, strict=True))
+        fitting = [at for at, one in enumerate(identities) if one == expected]
         if len(fitting) != 1:
-            what = (
-                f"its {len(identities)} param groups do not list their params, and {len(fitting)} of them may own {key}"
-            )
-            fix = "use the groups of Megatron's own rule: no weight decay for biases and vectors"
+            may = f"{len(fitting)} of {len(identities)} may own {key}"
+            what = f"its param groups do not list their params, and by Megatron's rule {may}"
+            fix = "save it with Megatron's own groups: no weight decay for biases and vectors"
             raise UnsupportedCheckpoint.at(where, what, fix)
         owner[key] = fitting[0]
     return owner
@@ -174,8 +169,8 @@ class _Indexing:
         names = [[one.param for one in selections if owner[one.key] == at] for at in range(len(options))]
         kept, dropped = _writable(self.common)
         args = _args(self.common)
-        ranks = args.get("world_size")
-        iteration = self.common.get("iteration")
+        ranks = None if (self.root / MANIFEST).is_file() else args.get("world_size")
+        iteration: Any = self.common.get("iteration")
         index = CheckpointIndex(
             root=self.root,
             name=self.name,
@@ -211,17 +206,10 @@ class _Indexing:
     def _tensors(self) -> tuple[dict[str, TensorEntry], dict[str, dict[str, TensorEntry]]]:
         """Return the weights, and the states of each by kind. Raises UnsupportedCheckpoint for other formats."""
         tensors = {key: stored.held for key, stored in self.folder.tensors.items()}
-        types = (
-            {one.get(SHARDING) for one in find_optimizers(self.common, self.where)}
-            if "optimizer" in self.common
-            else {None}
-        )
-        if any(map(_BUCKETS.match, (*tensors, *self.folder.objects))) or types - {None, RESHARDABLE}:
-            listed = (
-                some(sorted(str(one) for one in types - {None, RESHARDABLE}))
-                if types - {None, RESHARDABLE}
-                else "dp_reshardable"
-            )
+        optimizers = find_optimizers(self.common, self.where) if "optimizer" in self.common else []
+        others = {str(one[SHARDING]) for one in optimizers if one.get(SHARDING, RESHARDABLE) != RESHARDABLE}
+        if others or any(map(_BUCKETS.match, (*tensors, *self.folder.objects))):
+            listed = some(sorted(others)) if others else "dp_reshardable"
             what = f"its optimizer was saved as {listed}, which does not say which elements are which param's"
             raise UnsupportedCheckpoint.at(self.name, what, _SAVE_WHOLE)
         weights = {key: held for key, held in tensors.items() if not _STATE.fullmatch(key)}
@@ -230,9 +218,7 @@ class _Indexing:
             raise UnsupportedCheckpoint.at(self.name, what, "save it with the optimizer (without --no-save-optim)")
         if unknown := [key for key in weights if not is_known(key)]:
             what = f"{some(unknown)} have no counterpart in a model of Hugging Face that is known here"
-            raise UnsupportedCheckpoint.at(
-                self.name, what, "only Llama, Qwen2, Qwen3, Mixtral and models like them can be read"
-            )
+            raise UnsupportedCheckpoint.at(self.name, what, "use a model like Llama, Qwen2, Qwen3 or Mixtral")
         states: dict[str, dict[str, TensorEntry]] = {key: {} for key in weights}
         for full, held in tensors.items():
             if not (match := _STATE.fullmatch(full)):
@@ -257,11 +243,8 @@ class _Indexing:
         return weights, states
 
     def _written(self) -> dict[tuple[str, str], str]:
-        found = {(WEIGHT, key): key for key in self.folder.tensors}
-        for full in self.folder.tensors:
-            if match := _STATE.fullmatch(full):
-                found[KINDS[match[1]], match[2]] = full
-        return found
+        matches = ((_STATE.fullmatch(full), full) for full in self.folder.tensors)
+        return {(KINDS[match[1]], match[2]) if match else (WEIGHT, full): full for match, full in matches}
 
     def _facts(self, weights: Mapping[str, TensorEntry]) -> tuple[int, int]:
         """Return the number of query groups, and of words. Raises UnsupportedCheckpoint if they are unknown."""
@@ -320,8 +303,7 @@ def _selected(entry: TensorEntry, one: Selection) -> TensorEntry:
 
 def _args(common: Mapping[str, Any]) -> Mapping[str, Any]:
     node = common.get("args")
-    is_known = isinstance(node, Call) and node.func == NAMESPACE and isinstance(node.state, dict)
-    return node.state if is_known else {}
+    return node.state if isinstance(node, Call) and node.func == NAMESPACE and isinstance(node.state, dict) else {}
 
 
 def _read_config(root: Path, name: str) -> Mapping[str, Any]:
