@@ -159,6 +159,8 @@ def lay_out_target(
     base: CheckpointIndex, family: str, stage: int, world_size: int | None, groups: Sequence[ParamGroup] | None
 ) -> OptimizerLayout:
     """Return the optimizer's layout in an output of a format; None keeps the base's ranks or param groups."""
+    if family == MEGATRON:
+        return megatron_writer.arrange(base, world_size)
     settings = base.zero.settings
     if family == UNIVERSAL:  # which has no sub-groups
         settings = replace(settings, sub_group_size=sys.maxsize)

@@ -101,26 +101,40 @@ def layer_shape(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[1:] if key.startswith(LAYERS) and split_key(key)[1] is None else shape
 
 
+def has_row(param: str) -> bool:
+    match = _PARAM.fullmatch(param)
+    return (match[2] if match else param) in {name for row in (_IN_LAYER if match else _ENDS) for name in row.params}
+
+
+def place_of(param: str) -> tuple[int, int, bool]:
+    """Return a key that sorts params with a row in the order of the model."""
+    if match := _PARAM.fullmatch(param):
+        return int(match[1]), _MODULES[match[2].rpartition(".")[0]], param.endswith(".bias")
+    return (-1, 0, False) if param == EMBEDDING else (1 << 30, int(param == HEAD), False)
+
+
+def has_decay(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether Megatron decays a param, or its tensor in a layer: biases and vectors it does not."""
+    return len(shape) > 1 and not name.endswith(".bias")
+
+
 def select(shapes: Mapping[str, tuple[int, ...]], groups: int, vocab: int) -> list[Selection]:
     """Return the params in known tensors, in the order of the model. Raises ValueError for shapes that don't fit."""
-    found: list[tuple[tuple[int, ...], Selection]] = []
+    found: list[Selection] = []
     for key, shape in shapes.items():
         name, number = split_key(key)
         row, each = _ROWS[name], layer_shape(key, shape)
         if not name.startswith(LAYERS):
-            place = (-1 if row.how == VOCAB and row.params[0] == EMBEDDING else 1 << 30,)
-            found += ((place, one) for one in _in_layer(row, key, each, 0, "", (groups, vocab, 0)))
+            found += _in_layer(row, key, each, 0, "", (groups, vocab, 0))
             continue
         queries = shapes[_FUSED.sub("linear_proj.weight", key)][-1] if row.how == QKV else 0
         layers = range(shape[0]) if number is None else (number,)
         for at, layer in enumerate(layers):
             start = at * math.prod(each)
-            for one in _in_layer(row, key, each, start, f"model.layers.{layer}.", (groups, vocab, queries)):
-                module = one.param.removeprefix(f"model.layers.{layer}.").rpartition(".")[0]
-                found.append(((layer, _MODULES[module]), one))
-    if len(params := {one.param for _, one in found}) != len(found):
+            found += _in_layer(row, key, each, start, f"model.layers.{layer}.", (groups, vocab, queries))
+    if len(params := {one.param for one in found}) != len(found):
         raise ValueError(f"{len(found)} tensors have the names of {len(params)} params")
-    return [one for _, one in sorted(found, key=lambda item: item[0])]
+    return sorted(found, key=lambda one: place_of(one.param))
 
 
 def _in_layer(

@@ -53,7 +53,16 @@ from llmtailor.errors import (
 from llmtailor.findings import NOTE, Finding
 from llmtailor.formats.common.dcp_folder import Folder, read_folder
 from llmtailor.formats.format import Draft, usual_dtype
-from llmtailor.formats.megatron.names import EMBEDDING, HEAD, Selection, is_expert, is_known, layer_shape, select
+from llmtailor.formats.megatron.names import (
+    EMBEDDING,
+    HEAD,
+    Selection,
+    has_decay,
+    is_expert,
+    is_known,
+    layer_shape,
+    select,
+)
 from llmtailor.loaders.files import BACKEND, COMMON, CONFIG, MANIFEST
 from llmtailor.loaders.read import file_fact
 from llmtailor.model.parts import Param
@@ -127,7 +136,7 @@ def assign(keys: Mapping[str, tuple[int, ...]], identities: Sequence[tuple[bool,
     owner = {}
     for key, shape in keys.items():
         at_end = key in ("embedding.word_embeddings.weight", "output_layer.weight")
-        wanted = (len(shape) < 2 or key.endswith(".bias"), is_expert(key), at_end)
+        wanted = (not has_decay(key, shape), is_expert(key), at_end)
         expected = tuple(flag and there for flag, there in zip(wanted, has, strict=True))
         fitting = [at for at, one in enumerate(identities) if one == expected]
         if len(fitting) != 1:
@@ -185,7 +194,7 @@ class _Indexing:
                 ParamGroup(tuple(own), {key: value for key, value in one.items() if key not in OWN_OPTIONS})
                 for own, one in zip(names, options, strict=True)
             ),
-            sub_groups=tuple(SubGroup(at, (name,), steps[at]) for at, own in enumerate(names) for name in own),
+            sub_groups=tuple(SubGroup(at, tuple(own), steps[at]) for at, own in enumerate(names)),
             files={path.name: fact for path in sorted(self.root.iterdir()) if (fact := file_fact(path))},
             findings=(*self.folder.findings, *self._notes(dropped)),
             unreadable=self.folder.unreadable,

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, MegatronLayout
 from llmtailor.checkpoint.layout import Bytes, Cast, Copy, FileLayout, Piece, Slot, Zeros
-from llmtailor.checkpoint.optimizer import OptimizerLayout, without_names
+from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, without_names
 from llmtailor.checkpoint.placement import Box
 from llmtailor.checkpoint.schema import refuse_cuts
 from llmtailor.containers.dcp import cut_rows
@@ -24,8 +24,18 @@ from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, coun
 from llmtailor.formats.common.dcp_builder import FolderBuilder
 from llmtailor.formats.common.states import kinds_by_param, step_node
 from llmtailor.formats.format import accept_any
-from llmtailor.formats.megatron.names import EMBEDDING, LAYERS, Selection, layer_shape, select, stack
-from llmtailor.formats.megatron.read import RESHARDABLE, SHARDING, assign, find_optimizers, identity_of
+from llmtailor.formats.megatron.names import (
+    EMBEDDING,
+    LAYERS,
+    Selection,
+    has_decay,
+    has_row,
+    layer_shape,
+    place_of,
+    select,
+    stack,
+)
+from llmtailor.formats.megatron.read import RESHARDABLE, SHARDING, find_optimizers
 from llmtailor.loaders.files import BACKEND, COMMON, CONFIG
 from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import Wanted, carry
@@ -33,11 +43,8 @@ from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, WEIGHT,
 
 check = accept_any
 _NAMES = {MASTER: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
-_GROUPS: Mapping[bool, Mapping[str, Any]] = {
-    decays: {"wd_mult": float(decays), "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-    for decays in (True, False)
-}
-"""What identifies the param groups of a run without options of its own"""
+_GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+"""What identifies the param groups, besides ``wd_mult``, if a run has no options for some params"""
 _METADATA = {
     "distrib_optim_sharding_type": RESHARDABLE,
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -64,6 +71,8 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     Raises UnsupportedCheckpoint or MismatchError for a base that Megatron's tensors can't hold.
     """
     _check_base(base)
+    if wanted.from_group is not None:
+        raise MismatchError.at("--groups", "Megatron-core decides its param groups itself", "leave --groups out")
     own = base.train.megatron
     shapes = {key: own.tensors[key].shape for kind, key in own.written if kind == WEIGHT} if own else _stacked(base)
     groups = own.groups if own else _query_groups(base)
@@ -77,8 +86,34 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     target.add_objects(folder)
     backend = FileLayout(BACKEND, (Bytes(json.dumps(_BACKEND).encode(), "the name of the format"),))
     kept = [carry(path, fact) for path, fact in base.files.items() if path == CONFIG]
-    common, notices = target.common()
-    return [*folder.finish(), lay_out_torch_file(COMMON, common), backend, *kept], [*notices, *target.notices()]
+    common = lay_out_torch_file(COMMON, target.common())
+    return [*folder.finish(), common, backend, *kept], target.notices()
+
+
+def arrange(base: CheckpointIndex, world_size: int | None) -> OptimizerLayout:
+    """Return Megatron's own param groups, each with one step.
+
+    Raises MismatchError if a base's groups differ in more than the params that decay.
+    """
+    groups = base.groups
+    if base.train.megatron is None:
+        group_of = {param: group for group in base.groups for param in group.params}
+        known = sorted((name for name in group_of if has_row(name)), key=place_of)  # `lay_out` refuses others
+        groups = tuple(
+            _joined(base, [name for name in known if has_decay(name, base.params[name].shape) == decays], group_of)
+            for decays in (True, False)
+        )
+    cut = tuple(SubGroup(at, group.params) for at, group in enumerate(groups))
+    return OptimizerLayout(0, world_size or base.world_size, groups, cut)
+
+
+def _joined(base: CheckpointIndex, params: Sequence[str], group_of: Mapping[str, ParamGroup]) -> ParamGroup:
+    options = [without_names(group_of[name].hyper) for name in params]
+    if differing := sorted({key for one in options for key in one if one[key] != options[0].get(key)}):
+        what = f"params that are one group under Megatron differ in {some(differing)}"
+        fix = "use a base with the usual two groups: no weight decay for biases and norms"
+        raise MismatchError.at(base.name, what, fix)
+    return ParamGroup(tuple(params), options[0] if options else {})
 
 
 def _check_base(base: CheckpointIndex) -> None:
@@ -199,58 +234,42 @@ class _Target:
                     key = f"{LAYERS}{module}._extra_state/shard_{layer}.{expert}_{layers}.{experts}"
                     folder.add_object((key,), [None])
 
-    def common(self) -> tuple[dict[str, Any], list[Problem]]:
-        """Return the tree of ``common.pt``, and notices."""
-        layout, notices = self.wanted.layout, list[Problem]()
-        steps = [[one.step or 0.0 for one in layout.sub_groups if one.group == at] for at in range(len(layout.groups))]
-        newest = [max(own, default=float(self.base.global_step)) for own in steps]
-        if any(min(own, default=0) != max(own, default=0) for own in steps):
-            what = "Megatron-core counts steps per param group: states of older steps get the step of the newest"
-            notices.append(Problem("step", what, "nothing; Adam's bias correction of them is that of the newest step"))
+    def common(self) -> dict[str, Any]:
+        """Return the tree of ``common.pt``."""
+        layout = self.wanted.layout
+        nodes = [
+            {**group.hyper, "step": one.step or 0.0}
+            for group, one in zip(layout.groups, layout.sub_groups, strict=True)
+        ]
         if self.own:
-            return self._updated(self.own, newest), notices
-        nodes = self._new_groups(layout, newest)
+            return self._updated(self.own, nodes)
         return {
             "iteration": self.base.global_step,
             "checkpoint_version": 3.0,
-            "optimizer": {"optimizer": {"param_groups": nodes}, SHARDING: RESHARDABLE},
+            "optimizer": {
+                "optimizer": {"param_groups": [{**_GROUP, "wd_mult": 1.0 - at} | one for at, one in enumerate(nodes)]},
+                SHARDING: RESHARDABLE,
+            },
             "content_metadata": dict(_METADATA),
-        }, notices
+        }
 
-    def _updated(self, own: MegatronLayout, steps: Sequence[float]) -> dict[str, Any]:
-        if [group.params for group in self.wanted.layout.groups] != [group.params for group in self.base.groups]:
-            raise MismatchError.at("--groups", "Megatron-core decides its param groups itself", "leave --groups out")
-        numbers, tree = iter(range(len(steps))), own.common["optimizer"]
-        nodes: list[dict[str, Any]] = []
+    def _updated(self, own: MegatronLayout, nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return that of the base, with other param groups."""
+        left, made = iter(nodes), list[dict[str, Any]]()
         for one in find_optimizers(own.common, COMMON):
             inner = dict(one["optimizer"])
-            at = [next(numbers) for _ in inner["param_groups"]]
+            pairs = [(node, next(left)) for node in inner["param_groups"]]
             inner["param_groups"] = [
-                node | self.wanted.layout.groups[number].hyper | ({"step": steps[number]} if "step" in node else {})
-                for node, number in zip(inner["param_groups"], at, strict=True)
+                {**node, **{key: value for key, value in new.items() if key != "step" or key in node}}
+                for node, new in pairs
             ]
             if "common_step" in inner.get("state", {}):
-                step = max((steps[number] for number in at), default=0.0)
+                step = max((new["step"] for _, new in pairs), default=0.0)
                 inner["state"] = {**inner["state"], "common_step": step_node(self.base, step, "the optimizer")}
-            nodes.append({**one, "optimizer": inner})
-        chained = {key: nodes.pop(0) for key in tree if isinstance(key, int)} if "optimizer" not in tree else nodes[0]
+            made.append({**one, "optimizer": inner})
+        tree = own.common["optimizer"]
+        chained = made[0] if "optimizer" in tree else {key: made.pop(0) for key in tree if isinstance(key, int)}
         return {**own.common, "iteration": self.base.global_step, "optimizer": {**tree, **chained}}
-
-    def _new_groups(self, layout: OptimizerLayout, steps: Sequence[float]) -> list[dict[str, Any]]:
-        """Return Megatron's two groups. Raises MismatchError if the base's groups differ more than in weight decay."""
-        nodes = [dict(_GROUPS[decays]) for decays in (True, False)]
-        shapes = {key: layer_shape(key, shape) for key, shape in self.shapes.items()}
-        owner = assign(shapes, [identity_of(node) for node in nodes], self.base.name)
-        group_of = {param: at for at, group in enumerate(layout.groups) for param in group.params}
-        for number, node in enumerate(nodes):
-            found = {group_of[one.param] for one in self.selections if owner[one.key] == number}
-            options = [{**without_names(layout.groups[at].hyper), "step": steps[at]} for at in sorted(found)]
-            if differing := sorted({key for one in options for key in one if one[key] != options[0].get(key)}):
-                what = f"params that are one group under Megatron differ in {some(differing)}"
-                fix = "use a base with the usual two groups: no weight decay for biases and norms"
-                raise MismatchError.at(self.base.name, what, fix)
-            node |= {key: value for key, value in (options or [{}])[0].items() if key != "initial_lr"}
-        return nodes
 
     def notices(self) -> list[Problem]:
         found = []
