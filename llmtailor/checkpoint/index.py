@@ -18,9 +18,11 @@ from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIG
 from llmtailor.storage.local import FileFact
 
 DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL = "deepspeed", "universal", "trainer", "fsdp", "dcp", "verl"
+MEGATRON = "megatron"
 """Families of formats: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's run without
-DeepSpeed and FSDP, its FSDP run, any loop that saves with torch.distributed.checkpoint, and verl's FSDP2 run"""
-FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL)
+DeepSpeed and FSDP, its FSDP run, any loop that saves with torch.distributed.checkpoint, verl's FSDP2 run, and
+Megatron-core"""
+FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL, MEGATRON)
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
 """Clients, beside those named like the families `TRAINER`, `DEEPSPEED`, `DCP` and `VERL`; see `loaders.loader`"""
 
@@ -79,6 +81,21 @@ class DcpKeyLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class MegatronLayout:
+    """What a checkpoint of Megatron-core holds, by Megatron's own keys."""
+
+    common: Mapping[str, Any]
+    """``common.pt``, without what may not be written back"""
+    groups: int
+    """Of queries, each with a key and a value"""
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, Extent]
+    """Pickles, such as random states"""
+    written: Mapping[tuple[str, str], str]
+    """Kind of state, and key of the weight -> key of the state"""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainState:
     """The state of a training besides its tensors: for any format, or for the same framework only."""
 
@@ -95,6 +112,7 @@ class TrainState:
     """DeepSpeed: the ``model_states``, of each rank or of all, without params and buffers"""
     dcp: DcpKeyLayout | None = None
     """FSDP and others that save with torch.distributed.checkpoint"""
+    megatron: MegatronLayout | None = None
     step_dtype: str = "F32"
     """Of a step that is a tensor, in a torch optimizer's state dict"""
 
@@ -210,7 +228,7 @@ class Form:
     @property
     def has_masters(self) -> bool:
         """Whether there are masters in addition to the weights; see `OptimizerLayout.has_masters`."""
-        return self.stage > 0
+        return self.stage > 0 or self.framework == MEGATRON
 
     @property
     def has_buffers_by_rank(self) -> bool:

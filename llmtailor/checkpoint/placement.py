@@ -286,6 +286,32 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
+class Selected:
+    """Runs of elements of a larger tensor, in order: one layer of stacked ones, the queries of a fused qkv.
+
+    ::
+
+        tensor                  q0 q1 k0 v0 q2 q3 k1 v1         the rows of two groups
+        queries                 q0 q1 q2 q3                     cuts (0, 2, 4), offsets (0, 4)
+    """
+
+    place: Placement
+    """Of the larger tensor"""
+    cuts: tuple[int, ...]
+    """The first element of each run, ascending from 0, and where the last one ends"""
+    offsets: tuple[int, ...]
+    """Where each run begins in the larger tensor"""
+
+    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+        at = bisect_right(self.cuts, begin) - 1
+        while begin < end:
+            until, shift = min(end, self.cuts[at + 1]), self.cuts[at] - self.offsets[at]
+            for low, high, extent, encoding in self.place.cover(begin - shift, until - shift):
+                yield Fragment(low + shift, high + shift, extent, encoding)
+            begin, at = until, at + 1
+
+
+@dataclass(frozen=True, slots=True)
 class Absent:
     """Nowhere: a partial checkpoint records the state's dtype and shape, but does not hold it."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, VERL, CheckpointIndex
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, MEGATRON, TRAINER, UNIVERSAL, VERL, CheckpointIndex
 from llmtailor.checkpoint.layout import Plan
 from llmtailor.checkpoint.optimizer import count_ranks
 from llmtailor.checkpoint.sources import Sources
@@ -200,6 +200,7 @@ _WITH = {
     FSDP: " and FSDP",
     DCP: "",
     VERL: " and FSDP2",
+    MEGATRON: "",
 }
 """Family of formats -> what the client resumes it with"""
 
@@ -210,7 +211,7 @@ def card(report: Report, tool_version: str, family: str, stage: int, loader: Loa
         resumes = _UNIVERSAL if family == UNIVERSAL else loader.title
     else:
         resumes = ("Hugging Face Trainer" if loader.name == TRAINER else loader.title) + _WITH[family]
-    has_masters = family in (DEEPSPEED, UNIVERSAL)
+    has_masters = family in (DEEPSPEED, UNIVERSAL, MEGATRON)
     holds = "weights, fp32 master weights and optimizer moments" if has_masters else "weights and optimizer moments"
     ranks = count_ranks(report.mesh)
     rows = "\n".join(

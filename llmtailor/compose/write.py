@@ -23,7 +23,7 @@ from typing import Any
 
 from llmtailor import __version__
 from llmtailor.balance import deal
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import MEGATRON, CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, LinkLayout, Piece, Plan
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
@@ -100,7 +100,7 @@ def make_manifest(
     what was merged, to recognize the same merge.
     """
     # Skip ZeRO's rounded masters: a digest depends neither on the stage nor on names on disk.
-    rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
+    rounded = (MODULE, WEIGHT) if composition.target.has_masters or composition.family == MEGATRON else (MODULE,)
     crcs: dict[str, list[tuple[State, int, int]]] = defaultdict(list)
     for state, num_bytes, crc in _state_crcs(results, rounded):
         crcs[composition.structure.part_of[state.param]].append((state, num_bytes, crc))

@@ -51,6 +51,8 @@ ALLOWED = {
         *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     },
     _FILESYSTEM: {"_StorageInfo"},
+    # Megatron-core adds the plans of all ranks, which are not used here
+    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
     "torch": {"Size", *TORCH_DTYPES},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},

@@ -672,7 +672,7 @@ def read_pickle(
         damage = error
     refused = [name for name in machine.globals if name.name not in allowed.get(name.module, ())]
     if damage is None and any(name in GETATTR for name in refused):  # fine for members of enums, which are decoded
-        named = _named(tree, set())
+        named = globals_in(tree)
         refused = [name for name in refused if name not in GETATTR or name in named]
     if refused and not any_names:
         texts = (f"the pickle names {name}, which no checkpoint needs" for name in refused[:_SHOWN])
@@ -692,6 +692,11 @@ def read_pickle(
 def check_tree(tree: Any) -> None:
     """Raise ValueError for a tree crafted to exhaust the memory or time of code that walks or loads it."""
     _measure(tree, 0, {})
+
+
+def globals_in(node: Any) -> set[Global]:
+    """Return every global that a tree names."""
+    return _named(node, set())
 
 
 def _named(node: Any, done: set[int]) -> set[Global]:

@@ -13,7 +13,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, ELASTIC, FSDP, TRAINER, UNIVERSAL, VERL, CheckpointIndex, Survey
+from llmtailor.checkpoint.index import (
+    DCP,
+    DEEPSPEED,
+    ELASTIC,
+    FSDP,
+    MEGATRON,
+    TRAINER,
+    UNIVERSAL,
+    VERL,
+    CheckpointIndex,
+    Survey,
+)
 from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout, ParamGroup, lay_out_optimizer
 from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
@@ -24,6 +35,8 @@ from llmtailor.formats.common.param_names import describe_model
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.format import Reader, Writer, finish
+from llmtailor.formats.megatron import read as megatron_reader
+from llmtailor.formats.megatron import write as megatron_writer
 from llmtailor.formats.partial import read as partial_reader
 from llmtailor.loaders.files import FOLDER, is_rng_file
 from llmtailor.loaders.loader import LOADERS, loader_of
@@ -37,7 +50,7 @@ from llmtailor.timing import Stopwatch
 logger = logging.getLogger(__name__)
 
 
-READERS: tuple[Reader, ...] = (partial_reader, lightning, dcp_reader, plain, universal, zero)
+READERS: tuple[Reader, ...] = (partial_reader, lightning, megatron_reader, dcp_reader, plain, universal, zero)
 """In the order in which they are tried; the last one reports why a folder is of no format."""
 
 
@@ -48,6 +61,7 @@ _WRITERS: Mapping[str, Writer] = {
     FSDP: DcpWriter(FSDP),
     DCP: DcpWriter(DCP),
     VERL: DcpWriter(VERL),
+    MEGATRON: megatron_writer,
 }
 
 
@@ -170,6 +184,8 @@ def lay_out_target(
     if (ranks := world_size or base.world_size) % tp:
         what = f"{counted(ranks, 'rank')} can't be dealt to tensor parallelism of {tp} ranks each"
         raise MismatchError.at("--num-gpu", what, f"use a multiple of {tp}, or --mesh tp=1")
+    if family == MEGATRON:
+        return megatron_writer.arrange(base, world_size)
     settings = base.zero.settings
     if family == UNIVERSAL:  # which has no sub-groups
         settings = replace(settings, sub_group_size=sys.maxsize)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, FSDP, LIGHTNING, TRAINER, VERL
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, FSDP, LIGHTNING, MEGATRON, TRAINER, VERL
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.safetensors import INDEX
 
@@ -25,6 +25,8 @@ CKPT = "checkpoint.ckpt"
 LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
 """A key of everything that Lightning saves"""
 CONFIG = "config.json"
+COMMON, BACKEND = "common.pt", "metadata.json"
+"""Of Megatron-core: everything that is not sharded, and the name of the format"""
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """What a PEFT run saves instead of the model's weights and config"""
 MANIFEST = "llmtailor.json"
@@ -115,6 +117,7 @@ TABLE = (
     FileName(VERL_RANK.pattern, VERL, Holds.STATES),
     *_named(VERL, Holds.PROGRESS, VERL_CONFIG, is_sign=False),
     FileName(rf"{re.escape(METADATA)}|{DATA_FILE.pattern}", DCP, Holds.STATES, is_known=False),
+    *_named(MEGATRON, Holds.STATES, COMMON, BACKEND),
     FileName(rf".*\.safetensors|{re.escape(INDEX)}", MODEL, Holds.WEIGHTS, is_known=False),
     FileName(r"pytorch_model.*\.(bin|json)|adapter_model\.bin", MODEL, Holds.WEIGHTS, is_known=False),
     *_named(MODEL, Holds.SETTINGS, CONFIG, ADAPTER_CONFIG, "generation_config.json", "preprocessor_config.json"),

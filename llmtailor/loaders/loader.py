@@ -28,7 +28,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, LIGHTNING, TRAINER, UNIVERSAL, VERL, CheckpointIndex
+from llmtailor.checkpoint.index import (
+    ACCELERATE,
+    DCP,
+    DEEPSPEED,
+    LIGHTNING,
+    MEGATRON,
+    TRAINER,
+    UNIVERSAL,
+    VERL,
+    CheckpointIndex,
+)
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
@@ -147,6 +157,12 @@ LOADERS = {
             settings="huggingface/",
             saves_rng=False,
         ),
+        Loader(
+            MEGATRON,
+            "Megatron-core",
+            'megatron.core.dist_checkpointing.load(sharded_state_dict, "{}")',
+            saves_rng=False,
+        ),
     )
 }
 
@@ -190,7 +206,7 @@ def choose_loader(base: CheckpointIndex, family: str, to: str | None, layout: st
             fix = "leave out --to and --stage" if not base.form.stage else "stay with DeepSpeed: --stage 1, 2 or 3"
             raise MismatchError.at("--stage" if to is None else "--to", f"{base.name}: {what}", fix)
         return LIGHTNING
-    if family in (DCP, VERL):
+    if family in (DCP, VERL, MEGATRON):
         return family
     if base.client == ACCELERATE and to != TRAINER:
         return ACCELERATE
@@ -202,8 +218,8 @@ def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
     fix = f"use --layout {', '.join(able[:-1])} or {able[-1]}, or leave it out"
     if base.client == LIGHTNING:
         what, fix = "only Lightning resumes from the names of a LightningModule's params", "leave out --layout"
-    elif family in (DCP, VERL):
-        title = "a folder of torch.distributed.checkpoint" if family == DCP else "verl's checkpoint"
+    elif family in (DCP, VERL, MEGATRON):
+        title = "verl's checkpoint" if family == VERL else "a folder of torch.distributed.checkpoint"
         what = f"{title} has no files of another loader"
         fix = "leave out --layout, or name another format with --to: deepspeed, universal, trainer or fsdp"
     elif layout == LIGHTNING:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor import __version__
-from llmtailor.checkpoint.index import DCP, FSDP, LIGHTNING, CheckpointIndex
+from llmtailor.checkpoint.index import DCP, FSDP, LIGHTNING, MEGATRON, CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Plan
 from llmtailor.checkpoint.lineage import (
     THINNED,
@@ -451,6 +451,8 @@ def _why_untouchable(index: CheckpointIndex) -> str:
         return "it is a symbolic link"
     if index.client == LIGHTNING and not index.form.stage:
         return "Lightning's one file has no partial form"
+    if index.form.framework == MEGATRON:
+        return "Megatron-core's checkpoints have no partial form"
     contents = survey_contents(index.root)
     lost = [path for path in contents.known if not path.endswith("/") and path not in index.files]
     if contents.unknown:

@@ -20,7 +20,7 @@ from llmtailor.containers.torch_file import list_records
 from llmtailor.documents import document
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, counted
 from llmtailor.findings import ERROR, NOTE, SEVERITIES, WARNING, Finding, folded
-from llmtailor.formats.dcp.folder import is_of_fsdp
+from llmtailor.formats.common.dcp_folder import is_of_fsdp
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.plain import detects as is_plain

@@ -28,7 +28,7 @@ from llmtailor.containers.dcp import KeyPath
 from llmtailor.containers.json import check_kind
 from llmtailor.errors import COPY_CHECKPOINT, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.dcp.folder import Stored
+from llmtailor.formats.common.dcp_folder import Stored
 from llmtailor.loaders.stock_fields import has_adams_options
 
 STATE, GROUPS = "state", "param_groups"

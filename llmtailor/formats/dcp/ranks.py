@@ -48,9 +48,9 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import WARNING, Finding
+from llmtailor.formats.common.dcp_folder import Folder, Stored, join_pieces, walk_optimizer
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
 from llmtailor.formats.common.param_names import ModelFacts, compare_shapes, derived_names, has_names, listed_names
-from llmtailor.formats.dcp.folder import Folder, Stored, join_pieces, walk_optimizer
 from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, TIED
 from llmtailor.loaders.files import FSDP_RANK, VERL_CONFIG, VERL_RANK
 from llmtailor.loaders.write import LR_SCHEDULER

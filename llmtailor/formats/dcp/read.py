@@ -5,7 +5,7 @@ Layouts, as seen with torch 2.13, accelerate 1.15 and transformers 5.23::
     fsdp    pytorch_model_fsdp_0/ and optimizer_0/ (DCP folders) beside the Trainer's scheduler.pt, rng_state_R.pth and
             trainer_state.json: accelerate with SHARDED_STATE_DICT, FSDP1 and FSDP2
             shard-R-model-1-of-1.safetensors instead of pytorch_model_fsdp_0/: transformers.distributed
-            pytorch_model_fsdp.bin and optimizer.bin instead of both: FULL_STATE_DICT, see `folder`
+            pytorch_model_fsdp.bin and optimizer.bin instead of both: FULL_STATE_DICT, see `common.dcp_folder`
             pytorch_model_fsdp_0_rankR.bin and optimizer_0_rankR.bin instead of both: use_dcp=False, see `ranks`
     dcp     one DCP folder with everything: {"model", "optim"} of a loop, torchtitan's step-N
     verl    model_, optim_ and extra_state_world_size_W_rank_R.pt, see `ranks`
@@ -62,8 +62,7 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.states import listed_buffers, listed_ties
-from llmtailor.formats.dcp.folder import (
+from llmtailor.formats.common.dcp_folder import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     Folder,
@@ -74,6 +73,7 @@ from llmtailor.formats.dcp.folder import (
     read_optimizer_file,
     read_shards,
 )
+from llmtailor.formats.common.states import listed_buffers, listed_ties
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
 from llmtailor.formats.dcp.ranks import (
     RankFolders,

@@ -9,9 +9,6 @@ with their defaults. A loader ignores keys that it does not ask for.
 
 verl's ranks, and accelerate's with ``use_dcp=False``, each load a file of their own, see `ranks`. torch compares the
 mesh in it with that of the run, so the mesh is the base's, or one of all ranks; its fields are those of torch 2.13.
-
-As torch saves under FSDP2, a tensor is cut along dimension 0 into ``ceil(rows / ranks)`` rows per rank, so that the
-last ranks may have fewer rows or none; what all ranks have alike is saved once, spread over the ranks.
 """
 
 from __future__ import annotations
@@ -30,20 +27,21 @@ from llmtailor.checkpoint.index import (
     SHARDS,
     VERL,
     CheckpointIndex,
-    DcpEntry,
     DcpKeyLayout,
     TensorEntry,
 )
-from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, LinkLayout, Piece
+from llmtailor.checkpoint.layout import Bytes, FileLayout, LinkLayout
 from llmtailor.checkpoint.optimizer import ParamGroup, with_names, without_names
 from llmtailor.checkpoint.placement import Absent
 from llmtailor.checkpoint.schema import refuse_cuts
-from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, cut_rows, lay_out_metadata
+from llmtailor.containers.dcp import KeyPath, cut_rows
 from llmtailor.containers.dtensor import MESH_FIELDS, Mesh
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
-from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
-from llmtailor.containers.unpickle import Ordered, Quantized, as_tensor, make_tensor, state_tensor
+from llmtailor.containers.torch_file import lay_out_torch_file
+from llmtailor.containers.unpickle import Ordered, Quantized, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.common.dcp_builder import FolderBuilder
+from llmtailor.formats.common.dcp_folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.common.states import (
     NO_STATES,
     check_masters,
@@ -55,7 +53,6 @@ from llmtailor.formats.common.states import (
     step_node,
     written_dtype,
 )
-from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.links import Links
 from llmtailor.formats.dcp.ranks import EXTRA, MODEL, MODEL_OF_RANK, OPTIMIZER, OPTIMIZER_OF_RANK, verl_file
@@ -80,89 +77,7 @@ from llmtailor.loaders.write import (
     scheduler_tree,
     synthesize_files,
 )
-from llmtailor.model.roles import BUFFER, ITEMSIZE, KIND_OF_ROLE, State
-
-
-class FolderBuilder:
-    """A DCP folder being laid out; ``folder`` is relative to the checkpoint, ``""`` for its root."""
-
-    def __init__(self, folder: str, ranks: int, links: Links | None = None):
-        self._folder, self._links = folder, links
-        self._prefix = f"{folder}/" if folder else ""
-        self._pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-        self._ends = [0] * ranks
-        self._next = 0
-        self._entries: dict[str, Entry] = {}
-
-    def add_state(
-        self, path: KeyPath, state: State, dtype: str, shape: tuple[int, ...], *, name: str = "", is_cut: bool = True
-    ) -> None:
-        """Add a state, cut along dimension 0 unless it is in a linked file; ``name`` is that of a weight."""
-        linked = self._links.find(self._folder, name, state, dtype, shape) if self._links is not None else None
-        if linked is not None:
-            self._entries[_key(path)] = Entry(path, dtype, shape, linked)
-            return
-        if not is_cut or not math.prod(shape) or not shape:
-            self.add(path, state_tensor(state, dtype, shape))
-            return
-        chunks, row = [], math.prod(shape[1:])
-        for rank, (low, high) in enumerate(cut_rows(shape[0], len(self._ends))):
-            if low < high:
-                sizes = (high - low, *shape[1:])
-                blob = self._put(rank, state_tensor(state, dtype, sizes, low * row))
-                chunks.append(Chunk((low, *[0] * (len(shape) - 1)), sizes, blob))
-        self._entries[_key(path)] = Entry(path, dtype, shape, tuple(chunks))
-
-    def add(self, path: KeyPath, value: Any) -> None:
-        """Add a value on one rank: a tensor with its own storage as a tensor, anything else as a pickle."""
-        view = as_tensor(value)
-        if view is None:
-            self.add_object(path, value)
-            return
-        tensor = make_tensor(view.storage.dtype, view.shape, view.storage.content)
-        chunk = Chunk((0,) * len(view.shape), view.shape, self._put(self._take_turn(), tensor))
-        self._entries[_key(path)] = Entry(path, view.storage.dtype, view.shape, (chunk,))
-
-    def add_object(self, path: KeyPath, value: Any) -> None:
-        """Add a value as a pickle, whatever it is."""
-        self._entries[_key(path)] = Entry(path, chunks=(Chunk((), (), self._put(self._take_turn(), value)),))
-
-    def add_entry(self, entry: DcpEntry) -> None:
-        """Add a value of the base; a tensor keeps its chunks."""
-        if not entry.is_tensor:
-            self.add_object(entry.path, entry.content)
-            return
-        dtype, shape, boxes = entry.content
-        chunks = []
-        for offsets, sizes, extent in boxes:
-            whole = (Copy(extent),) if math.prod(sizes) * ITEMSIZE[dtype] else ()
-            chunks.append(Chunk(offsets, sizes, self._put(self._take_turn(), make_tensor(dtype, sizes, whole))))
-        self._entries[_key(entry.path)] = Entry(entry.path, dtype, shape, tuple(chunks))
-
-    def finish(self) -> list[FileLayout]:
-        """Return the layouts of the folder's files."""
-        files = [FileLayout(self._prefix + _file(rank), tuple(pieces)) for rank, pieces in enumerate(self._pieces)]
-        return [*files, lay_out_metadata(self._prefix + METADATA, self._entries)]
-
-    def _take_turn(self) -> int:
-        self._next += 1
-        return (self._next - 1) % len(self._ends)
-
-    def _put(self, rank: int, tree: Any) -> Blob:
-        start = self._ends[rank]
-        pieces = lay_out_torch_blob(_file(rank), tree, start)
-        self._pieces[rank] += pieces
-        self._ends[rank] = start + sum(piece.num_bytes for piece in pieces)
-        return Blob(_file(rank), start, self._ends[rank])
-
-
-def _file(rank: int) -> str:
-    return f"__{rank}_0.distcp"
-
-
-def _key(path: KeyPath) -> str:
-    return ".".join(map(str, path))
-
+from llmtailor.model.roles import BUFFER, KIND_OF_ROLE, State
 
 _STYLES = {
     FSDP: DcpKeyLayout("model", "optimizer"),

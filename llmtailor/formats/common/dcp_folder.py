@@ -61,7 +61,7 @@ class Stored:
 class Folder:
     tensors: Mapping[str, Stored] = field(default_factory=dict)
     objects: Mapping[str, tuple[KeyPath, Any]] = field(default_factory=dict)
-    """Key -> path, and the decoded object"""
+    """Key -> path, and the decoded object, or its extent"""
     ranks: int = 1
     files: tuple[str, ...] = ()
     """Its data files and metadata, relative to the checkpoint, whether they exist or not"""
@@ -71,11 +71,19 @@ class Folder:
     findings: tuple[Finding, ...] = ()
 
 
-def read_folder(root: Path, folder: str, name: str, problems: Problems, linked: Collection[str] = ()) -> Folder | None:
+def read_folder(
+    root: Path,
+    folder: str,
+    name: str,
+    problems: Problems,
+    linked: Collection[str] = (),
+    *,
+    decodes: bool = True,
+) -> Folder | None:
     """Read ``root/folder`` (``""`` is the root itself); None if its ``.metadata`` can't be used.
 
     Damage is added to ``problems``. Of the tensors only the zip headers are read. Of the files in ``linked``, links to
-    those of another save, parts may be unused.
+    those of another save, parts may be unused. Without ``decodes``, other objects are the `Extent` of their pickle.
     """
     prefix = f"{folder}/" if folder else ""
     where = PathIn(name, prefix + METADATA)
@@ -86,7 +94,7 @@ def read_folder(root: Path, folder: str, name: str, problems: Problems, linked: 
     grids = attempt(lambda: {key: _grid(key, entry, where) for key, entry in tensor_entries.items()}, problems)
     if grids is None:
         return None
-    blobs = _Blobs(root, prefix, name, problems, linked)
+    blobs = _Blobs(root, prefix, name, problems, linked, decodes)
     blobs.read(entries)
     tensors = {key: _stored(entry, grids[key], blobs, prefix) for key, entry in tensor_entries.items()}
     objects = {
@@ -141,8 +149,9 @@ def _size(path: Path) -> int:
 class _Blobs:
     """Decodes the blobs of a folder, file by file in the order of their bytes."""
 
-    def __init__(self, root: Path, prefix: str, name: str, problems: Problems, linked: Collection[str]):
+    def __init__(self, root: Path, prefix: str, name: str, problems: Problems, linked: Collection[str], decodes: bool):
         self.root, self.prefix, self.name, self.problems, self.linked = root, prefix, name, problems, linked
+        self.decodes = decodes
         self.objects: dict[Blob, Any] = {}
         self.places: dict[Blob, Extent] = {}
         """Where the elements of a tensor's blob are"""
@@ -173,6 +182,8 @@ class _Blobs:
                         window = Window(file, blob.start, blob.stop)
                         if entry.is_tensor:
                             self.places[blob] = self._place(window, file, key, entry, chunk, where)
+                        elif not self.decodes:
+                            self.objects[blob] = Extent(self.at(path), blob.start, blob.stop)
                         else:
                             self.objects[blob] = decode_torch_file(window, self.at(path), where).tree
             except SourceError as error:
