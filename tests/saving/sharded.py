@@ -1,7 +1,7 @@
 """Trainings under fully_shard on CPU ranks over gloo, forked from one process, with the saver and the truth.
 
-``mesh`` is FSDP2 over tensor parallelism: MLPs are cut by rows and columns. Under HSDP, some params are frozen, a frozen module is one that the config does not describe, and it has two names; the
-learning rate is a tensor.
+``mesh`` is FSDP2 over tensor parallelism: MLPs are cut by rows and columns. Under HSDP, some params are frozen, a
+frozen module is one that the config does not describe, and it has two names; the learning rate is a tensor.
 """
 
 from __future__ import annotations
@@ -140,6 +140,11 @@ def train(kind: str, folder: Path, rank: int) -> None:
     if rank == 0:
         torch.save((truth, losses), folder / "truth.pt")
     if kind == "mesh":
+        rounded = {"policy": "full", "masters": "24bit", "moments": "8bit"}
+        saver = saver_for(folder / "rounded", model=model, optimizer=optimizer, scheduler=scheduler, **rounded)
+        saver.start(STEPS)
+        saver.save(STEPS)
+        saver.close()
         resume(kind, folder, 2, losses, rank)
 
 
