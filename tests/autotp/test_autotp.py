@@ -47,7 +47,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"client": "accelerate", "fsdp": True, "tp": 1, "stage": 0},
     ),
 }
-CASES = long_but({"tp 1", "dp 1", "stage 3", "tp 3", "fsdp"}, RESUMED)
+CASES = long_but({"tp 1", "dp 1", "tp 3"}, RESUMED)
 """What is written from a training, and how it is resumed by DeepSpeed, and by accelerate with FSDP2"""
 
 
