@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-core: made by hand in its layout, and by itself where it is installed."""

@@ -1,0 +1,183 @@
+"""Megatron-core's checkpoints: read under Hugging Face names, written, and refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.composing import convert, merge
+from helpers.states import read
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.placement import Contiguous, Extent, Selected
+from llmtailor.errors import MismatchError, UnsupportedCheckpoint
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import State
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
+from megatron_core.by_hand import Model, config, fuse, load, save
+
+MODELS = {
+    "llama": Model(),
+    "tied": Model(is_tied=True),
+    "by-layer": Model(is_stacked=False),
+    "qwen2": Model("qwen2"),
+    "qwen3": Model("qwen3"),
+    "mixtral": Model("mixtral"),
+}
+
+
+def assert_has(index: CheckpointIndex, model: Model, kinds: str = "weight master exp_avg exp_avg_sq") -> None:
+    states = model.states()
+    assert [*index.params] == [*model.shapes()]
+    for kind in kinds.split():
+        for name, value in states[kind].items():
+            assert torch.equal(read(index.root, index.held[State(name, kind)]), value), (name, kind)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_states_are_those_of_the_model(name, tmp_path):
+    model = MODELS[name]
+    verdict = verify_checkpoint(save(model, tmp_path / "x"), deep=True)
+    assert verdict.level == RESUMABLE, verdict.findings
+    index = verdict.index
+    assert_has(index, model)
+    assert (index.format, index.global_step, index.world_size, index.precision) == ("megatron", 3, 4, "BF16")
+    assert dict(index.tied) == ({"lm_head.weight": "model.embed_tokens.weight"} if model.is_tied else {})
+    decays = {name for name, shape in model.shapes().items() if len(shape) > 1}
+    assert [set(group.params) for group in index.groups] == [decays, model.shapes().keys() - decays]
+    assert [group.hyper["weight_decay"] for group in index.groups] == [0.1, 0.0]
+    assert set(index.steps().values()) == {3.0}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_copy_is_what_torch_loads_of_the_base(name, tmp_path):
+    base = save(MODELS[name], tmp_path / "x")
+    found, wanted = load(convert(base, tmp_path / "y", world_size=3)), load(base)
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value, key
+    common = torch.load(tmp_path / "y" / "common.pt", weights_only=False)
+    before = torch.load(base / "common.pt", weights_only=False)
+    args = vars(before.pop("args"))
+    del args["attention_backend"]  # a class of Megatron's is not written
+    assert vars(common.pop("args")) == args
+    assert common == before
+
+
+@pytest.mark.parametrize("to", ["dcp", "fsdp", "trainer", "deepspeed"])
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "mixtral"])
+def test_there_and_back(name, to, tmp_path):
+    model = MODELS[name]
+    base = save(model, tmp_path / "x")
+    (base / "config.json").write_text(config(model))
+    over = convert(base, tmp_path / "over", to=to)
+    assert_has(index_checkpoint(over), model, "master exp_avg exp_avg_sq")
+    (over / "config.json").write_text(config(model))
+    back = convert(over, tmp_path / "back", to="megatron", dtype="BF16", world_size=3)
+    assert_has(index_checkpoint(back), model)
+    found = load(back)
+    for kind, prefix in (("weight", ""), ("exp_avg", "optimizer.state.exp_avg.")):
+        for key, value in fuse(model, model.states()[kind], 0.5).items():
+            rows = 11 if key.startswith(("embedding", "output")) else None  # without padding
+            assert torch.equal(found[prefix + key], value[:rows]), key
+    groups = torch.load(back / "common.pt", weights_only=False)["optimizer"]["optimizer"]["param_groups"]
+    assert [(one["wd_mult"], one["weight_decay"], one["step"]) for one in groups] == [(1.0, 0.1, 3.0), (0.0, 0.0, 3.0)]
+
+
+def test_a_layer_of_another_save_and_the_padding_of_the_base(tmp_path):
+    old, new = Model(step=3.0, seed=1), Model(step=5.0, seed=2)
+    merge(save(new, tmp_path / "new"), tmp_path / "out", {"layers 1": save(old, tmp_path / "old")})
+    index = index_checkpoint(tmp_path / "out")
+    states = {kind: {**values} for kind, values in new.states().items()}
+    for kind, values in old.states().items():
+        states[kind] |= {name: value for name, value in values.items() if ".layers.1." in name}
+        for name, value in states[kind].items():
+            assert torch.equal(read(index.root, index.held[State(name, kind)]), value), (name, kind)
+    assert torch.equal(load(tmp_path / "out")["output_layer.weight"][11:], torch.full((3, 6), 0.5).bfloat16())
+    assert set(index.steps().values()) == {5.0}
+
+
+def test_what_the_names_leave_open_is_asked_for(tmp_path):
+    folder = save(Model(), tmp_path / "x", num_query_groups=None, vocab_size=None)
+    with pytest.raises(UnsupportedCheckpoint) as caught:
+        index_checkpoint(folder)
+    assert [problem.fix for problem in caught.value.problems] == [
+        "put the model's config.json (of Hugging Face) into the folder"
+    ] * 2
+    (folder / "config.json").write_text(config(Model()))
+    assert_has(index_checkpoint(folder), Model())
+
+
+def test_a_base_needs_the_number_of_key_heads(tmp_path):
+    over = convert(save(Model(), tmp_path / "x"), tmp_path / "over", to="dcp")
+    with pytest.raises(UnsupportedCheckpoint, match="key and value heads"):
+        convert(over, tmp_path / "back", to="megatron")
+
+
+def _by_bucket(folder: Path) -> None:
+    common = torch.load(folder / "common.pt", weights_only=False)
+    common["optimizer"]["param_state_sharding_type"] = "dp_reshardable"
+    torch.save(common, folder / "common.pt")
+
+
+def _zarr(folder: Path) -> None:
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+
+
+def _one_more_group(folder: Path) -> None:
+    common = torch.load(folder / "common.pt", weights_only=False)
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    groups.append(groups[0])
+    torch.save(common, folder / "common.pt")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_by_bucket, "dp_reshardable.*--dist-ckpt-optim-fully-reshardable"),
+        (_zarr, "zarr.*--ckpt-format torch_dist"),
+        (_one_more_group, "do not list their params"),
+    ],
+)
+def test_refused_by_name(damage, message, tmp_path):
+    damage(folder := save(Model(), tmp_path / "x"))
+    with pytest.raises(UnsupportedCheckpoint, match=f"(?s){message}"):
+        index_checkpoint(folder)
+
+
+def test_tensors_without_a_counterpart(tmp_path):
+    folder = save(replace(Model(), is_stacked=False), tmp_path / "x")
+    data = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(data.replace(b"mlp.linear_fc2.weight", b"mlp.linear_fcX.weight"))
+    with pytest.raises(UnsupportedCheckpoint, match="linear_fcX"):
+        index_checkpoint(folder)
+
+
+def test_groups_that_differ_in_more_than_decay(tmp_path):
+    over = convert(save(Model(), tmp_path / "x"), tmp_path / "over", to="trainer")
+    (over / "config.json").write_text(config(Model()))
+    tree = torch.load(over / "optimizer.pt", weights_only=False)
+    names = tree["param_groups"][0]["lt_params"]
+    first = {**tree["param_groups"][0], "params": [0], "lt_params": names[:1], "lr": 0.5}
+    rest = {**tree["param_groups"][0], "params": tree["param_groups"][0]["params"][1:], "lt_params": names[1:]}
+    tree["param_groups"] = [first, rest, *tree["param_groups"][1:]]
+    torch.save(tree, over / "optimizer.pt")
+    with pytest.raises(MismatchError, match="differ in lr"):
+        convert(over, tmp_path / "back", to="megatron", dtype="BF16")
+
+
+def test_selected_runs():
+    place = Selected(Contiguous(Extent("f", 100, 132), 4), (0, 2, 5), (1, 4))
+    assert [(*one[:2], *one.extent[1:]) for one in place.cover(0, 5)] == [(0, 2, 104, 112), (2, 5, 116, 128)]
+    assert [(*one[:2], *one.extent[1:]) for one in place.cover(1, 4)] == [(1, 2, 108, 112), (2, 4, 116, 124)]
+
+
+def test_a_removed_data_file_is_reported(tmp_path):
+    folder = save(Model(), tmp_path / "x")
+    shutil.move(folder / "__0_1.distcp", tmp_path)
+    verdict = verify_checkpoint(folder)
+    assert any("__0_1.distcp" in f"{finding.where}" for finding in verdict.findings)
