@@ -161,7 +161,7 @@ SOURCES = [
     # other parallelism, and other kinds of checkpoint, are refused by name
     (touch("layer_00-model_00-model_states.pt"), 4, ["pipeline parallelism"]),
     (touch("layer_0_expert_0_mp_rank_00_model_states.pt"), 4, ["expert parallelism"]),
-    (touch("zero_pp_rank_0_mp_rank_01_model_states.pt"), 4, ["2 tensor-parallel ranks", "say that there were 1"]),
+    (touch("zero_pp_rank_0_mp_rank_01_model_states.pt"), 4, ["2 tensor-parallel ranks, but"]),
     (lambda run: (run / "checkpoint-100/global_step100/offloaded_tensors").mkdir(), 4, ["NVMe"]),
     (both(without_zero), 4, ["without ZeRO (stage 0)"]),
     (config(mp_world_size=2), 4, ["tensor parallelism"]),

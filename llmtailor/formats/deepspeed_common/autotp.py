@@ -197,9 +197,7 @@ def _facts(index: CheckpointIndex, trained: Collection[str]) -> dict[str, object
 def without_tensor_parallel(base: CheckpointIndex) -> CheckpointIndex:
     """Return a base as if its run had no tensor parallelism: with what the first rank's files say besides that."""
 
-    def change(tree: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        if tree is None:
-            return None
+    def change(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         changed = {key: value for key, value in tree.items() if key != INFO}
         if isinstance(config := tree.get("ds_config"), dict):
             changed["ds_config"] = {key: value for key, value in config.items() if key != "tensor_parallel"}
@@ -209,10 +207,11 @@ def without_tensor_parallel(base: CheckpointIndex) -> CheckpointIndex:
             changed[_DEGREES] = {**degrees, "tp_degree": 1}
         return changed
 
-    train = base.train
-    optim, model = (tuple(map(change, trees[:: base.tp])) for trees in (train.optim, train.model))
-    zero = replace(base.zero, tensor_parallel=None)
-    return replace(base, zero=zero, train=replace(train, optim=optim, model=model))
+    optim, model = base.train.optim[:: base.tp], base.train.model[:: base.tp]
+    changed = {id(tree): change(tree) for tree in (*optim, *model) if tree is not None}  # ranks share trees
+    optim, model = (tuple(changed.get(id(tree)) for tree in trees) for trees in (optim, model))
+    zero, train = replace(base.zero, tensor_parallel=None), replace(base.train, optim=optim, model=model)
+    return replace(base, zero=zero, train=train)
 
 
 def _by_rank(trees: Sequence[Sequence[Mapping[str, Any] | None]]) -> tuple[Mapping[str, Any] | None, ...]:

@@ -332,5 +332,5 @@ def refuse_other_parallelism(names: list[str], place: str, *, allows_tensor: boo
 
 def unsupported_parallelism(place: str, kind: str, evidence: str) -> UnsupportedCheckpoint:
     """Return the refusal of a checkpoint whose states are partitioned by something other than ZeRO."""
-    fix = "leave it out; of DeepSpeed's checkpoints, those of data-parallel ZeRO-1, 2 and 3 can be composed"
+    fix = "leave it out, or load it in its own program and save the weights; llmtailor reads ZeRO-1, 2, 3 and AutoTP"
     return UnsupportedCheckpoint.at(place, f"the checkpoint uses {kind}, which is not supported ({evidence})", fix)
