@@ -99,10 +99,19 @@ def lay_out_trainer_files(
 
 def lay_out_settings(base: CheckpointIndex, folder: str = "") -> list[FileLayout]:
     """Return the layouts of a base's config.json and the like in another folder, without the tokenizer's files."""
+    return [
+        FileLayout(folder + name, carry(path, fact).pieces)
+        for name, path, fact in _settings(base)
+        if holds(name, Holds.SETTINGS) and not is_tokenizer_file(name)
+    ]
+
+
+def _settings(base: CheckpointIndex) -> Iterator[tuple[str, str, FileFact]]:
+    """Yield name, path and size of the files in the folder where a base has config.json and the tokenizer."""
     own = LOADERS[base.client].settings
-    found = {path.removeprefix(own): carry(path, fact) for path, fact in base.files.items() if path.startswith(own)}
-    is_wanted = (name for name in found if holds(name, Holds.SETTINGS) and not is_tokenizer_file(name))
-    return [FileLayout(folder + name, found[name].pieces) for name in is_wanted]
+    for path, fact in base.files.items():
+        if path.startswith(own):
+            yield path.removeprefix(own), path, fact
 
 
 def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) -> list[FileLayout]:
@@ -380,10 +389,8 @@ def lay_out_tokenizer(
     if not copy:
         return []
     if source is None:
-        own = LOADERS[base.client].settings
-        named = {path.removeprefix(own): path for path in base.files if path.startswith(own)}
-        mine = {name: path for name, path in named.items() if is_tokenizer_file(name)}
-        layouts = [FileLayout(name, carry(path, base.files[path]).pieces) for name, path in mine.items()]
+        found = ((name, carry(path, fact)) for name, path, fact in _settings(base) if is_tokenizer_file(name))
+        layouts = [FileLayout(name, layout.pieces) for name, layout in found]
     else:
         layouts = _from_folder(source)
     if chat_template is not None:

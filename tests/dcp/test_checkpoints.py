@@ -82,6 +82,15 @@ def test_a_frozen_copy_that_differs_somewhere_is_not_tied(tmp_path):
         assert dict(index_checkpoint(folder).tied) == tied
 
 
+def test_the_order_of_the_model_is_not_taken_from_a_mesh_that_repeats_tensors(runs, tmp_path):
+    """torch lists what rank 0 has saved first, and spreads what ranks repeat."""
+    assert index_checkpoint(runs.checkpoint("loop")).train.model_order == tuple(runs["loop"].held[2]["weights"])
+    assert index_checkpoint(runs.checkpoint("loop-hsdp")).train.model_order == ()
+    convert(runs.checkpoint("loop-hsdp"), tmp_path / "kept", to="trainer")
+    with pytest.raises(UnsupportedCheckpoint, match="nothing else states the params' order"):
+        convert(runs.checkpoint("loop-hsdp"), tmp_path / "out", to="verl", groups="one")
+
+
 # --- damaged ----------------------------------------------------------------------------------------------------------
 
 KEY = "model.lm_head.weight"

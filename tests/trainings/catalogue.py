@@ -115,6 +115,7 @@ FSDP = by_name(
         Fsdp("loop-frozen", "loop", frozen=FROZEN),
         Fsdp("titan-bf16", "titan", dtype="bf16"),
         Fsdp("loop-w3", "loop", per_device_batch=2, ranks=3),
+        Fsdp("loop-hsdp", "loop", replicas=2),
         Fsdp("ranks", "ranks"),
         Fsdp("verl", "verl"),
         Fsdp("verl-tied", "verl", tied=True, frozen=FROZEN[1:], extras=True),

@@ -99,7 +99,7 @@ def read_folder(root: Path, folder: str, name: str, problems: Problems, linked: 
     return Folder(
         tensors,
         objects,
-        max((_rank(path) + 1 for path in own), default=1),
+        max((rank_of_file(path) + 1 for path in own), default=1),
         (prefix + METADATA, *(blobs.at(path) for path in sorted(own))),
         frozenset(blobs.at(path) for path in blobs.bad),
         len(tensors) + len(objects) == len(entries),
@@ -107,7 +107,7 @@ def read_folder(root: Path, folder: str, name: str, problems: Problems, linked: 
     )
 
 
-def _rank(path: str) -> int:
+def rank_of_file(path: str) -> int:
     match = DATA_FILE.fullmatch(posixpath.basename(path))
     return int(match[1]) if match else 0
 

@@ -69,6 +69,7 @@ from llmtailor.formats.dcp.folder import (
     Folder,
     Stored,
     list_shards,
+    rank_of_file,
     read_folder,
     read_model_file,
     read_optimizer_file,
@@ -378,7 +379,7 @@ class _Indexing:
             client=DCP if self.trainer else family,
             train=TrainState(
                 all("step" in optimizer.tensors.get(param, {}) for param in trained if param in steps),
-                tuple(weights),
+                tuple(weights) if self._are_in_order(weights, trained) else (),
                 trees=self.folders.extra,
                 dcp=DcpKeyLayout(
                     prefix,
@@ -394,6 +395,17 @@ class _Indexing:
         index = with_buffers(index, self._buffers(weights, others))
         findings = (*self._findings(optimizer, steps, index.params), *find_rounded(index))
         return Draft(self.problems, replace(index, findings=findings), self.trainer)
+
+    def _are_in_order(self, weights: Mapping[str, Stored], trained: Sequence[str]) -> bool:
+        """Whether the weights are listed in the order of the model.
+
+        ``.metadata`` lists what rank 0 has saved, then what only others have: if ranks repeat tensors (HSDP, tensor
+        parallelism), torch lets one of them save each.
+        """
+        if self.folders.form != FOLDERS or self.manifest is not None:
+            return True
+        firsts = (next(iter(weights[name].held.place.cover(0, 1))) for name in trained if weights[name].held.numel)
+        return len({rank_of_file(first.extent.path) for first in firsts}) < 2
 
     def _option(self, value: Any) -> Any:
         """Return an option of a param group; of a tensor its bytes, if they can be read."""

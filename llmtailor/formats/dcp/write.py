@@ -384,19 +384,22 @@ class _Target:
     def owned(self, group: ParamGroup, number: int) -> tuple[str, ...]:
         """Return the params of a group of verl's optimizer, which has all of the model, frozen ones too.
 
-        Raises UnsupportedCheckpoint if their order is not known.
+        Raises UnsupportedCheckpoint if their order is not known. A base without groups does not say it.
         """
         base = self.base
         known = base.train.dcp.owned[number : number + 1] if base.train.dcp else ()
         if known and set(group.params) <= set(known[0]):
             return known[0]
         frozen = {name for name, param in base.params.items() if param.role == "frozen"}
-        if not frozen:
+        if not frozen and not (base.train.dcp and base.train.dcp.is_flat):
             return group.params
         order = base.train.model_order
         if lost := (frozen | {*group.params}) - {*order}:
-            what = f"it has frozen params, and does not say where in the model {min(lost)} is: verl numbers all of them"
-            raise UnsupportedCheckpoint.at(base.name, what, "use a base without frozen params")
+            what = (
+                f"it does not say where in the model {min(lost)} is, and verl numbers the params in the model's order"
+            )
+            fix = "use a base that was saved with the Trainer or DeepSpeed, and no frozen params"
+            raise UnsupportedCheckpoint.at(base.name, what, fix)
         return tuple(name for name in order if name in frozen or name in group.params)
 
     def _on_rank(self, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Any]]:
