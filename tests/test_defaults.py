@@ -14,13 +14,14 @@ from llmtailor.cli.main import cli
 from llmtailor.policies import DEFAULT_POLICY
 from llmtailor.policies.schedules import POLICIES
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.saving.options import Arguments, SavingOptions
+from llmtailor.saving.options import LAYOUTS, Arguments, SavingOptions
 
 ROOT = Path(__file__).parents[1]
 STATED = re.compile(r"\bdefaults?(?: is|:)? (?:\[?`+|\")?([a-z_]+|[0-9.]*[0-9])\b", re.IGNORECASE)
 SAVING = {
     **asdict(SavingOptions()),
     "policy": DEFAULT_POLICY,
+    "layout": LAYOUTS[0],
     "save_steps": Arguments.of({}).save_steps,
     "overhead": Arguments.of({"save_steps": "auto"}).overhead,
     "on_restart": Arguments.of({}).on_restart,

@@ -30,7 +30,7 @@ from llmtailor.attestation.compare import (
     sample_runs,
 )
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.placement import Contiguous, Extent, Runs
+from llmtailor.checkpoint.placement import Box, Contiguous, Extent, Inside, Runs
 from llmtailor.containers.json import extent_of
 from llmtailor.containers.unpickle import Call, as_tensor
 from llmtailor.errors import TailorError, counted, some
@@ -66,6 +66,14 @@ class LiveFragment:
     """Returns elements, which count from ``begin``, cast to a dtype; a view of the live ones where that is possible"""
     forward: LiveFragment | None = None
     """Of a master: the weight of the forward pass at the same elements, if it is a tensor of its own"""
+    box: Box | None = None
+    """The elements' box in the state, if they are not adjacent in it"""
+
+    def among(self, entry: TensorEntry) -> tuple[TensorEntry, int]:
+        """Return a checkpoint's state with the elements that this may refer to, and the first of these."""
+        if self.box is None:
+            return entry, self.begin
+        return replace(entry, shape=self.box.sizes, place=Inside(entry.place, entry.shape, self.box)), 0
 
 
 @dataclass(slots=True)
@@ -168,7 +176,9 @@ def _missing(
         for kind in sorted(has_kinds.get(name, ())):
             entry = index.held[State(name, kind)]
             if is_optimizer_state(kind) and kind not in here and entry.is_here and not entry.is_all_zero:
-                runs = _shift(sample_runs(master.numel), master.begin)
+                is_boxed = master.box is not None and len(master.box.sizes) == len(entry.shape)
+                entry, begin = master.among(entry) if is_boxed else (entry, master.begin)
+                runs = _shift(sample_runs(master.numel), begin)
                 if runs and runs[-1][1] > entry.numel:  # not one element per weight
                     runs = sample_runs(entry.numel)
                 if not is_zero(read_elements(files, entry, runs)):
@@ -181,9 +191,12 @@ def _compare(
     state, offset = State(one.param, one.kind), one.begin
     if one.kind == BUFFER and entry.numel > one.numel:  # those of each rank
         offset += (search.live.rank % max(1, entry.numel // one.numel)) * one.numel
-    if offset + one.numel > entry.numel or (one.kind != BUFFER and _sizes(one.shape) != _sizes(entry.shape)):
+    is_beyond = one.box is None and offset + one.numel > entry.numel
+    if is_beyond or (one.kind != BUFFER and _sizes(one.shape) != _sizes(entry.shape)):
         shapes = (_shape_text(shape) for shape in (entry.shape, one.shape))
         return Difference(state, Kind.CHANGED, "{} in the checkpoint, {} in the training".format(*shapes))
+    if one.box is not None:
+        entry, offset = one.among(entry)
     worst: Kind | None = None
     itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
     for runs in all_runs(one.numel, itemsize) if how == FULL else [sample_runs(one.numel, at_least)]:
@@ -197,6 +210,8 @@ def _compare(
         if kind is None:
             continue
         if kind is Kind.CHANGED or (kind is Kind.ROUNDED and how != FULL):
+            if one.box is not None:
+                return Difference(state, kind)
             break_at = _narrow(runs, mine, one, saved, entry)
             return search.explain(one, entry, kind, break_at, offset)
         if kind is Kind.ZERO:

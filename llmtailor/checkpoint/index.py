@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, ZeroSettings
-from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Extent, Placement, Runs, Sliced, count
+from llmtailor.checkpoint.placement import Absent, AllZero, Boxes, Bundled, Extent, Placement, Runs, Sliced, count
+from llmtailor.checkpoint.tensor_parallel import TensorParallel
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.parts import Param, Part, SavedAs, step_of
@@ -127,7 +128,7 @@ class TensorEntry:
     @property
     def stored_as(self) -> str:
         """The dtype, or how the elements are encoded: one of `roles.BLOCKS`"""
-        return self.place.encoded if isinstance(self.place, Bundled) and self.place.encoded else self.dtype
+        return (self.place.encoded if isinstance(self.place, (Bundled, Boxes)) else "") or self.dtype
 
     @property
     def live_dtype(self) -> str:
@@ -237,6 +238,8 @@ class ZeroFacts:
     module: Mapping[str, TensorEntry] = field(default_factory=dict)
     """ZeRO-1/2: trainable params and tied names as stored in the model states: the rounded masters, which the first
     step after a resume uses. Never a source of states, so that the two agree."""
+    tensor_parallel: TensorParallel | None = None
+    """AutoTP: how its ranks have cut the params"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,8 +341,13 @@ class CheckpointIndex:
         return has_files and not self.form.is_partial
 
     @property
+    def tp(self) -> int:
+        """The number of tensor-parallel ranks; 1 where tensor parallelism is none, or not in the files."""
+        return self.zero.tensor_parallel.degree if self.zero.tensor_parallel else 1
+
+    @property
     def layout(self) -> OptimizerLayout:
-        return OptimizerLayout(self.form.stage, self.world_size, self.groups, self.sub_groups)
+        return OptimizerLayout(self.form.stage, self.world_size, self.groups, self.sub_groups, self.tp)
 
     @property
     def group_params(self) -> tuple[tuple[str, ...], ...]:

@@ -10,11 +10,13 @@ cut into equal partitions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from llmtailor.errors import counted
 from llmtailor.model.roles import ITEMSIZE
 
 _Key = TypeVar("_Key")
@@ -74,15 +76,37 @@ class OptimizerLayout:
     world_size: int
     groups: tuple[ParamGroup, ...]
     sub_groups: tuple[SubGroup, ...]
+    tp: int = 1
+    """How many of the ranks share a model by tensor parallelism; the states are cut over ``world_size / tp`` ranks"""
 
     @property
     def has_masters(self) -> bool:
         """Whether the weights are rounded copies of masters. Without DeepSpeed, the optimizer updates the weights."""
         return self.stage > 0
 
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The ranks by kind of parallelism, ``tp`` only under AutoTP"""
+        return {**({"tp": self.tp} if self.tp > 1 else {}), "dp": self.world_size // self.tp}
+
     def of_group(self, group: int) -> list[int]:
         """Return the numbers of the sub-groups that a param group consists of."""
         return [number for number, one in enumerate(self.sub_groups) if one.group == group]
+
+
+class Mesh(NamedTuple):
+    """A wanted number of ranks, by kind of parallelism; None keeps the base's."""
+
+    tp: int | None = None
+    """Tensor-parallel ranks, which share a model"""
+    dp: int | None = None
+    """Data-parallel ranks, over which the states of each tensor-parallel rank are cut"""
+
+
+def count_ranks(mesh: Mapping[str, int]) -> str:
+    """Return the number of ranks of a mesh as text: ``8 ranks (tp 2 x dp 4)``."""
+    ranks = counted(math.prod(mesh.values()), "rank")
+    return ranks if len(mesh) == 1 else f"{ranks} ({' x '.join(f'{axis} {size}' for axis, size in mesh.items())})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ ranks. Sets of elements are ascending runs that do not touch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -182,8 +183,38 @@ class Bundled:
 
 
 @dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: where it begins and how large it is, in elements along each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def find_grid(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+    """Return the cuts along each dimension, and the numbers of the boxes in the order of the cells.
+
+    Boxes without elements are left out. Raises ValueError unless the others tile the tensor as a grid.
+    """
+    if 0 in shape:
+        return (), []
+    there = {
+        tuple((low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)): number
+        for number, box in enumerate(boxes)
+        if 0 not in box.sizes
+    }
+    cuts = tuple(tuple(sorted({box[at][0] for box in there} | {size})) for at, size in enumerate(shape))
+    count = sum(0 not in box.sizes for box in boxes)
+    if count != math.prod(len(cut) - 1 for cut in cuts) or any(cut[0] for cut in cuts):
+        raise ValueError(f"the {count} boxes do not tile it")
+    cells = [*itertools.product(*(itertools.pairwise(cut) for cut in cuts))]
+    if there.keys() != set(cells):
+        raise ValueError("its boxes leave elements out or overlap")
+    return cuts, [there[cell] for cell in cells]
+
+
+@dataclass(frozen=True, slots=True)
 class Boxes:
-    """torch.distributed.checkpoint: the tensor is cut into a grid of boxes, each stored row by row.
+    """A tensor that is cut into a grid of boxes, as by tensor parallelism, each stored row by row.
 
     ::
 
@@ -197,9 +228,13 @@ class Boxes:
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, ...], ...]
     """For each dimension, where its boxes begin, ascending from 0, and the size at the end"""
-    extents: tuple[Extent, ...]
-    """The boxes, the last dimension counting fastest"""
-    itemsize: int
+    cells: tuple[Placement, ...]
+    """The boxes, the last dimension counting fastest; the elements of each count from 0"""
+
+    @property
+    def encoded(self) -> str:
+        """The dtype of `Encoding`, if the elements are stored so"""
+        return next((one.encoded for one in self.cells if isinstance(one, Bundled)), "")
 
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:
         last = max((at for at, cuts in enumerate(self.cuts) if len(cuts) > 2), default=0)
@@ -215,10 +250,39 @@ class Boxes:
                 if dimension == last:  # boxes have all of each dimension after it
                     run = (high - at) * stride - rest
             until = min(end, begin + run)
-            extent = self.extents[box]
-            start = extent.start + inside * self.itemsize
-            yield Fragment(begin, until, Extent(extent.path, start, start + (until - begin) * self.itemsize))
+            shift = begin - inside
+            for low, high, extent, encoding in self.cells[box].cover(inside, until - shift):
+                yield Fragment(low + shift, high + shift, extent, encoding)
             begin = until
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A box of a tensor, whose elements count from 0: the inverse of `Boxes`."""
+
+    place: Placement
+    """Of the whole tensor"""
+    shape: tuple[int, ...]
+    """Of the whole tensor"""
+    box: Box
+
+    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+        sizes, last = self.box.sizes, len(self.shape) - 1
+        while last > 0 and sizes[last] == self.shape[last]:  # the box has all of the dimensions after it
+            last -= 1
+        tail = math.prod(sizes[last + 1 :])
+        while begin < end:
+            rest, at = divmod(begin // tail, sizes[last])
+            run = min(end - begin, (sizes[last] - at) * tail - begin % tail)
+            first, stride = (self.box.offsets[last] + at) * tail + begin % tail, self.shape[last] * tail
+            for dimension in range(last - 1, -1, -1):
+                rest, at = divmod(rest, sizes[dimension])
+                first += (self.box.offsets[dimension] + at) * stride
+                stride *= self.shape[dimension]
+            shift = begin - first
+            for low, high, extent, encoding in self.place.cover(first, first + run):
+                yield Fragment(low + shift, high + shift, extent, encoding)
+            begin += run
 
 
 @dataclass(frozen=True, slots=True)

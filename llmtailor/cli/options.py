@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
@@ -14,6 +15,7 @@ from llmtailor.errors import RecipeError, TargetError, UsageError
 from llmtailor.model.precision import MASTERS, MOMENTS
 
 if TYPE_CHECKING:
+    from llmtailor.checkpoint.optimizer import Mesh
     from llmtailor.compose.plan import Opened
     from llmtailor.recipe import Recipe
 
@@ -44,6 +46,21 @@ class _Path(click.Path):
         from llmtailor.storage.local import with_tag
 
         return with_tag(path)
+
+
+class _Mesh(click.ParamType[Any]):
+    name = "mesh"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Mesh:
+        from llmtailor.checkpoint.optimizer import Mesh
+
+        found: dict[str, int] = {}
+        for word in f"{value}".split(","):
+            axis, _, size = word.strip().partition("=")
+            if axis not in Mesh._fields or axis in found or not re.fullmatch("[1-9][0-9]{0,5}", size):
+                self.fail(f"{value!r} is not of the form tp=2,dp=4", param, ctx)
+            found[axis] = int(size)
+        return Mesh(**found)
 
 
 PATH, LOCATION = _Path(), _Path(urls=True)
@@ -134,6 +151,13 @@ _TARGET = [
         type=COUNT,
         metavar="N",
         help="Number of ranks (GPUs) of the output. Default: the base's.",
+    ),
+    click.option(
+        "--mesh",
+        type=_Mesh(),
+        metavar="tp=N,dp=M",
+        help="The same for AutoTP: tp ranks share a model, and dp ranks its states. tp=1: without tensor parallelism. "
+        "Default: the base's tp for DeepSpeed's shards, 1 for other formats.",
     ),
     click.option(
         "--to",

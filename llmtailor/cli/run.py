@@ -44,6 +44,11 @@ PROGRAM = click.argument(
 @click.option(
     "--policy", metavar="POLICY", help="Policy that chooses the parts of each save. Default: moments_in_turn."
 )
+@click.option(
+    "--layout",
+    type=click.Choice(["partial", "stock"]),
+    help="partial checkpoints (the default), or the program's own ones, saved in the background.",
+)
 @click.option("--save-steps", metavar="N", help="Optimizer steps between two saves, or auto. Default: the script's.")
 @click.option(
     "--overhead", metavar="SHARE", help="--save-steps auto: fraction of the training time that saving may cost."
@@ -124,10 +129,10 @@ run.allow_interspersed_args = False  # the options behind PROGRAM are its own
 
 def prepare(environ: MutableMapping[str, str], given: dict[str, str]) -> None:
     """Add to an environment what makes Python attach the saver, and its options. Raises UsageError."""
-    from llmtailor.saving.options import PREFIX, Arguments, from_environment
+    from llmtailor.saving.options import PREFIX, check_arguments, from_environment
 
     environ.update({PREFIX + name.upper(): text for name, text in given.items()})
-    Arguments.of(from_environment(environ))
+    check_arguments(from_environment(environ))
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(_STARTUP), *paths]))
 

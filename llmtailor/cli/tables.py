@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from llmtailor.checkpoint.optimizer import count_ranks
 from llmtailor.compose.report import Report, fold_layers, total_setback
 from llmtailor.errors import Problem, about, counted, printable, ranges, size
 from llmtailor.findings import folded
@@ -35,7 +36,7 @@ def parts_text(report: Report) -> str:
         )
         for row in fold_layers(report.parts)
     ]
-    ranks = counted(report.world_size, "rank")
+    ranks = count_ranks(report.mesh)
     head = f"{report.recipe} -> {report.out}\nresumes at step {report.global_step} on {ranks}\n"
     columns = ["part", "source", "step", "staleness", "bytes"]
     if setback is not None:
@@ -90,7 +91,7 @@ def inspection_text(content: Inspection) -> str:
     counted_steps = ", ".join(f"{step:g}" for step in content["optimizer_steps"])
     lines = [
         f"{content['name']}: {content['format']} (ZeRO stage {content['zero_stage']}), step {content['global_step']}, "
-        f"saved by {counted(content['world_size'], 'rank')}"
+        f"saved by {count_ranks(content['mesh'])}"
         + ("" if content["client"] in ("trainer", "dcp") else f", resumed by {content['client']}"),
         f"trained in {content['precision']}, weights {', '.join(content['weights_dtype']) or unsaved}, "
         f"optimizer {content['optimizer']}"

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Plan, regroup
-from llmtailor.checkpoint.optimizer import OptimizerLayout
+from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout
 from llmtailor.checkpoint.sources import Cut, Linkable, Sources
 from llmtailor.codes import Code
 from llmtailor.compose.averages import (
@@ -98,6 +98,8 @@ class Options:
 
     world_size: int | None = None
     """Number of ranks of the output; None keeps the base's."""
+    mesh: Mesh | None = field(default=None, repr=False)  # as `layout`
+    """The same by kind of parallelism"""
     groups: str = "keep"
     """Param groups of the output: ``keep``, ``layer``, ``default`` or ``one``"""
     stage: int | None = None
@@ -154,8 +156,8 @@ class Composition:
     def is_copy(self) -> bool:
         """Whether the output would be a copy of its base."""
         base = self.indexes[self.base]
-        wanted = (self.target.world_size, self.target.stage, self.family, self.client)
-        changed = wanted != (base.world_size, base.form.stage, base.form.family, base.client)
+        wanted = (self.target.world_size, self.target.tp, self.target.stage, self.family, self.client)
+        changed = wanted != (base.world_size, base.tp, base.form.stage, base.form.family, base.client)
         one_source = all(row.source == base.name for row in self.report.parts)
         is_same = not (changed or base.form.is_partial or self.recipe.dtype)
         return one_source and is_same and self.options.groups == "keep"
@@ -221,7 +223,7 @@ def plan_merge(
     reference, about_states = without_later_states(indexes, sources, base)
     indexes = (*indexes[:base], reference, *indexes[base + 1 :])
     groups = regrouping.groups if regrouping else None
-    target = lay_out_target(reference, family, stage, options.world_size, groups)
+    target = lay_out_target(reference, family, stage, options.world_size, groups, options.mesh)
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
     sources = with_sums(sources, indexes, base, target, steps)
@@ -262,6 +264,7 @@ def plan_merge(
         base=reference.name,
         global_step=reference.global_step,
         world_size=target.world_size,
+        mesh=target.mesh,
         parts=part_rows(plan, choice.structure, indexes, sources, base),
         sources=source_rows(plan, indexes, base),
         steps=tuple(StepRow(one.flat_id, one.step, one.others) for one in steps if one.step is not None),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, VERL, CheckpointIndex
 from llmtailor.checkpoint.layout import Plan
+from llmtailor.checkpoint.optimizer import count_ranks
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.averages import NOTICEABLE, StepChoice, describe
 from llmtailor.documents import document, encode
@@ -91,6 +92,8 @@ class Report:
     base: str
     global_step: int
     world_size: int
+    mesh: Mapping[str, int]
+    """The same by kind of parallelism"""
     parts: tuple[PartRow, ...]
     sources: tuple[SourceRow, ...]
     steps: tuple[StepRow, ...]
@@ -209,7 +212,7 @@ def card(report: Report, tool_version: str, family: str, stage: int, loader: Loa
         resumes = ("Hugging Face Trainer" if loader.name == TRAINER else loader.title) + _WITH[family]
     has_masters = family in (DEEPSPEED, UNIVERSAL)
     holds = "weights, fp32 master weights and optimizer moments" if has_masters else "weights and optimizer moments"
-    ranks = counted(report.world_size, "rank")
+    ranks = count_ranks(report.mesh)
     rows = "\n".join(
         f"| {row.label} | `{row.source}` | {row.step} | {row.staleness} | {row.num_bytes:,} |"
         for row in fold_layers(report.parts)

@@ -541,7 +541,7 @@ def check_written(composition: Composition, staging: Path) -> None:
     pairs = zip(written.groups, composition.target.groups, strict=False)
     if (
         written.params != wanted.params
-        or written.world_size != composition.target.world_size
+        or (written.world_size, written.tp) != (composition.target.world_size, composition.target.tp)
         or [(one.params, one.step) for one in written.sub_groups] != [(one.params, one.step) for one in wanted_groups]
         or not _is_equal([one.scalars for one in written.sub_groups], [one.scalars for one in wanted_groups])
         or len(written.groups) != len(composition.target.groups)

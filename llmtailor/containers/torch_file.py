@@ -490,7 +490,12 @@ def lay_out_torch_blob(path: str, tree: Any, at: int) -> list[Piece]:
 
     Alignment counts from the start of the blob, as torch writes it.
     """
-    pieces = _zip("archive", *pickle_content(path, tree), as_torch=True)
+    return place_torch_blob(pickle_content(path, tree), at)
+
+
+def place_torch_blob(content: Content, at: int) -> list[Piece]:
+    """Return the pieces of a file around a pickle and its storages, as `lay_out_torch_blob` does."""
+    pieces = _zip("archive", *content, as_torch=True)
     return [Crc(at + piece.start, at + piece.stop) if isinstance(piece, Crc) else piece for piece in pieces]
 
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, ELASTIC, FSDP, TRAINER, UNIVERSAL, VERL, CheckpointIndex, Survey
-from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, lay_out_optimizer
+from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout, ParamGroup, lay_out_optimizer
 from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA
-from llmtailor.errors import MismatchError, PathIn, SourceError, UnsupportedCheckpoint, damaged, printable
+from llmtailor.errors import MismatchError, PathIn, SourceError, UnsupportedCheckpoint, counted, damaged, printable
 from llmtailor.formats import lightning, plain, universal, zero
 from llmtailor.formats.common.param_names import describe_model
 from llmtailor.formats.dcp import read as dcp_reader
@@ -144,20 +144,45 @@ def check_base(base: CheckpointIndex, loader: str) -> None:
 
 
 def lay_out_target(
-    base: CheckpointIndex, family: str, stage: int, world_size: int | None, groups: Sequence[ParamGroup] | None
+    base: CheckpointIndex,
+    family: str,
+    stage: int,
+    world_size: int | None,
+    groups: Sequence[ParamGroup] | None,
+    mesh: Mesh | None = None,
 ) -> OptimizerLayout:
-    """Return the optimizer's layout in an output of a format; None keeps the base's ranks or param groups."""
+    """Return the optimizer's layout in an output of a format; None keeps the base's ranks or param groups.
+
+    Raises MismatchError for tensor parallelism that the output can't have.
+    """
+    mesh = mesh or Mesh()
+    tp = mesh.tp or (base.tp if family == DEEPSPEED else 1)
+    if tp > 1 and (tp != base.tp or family != DEEPSPEED):
+        has = f"the base {base.name} has tp={base.tp}" if family == DEEPSPEED else f"{family} has no tensor parallelism"
+        what = f"tp={tp} can't be written: {has}"
+        fix = "use tp=1, or the base's; with load_universal, a run with any tp resumes from --to universal"
+        raise MismatchError.at("--mesh", what, fix)
+    if mesh.dp:
+        if world_size:
+            what = "both say how many ranks the output has"
+            raise MismatchError.at("--mesh and --num-gpu", what, "give one of them")
+        world_size = mesh.dp * tp
+    if (ranks := world_size or base.world_size) % tp:
+        what = f"{counted(ranks, 'rank')} can't be dealt to tensor parallelism of {tp} ranks each"
+        raise MismatchError.at("--num-gpu", what, f"use a multiple of {tp}, or --mesh tp=1")
     settings = base.zero.settings
     if family == UNIVERSAL:  # which has no sub-groups
         settings = replace(settings, sub_group_size=sys.maxsize)
     if family == TRAINER and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
         world_size = 1  # without random states, nothing in this format is of a rank
-    if groups is None and UNIVERSAL in (family, base.form.family):
+    if groups is None and (UNIVERSAL in (family, base.form.family) or tp != base.tp):
         groups = base.groups  # whose sub-groups are laid out again
     numels = {name: param.numel for name, param in base.params.items()}
-    return lay_out_optimizer(
-        base.layout, numels, settings, base.precision, world_size=world_size, stage=stage, groups=groups
-    )
+    if tp > 1 and base.zero.tensor_parallel:  # the first rank's, which has the most elements
+        numels |= {name: cut.shards[0].numel for name, cut in base.zero.tensor_parallel.cuts.items()}
+    own, cut_over = replace(base.layout, world_size=base.world_size // base.tp), (world_size or base.world_size) // tp
+    layout = lay_out_optimizer(own, numels, settings, base.precision, world_size=cut_over, stage=stage, groups=groups)
+    return replace(layout, world_size=cut_over * tp, tp=tp)
 
 
 def default_output(base: CheckpointIndex) -> Path:

@@ -11,7 +11,7 @@ from llmtailor.containers.json import FileTrees
 from llmtailor.errors import Problem, Problems
 from llmtailor.formats.deepspeed_common.files import survey_shard_files
 from llmtailor.formats.deepspeed_common.read import read_shards
-from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget, lay_out_engine
+from llmtailor.formats.deepspeed_common.write import ZeroTarget, lay_out_engine, lay_out_shards
 from llmtailor.formats.format import Draft, accept_any
 from llmtailor.loaders.files import LATEST
 from llmtailor.loaders.loader import is_tag_alone
@@ -47,4 +47,4 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
 def _lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
     if LATEST not in target.base.files or not target.base.train.optim or target.tag != target.base.zero.tag:
         yield FileLayout(LATEST, (Bytes(target.tag.encode(), "the tag"),))
-    yield from RankFiles(target, train).layouts(target.tag)
+    yield from lay_out_shards(target, train)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from llmtailor.attestation.compare import Attestation
 from llmtailor.integrations.attested import Task, announce_or_leave, check_resumed, end, end_with_error, forget
 from llmtailor.integrations.report_to import NamedSaving
 from llmtailor.saving.attesting import resumed_from
-from llmtailor.saving.callbacks import AttestResume, PartialSaving, find_trainer
+from llmtailor.saving.callbacks import AttestResume, PartialSaving, attach_stock, find_trainer
 from llmtailor.saving.options import from_environment
+from llmtailor.saving.stock_trainer import StockSaving
 from llmtailor.saving.training import Ranks
 
 
@@ -77,3 +78,14 @@ class LaunchedAttest(AttestResume):
             more = [one for found in random for one in found.mismatches]
             cause = states.cause or next((found.cause for found in random), None)
             end(self.task, Ranks.here(), replace(states, mismatches=(*states.mismatches, *more), cause=cause))
+
+
+class LaunchedStock(TrainerCallback):  # type: ignore[misc]
+    """Saves a Trainer's own checkpoints in the background. It gives way to a saver of the script."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        trainer = find_trainer(self)
+        if not any(isinstance(one, (PartialSaving, StockSaving)) for one in trainer.callback_handler.callbacks):
+            attach_stock(trainer, {})  # last in the list that the Trainer is iterating over, so it begins as well

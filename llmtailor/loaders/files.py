@@ -28,6 +28,8 @@ CONFIG = "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """What a PEFT run saves instead of the model's weights and config"""
 MANIFEST = "llmtailor.json"
+DCP_RECORD = "llmtailor-dcp.json"
+"""What `saving.dcp` records of a partial save in a DCP folder"""
 CARD = "README.md"
 PARTIAL_MANIFEST = "manifest.json"
 FOLDER = "partial"
@@ -133,7 +135,7 @@ TABLE = (
         Holds.SETTINGS,
         is_known=False,
     ),
-    *_named("llmtailor", Holds.PROGRESS, MANIFEST),
+    *_named("llmtailor", Holds.PROGRESS, MANIFEST, DCP_RECORD),
 )
 """The first row that matches counts."""
 _UNKNOWN = FileName("", "", Holds.NOTHING, is_known=False, is_sign=False)

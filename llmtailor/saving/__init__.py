@@ -23,16 +23,20 @@ if TYPE_CHECKING:
     from llmtailor.saving.callbacks import AttestResume as AttestResume
     from llmtailor.saving.callbacks import PartialSaving as PartialSaving
     from llmtailor.saving.callbacks import attach as attach
+    from llmtailor.saving.checkpoint_engine import attach_engine as attach_engine
+    from llmtailor.saving.dcp import DcpSaver as DcpSaver
     from llmtailor.saving.options import SavingOptions as SavingOptions
     from llmtailor.saving.restart import newest_checkpoint as newest_checkpoint
     from llmtailor.saving.save import PendingSave as PendingSave
     from llmtailor.saving.save import SaveFailed as SaveFailed
     from llmtailor.saving.save import SaveReport as SaveReport
     from llmtailor.saving.saver import PartialSaver as PartialSaver
+    from llmtailor.saving.stock_accelerate import attach_accelerator as attach_accelerator
 
 _PUBLIC = {
     "Adaptive": "llmtailor.policies",
     "AttestResume": "llmtailor.saving.callbacks",
+    "DcpSaver": "llmtailor.saving.dcp",
     "Filter": "llmtailor.policies",
     "Full": "llmtailor.policies",
     "MomentsInTurn": "llmtailor.policies",
@@ -47,6 +51,8 @@ _PUBLIC = {
     "SaveReport": "llmtailor.saving.save",
     "Situation": "llmtailor.policies",
     "attach": "llmtailor.saving.callbacks",
+    "attach_accelerator": "llmtailor.saving.stock_accelerate",
+    "attach_engine": "llmtailor.saving.checkpoint_engine",
     "make_policy": "llmtailor.policies",
     "newest_checkpoint": "llmtailor.saving.restart",
     "saver_for": "llmtailor.saving.api",

@@ -246,7 +246,8 @@ def _fragments(training: Attestable) -> Iterator[LiveFragment]:
 def _fragment(one: Fragment, shape: tuple[int, ...], forward: LiveFragment | None = None) -> LiveFragment:
     tensor = one.tensor.detach()
     read = partial(_read, tensor)
-    return LiveFragment(one.param, one.kind, one.begin, tensor.numel(), DTYPES[tensor.dtype], shape, read, forward)
+    dtype = DTYPES[tensor.dtype]
+    return LiveFragment(one.param, one.kind, one.begin, tensor.numel(), dtype, shape, read, forward, one.box)
 
 
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}

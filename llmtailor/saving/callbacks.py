@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -43,8 +43,18 @@ from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, attestable_of,
 from llmtailor.saving.attesting import TrainerResume, parts_of
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
-from llmtailor.saving.options import SAME_FIX, WHERE, SavingArguments, SavingOptions
+from llmtailor.saving.options import (
+    RESUME,
+    SAME_FIX,
+    WHERE,
+    SavingArguments,
+    SavingOptions,
+    check_layout,
+    from_environment,
+    stock_arguments,
+)
 from llmtailor.saving.restart import resume_automatically
+from llmtailor.saving.stock_trainer import StockSaving
 from llmtailor.saving.torch_training import unwrap
 from llmtailor.saving.training import rng_tree
 
@@ -195,15 +205,35 @@ class StepTimer:
         return Costs(step_s, save_s + slower, write_s)
 
 
+@overload
 def attach(
     trainer: Trainer,
     policy: str | Mapping[str, object] | Policy | None = None,
     save_steps: int | Literal["auto"] | None = None,
     *,
+    layout: Literal["partial"] | None = None,
     overhead: float | None = None,
     on_restart: Literal["refuse", "compose"] | None = None,
     **options: Unpack[SavingArguments],
-) -> PartialSaving:
+) -> PartialSaving: ...
+@overload
+def attach(
+    trainer: Trainer,
+    policy: str | None = None,
+    *,
+    layout: Literal["stock"],
+    **options: Unpack[SavingArguments],
+) -> StockSaving: ...
+def attach(
+    trainer: Trainer,
+    policy: str | Mapping[str, object] | Policy | None = None,
+    save_steps: int | Literal["auto"] | None = None,
+    *,
+    layout: Literal["partial", "stock"] | None = None,
+    overhead: float | None = None,
+    on_restart: Literal["refuse", "compose"] | None = None,
+    **options: Unpack[SavingArguments],
+) -> PartialSaving | StockSaving:
     """Make a Trainer save partial checkpoints instead of full ones, and return the callback that does so.
 
     Call it on every rank, before ``trainer.train()``. It adds a `PartialSaving`, and checks at once what that checks
@@ -212,14 +242,21 @@ def attach(
     Args:
         trainer: with DeepSpeed ZeRO-1, 2 or 3, or without DeepSpeed (one process, DDP or FSDP2).
         policy, save_steps, overhead, on_restart, options: see `PartialSaving`.
+        layout: ``stock`` leaves the Trainer's own full checkpoints as they are, at the steps that its arguments say,
+            and only writes them while training continues. It has the options of `options.STOCK`.
 
     Raises:
         UsageError: the policy cannot guarantee that every saved step is composable, the training arguments contradict
             partial checkpoints, or the Trainer already has a saver. All reasons are reported together.
         UnsupportedCheckpoint: the training uses FSDP version 1.
     """
+    layout = layout or from_environment(os.environ).get("layout")
+    if layout == "stock":
+        named = {"policy": policy, "save_steps": save_steps, "overhead": overhead, "on_restart": on_restart}
+        return attach_stock(trainer, {name: value for name, value in named.items() if value is not None} | options)
     problems = Problems()
     try:
+        check_layout(layout)
         callback = PartialSaving(policy, save_steps, overhead=overhead, on_restart=on_restart, **options)
     except UsageError as error:
         problems.add(error)
@@ -231,6 +268,19 @@ def attach(
     callback._bind(trainer)
     callback._check()
     trainer.add_callback(callback)
+    return callback
+
+
+def attach_stock(trainer: Trainer, given: Mapping[str, Any]) -> StockSaving:
+    """Do what `attach` does with ``layout="stock"`` and these arguments; others are taken from the environment."""
+    options = stock_arguments({**from_environment(os.environ), **given})
+    if _savers_of(trainer):
+        raise UsageError.at(WHERE, "the Trainer already has a saver", "add one of them only")
+    resume = SavingOptions(**{name: options.pop(name) for name in RESUME if name in options})
+    callback = StockSaving(trainer, options)
+    trainer.add_callback(callback)
+    if resume.attest != "off":
+        trainer.add_callback(AttestResume(resume.attest, resume.on_mismatch))
     return callback
 
 
@@ -546,5 +596,10 @@ class AttestResume(TrainerCallback):  # type: ignore[misc]
             self._resume.logged(state.global_step, logs)
 
 
-def _savers_of(trainer: Trainer) -> list[PartialSaving]:
-    return [one for one in trainer.callback_handler.callbacks if isinstance(one, PartialSaving) and not one.gives_way]
+def _savers_of(trainer: Trainer) -> list[PartialSaving | StockSaving]:
+    callbacks = trainer.callback_handler.callbacks
+    return [
+        one
+        for one in callbacks
+        if isinstance(one, StockSaving) or (isinstance(one, PartialSaving) and not one.gives_way)
+    ]

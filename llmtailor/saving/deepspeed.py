@@ -105,16 +105,7 @@ class ZeroTraining:
         return [one for one in found if one is not None]
 
     def writes_unseen(self) -> str | None:
-        offload = (self.engine.config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-        signs = [
-            (getattr(self.zero, "zenflow", False), "ZenFlow updates states in another process"),
-            (offload.get("super_offload"), "SuperOffload updates states in another process"),
-            (
-                not all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers()),
-                "the optimizer is not a torch.optim.Optimizer",
-            ),
-        ]
-        return next((why for is_so, why in signs if is_so), None)
+        return writes_unseen(self.engine, self.optimizers())
 
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
         yield from self._fragments(self._flats(self.zero.state_dict()), set(params))
@@ -339,6 +330,20 @@ class ZeroTraining:
         if hasattr(state, "_metadata"):
             module._metadata = state._metadata  # type: ignore[attr-defined]
         return module
+
+
+def writes_unseen(engine: Any, optimizers: Collection[object]) -> str | None:
+    """Return why an engine may write its states outside the steps of its optimizers; None if it does not."""
+    offload = (engine.config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    signs = [
+        (getattr(engine.optimizer, "zenflow", False), "ZenFlow updates states in another process"),
+        (offload.get("super_offload"), "SuperOffload updates states in another process"),
+        (
+            not all(isinstance(one, torch.optim.Optimizer) for one in optimizers),
+            "the optimizer is not a torch.optim.Optimizer",
+        ),
+    ]
+    return next((why for is_so, why in signs if is_so), None)
 
 
 def refuse(engine: Any) -> None:

@@ -57,7 +57,7 @@ class _InPieces:
             if one.param not in self._names:
                 yield one
                 continue
-            if one.shape is not None:
+            if one.shape is not None or one.box is not None:
                 what = f"the optimizer's state {one.kind} of {one.param} can't be divided among its experts"
                 raise UnsupportedCheckpoint.at("experts", what, "leave out experts, so that layers are saved whole")
             for name in self._names[one.param]:
@@ -308,6 +308,14 @@ class Drift:
     def remember(self, samples: Samples) -> None:
         """Record what was sampled as saved."""
         self._kept.update(samples)
+
+    def kept(self) -> Samples:
+        """Return what is recorded, for `restore`."""
+        return dict(self._kept)
+
+    def restore(self, samples: Samples) -> None:
+        """Return to an earlier record: what was saved since has failed."""
+        self._kept = dict(samples)
 
     def sums(self, fragments: Iterable[Fragment], correction: float) -> Sums:
         """Return this rank's part of the measurement, for each recorded part.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_type_hints
@@ -22,6 +22,14 @@ SAME_FIX = "give all ranks the same arguments and LLMTAILOR_ variables"
 ATTEST, ON_MISMATCH = (OFF, SAMPLE, FULL), (WARN, STOP)
 
 
+MOST_IN_FLIGHT = 16
+STOCK = ("background", "host_buffer", "when_busy", "write_timeout", "mirror")
+"""The fields of `SavingOptions` that ``layout="stock"`` has"""
+RESUME = ("attest", "on_mismatch")
+"""Those of a resume, which it has in a Trainer"""
+LAYOUTS = ("partial", "stock")
+
+
 class SavingArguments(TypedDict, total=False):
     """The fields of `SavingOptions` as keyword arguments, for type checkers."""
 
@@ -30,6 +38,7 @@ class SavingArguments(TypedDict, total=False):
     background: bool
     host_buffer: int | Literal["auto"]
     when_busy: Literal["wait", "skip"]
+    in_flight: int
     write_timeout: float
     staging_dir: str | Path | None
     mirror: str | None
@@ -60,7 +69,10 @@ class SavingOptions:
     """Bytes of host memory per rank for copies in the background. ``auto``: this rank's share of the states, but
     together with the other ranks of the node no more than a quarter of the available memory."""
     when_busy: Literal["wait", "skip"] = field(default="wait", metadata={"value": "wait or skip"})
-    """What a save does while the previous one is still being written"""
+    """What a save does while as many as `in_flight` are still being written"""
+    in_flight: int = field(default=1, metadata={"value": "a number of saves"})
+    """How many saves may be written at once. Each has a host buffer of its own. They are published in their order, and
+    one that fails takes those after it with it."""
     write_timeout: float = field(default=300.0, metadata={"value": "a number of seconds"})
     """Seconds without progress after which a write counts as stuck: training no longer waits for it, and saves are
     skipped until it moves again"""
@@ -99,6 +111,8 @@ class SavingOptions:
             problems.append(Problem("host_buffer", f"it is {self.host_buffer!r}", fix))
         if self.when_busy not in ("wait", "skip"):
             problems.append(Problem("when_busy", f"it is {self.when_busy!r}", 'give "wait" or "skip"'))
+        if type(self.in_flight) is not int or not 1 <= self.in_flight <= MOST_IN_FLIGHT:
+            problems.append(Problem("in_flight", f"it is {self.in_flight!r}", f"give 1 to {MOST_IN_FLIGHT}"))
         if type(self.write_timeout) not in (int, float) or not 0 < self.write_timeout < math.inf:
             problems.append(Problem("write_timeout", f"it is {self.write_timeout!r}", "give a number of seconds"))
         if self.staging_dir is not None and self.mirror is not None:
@@ -119,6 +133,14 @@ class SavingOptions:
             raise UsageError(problems)
 
 
+def stock_options(given: Mapping[str, Any], valid: Sequence[str] = STOCK) -> SavingOptions:
+    """Return the options of ``layout="stock"``. Raises UsageError with all problems."""
+    what, fix = 'layout="stock" has no option {!r:.40}', f"omit it; valid options: {', '.join(valid)}"
+    if wrong := [Problem(WHERE, what.format(name), fix) for name in given if name not in valid]:
+        raise UsageError(wrong)
+    return SavingOptions(**given)
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """The arguments of `PartialSaving`, checked."""
@@ -137,6 +159,9 @@ class Arguments:
         rest, problems, wrong = dict(given), Problems(), []
         policy, save_steps = rest.pop("policy", DEFAULT_POLICY), rest.pop("save_steps", None)
         overhead, on_restart = rest.pop("overhead", 0.02), rest.pop("on_restart", "refuse")
+        if (layout := rest.pop("layout", LAYOUTS[0])) != LAYOUTS[0]:
+            fix = "omit it, or give it to attach or to llmtailor run"
+            wrong.append(Problem(WHERE, f"layout is {layout!r}, but this callback saves partial checkpoints", fix))
         if save_steps not in (None, "auto") and (type(save_steps) is not int or save_steps < 1):
             fix = 'give a number of steps, 1 or more, or "auto"'
             wrong.append(Problem(WHERE, f"save_steps is {save_steps!r}", fix))
@@ -179,12 +204,44 @@ VARIABLES: Mapping[str, tuple[Callable[[str], object], str]] = {
         lambda text: json.loads(text) if text.startswith("{") else text,
         "a policy such as parity or round_robin:4, or a JSON object",
     ),
+    "layout": (str, "partial or stock"),
     "save_steps": (_number, "a number of steps, or auto"),
     "overhead": (float, "a fraction of the time, such as 0.02"),
     "on_restart": (str, "refuse or compose"),
     **{one.name: (_READERS.get(_TYPES[one.name], str), one.metadata["value"]) for one in fields(SavingOptions)},
 }
 """The arguments of `attach` that environment variables may give, what reads each, and what its value is"""
+
+
+def stock_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options among the arguments of `attach` if ``layout`` is ``stock``. Raises UsageError with all
+    problems."""
+    rest = {name: value for name, value in given.items() if name != "layout"}
+    policy = rest.pop("policy", "full")
+    problems = Problems()
+    if getattr(policy, "name", policy) != "full":
+        fix = 'give policy="full", or omit it'
+        problems.add(UsageError.at(WHERE, f'layout="stock" saves everything, but the policy is {policy!r:.40}', fix))
+    try:
+        stock_options(rest, (*STOCK, *RESUME))
+    except UsageError as error:
+        problems.add(error)
+    problems.raise_if_any()
+    return rest
+
+
+def check_layout(layout: object) -> None:
+    if layout not in (None, *LAYOUTS):
+        raise UsageError.at(WHERE, f"layout is {layout!r:.40}", f"give one of {', '.join(LAYOUTS)}")
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Check the arguments of `attach`, by name. Raises UsageError with all problems."""
+    check_layout(given.get("layout"))
+    if given.get("layout") == "stock":
+        stock_arguments(given)
+    else:
+        Arguments.of(given)
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

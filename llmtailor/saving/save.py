@@ -22,20 +22,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import Problem, StorageError, TailorError, Unanswered, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.model.precision import Precision
-from llmtailor.ranks.board import Pulse, as_error, await_messages, from_json, merged, to_json, turns
+from llmtailor.ranks.board import Pulse, StoreBoard, as_error, await_messages, from_json, merged, to_json, turns
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.gc import deletable
@@ -135,10 +133,12 @@ class RunRecord:
         """Whether the attempt is recorded"""
         self.is_proven = False
         """Whether a save of this process was found to be composable, or was reported not to be"""
+        self.linked: Callable[[], Collection[Path]] = tuple
+        """Returns the earlier saves that those in progress take files of"""
         self._carried = carried
         self._proof: threading.Thread | None = None
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: PartialWork) -> None:
         """Make the folder of a save; record the attempt of a loop that did not call `PartialSaver.start`."""
         step, ledger = work.report.step, work.ledger
         if not self.is_begun and work.refusal is None:
@@ -163,7 +163,10 @@ class RunRecord:
                         file.write(b"\n")
                 file.write(json.dumps(line).encode() + b"\n")
 
-    def published(self, work: Work, report: SaveReport) -> None:
+    def remove(self, work: PartialWork) -> None:
+        remove_partial(work.folder)
+
+    def published(self, work: PartialWork, report: SaveReport) -> None:
         """Log a save, and delete what is no longer needed; copy it first if there is a second tier."""
         line, retire = report.to_json(), partial(self._retire, work.ledger)
         if self.copier is not None:
@@ -217,7 +220,10 @@ class RunRecord:
         try:
             # later saves are not copied yet
             saves = [save for save in folder.saves() if save.step <= (ledger.step or 0)]
+            linked = self.linked()
             for step in deletable(saves, ledger, self.keep_composable):
+                if folder.at(step) in linked:
+                    continue  # the next save does it
                 if holds_unknown(folder.at(step), made):
                     logger.warning("%s is kept: it contains unknown files", folder.at(step).name)
                 else:
@@ -229,26 +235,54 @@ class RunRecord:
         return deleted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What this rank does in a save, and what becomes true once it is published."""
+    """What this rank does in a save."""
 
     save_id: str
     began: float
     """Monotonic time"""
     report: SaveReport
     """Without what is known only at the end"""
-    ledger: Ledger
-    """The record of saves that includes this one"""
-    policy_state: Mapping[str, Any] | None
-    """The policy's state before the save, which is restored if it fails"""
-    samples: Samples = field(default_factory=dict)
+    folder: Path
+    """Where the files are written"""
     share: Share | None = None
     """None if laying it out failed: then the save fails on all ranks."""
     refusal: TailorError | None = None
     """Why there is no share"""
     publish: Callable[[Sequence[BundleFact]], None] | None = None
     """On rank 0: complete the save, given the files of all ranks"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialWork(Work):
+    """A partial checkpoint, and what becomes true once it is published."""
+
+    ledger: Ledger
+    """The record of saves that includes this one"""
+    policy_state: Mapping[str, Any] | None
+    """The policy's state before the save, which is restored if it fails"""
+    samples: Samples = field(default_factory=dict)
+
+
+class Record(Protocol):
+    """Where saves are, seen from `PendingSave`. All ranks make the calls; folders are rank 0's."""
+
+    ranks: Ranks
+    board: StoreBoard
+    write_timeout: float
+
+    def begin(self, work: Any) -> None:
+        """Make the folder of a save."""
+
+    def remove(self, work: Any) -> None:
+        """Remove what a failed save has written. Raises OSError."""
+
+    def published(self, work: Any, report: SaveReport) -> None:
+        """Take note of a save that is published."""
+
+    def log(self, line: Mapping[str, object]) -> None:
+        """Take note of a save that has failed."""
 
 
 def check_chosen(chosen: Sequence[Sequence[str]]) -> None:
@@ -264,11 +298,20 @@ class PendingSave:
         work: what to write.
         snapshot: the tensors; None to write the live ones.
         stops_training: whether to return only when the save is done, instead of writing in a thread.
+        after: the save before it, if that is in progress. This one is published after it, and fails if it fails.
     """
 
-    def __init__(self, record: RunRecord, work: Work, snapshot: Snapshot | None, *, stops_training: bool) -> None:
+    def __init__(
+        self,
+        record: Record,
+        work: Work,
+        snapshot: Snapshot | None,
+        *,
+        stops_training: bool,
+        after: PendingSave | None = None,
+    ) -> None:
         self.step = work.report.step
-        self.path = work.report.path
+        self.path = work.folder
         self.parts = work.report.parts
         """Saved part -> reason"""
         self.work = work
@@ -283,6 +326,7 @@ class PendingSave:
         self.stall_s = self._progress - work.began
         """Seconds for which `PartialSaver.save` stopped training"""
         self._stops_training = stops_training
+        self._after = after
         if stops_training:
             self._run()
             self.stall_s = time.monotonic() - work.began
@@ -352,7 +396,9 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._board.post(self._key(self._ranks.rank), self._written())
+            self.work = replace(self.work, share=None)  # whose tensors may be copies
             result = self._conclude() if self._ranks.is_first else self._await("result")[0]
+            self._follow()  # here, too, so that all ranks copy saves to a second level in their order
         except Exception as error:  # the other ranks are gone, and the store with them
             result = self._refusal(error)
         if "error" in result:
@@ -447,7 +493,7 @@ class PendingSave:
         if "error" in result:
             if self._has_begun:
                 with suppress(OSError):
-                    remove_partial(self.path)
+                    self._record.remove(self.work)
             if not self._stops_training:  # else `PartialSaver.save` raises it
                 failed = SaveFailed(from_json(result["error"]).problems)
                 self._record.log({"step": self.step, "failed": str(failed)})
@@ -457,14 +503,28 @@ class PendingSave:
         self._board.remove(*map(self._key, [*ranks, "begun", "alive"]))
         return result
 
+    def _follow(self) -> None:
+        """Wait for the save before this one. Raises StorageError if it failed."""
+        before, self._after = self._after, None  # which must not keep all saves before it
+        if before is None:
+            return
+        for _ in turns(lambda: before.is_done):
+            self._check()
+            if not before.is_stuck:
+                self._count(0)
+        if before.failure is not None:
+            what = f"save aborted: the save at step {before.step}, on which it builds, failed"
+            raise StorageError.at("saving", what, "see the log")
+
     def _publish(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         if errors := {at: from_json(one["error"]) for at, one in enumerate(messages) if "error" in one}:
             raise merged(errors, self._ranks.world_size)
+        self._follow()
         check_chosen([message["parts"] for message in messages])
         self._check()
         facts = [[BundleFact(*fact) for fact in message["facts"]] for message in messages]
         # as a manifest lists them: the rank shards, then the files of frozen params
-        bundles = [one[0] for one in facts] + [fact for one in facts for fact in one[1:]]
+        bundles = [fact for one in facts for fact in one[:1]] + [fact for one in facts for fact in one[1:]]
         assert self.work.publish is not None, "on rank 0"
         self.work.publish(bundles)
         measured = [message["measured"] for message in messages]
@@ -485,41 +545,54 @@ LEAST_BUFFER = 64 << 20
 """Less would make the copying wait for the disk without need."""
 
 
-def allocate_arena(training: Training, options: SavingOptions, precision: Precision, ranks: Ranks) -> Arena | None:
-    """Return the memory for saves in the background; None if these are off or not possible, with the reason in the log.
+def allocate_arenas(
+    options: SavingOptions,
+    ranks: Ranks,
+    writes_unseen: Callable[[], str | None],
+    needed: Callable[[], tuple[int, bool]],
+    count: int = 1,
+) -> list[Arena]:
+    """Return the memory for saves in the background, one for each that may be written at once; none if these are off or
+    not possible, with the reason in the log.
 
-    All ranks call it, and get the same answer.
+    All ranks call it, and get the same answer. ``needed`` returns the bytes of this rank's states, and whether some are
+    on a GPU.
     """
     made: list[Arena] = []
 
     def allocate() -> None:
-        if why := training.writes_unseen():
+        if why := writes_unseen():
             raise UsageError.at("background", why, "set background=False to silence this")
-        masters = [one.tensor for one in training.masters()]
-        given = options.host_buffer
-        num_bytes = auto_bytes(masters, precision) if given == "auto" else given
+        states, pinned = needed()
+        num_bytes = auto_bytes(states, count) if options.host_buffer == "auto" else options.host_buffer
         try:
-            made.append(Arena(num_bytes, pinned=any(master.is_cuda for master in masters)))
+            made.extend(Arena(num_bytes, pinned=pinned) for _ in range(count))
         except (RuntimeError, MemoryError, OSError, OverflowError) as error:
             what = f"there is no host memory of {num_bytes:,} bytes: {error}"
             raise UsageError.at("host_buffer", what, "give fewer bytes") from error
 
     if not options.background:
-        return None
+        return []
     try:
         ranks.together(allocate)
     except UsageError as error:
         logger.warning("saves stop training until they are complete: %s", error)
-        return None
-    return made[0]
+        return []
+    return made
 
 
-def auto_bytes(masters: Iterable[torch.Tensor], precision: Precision) -> int:
-    """Return the size of a rank's host buffer in bytes: its masters and two moments, if there is enough memory."""
+def needed_by(training: Training, precision: Precision) -> tuple[int, bool]:
+    """Return the bytes of a rank's masters and two moments as they are saved, and whether they are on a GPU."""
+    masters = [one.tensor for one in training.masters()]
     per_element = precision.master_bytes(with_moments=True) + precision.moment_bytes
-    states = math.ceil(sum(master.numel() for master in masters) * per_element)
+    num_bytes = math.ceil(sum(master.numel() for master in masters) * per_element)
+    return num_bytes, any(master.is_cuda for master in masters)
+
+
+def auto_bytes(states: int, count: int = 1) -> int:
+    """Return the size of each of a rank's host buffers: that of its states, if there is enough memory."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    return max(LEAST_BUFFER, min(states, available_bytes() // 4 // ranks))
+    return max(LEAST_BUFFER, min(states, available_bytes() // 4 // ranks // count))
 
 
 def available_bytes() -> int:

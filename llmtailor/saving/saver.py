@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,21 +49,31 @@ from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.attesting import attest_loop
 from llmtailor.saving.client_state import ClientState
-from llmtailor.saving.model import Drift, PartChanges, Sums, bias_correction, change_of, find_trained_parts, weigh
+from llmtailor.saving.model import (
+    Drift,
+    PartChanges,
+    Samples,
+    Sums,
+    bias_correction,
+    change_of,
+    find_trained_parts,
+    weigh,
+)
 from llmtailor.saving.options import SAME_FIX, SavingOptions
 from llmtailor.saving.restart import resume, trainer_state_of
 from llmtailor.saving.save import (
+    PartialWork,
     PendingSave,
     RunRecord,
     SaveFailed,
     SaveReport,
-    Work,
-    allocate_arena,
+    allocate_arenas,
     finish_at_end,
+    needed_by,
     release,
     save_error,
 )
-from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Bases, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Arena, Bases, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish, sample_frozen
 from llmtailor.storage.local import as_path
@@ -75,17 +85,42 @@ _MOST_SKIPPED = 100
 """Steps that an fp16 training may skip at its beginning, until the scale of the loss fits"""
 
 
+_STUCK = "is stuck; the disk is not accepting writes"
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A save in progress, what it leaves if it is published, and what was before it, in case it fails."""
+
+    save: PendingSave
+    work: PartialWork
+    arena: Arena | None
+    ledger: Ledger
+    samples: Samples
+    linked: Path | None
+    """The earlier save that it takes files of"""
+
+
 @dataclass(frozen=True, slots=True)
 class _Vote:
     """What a rank knows before a save."""
+
+    in_flight: tuple[str, ...]
+    """The ids of the saves that are not done"""
 
     has_changed: bool
     """Whether the set of trained params has changed"""
     has_state: bool
     sums: Sums
     previous: str
-    """What delays the save before; empty if it is published or has failed"""
+    """What delays the oldest of the saves in progress; empty if there is room for another one"""
     save_id: str
+
+
+def _not_everywhere(votes: Sequence[_Vote]) -> set[str]:
+    """Return the saves that are in progress for some ranks, and done for others."""
+    known = [set(vote.in_flight) for vote in votes]
+    return {save_id for one in known for save_id in one if not all(save_id in other for other in known)}
 
 
 class PartialSaver:
@@ -143,7 +178,8 @@ class PartialSaver:
         self._client = beside
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
-        self._pending: PendingSave | None = None
+        self._flights: list[_Flight] = []
+        """The saves in progress, oldest first"""
         self._reports: list[SaveReport] = []
         self._newest: SaveReport | None = None
         self._frozen: Mapping[str, int] = sample_frozen(self.training.frozen())
@@ -157,12 +193,22 @@ class PartialSaver:
         check_same(self.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
         self.ranks.on_first(self.folder.lock)
         self.record = RunRecord(self.folder, self.ranks, self.options, self.carried)
-        self._arena = allocate_arena(training, self.options, self.precision, self.ranks)
+        if self._bases is not None and self.options.in_flight > 1:
+            what = "masters that are differences need the save before to be complete"
+            raise UsageError.at("in_flight", what, 'omit it, or use masters="24bit"')
+        self._arenas = allocate_arenas(
+            self.options,
+            self.ranks,
+            training.writes_unseen,
+            lambda: needed_by(training, self.precision),
+            self.options.in_flight,
+        )
         """None if a save stops training until it is complete"""
+        self.record.linked = lambda: {one.linked for one in [*self._flights] if one.linked is not None}
         self._masters: frozenset[int] = frozenset()
         """Storages of the masters, as of a save that had others than known before"""
-        self._barrier = StepBarrier(waits=self._arena is not None)
-        if self._arena is not None:
+        self._barrier = StepBarrier(waits=bool(self._arenas))
+        if self._arenas:
             finish_at_end(self, self._finish_until)
 
     def start(
@@ -242,14 +288,14 @@ class PartialSaver:
         result; what the save should have held is due at the next one. Until the next optimizer step, only that step
         may change weights and optimizer states.
 
-        Returns None, with a warning, if the optimizer has not made a step yet, or if the previous save is still being
-        written and ``when_busy`` is ``skip``, or its disk is stuck.
+        Returns None, with a warning, if the optimizer has not made a step yet, or if ``in_flight`` saves are still
+        being written and ``when_busy`` is ``skip``, or their disk is stuck.
 
         Args:
             step: the number of optimizer steps made so far.
             write_state: called on rank 0 with a folder, to write ``trainer_state.json`` into it.
             rng: random number states to save; None takes the current ones of this process.
-            is_last: whether to wait for the previous save regardless of ``when_busy``.
+            is_last: whether to wait for the oldest of them regardless of ``when_busy``.
 
         Raises:
             SaveFailed: on every rank, for any failure. Nothing of the save remains, and training can continue.
@@ -263,8 +309,14 @@ class PartialSaver:
                 return None
             policy_state = state_of(self.policy)
             work = self._lay_out(step, *agreed, write_state, rng, began)
-            snapshot, stops_training = self._snapshot(work), self._arena is None
-            self._pending = save = PendingSave(self.record, work, snapshot, stops_training=stops_training)
+            used = [one.arena for one in self._flights]
+            arena = next((one for one in self._arenas if not any(one is other for other in used)), None)
+            snapshot, stops_training = self._snapshot(work, arena), not self._arenas
+            after = self._flights[-1].save if self._flights else None
+            save = PendingSave(self.record, work, snapshot, stops_training=stops_training, after=after)
+            self._flights.append(_Flight(save, work, arena, self.ledger, self.drift.kept(), self._before))
+            self.ledger = work.ledger
+            self.drift.remember(work.samples)
             if stops_training:
                 self._settle()
                 if save.failure is not None:
@@ -291,17 +343,18 @@ class PartialSaver:
     @property
     def is_busy(self) -> bool:
         """Whether this rank knows of a save in progress."""
-        return self._pending is not None and not self._pending.is_done
+        return any(not one.save.is_done for one in self._flights)
 
     @property
     def newest(self) -> SaveReport | None:
         """The newest save of this process that this rank knows to be published"""
-        return (self._pending and self._pending.report) or self._newest
+        return next((one.save.report for one in reversed(self._flights) if one.save.report), self._newest)
 
     def finish(self) -> None:
         """Wait until no save is in progress. One whose disk is stuck is given up."""
-        if (save := self._pending) is not None:
+        if self._flights:
             self._barrier.settle()
+        for save in [one.save for one in self._flights]:
             if not save.wait_unless_stuck():
                 logger.warning("the save at step %d was aborted: its disk is stuck", save.step)
                 save.give_up()
@@ -310,31 +363,37 @@ class PartialSaver:
         """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
         self.finish()
         self._settle()  # a save that is done holds the host buffer
-        self._arena = None
+        self._arenas = []
         release(self)
         self.record.close()
         self._barrier.remove()
 
     def _finish_until(self, until: float) -> None:
-        if self._pending is not None:
-            self._pending.finish_until(until)
+        for one in [*self._flights]:
+            one.save.finish_until(until)
 
     def _agree(self, step: int, is_last: bool) -> tuple[str, PartChanges] | None:
         """Exchange what the ranks know. Return the id of the save to make, and how parts have changed; None if there is
         none."""
-        if self._pending is not None:
+        if self._flights:
             self._barrier.settle()  # only a save without a step in between is still copied
-            if is_last or self.options.when_busy == "wait":
-                self._pending.wait_unless_stuck()
+            is_full = len(self._flights) >= self.options.in_flight
+            if is_full and (is_last or self.options.when_busy == "wait"):
+                self._flights[0].save.wait_unless_stuck()
+            if any(one.save.failure is not None for one in self._flights):  # what follows would fail, too
+                self._wait_for([one.work.save_id for one in self._flights])
         votes = self.ranks.together(self._vote)
         first = votes[0]
         if first.previous:
             logger.warning("step %d: save skipped: the previous save %s", step, first.previous)
             return None
-        if any(vote.previous for vote in votes):  # not everybody has heard yet that it is published
-            if self._pending is not None:
-                self._pending.wait_unless_stuck()
+        while unlike := _not_everywhere(votes):  # not everybody has heard yet that they are published, or have failed
+            self._wait_for(unlike)
             votes = self.ranks.together(self._vote)
+            first = votes[0]
+            if any(vote.previous == _STUCK for vote in votes):
+                logger.warning("step %d: save skipped: the previous save %s", step, _STUCK)
+                return None
         if any(vote.has_changed for vote in votes):
             self._forget()
         if not all(vote.has_state for vote in votes):
@@ -344,34 +403,46 @@ class PartialSaver:
             self.model, self._is_weighed = weigh(self.model, self.training, self.ranks), True
         return first.save_id, change_of([vote.sums for vote in votes])
 
+    def _wait_for(self, save_ids: Collection[str]) -> None:
+        for save in [one.save for one in self._flights if one.work.save_id in save_ids]:
+            save.wait_unless_stuck()
+
     def _vote(self) -> _Vote:
         self._settle()
         previous = ""
-        if self._pending is not None:
-            is_stuck = self._pending.is_stuck
-            previous = "is stuck; the disk is not accepting writes" if is_stuck else "is still being written"
+        if self._flights and self._flights[0].save.is_stuck:
+            previous = _STUCK
+        elif len(self._flights) >= self.options.in_flight:
+            previous = "is still being written"
         has_changed, has_state = self.training.refresh_params(), self._look_for_state()
         sums: Sums = {}
         if has_state and not has_changed:
             fragments = self.training.fragments(self.drift.part_of.keys())
             sums = self.drift.sums(fragments, bias_correction(self.training.optimizers()))
-        return _Vote(has_changed, has_state, sums, previous, uuid.uuid4().hex)
+        in_flight = tuple(one.work.save_id for one in self._flights if not one.save.is_done)
+        return _Vote(in_flight, has_changed, has_state, sums, previous, uuid.uuid4().hex)
 
     def _settle(self) -> None:
-        """Take the outcome of the previous save into account, if it has one."""
-        save = self._pending
-        if save is None or not save.is_done:
-            return
-        self._pending = None
+        """Take the outcomes of earlier saves into account, oldest first."""
+        while self._flights and self._flights[0].save.is_done:
+            self._land(self._flights.pop(0))
+
+    def _land(self, flight: _Flight) -> None:
+        save, work = flight.save, flight.work
         if save.failure is None:
-            self.ledger, self._before = save.work.ledger, save.path
-            self.drift.remember(save.work.samples)
+            self._before = save.path
         else:
-            restore_state(self.policy, save.work.policy_state)
+            while self._flights:  # they build on it, and fail with it
+                later = self._flights.pop(0).save
+                if not later.wait_unless_stuck():
+                    later.give_up()
+            self.ledger = flight.ledger
+            self.drift.restore(flight.samples)
+            restore_state(self.policy, work.policy_state)
         if self._bases is not None:
             self._bases.settle(save.failure is None)
-            held = (part for part, step in save.work.ledger.steps.items() if step == save.step)
-            self._based |= dict.fromkeys(held, save.work.save_id) if save.failure is None else {}
+            held = (part for part, step in work.ledger.steps.items() if step == save.step)
+            self._based |= dict.fromkeys(held, work.save_id) if save.failure is None else {}
         if save.report is not None:
             self._reports.append(save.report)
             self._newest = save.report
@@ -384,7 +455,7 @@ class PartialSaver:
         write_state: Callable[[Path], None] | None,
         rng: Mapping[str, object] | None,
         began: float,
-    ) -> Work:
+    ) -> PartialWork:
         """Choose parts, and lay out what this rank writes of them, without exchanging anything.
 
         The other ranks learn of an error when all have written.
@@ -422,17 +493,35 @@ class PartialSaver:
             complete = None
             if self.ranks.is_first:
                 complete = self._publication(save_id, step, choice, ledger, changes, write_state)
-            return Work(save_id, began, report, ledger, policy_state, samples, share, publish=complete)
+            return PartialWork(
+                save_id=save_id,
+                began=began,
+                report=report,
+                folder=path,
+                ledger=ledger,
+                policy_state=policy_state,
+                samples=samples,
+                share=share,
+                publish=complete,
+            )
         except Exception as error:
             refusal = save_error(error, self.ranks)
-            return Work(save_id, began, empty, self.ledger, policy_state, refusal=refusal)
+            return PartialWork(
+                save_id=save_id,
+                began=began,
+                report=empty,
+                folder=path,
+                ledger=self.ledger,
+                policy_state=policy_state,
+                refusal=refusal,
+            )
 
-    def _snapshot(self, work: Work) -> Snapshot | None:
+    def _snapshot(self, work: PartialWork, arena: Arena | None) -> Snapshot | None:
         """Return what copies the tensors of a save in the background; the next step of the optimizer waits for it."""
         share = work.share
-        if share is None or self._arena is None:
+        if share is None or arena is None:
             return None
-        snapshot = Snapshot(share.live, share.files, self._arena, self.options.write_timeout, work.began, share.check)
+        snapshot = Snapshot(share.live, share.files, arena, self.options.write_timeout, work.began, share.check)
         if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
             self._masters = frozenset(storage_of(one.tensor) for one in self.live.masters())
         self._barrier.arm(snapshot, self.live.optimizers(), self._masters)

@@ -123,15 +123,19 @@ class LiveTensors:
         live = LiveTensor(
             flat, torch.uint8 if packed else _TORCH.get(dtype or "", flat.dtype), packed, written_with, base
         )
-        content: tuple[Copy, ...] = ()
-        if num_bytes := live.num_bytes:
-            content = (Copy(Extent(str(len(self.tensors)), 0, num_bytes), source=0),)
-            self.tensors.append(live)
+        content = self.add(live)
         lies = None
         if storage is not None and content and live.dtype == flat.dtype:
             begin = int(flat.storage_offset()) * flat.element_size()
-            lies = Extent(storage, begin, begin + num_bytes)
+            lies = Extent(storage, begin, begin + live.num_bytes)
         return Entry(key, packed or DTYPES[live.dtype], tuple(tensor.shape), content, lies)
+
+    def add(self, live: LiveTensor) -> tuple[Copy, ...]:
+        """Return the bytes of a tensor as pieces of a file."""
+        if not live.num_bytes:
+            return ()
+        self.tensors.append(live)
+        return (Copy(Extent(str(len(self.tensors) - 1), 0, live.num_bytes), source=0),)
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
         """Return bytes of a tensor, without a copy if it is on the CPU and not cast."""
@@ -348,6 +352,7 @@ class Snapshot:
         if self._thread.ident is not None:
             self._thread.join()
         self._streams.finish()
+        self._live = LiveTensors()  # whose tensors may be copies
 
     def _give_up(self, why: Problem) -> None:
         if self._error is None and not (self.is_copied and not self._ready):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from llmtailor.balance import deal
 from llmtailor.checkpoint.index import FSDP
 from llmtailor.checkpoint.optimizer import SAVED_NAMES
+from llmtailor.checkpoint.placement import Box
 from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX, flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
@@ -117,13 +120,13 @@ class PlainTraining:
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
         like = self._first_states()
         for name, begin in self._mine(params):
-            yield Fragment(name, MASTER, begin, self._elements(self._live[name]))
+            yield self._fragment(name, MASTER, begin, self._live[name])
             for kind, value in with_elements(self._state_of(name, like)).items():
                 yield self._fragment(name, kind, begin, value)
 
     def masters(self) -> Iterator[Fragment]:
         trained = [name for name, fact in self.params.items() if fact.role == "trainable"]
-        yield from (Fragment(name, MASTER, at, self._elements(self._live[name])) for name, at in self._mine(trained))
+        yield from (self._fragment(name, MASTER, at, self._live[name]) for name, at in self._mine(trained))
 
     def present(self) -> Iterator[Fragment]:
         self.refresh_params()
@@ -132,15 +135,19 @@ class PlainTraining:
             if kind == BUFFER:
                 yield Fragment(name, kind, 0, self._elements(self.model.get_buffer(name)))
                 continue
-            yield Fragment(name, kind, begin, self._elements(self._live[name]))
+            yield self._fragment(name, kind, begin, self._live[name])
             for state, value in with_elements(self._saved(name)).items() if kind == MASTER else ():
                 if is_plain_tensor(value):
                     yield self._fragment(name, state, begin, value)
 
     def _fragment(self, name: str, kind: str, begin: int, value: torch.Tensor) -> Fragment:
-        if value.shape == self._live[name].shape and value.is_floating_point():
-            return Fragment(name, kind, begin, self._elements(value))
+        if value is self._live[name] or (value.shape == self._live[name].shape and value.is_floating_point()):
+            return Fragment(name, kind, begin, self._elements(value), box=self._box(name))
         return Fragment(name, kind, 0, self._elements(value), tuple(value.shape))
+
+    def _box(self, name: str) -> Box | None:
+        """Return the elements of a param that this rank has, if they are not adjacent."""
+        return None
 
     def weight_of(self, master: Fragment) -> torch.Tensor | None:
         return None  # the optimizer updates the weights themselves
@@ -284,10 +291,10 @@ _FSDP = "FSDP"
 
 
 class ShardedTraining(PlainTraining):
-    """A training under FSDP2: every rank saves its own rows of each param.
+    """A training under FSDP2, tensor parallelism or both: every rank saves its own box of each param.
 
-    A param is a DTensor that is cut along dimension 0, so the elements of a rank are contiguous. In a hybrid mesh
-    (HSDP), which also has replicas, the first replica saves. Verified with torch 2.13.
+    A param is a DTensor. Cut along dimension 0 only, the elements of a rank are adjacent. Of replicas (in a hybrid
+    mesh, HSDP, or of params that tensor parallelism does not cut), the first saves. Verified with torch 2.13.
 
     Raises UnsupportedCheckpoint, with every reason, for what it can't save.
     """
@@ -297,10 +304,9 @@ class ShardedTraining(PlainTraining):
     ) -> None:
         problems = []
         for name, param in model.named_parameters():
-            cuts = [one for one in param.placements if one != Replicate()] if isinstance(param, DTensor) else []
-            if len(cuts) > 1 or any(not (type(one) is Shard and one.dim == 0) for one in cuts):
-                what = f"{name} is sharded as {param.placements}"  # type: ignore[attr-defined]
-                problems.append(Problem(_FSDP, what, "shard along dimension 0 of one mesh dimension"))
+            if isinstance(param, DTensor) and not _is_one_box(param):
+                what = f"{name} is sharded as {param.placements}, so that no rank has one box of it"
+                problems.append(Problem(_FSDP, what, "don't shard fused weights by tensor parallelism"))
         if problems:
             raise UnsupportedCheckpoint(problems)
         super().__init__(model, optimizer, scaler)
@@ -319,7 +325,7 @@ class ShardedTraining(PlainTraining):
         names = self._frozen_names()
         if not any(isinstance(self._live[name], DTensor) for name in names):
             return super().frozen()
-        begin = dict(self._mine(names))
+        begin = {name: self._box(name) or at for name, at in self._mine(names)}
         tensors = {f"{FROZEN}/{name}": self._elements(self._live[name]) for name in begin}
         return FrozenFile(frozen_name(self.ranks.rank, self.ranks.world_size), tensors, begin)
 
@@ -339,24 +345,65 @@ class ShardedTraining(PlainTraining):
             if not isinstance(param, DTensor):
                 if name in shared:
                     yield name, 0
-                continue
-            place = zip(param.placements, param.device_mesh.get_coordinate() or (), strict=True)
-            is_first_replica = all(at == 0 for how, at in place if how == Replicate())
-            if is_first_replica and (begin := self._first_element(param)) is not None:
+            elif _is_first_replica(param) and (begin := self._first_element(param)) is not None:
                 yield name, begin
 
     def _first_element(self, param: DTensor) -> int | None:
         """Return the first element that this rank has of a param; None if it has none."""
-        shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-        if not torch.Size(shape).numel():
+        box, first = _box_of(param), 0
+        for offset, size in zip(box.offsets, param.shape, strict=True):
+            first = first * size + offset
+        return first if math.prod(box.sizes) else None
+
+    def _box(self, name: str) -> Box | None:
+        param: Any = self._live[name]
+        if not isinstance(param, DTensor):
             return None
-        return offset[0] * torch.Size(param.shape[1:]).numel() if shape else 0
+        box = _box_of(param)
+        cut = [at for at, size in enumerate(box.sizes) if size < param.shape[at]]
+        return box if cut and any(size > 1 for size in box.sizes[: cut[-1]]) else None
 
     def _why_not(self, name: str, value: Any) -> str | None:
         param, is_state = self._live[name], isinstance(value, torch.Tensor) and value.dim()
-        if is_state and isinstance(param, DTensor) and (type(value) is not DTensor or value.shape != param.shape):
-            return f"has the shape {[*value.shape]}, which can't be cut as the param is"
+        if is_state and isinstance(param, DTensor):
+            if type(value) is not DTensor or value.shape != param.shape:
+                return f"has the shape {[*value.shape]}, which can't be cut as the param is"
+            if value.placements != param.placements:
+                return f"is sharded as {value.placements}, the param as {param.placements}"
         return super()._why_not(name, value)
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
         return super()._elements(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+def _is_one_box(param: DTensor) -> bool:
+    """Return whether what each rank has of a param is a box of it.
+
+    `_StridedShard` says that later mesh dimensions cut the same dimension before it does, as FSDP2 does with what
+    tensor parallelism has cut. Alone it says that a rank has several runs, as of a fused weight.
+    """
+    mesh, placements = param.device_mesh, param.placements
+    for at, one in enumerate(placements):
+        if type(one) in (Shard, Replicate):
+            continue
+        if not isinstance(one, _StridedShard):
+            return False
+        later = [mesh.size(more) for more in range(at + 1, mesh.ndim) if placements[more].is_shard(one.dim)]
+        if one.split_factor != math.prod(later):
+            return False
+    return True
+
+
+def _box_of(param: DTensor) -> Box:
+    """Return the box of a param that this rank has."""
+    sizes, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _is_first_replica(param: DTensor) -> bool:
+    """Return whether no rank before this one has the same elements of a param.
+
+    The mesh of a param may be a slice of the training's. Of these slices, the one with rank 0 is the first.
+    """
+    place = zip(param.placements, param.device_mesh.get_coordinate() or (), strict=True)
+    return all(at == 0 for how, at in place if how == Replicate()) and 0 in param.device_mesh.mesh

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from llmtailor.checkpoint.placement import Box
 from llmtailor.containers.unpickle import QUANTIZED, Call
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
@@ -35,6 +36,8 @@ class Fragment:
     tensor: torch.Tensor
     shape: tuple[int, ...] | None = None
     """Shape of a state that is not elementwise; see `checkpoint.schema`"""
+    box: Box | None = None
+    """The elements' box in the param, if they are not adjacent in it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,8 @@ class FrozenFile:
     name: str
     tensors: Mapping[str, torch.Tensor]
     """By the keys of the file"""
-    begin: Mapping[str, int] = field(default_factory=dict)
-    """Under FSDP: param -> the first element that this rank has of it"""
+    begin: Mapping[str, int | Box] = field(default_factory=dict)
+    """Under FSDP: param -> the first element, or the box, that this rank has of it"""
 
 
 class HasState(Protocol):

@@ -9,7 +9,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from llmtailor import __version__
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Plan
 from llmtailor.checkpoint.lineage import Past
+from llmtailor.checkpoint.placement import Box
 from llmtailor.containers.safetensors import read_header
 from llmtailor.engine.copy import Context, execute
 from llmtailor.engine.streams import Store
@@ -131,7 +132,9 @@ def lay_out_share(
         group = groups.setdefault(written_with[name], len(groups))
         storage = f"{group:08}.{kinds.setdefault(one.kind, len(kinds)):02}"
         entry = live.entry(f"{one.kind}/{name}", one.tensor, dtype, written_with[name], storage, base)
-        if one.shape is None:
+        if one.box is not None:
+            bundle.add_box(entry, one.box)
+        elif one.shape is None:
             bundle.add_fragment(entry, begin)
         else:
             bundle.add_whole(replace(entry, shape=one.shape))
@@ -155,7 +158,8 @@ def lay_out_share(
         else:
             entries = [live.entry(key, tensor, None, ANY_STEP) for key, tensor in frozen.tensors.items()]
             about = {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint}
-            about |= {"begin": to_text(frozen.begin)} if frozen.begin else {}
+            places = {key: asdict(at) if isinstance(at, Box) else at for key, at in frozen.begin.items()}
+            about |= {"begin": to_text(places)} if places else {}
             files.insert(0, lay_out_tensors(frozen.name, entries, about))
             moving = tuple(key for key, sample in samples.items() if seen.get(key, sample) != sample)
 
@@ -189,8 +193,8 @@ def write_share(
     for fact in share.linked:
         assert share.before is not None, "the previous save, which has the file"
         link_or_copy(share.before / fact.path, folder / fact.path)
-    *others, own = [BundleFact(result.path, result.num_bytes, result.crc) for result in results]
-    return [own, *others, *share.linked]
+    facts = [BundleFact(result.path, result.num_bytes, result.crc) for result in results]
+    return [*facts[-1:], *facts[:-1], *share.linked]
 
 
 def publish(

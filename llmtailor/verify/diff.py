@@ -78,7 +78,7 @@ def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStr
 
     Raises SourceError if a file can't be read.
     """
-    yield from _facts(a, b, ("format", "world_size", "form.stage"), matters=False)
+    yield from _facts(a, b, ("format", "world_size", "tp", "form.stage"), matters=False)
     yield from _facts(a, b, ("global_step", "zero.skipped_steps", "precision"), matters=True)
     yield from _params(a, b, structure)
     yield from _held(a, b, structure)

@@ -58,6 +58,8 @@ class Inspection(TypedDict):
     zero_stage: int
     """0 without DeepSpeed"""
     world_size: int
+    mesh: dict[str, int]
+    """The same by kind of parallelism: ``dp``, and ``tp`` under AutoTP"""
     global_step: int
     skipped_steps: int
     client: str
@@ -114,6 +116,7 @@ def describe(index: CheckpointIndex) -> Inspection:
         "format": index.format,
         "zero_stage": index.form.stage,
         "world_size": index.world_size,
+        "mesh": index.layout.mesh,
         "global_step": index.global_step,
         "skipped_steps": index.zero.skipped_steps,
         "client": index.client,

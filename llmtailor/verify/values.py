@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -52,6 +52,7 @@ from llmtailor.storage.local import Files
 from llmtailor.verify.structure import ON_PURPOSE, Elements, Spans, elements_in, held_of, join, lost_elements
 
 NOT_FINITE, NOT_A_NUMBER, NEGATIVE, DIFFERS, SPLIT = "not finite", "not a number", "negative", "differs", "split"
+UNLIKE = "unlike"
 _CALLED = {MODULE: "the module's weight", FROZEN: "the frozen value", MASTER: "the master"}
 _OTHER_SAVE = "they are from different saves, or damaged: copy both files again, or use another checkpoint"
 _DIVERGED = "the run had diverged, or the file is damaged: use an older checkpoint"
@@ -61,6 +62,7 @@ _SAID: Final[dict[str, tuple[str, str, Code, str]]] = {
     DIFFERS: ("is not the rounded master", _OTHER_SAVE, Code.NOT_ROUNDED, ERROR),
     SPLIT: ("is not the rounded master, as requested", "a resume uses the masters", Code.SPLIT_WEIGHTS, WARNING),
 }
+_SAID[UNLIKE] = ("is not the same on all tensor-parallel ranks", _OTHER_SAVE, Code.RANKS_DIFFER, ERROR)
 _SAID[NOT_A_NUMBER] = _SAID[NOT_FINITE]
 BLOCK_ELEMENTS = 1 << 16
 """Elements that are checked at once, so that intermediate results stay in the processor's cache"""
@@ -232,6 +234,8 @@ class Stream:
     """The element of the bundle at which it begins: a fused param is saved in pieces"""
     is_copy: bool = False
     """Whether it must be the rounded first stream"""
+    is_again: bool = False
+    """Whether it is read to be compared with another rank's only: neither summed, nor counted"""
 
 
 class StateBundle(NamedTuple):
@@ -266,6 +270,15 @@ def bundle_states(
                     fresh.append(stream)
         if fresh:
             yield StateBundle(numel, fresh)
+
+
+def _bundle_copies(index: CheckpointIndex) -> Iterator[StateBundle]:
+    """Yield the states that several tensor-parallel ranks hold, with all of their copies."""
+    parallel = index.zero.tensor_parallel
+    for state, places in parallel.copies.items() if parallel else ():
+        first = Stream(state, held_of(index, state), (), is_again=True)
+        copies = [replace(first, held=replace(first.held, place=place), is_copy=True) for place in places]
+        yield StateBundle(first.held.numel, [first, *copies])
 
 
 def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[StateBundle]:
@@ -375,9 +388,10 @@ class Reading:
             if stream.is_copy and reference is not None and not is_original:
                 offset, itemsize = low + stream.begin - begin, ITEMSIZE[original.held.dtype]
                 part = reference[offset * itemsize : (offset + high - low) * itemsize]
-                mask = differing(part, original.held.dtype, data, dtype, self.index.precision)
+                precision = dtype if stream.is_again else self.index.precision
+                mask = differing(part, original.held.dtype, data, dtype, precision)
                 lost += [(max(0, first - offset), max(0, last - offset)) for first, last in lost_there]
-                self._note(stream.state, DIFFERS, mask, lost, low)
+                self._note(stream.state, UNLIKE if stream.is_again else DIFFERS, mask, lost, low)
 
     def _note(self, state: State, problem: str, mask: Mask | None, lost: list[_Run], begin: int) -> None:
         if mask is None:
@@ -404,13 +418,14 @@ class Reading:
             if not self._fill(part, fragment):
                 part[:] = bytes(len(part))
                 lost.append((low, high))
-            elif self.sum_states or extent.path in self.sum_files:
+            elif not stream.is_again and (self.sum_states or extent.path in self.sum_files):
                 crc = crc32(part)
                 if fragment.encoding is None:
                     self.by_file.add(extent.path, extent.start, extent.stop, crc)
                 if self.sum_states:
                     self.by_state.add(stream.state, fragment.begin * itemsize, fragment.end * itemsize, crc)
-        self.on_progress(len(view))
+        if not stream.is_again:
+            self.on_progress(len(view))
         return view, lost
 
     def _fill(self, room: memoryview, fragment: Fragment) -> bool:
@@ -479,7 +494,7 @@ def read_everything(
         sum_states = bool(manifest and manifest.digests)
         reading = Reading(index, unreadable, on_progress, stop, summed, sum_states)
         with reading.files:
-            reading.read(bundle_states(index, saved_as, unreadable))
+            reading.read([*bundle_states(index, saved_as, unreadable), *_bundle_copies(index)])
             jobs = [partial(_compare_sums, reading, path, stated) for path, stated in sorted(sums.items())]
             wrong = [found for one in run_all(jobs, num_workers(), stop) for found in one]
     is_split, form = manifest is not None and manifest.is_split, index.form

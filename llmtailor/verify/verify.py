@@ -12,6 +12,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import DCP, TRAINER, CheckpointIndex, Survey
 from llmtailor.checkpoint.lineage import RunCheckpoint
+from llmtailor.checkpoint.optimizer import count_ranks
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_BYTES
@@ -156,7 +157,7 @@ def to_text(verdict: Verdict) -> str:
     if (index := verdict.index) is not None:
         read = "every byte was read" if verdict.is_deep else "structure only, no tensor was read"
         by = "" if index.client in (TRAINER, DCP) else f", resumed by {loader_of(index).title}"
-        ranks = counted(index.world_size, "rank")
+        ranks = count_ranks(index.layout.mesh)
         lines.append(f"{index.format}, step {index.global_step}, for {ranks}{by}; {read}")
         if verdict.holding is not None:
             lines.append(_what_it_holds(verdict.holding, index, verdict.is_intact))

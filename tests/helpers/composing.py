@@ -40,7 +40,7 @@ def convert_to_resume(source: Path, out: Path, **options: Any) -> Path:
     return out
 
 
-def compose(run: Path, at: int, ranks: int | None = None, out: Path | None = None) -> Report:
+def compose(run: Path, at: int, ranks: int | None = None, out: Path | None = None, **options: Any) -> Report:
     """Do what ``llmtailor merge --run RUN --at STEP`` does."""
     chosen = choose_for_run(run, at, StrategyOptions("latest"))[0]
-    return llmtailor.merge(chosen, out, llmtailor.Options(world_size=ranks))
+    return llmtailor.merge(chosen, out, llmtailor.Options(world_size=ranks, **options))

@@ -18,7 +18,7 @@ from helpers.indexes import make_index
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Bytes, Cast, Crc, FileLayout, Slot
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
-from llmtailor.checkpoint.placement import AllZero, Boxes, Extent, Sliced
+from llmtailor.checkpoint.placement import AllZero, Box, Boxes, Contiguous, Extent, Inside, Sliced
 from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.compose.averages import bias_factor, choose_steps, rebase_scales
 from llmtailor.compose.fill import plan_composite
@@ -171,7 +171,7 @@ def test_any_elements_are_found_in_any_grid(grid, data):
         box = whole[tuple(slice(low, high) for low, high in cell)].tobytes()
         extents.append(Extent("file", len(stored), len(stored) + len(box)))
         stored += box
-    place = Boxes(shape, cuts, tuple(extents), ITEMSIZE["I64"])
+    place = Boxes(shape, cuts, tuple(Contiguous(extent, ITEMSIZE["I64"]) for extent in extents))
     begin = data.draw(st.integers(0, whole.size))
     end = data.draw(st.integers(begin, whole.size))
     found, at = b"", begin
@@ -181,3 +181,23 @@ def test_any_elements_are_found_in_any_grid(grid, data):
         at = fragment.end
     assert at == end or begin == end
     assert found == whole.reshape(-1)[begin:end].tobytes()
+
+
+@given(grids(), st.data())
+def test_any_elements_of_a_box_are_found(grid, data):
+    shape, cuts = grid
+    whole = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+    edges = [sorted(data.draw(st.tuples(st.sampled_from(cut), st.sampled_from(cut)))) for cut in cuts]
+    low, high = zip(*edges, strict=True)
+    box = whole[tuple(map(slice, low, high))].reshape(-1)
+    sizes = tuple(last - first for first, last in zip(low, high, strict=True))
+    place = Inside(Contiguous(Extent("file", 0, 8 * whole.size), 8), shape, Box(low, sizes))
+    begin = data.draw(st.integers(0, box.size))
+    end = data.draw(st.integers(begin, box.size))
+    found, at = [], begin
+    for fragment in place.cover(begin, end):
+        assert fragment.begin == at
+        found += range(fragment.extent.start // 8, fragment.extent.stop // 8)
+        at = fragment.end
+    assert at == end
+    assert found == box[begin:end].tolist()

@@ -203,7 +203,9 @@ def train_and_save(run: Path, node: Path, seed: int, begin: int) -> None:
     torch.set_num_threads(1)
     chance = random.Random(seed)
     policy = chance.choice(["parity", "full", "round_robin:3"])
-    loop = Loop(run, policy=policy, staging_dir=node, host_buffer=1 << 20, keep_composable=chance.choice([None, 2]))
+    keep, in_flight = chance.choice([None, 2]), chance.choice([1, 3])
+    how = {"policy": policy, "staging_dir": node, "keep_composable": keep, "in_flight": in_flight}
+    loop = Loop(run, host_buffer=1 << 20, **how)
     loop.train(begin)
     loop.saver.start(begin)
     with (run / "made").open("ab", 0) as made:  # a byte for each save that has begun

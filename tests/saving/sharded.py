@@ -1,7 +1,7 @@
 """Trainings under fully_shard on CPU ranks over gloo, forked from one process, with the saver and the truth.
 
-Under HSDP, some params are frozen, a frozen module is one that the config does not describe, and it has two names; the
-learning rate is a tensor.
+``mesh`` is FSDP2 over tensor parallelism: MLPs are cut by rows and columns. Under HSDP, some params are frozen, a
+frozen module is one that the config does not describe, and it has two names; the learning rate is a tensor.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import default_data_collator
 
 from helpers.composing import compose
+from llmtailor import attest
 from llmtailor.saving import attach, saver_for
 from saving.loop import build
 from trainings.common import Tokens, arguments
 from trainings.fsdp import FORMS, CpuTrainer, Watch, held
 
 STEPS, VOCAB = 6, 62
-RANKS = {"fsdp": 4, "hsdp": 4, "partly": 2, "trainer": 2, "experts": 2}
+RANKS = {"fsdp": 4, "hsdp": 4, "mesh": 4, "partly": 2, "trainer": 2, "experts": 2}
 FROZEN = ("embed_tokens", ".layers.1.", "added")
 
 
@@ -44,12 +48,20 @@ def model_of(kind: str) -> Any:
 
 def optimizer_for(model: Any, kind: str) -> Any:
     rate = torch.tensor(1e-2) if kind == "hsdp" else 1e-2
-    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=rate)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(trained, lr=rate, foreach=False if kind == "mesh" else None)  # torch has it for one mesh
 
 
 def shard(model: Any, kind: str) -> None:
-    shape, names = ((2, 2), ("replicate", "shard")) if kind == "hsdp" else ((RANKS[kind],), ("shard",))
+    first = {"hsdp": "replicate", "mesh": "data"}.get(kind)
+    shape, names = ((2, 2), (first, "shard")) if first else ((RANKS[kind],), ("shard",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if kind == "mesh":
+        rows, columns = ColwiseParallel(), RowwiseParallel()
+        for layer in model.model.layers:
+            plan = {"gate_proj": rows, "up_proj": rows, "down_proj": columns}
+            parallelize_module(layer.mlp, mesh["shard"], plan)
+        mesh = mesh["data"]
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     if kind != "partly":  # else embeddings and head are whole on each rank
@@ -61,18 +73,54 @@ def as_truth(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: {"master": one, **found["states"].get(name, {})} for name, one in found["weights"].items()}
 
 
-def train(kind: str, folder: Path, rank: int) -> None:
+def new_training(kind: str) -> tuple[Any, Any]:
     model = model_of(kind)
     shard(model, kind)
-    optimizer = optimizer_for(model, kind)
+    return model, optimizer_for(model, kind)
+
+
+def resume(kind: str, folder: Path, at: int, losses: dict[int, float], rank: int) -> None:
+    """Go on from a composite of the first save with torch's own loader, and compare the losses."""
+    if rank == 0:
+        compose(folder / "run", at, out=folder / "composite", to="dcp")
+    dist.barrier()
+    model, optimizer = new_training(kind)
+
+    def load() -> None:
+        states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(states, checkpoint_id=folder / "composite")
+        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+
+    load()
+    attest(folder / "composite", model=model, optimizer=optimizer, how="full", on_mismatch="stop")
+    with torch.no_grad():
+        next(iter(model.model.layers)).mlp.down_proj.weight.mul_(2)
+    found = attest(folder / "composite", model=model, optimizer=optimizer, on_mismatch="warn")
+    assert not found.is_same and found.num_same == found.num_states - 1
+    load()
+    for step in range(at + 1, STEPS + 1):
+        assert step_once(model, optimizer, step, rank // 2) == losses[step]
+
+
+def step_once(model: Any, optimizer: Any, step: int, seed: int) -> float:
+    loss = model(**batch(step, seed)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def train(kind: str, folder: Path, rank: int) -> None:
+    model, optimizer = new_training(kind)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     how = {"policy": "round_robin:4", "experts": "parts"} if kind == "experts" else {"policy": "adaptive"}
-
+    how |= {"in_flight": 2} if kind == "fsdp" else {}
     saver = saver_for(folder / "run", model=model, optimizer=optimizer, scheduler=scheduler, **how)
     saver.start(0)
     truth, losses = {}, {}
+    seed = rank // 2 if kind == "mesh" else rank  # ranks of tensor parallelism see the same data
     for step in range(1, STEPS + 1):
-        loss = model(**batch(step, rank)).loss
+        loss = model(**batch(step, seed)).loss
         loss.backward()
         if kind == "partly":
             for param in (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight):
@@ -82,7 +130,7 @@ def train(kind: str, folder: Path, rank: int) -> None:
         optimizer.zero_grad()
         losses[step] = float(loss.detach())
         if step % 2 == 0:
-            model(**batch(step, rank))  # as an evaluation, which leaves the root unsharded
+            model(**batch(step, seed))  # as an evaluation, which leaves the root unsharded
             saver.save(step)
             for module in model.modules():
                 if hasattr(module, "reshard"):
@@ -91,6 +139,13 @@ def train(kind: str, folder: Path, rank: int) -> None:
     saver.close()
     if rank == 0:
         torch.save((truth, losses), folder / "truth.pt")
+    if kind == "mesh":
+        rounded = {"policy": "full", "masters": "24bit", "moments": "8bit"}
+        saver = saver_for(folder / "rounded", model=model, optimizer=optimizer, scheduler=scheduler, **rounded)
+        saver.start(STEPS)
+        saver.save(STEPS)
+        saver.close()
+        resume(kind, folder, 2, losses, rank)
 
 
 def batch(step: int, rank: int) -> dict[str, torch.Tensor]:

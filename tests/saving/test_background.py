@@ -99,6 +99,94 @@ def test_a_busy_saver_waits_or_skips(tmp_path, disk, loop, caplog):
     run.check(3, tmp_path / "out")
 
 
+def test_several_saves_may_be_in_flight(tmp_path, disk, loop, caplog):
+    """They are published in their order, and each holds what the training was when it began."""
+    run = loop(policy="parity", in_flight=3, when_busy="skip")
+    run.make_saves()
+    disk.hang()
+    saves = []
+    for _ in range(3):
+        run.train()
+        saves.append(run.save())
+    run.train()
+    assert run.save() is None
+    assert not any(save.is_done for save in saves)
+    assert run.saves == [1]
+    threading.Timer(0.2, disk.recover).start()
+    assert [save.wait(60).step for save in saves] == [2, 3, 4]
+    run.make_saves()
+    assert [line["step"] for line in log_of(run.run)] == run.saves == [1, 2, 3, 4, 6]
+    for step in run.saves:
+        run.check(step, tmp_path / f"out-{step}")
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_saves_in_flight_take_files_of_is_not_deleted(tmp_path, loop, keep):
+    run = loop(policy="round_robin:2", in_flight=4, keep_composable=keep)
+    for _ in range(12):
+        run.train()
+        last = run.save()
+    last.wait(60)
+    assert not [line for line in log_of(run.run) if "failed" in line]
+    run.check(12, tmp_path / "out")
+
+
+def test_what_a_failed_save_takes_with_it_is_still_due(tmp_path, disk, loop, caplog):
+    run = loop(policy="round_robin:4", in_flight=3)
+    run.make_saves()
+    ledger = run.saver.ledger
+    disk.hang()
+    saves = []
+    for _ in range(3):
+        run.train()
+        saves.append(run.save())
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    disk.is_free.set()
+    for save in saves:
+        with pytest.raises(SaveFailed):
+            save.wait(60)
+    disk.recover()
+    assert [one.step for one in run.saver.reports()] == [1]
+    assert run.saver.ledger == ledger
+    run.train()
+    again = run.save()
+    assert again.parts == saves[0].parts
+    again.wait(60)
+    run.make_saves(4)
+    assert run.saves == [1, 5, 6, 7, 8, 9]
+    run.check(9, tmp_path / "out")
+
+
+def test_a_save_is_not_published_without_the_one_before(tmp_path, disk, loop, monkeypatch):
+    """Its files are complete, but the record in it names a save that is not there."""
+    run = loop(policy="round_robin:4", in_flight=2)
+    run.make_saves()
+    publish, waiting = saver.publish, threading.Event()
+
+    def fail_once(folder, *args, **kwargs):
+        if folder.name.endswith("2"):
+            assert waiting.wait(60)
+            raise OSError(errno.EIO, "Input/output error")
+        return publish(folder, *args, **kwargs)
+
+    monkeypatch.setattr(saver, "publish", fail_once)
+    run.train()
+    first = run.save()
+    run.train()
+    second = run.save()
+    while not list((run.run / "partial").glob("step-00000003/rank-*")):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert not second.is_done
+    waiting.set()
+    with pytest.raises(SaveFailed, match="the save at step 2, on which it builds, failed"):
+        second.wait(60)
+    assert first.failure is not None
+    assert run.saves == [1]
+    run.make_saves()
+    run.check(4, tmp_path / "out")
+
+
 def test_what_a_failed_save_held_is_still_due(tmp_path, disk, loop, caplog):
     run = loop(policy="parity")
     run.make_saves()
@@ -416,7 +504,7 @@ def test_a_closed_saver_holds_no_host_buffer(tmp_path):
     """The next saver of the process allocates its own."""
     loop = Loop(tmp_path).start()
     loop.make_saves()
-    buffer = weakref.ref(loop.saver._arena)
+    buffer = weakref.ref(loop.saver._arenas[0])
     assert buffer() is not None
     loop.saver.close()
     gc.collect()
@@ -489,6 +577,8 @@ def test_states_may_be_rounded(tmp_path, loop, background, moments, share):
         {"host_buffer": 100},
         {"host_buffer": "4 GB"},
         {"when_busy": "sometimes"},
+        {"in_flight": 0},
+        {"in_flight": 2.0},
         {"write_timeout": 0},
         {"moments": "fp8"},
         {"masters": "fp16"},

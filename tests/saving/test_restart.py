@@ -186,7 +186,9 @@ def test_every_variable_that_makes_no_sense_is_named():
         from_environment(wrong)
     assert {problem.where for problem in caught.value.problems} == {*wrong}
     assert from_environment({"LLMTAILOR_POLICY": "", "LLMTAILOR_TIMEOUT": "3"}) == {}
-    assert VARIABLES.keys() - SavingArguments.__annotations__ == {"policy", "save_steps", "overhead", "on_restart"}
+    assert VARIABLES.keys() - SavingArguments.__annotations__ == {
+        *("policy", "layout", "save_steps", "overhead", "on_restart")
+    }
     assert SavingArguments.__annotations__.keys() == {field.name for field in fields(SavingOptions)}
     with pytest.raises(UsageError, match="on_restart is 'again'"):
         PartialSaving(on_restart="again")

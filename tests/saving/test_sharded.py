@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -10,9 +12,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoModelForCausalLM
 
 from helpers.commands import call
+from helpers.states import read
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.safetensors import read_header
+from llmtailor.errors import SourceError
 from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import State
 from llmtailor.runs.save_log import LOG, read_log
 from saving.loop import check_states, fold, manifests
 from saving.sharded import RANKS, model_of, optimizer_for
@@ -64,8 +70,11 @@ def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
         manifest = read_manifest(path, path.name)
         header = [read_header(path, fact.path, fact.path) for fact in manifest.bundles[: RANKS[kind]]]
         saving = [any(name.startswith("master/") for name in one.tensors) for one in header]
-        # all ranks have rows, but of HSDP's replicas only the first saves them: ranks 0 and 1 of a mesh of 2 x 2
-        assert saving == ([True, True, False, False] if kind == "hsdp" else [True] * RANKS[kind])
+        # all ranks have rows, but of replicas only the first saves them: ranks 0 and 1 of HSDP's mesh of 2 x 2, and
+        # ranks 0 and 2 of what tensor parallelism does not cut
+        few = {"hsdp": [True, True, False, False], "mesh": [True, False, True, False]}
+        is_cut = any("mlp" in name for names in manifest.params_of.values() for name in names)
+        assert saving == ([True] * 4 if kind == "mesh" and is_cut else few.get(kind, [True] * RANKS[kind]))
         out = tmp_path / f"out-{step}"
         call("merge", "--run", run, "--at", step, "--to", "trainer", out)
         check_states(out, fold(truth, manifests([run], step)))
@@ -78,6 +87,30 @@ def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
         assert files == [f"frozen-{rank:05}-of-00004.safetensors" for rank in range(4)] * (kind == "hsdp")
         assert all((path / file).stat().st_nlink == 3 for file in files), "the same in every save"
         assert AutoModelForCausalLM.from_pretrained(out).config.architectures == ["LlamaForCausalLM"]
+
+
+def test_boxes_may_be_rounded(trained, tmp_path):
+    """Blocks of 8-bit codes are made of each rank's box."""
+    truth, _ = torch.load(trained / "mesh" / "truth.pt")
+    call("merge", "--run", trained / "mesh" / "rounded", "--to", "dcp", tmp_path / "out")
+    index = index_checkpoint(tmp_path / "out")
+    for name, wanted in truth[6].items():
+        for kind, exact in wanted.items():
+            if kind != "step":
+                found, root = read(index.root, index.held[State(name, kind)]), kind == "exp_avg_sq"
+                error = (found.sqrt() - exact.sqrt() if root else found - exact).abs().max()
+                most = exact.sqrt().max() / 255 if root else exact.abs().max() / (127 if kind == "exp_avg" else 1 << 15)
+                assert 0 < error <= most, (name, kind)
+
+
+def test_boxes_that_leave_something_out_are_refused(trained, tmp_path):
+    folder = shutil.copytree(trained / "mesh" / "run" / "partial" / "step-00000002", tmp_path / "step-00000002")
+    path = next(path for path in sorted(folder.glob("rank-*")) if b'"sizes\\":' in path.read_bytes())
+    data = path.read_bytes()
+    at = data.index(b'"offsets\\":[', data.index(b"down_proj")) + len(b'"offsets\\":[')
+    path.write_bytes(data[:at] + b"1" + data[at + 1 :])
+    with pytest.raises(SourceError, match=r"boxes of .* do not make up the param"):
+        index_checkpoint(folder)
 
 
 def test_torch_loads_modules_under_two_names_and_a_rate_that_is_a_tensor(trained, tmp_path):

@@ -47,9 +47,9 @@ def test_alike_files_are_decoded_once(large, monkeypatch):
     decoded = Counter()
     real = torch_file.read_pickle
 
-    def counted(data, where, *more):
+    def counted(data, where, *more, **options):
         decoded[str(where)] += 1
-        return real(data, where, *more)
+        return real(data, where, *more, **options)
 
     monkeypatch.setattr(torch_file, "read_pickle", counted)
     counts = []

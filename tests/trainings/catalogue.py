@@ -138,6 +138,17 @@ LOOPS = by_name(
         Loop("accelerate-named", "accelerate", scheduler="", named=True, **PLAIN),
     ]
 )
+HEADS: dict[str, Any] = {"arch": "heads", "layers": 2, "ranks": 4, "tp": 2, "scheduler": "", "dtype": "fp32"}
+AUTOTP = by_name(
+    [
+        Loop("tp-2", stage=2, **HEADS),
+        Loop("tp-3", stage=3, **HEADS),
+        Loop("tp-1-bf16", stage=1, **HEADS | {"dtype": "bf16"}),
+        Loop("tp-2-tied", stage=2, tied=True, **HEADS),
+        Loop("tp-3-tied", stage=3, tied=True, **HEADS),
+        Loop("tp-2-one-head", stage=2, **HEADS | {"arch": "llama"}),  # the second rank has no head at all
+    ]
+)
 LOOPS_SAVED = by_name(
     [
         Loop("engine-saver", stage=2, scheduler="", saver="full"),
@@ -319,7 +330,7 @@ WITHOUT_SAVER = by_name(
 )
 ALL: dict[str, Training] = by_name(
     [
-        *(DEEPSPEED | PEFT | DDP | FSDP | LOOPS | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED).values(),
+        *(DEEPSPEED | PEFT | DDP | FSDP | LOOPS | AUTOTP | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED).values(),
         *(LIGHTNING_OPTIMIZERS | OPTIMIZERS | WHOLE | OPTIMIZERS_SAVED).values(),
         *(SAVED | JOBS | WITHOUT_SAVER).values(),
     ]
@@ -332,7 +343,7 @@ SHORT = {
     *("zero2-tied", "zero2-extras", "zero2-elastic"),
     *("llama-sub-w3", "zero2-w3", "zero2-rr-w3"),
     *(
-        {*PEFT, *DDP, *FSDP, *LOOPS, *LOOPS_SAVED, *LIGHTNING, *LIGHTNING_SAVED}
+        {*PEFT, *DDP, *FSDP, *LOOPS, "tp-2", "tp-3", *LOOPS_SAVED, *LIGHTNING, *LIGHTNING_SAVED}
         - {"loop-tied", "titan-bf16", "accelerate-fsdp-named", "hsdp-w4"}
     ),
     *("z3", "z3-bf16", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),

@@ -52,6 +52,12 @@ def engine_config(spec: Loop) -> dict[str, Any]:
         torch._dynamo.config.disable = True  # else it compiles for minutes
         config["optimizer"] = {"type": "Muon", "params": {"lr": RATE, "momentum": 0.95, "weight_decay": DECAY}}
         config["zero_optimization"]["reduce_scatter"] = False  # which Muon asks for
+    if spec.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": spec.tp}
+        if spec.tied:
+            config["tensor_parallel"]["vocab_parallel_lm_head"] = True
+    if spec.load_universal:
+        config["checkpoint"] = {"load_universal": True}
     if spec.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     return config
@@ -85,8 +91,8 @@ class EngineLoop:
         self.saver: Any = None
 
     def step(self, number: int) -> torch.Tensor:
-        size = self.spec.per_device_batch
-        loss = self.engine(**batch(((number - 1) * dist.get_world_size() + dist.get_rank()) * size, size)).loss
+        size, tp = self.spec.per_device_batch, self.spec.tp
+        loss = self.engine(**batch(((number - 1) * dist.get_world_size() + dist.get_rank()) // tp * size, size)).loss
         self.engine.backward(loss)
         self.engine.step()
         self.epoch = number
@@ -181,7 +187,7 @@ def run(spec: Loop, folder: Path) -> Losses:
     loop = EngineLoop(spec) if spec.client == "deepspeed" else AccelerateLoop(spec)
     checkpoint = checkpoint_of(spec, folder)
     done = loop.load(checkpoint) if checkpoint else 0
-    if checkpoint:
+    if checkpoint and spec.tp == 1:
         held = {"engine": loop.engine} if isinstance(loop, EngineLoop) else {"accelerator": loop.accelerator}
         llmtailor.attest(checkpoint, **held, on_mismatch="stop")
     losses = {}

@@ -30,6 +30,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {**COMMON, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4},
     ),
+    # tensor parallelism of two ranks deals it unevenly: 4 and 2 heads
+    "heads": (
+        "Llama",
+        {
+            **COMMON,
+            "hidden_size": 24,
+            "intermediate_size": 26,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "attention_bias": True,
+        },
+    ),
     "qwen2": ("Qwen2", GQA),
     "qwen3": ("Qwen3", GQA),
     "mistral": ("Mistral", GQA),

@@ -184,6 +184,11 @@ class Loop(Training):
     """Optimizer states in CPU memory (``offload_optimizer``)"""
     optimizer: str = ""
     """One of `optimizers.IN_LOOPS`, or `DEEPSPEEDS_MUON`; empty: AdamW"""
+    tp: int = 1
+    """Ranks that share a model by DeepSpeed's AutoTP, the vocabulary too if it is ``tied``"""
+    load_universal: bool = False
+    """Resume with DeepSpeed's own loader of universal checkpoints."""
+    arch: str = "llama"
 
 
 @dataclass(frozen=True)

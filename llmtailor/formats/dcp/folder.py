@@ -16,7 +16,6 @@ into the same form::
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import posixpath
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
-from llmtailor.checkpoint.placement import Boxes, Bundled, Contiguous, Extent, Placement
+from llmtailor.checkpoint.placement import Box, Boxes, Bundled, Contiguous, Extent, Placement, find_grid
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, KeyPath, read_metadata
 from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count, read_tensor
@@ -218,19 +217,12 @@ _Grid = tuple[tuple[tuple[int, ...], ...], tuple[Chunk, ...]]
 
 def _grid(key: str, entry: Entry, where: str) -> _Grid:
     """Return a tensor's boxes as a grid. Raises SourceError unless they tile it."""
-    chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
-    if 0 in entry.shape:
-        return (), ()
-    cuts = tuple(tuple(sorted({chunk.offsets[at] for chunk in chunks} | {size})) for at, size in enumerate(entry.shape))
-    if len(chunks) != math.prod(len(cut) - 1 for cut in cuts) or any(cut[0] for cut in cuts):
-        what = f"the {len(chunks)} chunks of {key} do not tile it"
-        raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE)
-    cells = dict.fromkeys(itertools.product(*(itertools.pairwise(cut) for cut in cuts)))
-    boxes = {tuple((low, low + size) for low, size in zip(one.offsets, one.sizes, strict=True)): one for one in chunks}
-    if boxes.keys() != cells.keys():
-        what = f"the chunks of {key} leave elements out or overlap"
-        raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE)
-    return cuts, tuple(boxes[cell] for cell in cells)
+    try:
+        cuts, order = find_grid(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+    except ValueError as error:
+        what = f"the chunks of {key} are no grid: {error}"
+        raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE) from error
+    return cuts, tuple(entry.chunks[number] for number in order)
 
 
 def _stored(entry: Entry, grid: _Grid, blobs: _Blobs, prefix: str) -> Stored:
@@ -252,7 +244,7 @@ def _placement(
         row = math.prod(shape[1:])
         starts = tuple(extent.start for extent in extents)
         return Bundled(tuple(one.path for one in extents), starts, tuple(at * row for at in cuts[0]), itemsize)
-    return Boxes(shape, cuts, tuple(extents), itemsize)
+    return Boxes(shape, cuts, tuple(Contiguous(extent, itemsize) for extent in extents))
 
 
 def is_of_fsdp(path: str) -> bool:

@@ -48,7 +48,7 @@ from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
-from llmtailor.containers.json import FileTrees, Tensor, read_option, read_step, read_tied
+from llmtailor.containers.json import FileTrees, Tensor, get, read_json, read_option, read_step, read_tied
 from llmtailor.containers.unpickle import SmallTensor
 from llmtailor.errors import (
     COPY_BACK,
@@ -87,7 +87,7 @@ from llmtailor.formats.dcp.ranks import (
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.other_optimizers import refuse_objects
 from llmtailor.formats.provenance import ManifestFacts, read_manifest
-from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
+from llmtailor.loaders.files import DCP_RECORD, MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
 from llmtailor.loaders.scheduler import compare_scheduler, read_scheduler
@@ -109,11 +109,11 @@ def scalars_in(kinds: Mapping[str, Stored]) -> set[str]:
 def compare_steps(
     root: Path, name: str, trainer: TrainerFiles | None, optimizer: Optimizer, steps: Mapping[str, float]
 ) -> Iterator[Finding]:
-    """Yield findings on Adam's steps of different saves; a composite may mix them.
+    """Yield findings on Adam's steps of different saves; a composite and a partial save may mix them.
 
     ``step`` of each param is in the file of some rank. If the files have different ones, they are of different saves.
     """
-    if (root / MANIFEST).is_file():
+    if (root / MANIFEST).is_file() or (root / DCP_RECORD).is_file():
         return
     of_file: dict[str, set[float]] = {}
     for param, step in steps.items():
@@ -220,7 +220,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     is_trainers = _is_full(root) or in_folders or is_of_ranks(root)
     folders = None
     manifest = attempt(lambda: read_manifest(root, name), problems)
-    linked = manifest.links if manifest is not None else {}
+    linked: Collection[str] = manifest.links if manifest is not None else _linked_of_save(root, name, problems)
     if is_trainers:
         folders = _read_trainers(root, name, problems, linked)
     elif models := models_of_verl(root):
@@ -241,6 +241,17 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
         trainer = replace(trainer, weights={}, findings=findings)
     draft = attempt(lambda: _Indexing(root, name, folders, trainer, manifest, problems).draft(), problems)
     return draft or Draft(problems)
+
+
+def _linked_of_save(root: Path, name: str, problems: Problems) -> list[str]:
+    """Return the data files that a partial save in a DCP folder has as links to those of earlier ones."""
+    if not (root / DCP_RECORD).is_file():
+        return []
+    where = PathIn(name, DCP_RECORD)
+    return [
+        str(one)
+        for one in attempt(lambda: get(read_json(root / DCP_RECORD, where), "linked", list, where), problems) or ()
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ Names (DeepSpeed 0.14 .. 0.19)::
     TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt      one per rank; the prefix says the run was bf16
     TAG/zero_pp_rank_R_mp_rank_00_model_states.pt             ZeRO-3, one per rank
     TAG/mp_rank_00_model_states.pt                            ZeRO-0/1/2, one
+
+AutoTP has all of these for each tensor-parallel rank, whose number is after ``mp_rank_``.
 """
 
 from __future__ import annotations
@@ -58,6 +60,9 @@ class ShardFiles:
     """Those of the above that do not exist"""
     is_alone: bool = False
     """Whether the tag folder is the checkpoint's root"""
+    tp_rank: int = 0
+    peers: tuple[ShardFiles, ...] = ()
+    """Those of the other tensor-parallel ranks, whose number of data-parallel ranks is the same"""
 
     @property
     def folder(self) -> str:
@@ -84,10 +89,11 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
 def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_alone: bool = False) -> ShardFiles | None:
     names = sorted(entry.name for entry in folder.iterdir())
     place = where if is_alone else PathIn(where, tag)
-    refuse_other_parallelism(names, place)
+    refuse_other_parallelism(names, place, allows_tensor=True)
     matches = [match for name in names if (match := OPTIM_STATES.fullmatch(name))]
     optim, prefixes = {int(match[2]) for match in matches}, {match[1] or "" for match in matches}
-    model = {int(match[1]) for name in names if (match := MODEL_STATES.fullmatch(name))}
+    models = [match for name in names if (match := MODEL_STATES.fullmatch(name))]
+    model = {int(match[1]) for match in models}
     if len(prefixes) > 1:
         what = "there are optimizer shards both with and without the bf16_ prefix"
         fix = "two runs have saved here; move the files of one to another folder"
@@ -101,10 +107,16 @@ def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_al
         what = "there are no {}_states files"
         problems.add(SourceError(Problem(place, what.format(kind), fix, Code.FILE_MISSING) for kind in lacking))
         return None
-    files = ShardFiles(tag, "bf16_" in prefixes, (), (), is_zero3, is_alone=is_alone)
-    if not is_zero3:
-        files = replace(files, model=(f"{files.folder}{WHOLE_MODEL}",))
-    return _of_ranks(files, max([*optim, *model]) + 1, frozenset(names), where, problems)
+    whole = [match for name in names if (match := UNSHARDED_MODEL.fullmatch(name))]
+    degree = max(int(match.groups()[-1]) for match in (*matches, *(models if is_zero3 else whole))) + 1
+    files, count = ShardFiles(tag, "bf16_" in prefixes, (), (), is_zero3, is_alone=is_alone), max([*optim, *model]) + 1
+    of_ranks: list[ShardFiles] = []
+    if _are_too_many(degree * count, len(names), PathIn(where, tag), problems):
+        return None
+    for rank in range(degree):
+        fitted = _of_ranks(replace(files, tp_rank=rank), count, frozenset(names), where, problems)
+        of_ranks += [fitted] if fitted else []
+    return replace(of_ranks[0], peers=tuple(of_ranks[1:])) if of_ranks else None
 
 
 def _without_zero(place: str) -> UnsupportedCheckpoint:
@@ -120,12 +132,12 @@ def _of_ranks(
 
     None, with a problem, if hardly any of these ranks has files: a stray name or number must not cost memory.
     """
-    if count > _RANKS_PER_FILE * (len(names) + 1):
-        what = f"its files are for {count} ranks, but there are only {len(names)} files"
-        problems.add(SourceError.at(PathIn(where, files.tag), what, "copy the whole tag folder again", Code.FILE_NAME))
+    if _are_too_many(count, len(names), PathIn(where, files.tag), problems):
         return None
-    optim = [optim_name(rank, files.is_bf16) for rank in range(count)]
-    model = [model_name(rank, 3) for rank in range(count)] if files.is_zero3 else []
+    optim = [optim_name(rank, files.is_bf16, files.tp_rank) for rank in range(count)]
+    model = [model_name(rank, 3 if files.is_zero3 else 1, files.tp_rank) for rank in range(count)]
+    if not files.is_zero3:
+        del model[1:]
     missing = [
         (f"{files.folder}{name}", f"{kind} shard {rank} of {count} is missing (rank {rank} of 0..{count - 1})")
         for kind, shards in (("optim_states", optim), ("model_states", model))
@@ -141,19 +153,28 @@ def _of_ranks(
     return replace(
         files,
         optim=tuple(f"{files.folder}{name}" for name in optim),
-        model=tuple(f"{files.folder}{name}" for name in model) if files.is_zero3 else files.model,
+        model=tuple(f"{files.folder}{name}" for name in model),
         missing=frozenset(path for path, _ in missing),
     )
 
 
-def optim_name(rank: int, is_bf16: bool) -> str:
+def _are_too_many(ranks: int, num_files: int, place: str, problems: Problems) -> bool:
+    """Report whether the files' names are of far more ranks than there are files."""
+    is_so = ranks > _RANKS_PER_FILE * (num_files + 1)
+    if is_so:
+        what = f"its files are for {ranks} ranks, but there are only {num_files} files"
+        problems.add(SourceError.at(place, what, "copy the whole tag folder again", Code.FILE_NAME))
+    return is_so
+
+
+def optim_name(rank: int, is_bf16: bool, tp_rank: int = 0) -> str:
     """Return the name of a rank's ``optim_states`` in the tag folder."""
-    return f"{'bf16_' if is_bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    return f"{'bf16_' if is_bf16 else ''}zero_pp_rank_{rank}_mp_rank_{tp_rank:02}_optim_states.pt"
 
 
-def model_name(rank: int, stage: int) -> str:
+def model_name(rank: int, stage: int, tp_rank: int = 0) -> str:
     """Return the name of the ``model_states`` in the tag folder: a rank's, or under ZeRO-1/2 that of all ranks."""
-    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else WHOLE_MODEL
+    return f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_{tp_rank:02}_model_states.pt"
 
 
 def count_models(names: Iterable[str]) -> int:
@@ -174,10 +195,10 @@ def describe_shards(tag: str, stage: int, world_size: int, precision: str) -> di
 
 
 def check_archive(archive: str | None, path: str, where: str) -> None:
-    """Raise SourceError if a shard of ZeRO-3 was saved as another rank's.
+    """Raise SourceError if a shard was saved as another rank's.
 
-    torch.save names the archive after the file. Files of all ranks look alike, and in ZeRO-3 nothing else identifies
-    their rank.
+    torch.save names the archive after the file. Files of all ranks look alike, and in ZeRO-3, as in those of
+    tensor-parallel ranks, nothing else identifies their rank.
     """
     saved_as, name = f"{archive}.pt", Path(path).name
     if _rank(saved_as) not in (None, _rank(name)):
@@ -186,9 +207,9 @@ def check_archive(archive: str | None, path: str, where: str) -> None:
         raise SourceError.at(where, what, fix, Code.FILE_NAME)
 
 
-def _rank(name: str) -> str | None:
-    match = OPTIM_STATES.fullmatch(name) or MODEL_STATES.fullmatch(name)
-    return match.groups()[-2] if match else None
+def _rank(name: str) -> tuple[str, ...] | None:
+    match = OPTIM_STATES.fullmatch(name) or MODEL_STATES.fullmatch(name) or UNSHARDED_MODEL.fullmatch(name)
+    return match.groups()[-2:] if match else None
 
 
 def fit_world_size(files: ShardFiles, world_size: int, where: str, problems: Problems) -> ShardFiles | None:
@@ -294,7 +315,7 @@ def _no_shards(root: Path, where: str) -> SourceError:
     raise SourceError.at(where, what, "check the path", Code.NO_CHECKPOINT)
 
 
-def refuse_other_parallelism(names: list[str], place: str) -> None:
+def refuse_other_parallelism(names: list[str], place: str, *, allows_tensor: bool = False) -> None:
     """Raise UnsupportedCheckpoint if the names in a tag folder are those of pipeline or tensor parallelism, or MoE."""
     for name in names:
         match = OPTIM_STATES.fullmatch(name) or MODEL_STATES.fullmatch(name) or UNSHARDED_MODEL.fullmatch(name)
@@ -302,7 +323,7 @@ def refuse_other_parallelism(names: list[str], place: str) -> None:
             (_PIPELINE.fullmatch(name), "pipeline parallelism"),
             (_EXPERT.fullmatch(name), "DeepSpeed expert parallelism (MoE)"),
             (name == "offloaded_tensors", "optimizer state offloaded to NVMe"),
-            (match and int(match.groups()[-1]) > 0, "tensor (model) parallelism"),
+            (match and int(match.groups()[-1]) > 0 and not allows_tensor, "tensor (model) parallelism"),
         )
         for present, kind in signs:
             if present:

@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,13 @@ from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Plac
 from llmtailor.checkpoint.step_names import step_of_tag
 from llmtailor.codes import Code
 from llmtailor.containers.json import Tensor, Trees
-from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, some
+from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, counted, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.lightning import check_engine, is_from_lightning
+from llmtailor.formats.deepspeed_common.autotp import join_ranks, read_cuts
 from llmtailor.formats.deepspeed_common.files import ShardFiles, fit_world_size, write_latest
 from llmtailor.formats.deepspeed_common.shards import (
+    OF_SHARDS,
     AnyShard,
     ModelShard,
     OptimShard,
@@ -96,15 +99,58 @@ def read_shards(
     trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if files is None:
         return Draft(problems)
+    read = partial(_read_tp_rank, trees, name=name, problems=problems, client=client, trainer=trainer)
+    draft, known, facts = read(files)
+    if known is None or known.tensor_parallel == 1 + len(files.peers) == 1:
+        return draft
+    if known.tensor_parallel != (have := 1 + len(files.peers)):
+        what = f"there are files of {counted(have, 'tensor-parallel rank')}, but they say that there were"
+        fix = "copy the whole tag folder again; move files of another run out of it"
+        place = PathIn(name, files.tag)
+        problems.add(SourceError.at(place, f"{what} {known.tensor_parallel}", fix, Code.FILE_MISSING))
+        return Draft(problems)
+    where = [PathIn(name, one.model[0]) for one in (files, *files.peers)]
+    cuts = attempt(lambda: read_cuts(known.rest, have, where[0]), problems)
+    indexes = [draft.index]
+    for place, one in zip(where[1:], files.peers, strict=True):
+        other, _, others = read(one, of_first=known)
+        indexes.append(other.index)
+        if unlike := [what for what in {**facts, **others} if others and others.get(what) != facts.get(what)]:
+            text = f"{some(unlike)} differs from that of tensor-parallel rank 0"
+            problems.add(SourceError.at(place, text, COPY_CHECKPOINT, Code.RANKS_DIFFER))
+    there = [index for index in indexes if index is not None]
+    if cuts is None or len(there) < have:
+        return Draft(problems)
+    joined = attempt(lambda: join_ranks(there, cuts, where), problems)
+    return replace(draft, index=joined)
+
+
+def _read_tp_rank(
+    trees: Trees,
+    files: ShardFiles,
+    *,
+    name: str,
+    problems: Problems,
+    client: str | None,
+    trainer: TrainerFiles,
+    of_first: ModelShard | None = None,
+) -> tuple[Draft, ModelShard | None, dict[str, object]]:
+    """Read the files of one tensor-parallel rank, which are those of a smaller model; without AutoTP all files.
+
+    Also returns its model states, and the facts that must be alike on all ranks. ``of_first`` are the model states of
+    the first one, if this is another.
+    """
     # before reading, so that no later change goes unnoticed; others are missing, or inside a rank shard
     facts = {path: fact for path in (*files.optim, *files.model) if (fact := file_fact(trees.root / path))}
     found: list[Finding] = []
     model = read_all(read_model_shard, trees, files, files.model, name, problems, found)
     optim = read_all(read_optim_shard, trees, files, files.optim, name, problems, found)
+    if of_first and model[0]:  # only the very first file lists tied names
+        model[0] = replace(model[0], tied=of_first.tied)
     usual, sample = first_of(model), first_of(optim)
     fitted = fit_world_size(files, usual.world_size, name, problems) if usual else None
     if usual is None or fitted is None:
-        return Draft(problems)
+        return Draft(problems), None, {}
     files, known = fitted, usual
     optim, model = _pad(optim, len(files.optim)), _pad(model, len(files.model))
     cuts = [_cut(group, usual, sample) for group in range(len(usual.param_shapes)) if sample is not None]
@@ -115,10 +161,10 @@ def read_shards(
     model = fit_models(trees, files, model, name, problems)
     sample, usual = first_of(optim), first_of(model)
     if sample is None or usual is None:
-        return Draft(problems)
+        return Draft(problems), None, {}
     if client is None and trainer.client.name == DEEPSPEED and is_from_lightning(usual.rest):
         trainer = replace(trainer, client=LOADERS[LIGHTNING])
-    return draft_of_engine(
+    draft = draft_of_engine(
         DEEPSPEED,
         trees.root,
         name,
@@ -135,6 +181,8 @@ def read_shards(
         trainer=trainer,
         problems=problems,
     )
+    of_all = chain(usual.facts.items(), sample.facts.items())
+    return draft, usual, {what: fact for what, fact in of_all if what not in OF_SHARDS}
 
 
 def draft_of_engine(
@@ -208,7 +256,7 @@ def draft_of_engine(
             yield from check_engine(usual.rest, first)
         attempt(lambda: _check_steps(index, trainer.step_lags), problems)
         yield from _find_contradictions(index, files, config, optim.facts, trainer.step_lags)
-        yield from _find_strays(root, files, name)
+        yield from _find_strays(index, files)
         yield from _check_schedulers(index, trainer, first, usual.scheduler, "scheduler" in config)
         if trainer.global_step not in (None, index.global_step):
             what = f"global_step is {trainer.global_step}, but DeepSpeed's is {index.global_step}"
@@ -571,15 +619,15 @@ def _odd_shards(sample: OptimShard, world_size: int, where: str) -> Iterator[Fin
         yield Finding(where, what, fix, Code.ELASTIC, ERROR)
 
 
-def _find_strays(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
+def _find_strays(index: CheckpointIndex, files: ShardFiles) -> Iterator[Finding]:
     """Yield findings on stray files: DeepSpeed opens and counts all that match a pattern."""
-    known = frozenset(files.model)
+    known = frozenset(chain.from_iterable(one.model for one in (files, *files.peers)))
     kinds = {one.rpartition("/")[2].partition("mp_rank_")[0] for one in known}  # no rank of the run asks for others
-    for path in sorted((root / files.folder).glob("*mp_rank_*_model_states.pt")):
+    for path in sorted((index.root / files.folder).glob("*mp_rank_*_model_states.pt")):
         if f"{files.folder}{path.name}" not in known and path.name.partition("mp_rank_")[0] in kinds:
             what = "DeepSpeed mistakes this file for another model-parallel rank's, and refuses to resume"
             fix = "move it out of the tag folder"
-            yield Finding(PathIn(name, f"{files.folder}{path.name}"), what, fix, Code.FILE_NAME, ERROR)
+            yield Finding(PathIn(index.name, f"{files.folder}{path.name}"), what, fix, Code.FILE_NAME, ERROR)
 
 
 def _check_folder(

@@ -49,6 +49,7 @@ from llmtailor.containers.torch_file import TorchFile
 from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_tensor, children
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, counted, damaged, some
 from llmtailor.findings import Finding
+from llmtailor.formats.deepspeed_common.autotp import has_map, without_map
 from llmtailor.formats.deepspeed_common.files import ShardFiles, check_archive, unsupported_parallelism
 from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
 from llmtailor.loaders.files import ADAPTER_CONFIG
@@ -126,6 +127,14 @@ STATES = frozenset(
     )
 )
 """Keys of ``optimizer_state_dict`` that depend on the layout"""
+OF_SHARDS = frozenset(
+    (
+        *("Adam's step", "the kinds of optimizer state", "the dtype of a state", "param_alignment_paddings"),
+        *("the order, names or shapes of params (param_shapes)", "the set of frozen params"),
+        *("the set or dtypes of frozen fragments", "the set, shapes or dtypes of buffers"),
+    )
+)
+"""Facts that are alike on the data-parallel ranks, but not on tensor-parallel ones, which have other shards"""
 _PARAMS = frozenset(("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"))
 
 
@@ -193,7 +202,10 @@ class ModelShard(Shard):
     fragments: Mapping[str, Tensor]
     """The rank's slices of frozen params; ZeRO-2: these again. A resume uses these after the module's"""
     tied: Mapping[str, str]
+    tensor_parallel: int
+    """Number of tensor-parallel ranks; 1 without AutoTP"""
     world_size: int
+    """Number of ranks that have cut the states: the data-parallel ones"""
     global_steps: int
     skipped_steps: int
     scheduler: SchedulerFacts | None
@@ -380,8 +392,7 @@ def _counts(node: Any, what: str, where: str) -> tuple[int, ...]:
 
 def read_model_shard(file: TorchFile, root: Path, path: str, where: str, is_zero3: bool) -> ModelShard:
     """Return the content of one ``model_states`` file. Raises SourceError or UnsupportedCheckpoint."""
-    if is_zero3:
-        check_archive(file.archive, path, where)
+    check_archive(file.archive, path, where)
     tree = as_dict(file.tree, "the file", where)
     _refuse_other_parallelism(tree, where)
     module = get(tree, "module", dict, where)
@@ -429,6 +440,7 @@ def read_model_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         frozen_shapes=frozen_shapes,
         fragments=fragments,
         tied=tied,
+        tensor_parallel=tree.get("mp_world_size", 1),
         world_size=world_size,
         global_steps=global_steps,
         skipped_steps=skipped_steps,
@@ -486,9 +498,11 @@ def _refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
     config = as_dict(tree.get("ds_config") or {}, "ds_config", where)
     zero = section(config, "zero_optimization")
     on_nvme = any(section(zero, key).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
+    degree = tree.get("mp_world_size", 1)
+    is_known = is_count(degree) and degree > 0
     signs = [
-        (tree.get("mp_world_size", 1) != 1, "tensor (model) parallelism", "mp_world_size"),
-        (degrees.get("tp_degree", 1) not in (0, 1), "tensor parallelism", "tp_degree"),
+        (not is_known, "tensor (model) parallelism", "mp_world_size"),
+        (degrees.get("tp_degree", degree) not in (0, degree), "tensor parallelism", "tp_degree"),
         (degrees.get("pp_degree", 1) not in (0, 1), "pipeline parallelism", "pp_degree"),
         (tree.get("module", 0) is None, "pipeline parallelism", "it has no module"),
         (bool(tree.get("num_experts")), "DeepSpeed expert parallelism (MoE)", "num_experts"),
@@ -499,6 +513,8 @@ def _refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
     for present, kind, evidence in signs:
         if present:
             raise unsupported_parallelism(where, kind, evidence)
+    if degree > 1 and not has_map(tree):
+        raise without_map(where)
 
 
 AnyShard = TypeVar("AnyShard", bound=Shard)
@@ -531,7 +547,7 @@ def read_all(
             shard = read(decoded, trees.root, path, where, files.is_zero3)
             if file.key and not _has_bytes(shard.rest):
                 known[file.key] = shard
-        elif files.is_zero3:
+        else:
             check_archive(file.archive, path, where)
         found.extend(replace(finding, where=where) if shard.path != path else finding for finding in shard.findings)
         return shard

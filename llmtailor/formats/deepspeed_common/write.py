@@ -24,8 +24,15 @@ from functools import lru_cache, partial
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, VERL, CheckpointIndex, TrainState
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
-from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros, fill_all
+from llmtailor.checkpoint.optimizer import (
+    OptimizerLayout,
+    SubGroup,
+    Vector,
+    lay_out_optimizer,
+    lay_out_vector,
+    part_size,
+)
 from llmtailor.checkpoint.schema import refuse_cuts
 from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
 from llmtailor.containers.pickle_writer import write_pickle
@@ -34,6 +41,7 @@ from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor, st
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.lightning import regrouped
 from llmtailor.formats.common.states import kinds_by_param
+from llmtailor.formats.deepspeed_common.autotp import without_tensor_parallel
 from llmtailor.formats.deepspeed_common.files import model_name, optim_name
 from llmtailor.formats.deepspeed_common.shards import section
 from llmtailor.formats.weights import lay_out_missing_weights
@@ -126,6 +134,8 @@ class ZeroTarget:
     """Trained param -> the optimizer's states of it; none in fp16 while every step so far has overflowed"""
     client: Loader
     """The loader that will look for the tag folder"""
+    tp_rank: int = 0
+    """Of AutoTP: whose files these are; the base has the params of this rank then"""
 
     @classmethod
     def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str, client: str) -> ZeroTarget:
@@ -135,6 +145,54 @@ class ZeroTarget:
     def kinds_in(self, one: SubGroup) -> tuple[str, ...]:
         """Return the states that the optimizer keeps of a sub-group, the same of each of its params."""
         return next((self.kinds[param] for param in one.params if param in self.kinds), ())
+
+    def on_tp_rank(self, rank: int) -> ZeroTarget:
+        """Return the target of a tensor-parallel rank's files, which are those of a model with its shards.
+
+        Raises MismatchError if ZeRO-3 can't have these shards, or the ranks would have different sub-groups.
+        """
+        base, parallel, layout = self.base, self.base.zero.tensor_parallel, self.layout
+        assert parallel is not None, "only such a base has several"
+        shape_of = partial(parallel.shape_on, rank)
+        params = {name: replace(param, shape=shape_of(name, param.shape)) for name, param in base.params.items()}
+        held = {state: replace(one, shape=shape_of(state.param, one.shape)) for state, one in base.held.items()}
+        numels = {name: param.numel for name, param in params.items()}
+        empty = [name for group in layout.groups for name in group.params if not numels[name]]
+        if empty and layout.stage == 3:
+            what = f"tensor-parallel rank {rank} has no element of {some(empty)}, which fails under ZeRO-3"
+            raise MismatchError.at("--stage", what, "use --stage 1 or 2, or --mesh tp=1")
+        params |= {name: replace(params[name], role="frozen") for name in empty}  # as DeepSpeed does
+        groups = [replace(group, params=tuple(filter(numels.get, group.params))) for group in layout.groups]
+        usual = lay_out_optimizer(
+            layout,
+            numels,
+            base.zero.settings,
+            self.precision,
+            world_size=layout.world_size // layout.tp,
+            stage=layout.stage,
+            groups=groups,
+        )
+        cut = [replace(one, params=tuple(filter(numels.get, one.params))) for one in layout.sub_groups]
+        if [one.params for one in cut] != [one.params for one in usual.sub_groups]:
+            what = f"tensor-parallel rank {rank}, which has fewer elements, would have other sub-groups than rank 0"
+            fix = "use --mesh tp=1, or another number of ranks; sub_group_size and round_robin_gradients decide this"
+            raise MismatchError.at("--mesh", what, fix)
+        cut = [replace(one, gaps=own.gaps) for one, own in zip(cut, usual.sub_groups, strict=True)]
+        return replace(
+            self,
+            base=replace(base, params=params, held=held),
+            layout=replace(usual, sub_groups=tuple(cut)),
+            tp_rank=rank,
+        )
+
+    def spread(self, piece: Piece) -> Iterator[Piece]:
+        """Yield a piece of a tensor-parallel rank's file, with slots of the full tensors instead of the rank's."""
+        parallel = self.base.zero.tensor_parallel
+        if isinstance(piece, Slot) and parallel and piece.state.param in parallel.cuts:
+            for begin, end in parallel.cuts[piece.state.param].runs(self.tp_rank, piece.begin, piece.end):
+                yield piece._replace(begin=begin, end=end)
+        else:
+            yield piece
 
     @property
     def tag(self) -> str:
@@ -400,16 +458,16 @@ def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) 
 
 def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
     """Return the tree of a rank's ``model_states``, or of those of all, with the slices of rank ``cut_as``."""
-    tied = dict(target.base.tied) if rank == 0 else {}
+    tied = dict(target.base.tied) if rank == target.tp_rank == 0 else {}
     return {**model_tree(target, cut_as, target.adapted(rest_of(train.model, rank))), "shared_params": tied}
 
 
 def shard_files(target: ZeroTarget, folder: str) -> Iterator[tuple[int, str, _TreeOf]]:
     """Yield the rank, the path and the maker of the object tree of each shard file, the optimizer's first."""
     for rank in range(target.layout.world_size):
-        yield rank, f"{folder}/{optim_name(rank, target.precision == 'BF16')}", optim_states
+        yield rank, f"{folder}/{optim_name(rank, target.precision == 'BF16', target.tp_rank)}", optim_states
     for rank in range(target.layout.world_size if target.layout.stage == 3 else 1):
-        yield rank, f"{folder}/{model_name(rank, target.layout.stage)}", model_states
+        yield rank, f"{folder}/{model_name(rank, target.layout.stage, target.tp_rank)}", model_states
 
 
 def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -421,6 +479,13 @@ def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, st
 def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str, Any]:
     """Return what a base keeps besides states for a rank: its own, or that of another rank."""
     return trees[rank % len(trees)] or next(tree for tree in trees if tree is not None)
+
+
+def lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
+    """Yield the layouts of the shard files of all ranks."""
+    for rank in range(tp := target.layout.tp):
+        of_rank = replace(train, optim=train.optim[rank::tp], model=train.model[rank::tp])
+        yield from RankFiles(target.on_tp_rank(rank) if tp > 1 else target, of_rank).layouts(target.tag)
 
 
 class RankFiles:
@@ -438,6 +503,12 @@ class RankFiles:
                 yield TorchLayout(path, partial(self._content, path, rank, tree_of))
 
     def _content(self, path: str, rank: int, tree_of: _TreeOf) -> Content:
+        pickled, storages = self._content_of_shards(path, rank, tree_of)
+        if not self.target.base.zero.tensor_parallel:
+            return pickled, storages
+        return pickled, [content and fill_all(content, self.target.spread) for content in storages]
+
+    def _content_of_shards(self, path: str, rank: int, tree_of: _TreeOf) -> Content:
         if self.target.layout.stage < 3:
             return pickle_content(path, tree_of(self.target, self.train, rank, rank))
         rests = self.train.optim if tree_of is optim_states else self.train.model
@@ -488,7 +559,10 @@ def lay_out_engine(
         leave_out = frozenset((SCALER, LATEST))
         _check_plain_base(base, precision)
     refuse_states(base, wanted.layout)
-    target, train = ZeroTarget.of(base, wanted.layout, precision, wanted.client), base.train
+    own = replace(base, world_size=base.world_size // base.tp)  # that of the states
+    if base.tp > wanted.layout.tp:
+        own = without_tensor_parallel(own)
+    target, train = ZeroTarget.of(own, wanted.layout, precision, wanted.client), own.train
     if not train.optim:
         train = new_engine(base, target.layout.stage, precision)
     if wanted.from_group is not None:

@@ -331,7 +331,7 @@ def _continues(before: Entry, entry: Entry) -> bool:
 def _pieces(entries: Iterable[Entry], metadata: Mapping[str, str], stop: int | None) -> Iterator[Piece]:
     """Yield the pieces of a file, whose header ends at ``stop`` modulo `BLOCK_BYTES`."""
     entries, at = list(entries), 0
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
         end = at + entry.num_bytes
         dtype, shape = ("U8", (entry.num_bytes,)) if entry.dtype in PACKED else (entry.dtype, entry.shape)

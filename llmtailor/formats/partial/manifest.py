@@ -13,7 +13,8 @@ without padding), ``buffer/FQN``, and small ones that trees refer to. Its metada
 element of this rank's fragments) and, under ``tree:PATH``, the object tree of the stock file PATH in the form of
 `trees`, with placeholders for flat tensors. If a save leaves out some of the experts that are fused in a param,
 ``begin`` is a list of runs of elements, each with its first and its last + 1; they follow each other in the tensor. If
-it has moments of fewer elements than masters, their list is under ``exp_avg/FQN``.
+it has moments of fewer elements than masters, their list is under ``exp_avg/FQN``. Under tensor parallelism a rank may
+have a box of a param whose elements are not adjacent; then ``begin`` is its ``{offsets, sizes}`` along each dimension.
 There are neither pickles nor weights: weights are the rounded masters.
 
 The functions that check single values of a possibly damaged manifest return them, or raise ValueError.

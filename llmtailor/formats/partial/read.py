@@ -7,7 +7,7 @@ states is read as from stock files. States left out by the save are listed as ab
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from llmtailor.checkpoint.index import (
     buffer_on_ranks,
 )
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, union
+from llmtailor.checkpoint.placement import Absent, Box, Boxes, Bundled, Contiguous, Extent, Runs, find_grid, union
 from llmtailor.codes import Code
 from llmtailor.containers.json import as_dict, get, is_count, is_path_below, read_strict_json, read_tensor
 from llmtailor.containers.safetensors import WeightFile, read_header
@@ -172,6 +172,7 @@ def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mappin
 def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> dict[State, TensorEntry]:
     """Join the ranks' fragments of each state. Raises SourceError for those that do not tile what the save holds."""
     found: dict[State, list[tuple[int, int, str, int, str]]] = {}
+    boxes: dict[State, list[tuple[Box, TensorEntry]]] = {}
     whole: dict[State, TensorEntry] = {}
     for path, file in files.items():
         try:
@@ -196,6 +197,13 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
                 start, dtype = _extent(held).start, held.dtype
                 if dtype == "U8":
                     dtype = packed.get(key) or packed.get(kind, dtype)
+                if isinstance(begins[param], dict):
+                    box = _box(begins[param], held.num_bytes, dtype)
+                    encoded = "" if dtype in ITEMSIZE else dtype
+                    place = Bundled((path,), (start,), (0, math.prod(box.sizes)), ITEMSIZE.get(dtype, 4), (), encoded)
+                    one = TensorEntry("F32" if encoded else dtype, box.sizes, place)
+                    boxes.setdefault(State(param, kind), []).append((box, one))
+                    continue
                 for begin, end in _runs(begins.get(key, begins[param]), held.num_bytes, dtype):
                     found.setdefault(State(param, kind), []).append((begin, end, path, start, dtype))
                     start += size_of(dtype, end - begin)
@@ -217,9 +225,35 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
         if overlap or place.runs != union(runs) or any(dtype != dtypes[0] for dtype in dtypes):
             what = f"the ranks' fragments of {state.kind} of {state.param} do not make up the param"
             problems.append(Problem(name, what, _FIX))
+    for state, parts in boxes.items():
+        shape = manifest.params[state.param].shape if state.param in manifest.params else (-1,)
+        try:
+            joined[state] = _join(shape, parts)
+        except ValueError as error:
+            what = f"the ranks' boxes of {state.kind} of {state.param} do not make up the param: {error}"
+            problems.append(Problem(name, what, _FIX))
     if problems:
         raise SourceError(problems)
     return joined
+
+
+def _join(shape: tuple[int, ...], parts: Sequence[tuple[Box, TensorEntry]]) -> TensorEntry:
+    """Return a state whose boxes are in several files. Raises ValueError unless they tile it, in one dtype."""
+    if len({one.stored_as for _, one in parts}) > 1 or any(len(box.sizes) != len(shape) for box, _ in parts):
+        raise ValueError("they are of several kinds")
+    cuts, order = find_grid(shape, [box for box, _ in parts])
+    return TensorEntry(parts[0][1].dtype, shape, Boxes(shape, cuts, tuple(parts[at][1].place for at in order)))
+
+
+def _box(node: Any, num_bytes: int, dtype: str) -> Box:
+    """Return the box that a tensor holds, by the metadata ``begin``. Raises ValueError."""
+    offsets, sizes = (node.get(key) if isinstance(node, dict) else None for key in ("offsets", "sizes"))
+    if not (isinstance(offsets, list) and isinstance(sizes, list) and all(map(is_count, [*offsets, *sizes]))):
+        raise ValueError("begin has no box")
+    box = Box(tuple(offsets), tuple(sizes))
+    if len(box.offsets) != len(box.sizes) or size_of(dtype, math.prod(box.sizes)) != num_bytes:
+        raise ValueError("begin has another box than a tensor")
+    return box
 
 
 def _runs(begin: Any, num_bytes: int, dtype: str) -> Runs:

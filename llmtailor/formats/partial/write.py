@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from llmtailor.checkpoint.index import (
@@ -23,6 +23,7 @@ from llmtailor.checkpoint.index import (
 )
 from llmtailor.checkpoint.layout import Copy, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.optimizer import part_size
+from llmtailor.checkpoint.placement import Box
 from llmtailor.containers.dcp import cut_rows
 from llmtailor.containers.json import extent_of
 from llmtailor.containers.unpickle import Ordered, TensorView, make_tensor
@@ -91,12 +92,19 @@ class Bundle:
     _runs: dict[str, tuple[int, list[list[int]]]] = field(default_factory=dict)
     """Key of a tensor of fragments -> its position among the entries, and the first and the last + 1 of each of their
     runs of elements"""
+    _boxes: dict[str, Box] = field(default_factory=dict)
+    """Param -> the box of it that all of its tensors of fragments here hold"""
     _whole: list[str] = field(default_factory=list)
     """Keys of states that are not elementwise, which are here in their own shapes"""
 
     def add_whole(self, entry: Entry) -> None:
         """Add a state that is not elementwise."""
         self._whole.append(entry.key)
+        self.entries.append(entry)
+
+    def add_box(self, entry: Entry, box: Box) -> None:
+        """Add the elements of a state that are a box of its param, not adjacent in it."""
+        self._boxes[entry.key.partition("/")[2]] = box
         self.entries.append(entry)
 
     def add_fragment(self, entry: Entry, begin: int) -> None:
@@ -136,7 +144,7 @@ class Bundle:
         self.trees[stock] = to_text(encode_nodes(tree, place))
 
     def lay_out(self, facts: Mapping[str, str]) -> FileLayout:
-        begin: dict[str, Any] = {}
+        begin: dict[str, Any] = {param: asdict(box) for param, box in self._boxes.items()}
         for key, (_, runs) in self._runs.items():
             own = runs[0][0] if len(runs) == 1 else runs
             if begin.setdefault(key.partition("/")[2], own) != own:

@@ -19,11 +19,16 @@ from types import ModuleType
 from typing import Any
 
 _TRAINER, _LIGHTNING = "transformers.trainer", "lightning.pytorch.trainer.trainer"
+_ENGINE, _ACCELERATOR = "deepspeed.runtime.engine", "accelerate.accelerator"
 _IS_ATTESTED = bool(os.environ.get("LLMTAILOR_ATTESTING"))
 """Whether nothing is saved, only attested: see llmtailor/integrations/attested.py"""
-_MODULES = {_TRAINER}
+_IS_STOCK = os.environ.get("LLMTAILOR_LAYOUT") == "stock"
+"""Whether the program's own checkpoints are saved in the background"""
+_MODULES = {_TRAINER, _ENGINE}
+if _IS_STOCK:
+    _MODULES |= {_ACCELERATOR}
 if _IS_ATTESTED:
-    _MODULES |= {"deepspeed.runtime.engine", "accelerate.accelerator", _LIGHTNING}
+    _MODULES |= {_ACCELERATOR, _LIGHTNING}
     _MODULES |= {"torch.optim.optimizer", "torch.distributed.checkpoint.state_dict"}
 _UNASKED = "LLMTAILOR_UNASKED"
 """The variable that names a file, which the first process to import the Trainer removes: see llmtailor/cli/run.py"""
@@ -40,7 +45,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in _MODULES or self._is_looking:
             return None
-        if not fullname.startswith("torch."):  # which launchers import
+        # launchers import torch, and an engine has a saver only if it is asked for
+        if not fullname.startswith("torch.") and (fullname != _ENGINE or _IS_ATTESTED or _IS_STOCK):
             with suppress(OSError):
                 os.unlink(os.environ.get(_UNASKED, ""))  # noqa: PTH108
         self._is_looking = True
@@ -71,16 +77,22 @@ class _Loader(importlib.abc.Loader):
             _hook_lightning(module)
             return
         try:
+            if self._name in (_ENGINE, _ACCELERATOR) and not _IS_ATTESTED:
+                from llmtailor.integrations import launched_stock
+
+                launched_stock.HOOKS[self._name](module)
+                return
             if self._name != _TRAINER:
                 from llmtailor.integrations.attested import HOOKS
 
                 HOOKS[self._name](module)
                 return
-            from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving
+            from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving, LaunchedStock
         except ImportError as error:  # which a script may catch, and train without a saver
             fix = f"install llmtailor[train] for {sys.executable}"
             raise SystemExit(f"llmtailor can't be imported ({error}); {fix}") from error
-        module.DEFAULT_CALLBACKS.append(LaunchedAttest if _IS_ATTESTED else LaunchedSaving)
+        launched = LaunchedAttest if _IS_ATTESTED else LaunchedStock if _IS_STOCK else LaunchedSaving
+        module.DEFAULT_CALLBACKS.append(launched)
 
 
 def _hook_lightning(module: ModuleType) -> None:

@@ -1,0 +1,420 @@
+"""Saves stock checkpoints in the background: what a framework would write with ``torch.save``, in its own files.
+
+The framework builds its state dicts, which refer to live tensors; only the writing is replaced. As in a save of parts,
+tensors are copied until the next optimizer step and written while training continues (`saving.save`).
+
+All files of a checkpoint go to a hidden folder beside it, which rank 0 moves there once all ranks have written
+theirs. So a checkpoint is there completely or not at all, and one of the same name stays until then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import shutil
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+
+from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
+from llmtailor.errors import StorageError, TailorError, UsageError
+from llmtailor.formats.other_optimizers import unsupported
+from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.ranks.group import check_same
+from llmtailor.runs.folder import files_in, link_or_copy
+from llmtailor.saving.dcp_writer import LazyWriter
+from llmtailor.saving.options import SAME_FIX, SavingOptions
+from llmtailor.saving.save import (
+    PendingSave,
+    SaveReport,
+    Work,
+    allocate_arenas,
+    finish_at_end,
+    release,
+    save_error,
+)
+from llmtailor.saving.snapshot import DTYPES, LiveTensors, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.stock_mirror import StockMirror
+from llmtailor.saving.torch_save import (
+    Stepped,
+    lay_out_saved,
+    lay_out_saved_tensors,
+    local_of,
+    masters_of,
+    stepped_storages,
+)
+from llmtailor.saving.training import Ranks
+from llmtailor.saving.writing import Share
+from llmtailor.storage.local import Lock, LockHeld, fsync_file, fsync_folder, replace_folder
+
+logger = logging.getLogger("llmtailor.saving")
+_LOCK = "lock"
+"""In a hidden folder: held while the process lives that saves there"""
+_WRITERS = (
+    ("torch", "save"),
+    ("safetensors.torch", "save_file"),
+    ("transformers.modeling_utils", "safe_save_file"),
+    ("peft.peft_model", "safe_save_file"),
+    ("accelerate.utils.other", "safe_save_file"),
+)
+"""Module, and what writes a file in it"""
+_ROOM_BYTES = 4 << 20
+_savers: weakref.WeakSet[StockSaver] = weakref.WeakSet()
+
+
+def finish_all() -> None:
+    """Wait for the saves in progress of this process, before something is loaded."""
+    for saver in list(_savers):
+        saver.finish()
+
+
+@dataclass(slots=True)
+class _Open:
+    """A save whose files are being handed over."""
+
+    save_id: str
+    began: float
+    step: int
+    folder: Path
+    staging: Path
+    stepped: Stepped
+    complete: Callable[[], None]
+    """On rank 0: called once the folder is in place"""
+    live: LiveTensors = field(default_factory=LiveTensors)
+    files: list[FileLayout] = field(default_factory=list)
+    refusal: TailorError | None = None
+
+
+class _Record:
+    """Implements `saving.save.Record`."""
+
+    def __init__(self, ranks: Ranks, write_timeout: float, mirror: StockMirror | None) -> None:
+        self.ranks, self.board, self.write_timeout = ranks, ranks.board(), write_timeout
+        self.mirror = mirror
+        """On rank 0: where finished checkpoints are copied to"""
+        self.locks: dict[Path, Lock] = {}
+        """Hidden folder -> its lock, on rank 0"""
+
+    def claim(self, hidden: Path) -> None:
+        """Make a hidden folder anew. Raises OSError, or StorageError if another process saves there."""
+        if hidden.exists() and not _sweep(hidden):
+            raise StorageError.at(hidden, "another process is saving the same checkpoint", "save to another folder")
+        hidden.mkdir(parents=True)
+        self.locks[hidden] = lock = Lock(hidden / _LOCK)
+        lock.acquire()
+
+    def dispose(self, hidden: Path) -> None:
+        """Remove a hidden folder."""
+        shutil.rmtree(hidden)
+        if lock := self.locks.pop(hidden, None):
+            lock.release()
+
+    def begin(self, work: Work) -> None:
+        work.folder.mkdir(parents=True, exist_ok=True)
+
+    def remove(self, work: Work) -> None:
+        self.dispose(work.folder.parent)
+
+    def published(self, work: Work, report: SaveReport) -> None:
+        if self.ranks.is_first:
+            what = "%s: durable after %.2f s; training stood still for %.3f s"
+            logger.info(what, report.path, report.publish_s, report.stall_s)
+        if self.mirror is not None:
+            self.mirror.add(report.path)
+
+    def log(self, line: Mapping[str, object]) -> None:
+        """Nothing: a stock checkpoint has no log."""
+
+
+class StockSaver:
+    """Saves what a framework hands over. All ranks make the same calls, between two optimizer steps::
+
+        with saver.saving(folder, step) as is_saving:
+            if is_saving:
+                saver.add(state_dict, folder / "optimizer.pt")
+
+    Args:
+        model: its trained params are weights that only the optimizers' steps write.
+        optimizers: return torch's optimizers.
+        options: how to save.
+        writes_unseen: see `saving.training.Training.writes_unseen`.
+        masters: return masters that the optimizers do not list; this decides the size of the host buffer only.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        options: SavingOptions,
+        writes_unseen: Callable[[], str | None] = lambda: None,
+        masters: Callable[[], Sequence[torch.Tensor]] = tuple,
+    ) -> None:
+        self._model, self._optimizers, self._masters, self.options = model, optimizers, masters, options
+        self.ranks = Ranks.here()
+        mirrors: list[StockMirror] = []
+        if options.mirror is not None:
+            self.ranks.on_first(lambda: mirrors.append(StockMirror(f"{options.mirror}")))
+        self._record = _Record(self.ranks, options.write_timeout, mirrors[0] if mirrors else None)
+        arenas = allocate_arenas(options, self.ranks, lambda: self._why_not() or writes_unseen(), self._needed)
+        self._arena = arenas[0] if arenas else None
+        self._barrier = StepBarrier(waits=self._arena is not None)
+        self.is_closed = False
+        self._open: _Open | None = None
+        self._swept: set[Path] = set()
+        self.pending: PendingSave | None = None
+        """The newest save of this process"""
+        _savers.add(self)
+        finish = weakref.WeakMethod(self._finish_until)  # else a training that is dropped would stay in memory
+        finish_at_end(self, lambda until: call(until) if (call := finish()) is not None else None)
+
+    @property
+    def open_at(self) -> Path | None:
+        """The folder in which files of the open save are written; None if there is none"""
+        return self._open.staging if self._open is not None else None
+
+    @contextmanager
+    def saving(
+        self, folder: Path, step: int, complete: Callable[[], None] = lambda: None, near: Path | None = None
+    ) -> Iterator[bool]:
+        """Save what is handed over in this context as the checkpoint ``folder``, in the background.
+
+        ``complete`` is called on rank 0 when it is in place. ``near`` is where the hidden folder is made, on the same
+        file system: by default beside ``folder``.
+
+        Yields whether there is a save: not if the previous one is still being written and ``when_busy`` is ``skip``, or
+        its disk is stuck, or if the hidden folder can't be made. Raises SaveFailed only if saves stop training.
+        """
+        if not self._begin(folder.absolute(), step, complete, (near or folder.parent).absolute()):
+            yield False
+            return
+        try:
+            yield True
+        except BaseException as error:
+            assert self._open is not None
+            self._open.refusal = save_error(error, self.ranks) if isinstance(error, Exception) else None
+            self._end(is_refused=True)
+            raise
+        save = self._end()
+        if self._arena is None and save.failure is not None:
+            raise save.failure
+
+    def place(self, path: str | Path) -> Path:
+        """Return where a file or folder of the open save is written; any other path as it is."""
+        path = Path(path).absolute()
+        if self._open is not None and path.is_relative_to(self._open.folder):
+            return self._open.staging / path.relative_to(self._open.folder)
+        return path
+
+    def add(self, value: Any, path: str | Path) -> bool:
+        """Take over what ``torch.save(value, path)`` would write; return False for a path outside the open save."""
+        return self.add_file(path, lambda *more: lay_out_saved(more[0], value, *more[1:]))
+
+    def add_tensors(
+        self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Mapping[str, str] | None = None
+    ) -> bool:
+        """Take over what ``save_file`` of safetensors would write; return False for a path outside the open save, and
+        for dtypes that `snapshot.DTYPES` lacks."""
+        if any(one.dtype not in DTYPES for one in tensors.values()):
+            return False
+        return self.add_file(path, lambda *more: lay_out_saved_tensors(more[0], tensors, metadata, *more[1:]))
+
+    def add_file(self, path: str | Path, lay_out: Callable[[str, LiveTensors, Stepped], FileLayout]) -> bool:
+        """Take over a file that is laid out by its name, with tensors that it adds; see `torch_save`."""
+        found, at = self._open, self.place(path)
+        if found is None or not at.is_relative_to(found.staging):
+            return False
+        name = at.relative_to(found.staging).as_posix()
+        found.files = [one for one in found.files if one.path != name]
+        found.files.append(lay_out(name, found.live, found.stepped))
+        return True
+
+    @contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """Take over what this thread writes in this context into the open save with ``torch.save``, ``save_file``
+        and torch.distributed.checkpoint, also under the names by which libraries have imported them."""
+        thread, writers = threading.get_ident(), [(sys.modules.get(module), name) for module, name in _WRITERS]
+        stock = [(module, name, getattr(module, name)) for module, name in writers if hasattr(module, name)]
+
+        def hooked(write: Callable[..., Any], add: Callable[..., bool]) -> Callable[..., Any]:
+            signature = inspect.signature(write)
+
+            @wraps(write)
+            def writing(*args: Any, **kwargs: Any) -> Any:
+                value, path, *more = signature.bind(*args, **kwargs).arguments.values()
+                is_ours = threading.get_ident() == thread and isinstance(path, (str, Path)) and value != {}
+                # with more arguments torch.save may write another format
+                if not is_ours or (more and add == self.add) or not add(value, path, *more):
+                    write(*args, **kwargs)
+
+            return writing
+
+        dcp: Any = torch.distributed.checkpoint if torch.distributed.is_available() else None
+        if dcp is not None:
+            stock.append((dcp, "FileSystemWriter", dcp.FileSystemWriter))
+        adding = {"save": self.add, "FileSystemWriter": None}
+        try:
+            for module, name, write in stock:
+                add = adding.get(name, self.add_tensors)
+                setattr(module, name, hooked(write, add) if add is not None else partial(LazyWriter, self))
+            yield
+        finally:
+            for module, name, write in stock:
+                setattr(module, name, write)
+
+    def finish(self) -> None:
+        """Wait until no save is in progress. One whose disk is stuck is given up."""
+        if (save := self.pending) is not None:
+            self._barrier.settle()
+            if not save.wait_unless_stuck():
+                logger.warning("the save at step %d was aborted: its disk is stuck", save.step)
+                save.give_up()
+
+    def close(self) -> None:
+        """Finish the save in progress, and free the host memory."""
+        self.finish()
+        if self._record.mirror is not None and not self.is_closed:
+            self._record.mirror.close(self.options.write_timeout)
+        self._arena, self.is_closed = None, True
+        self._barrier.remove()
+        release(self)
+
+    def _finish_until(self, until: float) -> None:
+        if self.pending is not None:
+            self.pending.finish_until(until)
+
+    def _why_not(self) -> str | None:
+        """Return why the optimizers write at other times than in their steps; None if that is not known of them."""
+        found = (unsupported(type(one), one.param_groups) for one in self._optimizers())
+        return next((problem.what for problem in found if problem is not None), None)
+
+    def _needed(self) -> tuple[int, bool]:
+        """Return the bytes of masters and two moments, and of the weights."""
+        listed = [one for optimizer in self._optimizers() for one in masters_of(optimizer)]
+        masters = {storage_of(one): local_of(one) for one in (*self._masters(), *listed)}
+        weights = {storage_of(one): local_of(one) for one in self._model.parameters() if one.numel()}
+        sizes = [3 * one.numel() * one.element_size() for one in masters.values()]
+        sizes += [one.untyped_storage().nbytes() for at, one in weights.items() if at not in masters]
+        # small tensors in between, and what is left free so that pieces begin where blocks of the disk do
+        room = _ROOM_BYTES + 4 * BLOCK_BYTES * len(sizes)
+        return sum(sizes) + room, any(one.is_cuda for one in (*masters.values(), *weights.values()))
+
+    def _begin(self, folder: Path, step: int, complete: Callable[[], None], near: Path) -> bool:
+        began = time.monotonic()
+        if self.pending is not None:
+            self._barrier.settle()
+            if self.options.when_busy == "wait":
+                self.pending.wait_unless_stuck()
+        busy = ["", "is still being written", "is stuck; the disk is not accepting writes"]
+        mine = {"folder": str(folder), "busy": busy[self.pending is not None and not self.pending.is_done]}
+        if self.pending is not None and self.pending.is_stuck:
+            mine["busy"] = busy[2]
+        votes = self.ranks.gather(mine)
+        check_same(votes, {"folder": (SAME_FIX, UsageError)})
+        if why := votes[0]["busy"]:
+            logger.warning("step %d: save skipped: the previous save %s", step, why)
+            return False
+        if self.pending is not None:
+            self.pending.wait_unless_stuck()  # rank 0 knows already that it is published
+        staging = near / f".{folder.name}.llmtailor-saving" / folder.name
+        try:
+            save_id = self.ranks.on_first(lambda: self._make_room(staging))
+        except (StorageError, OSError) as error:
+            logger.warning("the save at step %d failed; training continues without it: %s", step, error)
+            return False
+        stepped = stepped_storages(self._optimizers(), self._model)
+        self._open = _Open(save_id, began, step, folder, staging, stepped, complete)
+        return True
+
+    def _make_room(self, staging: Path) -> str:
+        """Remove what killed saves have left beside this one; return the new save's id."""
+        around = staging.parent.parent
+        if around not in self._swept:
+            for left in around.glob(".*.llmtailor-saving"):
+                _sweep(left)
+            self._swept.add(around)
+        self._record.claim(staging.parent)
+        staging.mkdir()
+        return uuid.uuid4().hex
+
+    def _end(self, *, is_refused: bool = False) -> PendingSave:
+        found, self._open = self._open, None
+        assert found is not None
+        report = SaveReport(found.step, {}, 0, 0.0, 0.0, 0.0, 0.0, {}, {}, {}, path=found.folder)
+        work = Work(save_id=found.save_id, began=found.began, report=report, folder=found.staging)
+        if is_refused:
+            unknown = StorageError.at(found.folder, "the call that saves was interrupted", "save again")
+            work = replace(work, refusal=found.refusal or unknown)
+        else:
+            work = replace(work, share=Share(tuple(found.files), (), found.live, lambda: None))
+        if self.ranks.is_first:
+            dispose = partial(self._record.dispose, found.staging.parent)
+            work = replace(work, publish=partial(_publish, found.staging, found.folder, found.complete, dispose))
+        snapshot = None
+        if self._arena is not None and work.share is not None and found.live.tensors:
+            snapshot = Snapshot(found.live, found.files, self._arena, self.options.write_timeout, found.began)
+            optimizers = self._optimizers()
+            masters = frozenset(storage_of(one) for optimizer in optimizers for one in masters_of(optimizer))
+            self._barrier.arm(snapshot, optimizers, masters)
+        self.pending = PendingSave(self._record, work, snapshot, stops_training=self._arena is None)
+        return self.pending
+
+
+def _sweep(hidden: Path) -> bool:
+    """Remove the hidden folder of a killed save; return False for that of a process that lives."""
+    lock = Lock(hidden / _LOCK)
+    try:
+        lock.acquire()
+        shutil.rmtree(hidden)
+    except LockHeld:
+        return False
+    finally:
+        lock.release()
+    return True
+
+
+def _publish(
+    staging: Path,
+    folder: Path,
+    complete: Callable[[], None],
+    dispose: Callable[[], None],
+    facts: Sequence[BundleFact],
+) -> None:
+    """Put a checkpoint in place of the one of its name, if there is one, all of whose other files stay.
+
+    Raises OSError, or StorageError for a rank's file that is missing.
+    """
+    written = {staging / fact.path: fact for fact in facts}
+    for path, fact in written.items():
+        if not path.is_file() or path.stat().st_size != fact.num_bytes:
+            fix = "check the disk; on several nodes, save to a file system that all of them share"
+            raise StorageError.at(path, "the file differs from what its rank wrote", fix)
+    is_there = folder.exists()
+    for old in files_in(folder) if is_there else ():
+        new = staging / old.relative_to(folder)
+        if not new.exists():
+            new.parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(old, new)
+    for path in files_in(staging):
+        if path not in written:  # written by the framework itself
+            fsync_file(path)
+    for path in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
+        fsync_folder(path)
+    if is_there:
+        replace_folder(staging, folder, staging.with_name("old"))
+    else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging.rename(folder)
+    fsync_folder(folder.parent)
+    complete()
+    dispose()

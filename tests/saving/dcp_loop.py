@@ -1,0 +1,162 @@
+"""A training under fully_shard that saves through dcp.save in turns, and keeps what it held at each save.
+
+``python -m saving.dcp_loop FOLDER UNTIL KEEP`` is one rank of it: it loads the newest complete folder and goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from llmtailor.saving import DcpSaver
+
+LAYERS = 4
+
+
+class Model(torch.nn.Module):
+    """Layers of equal size, so that groups are known by hand; 7 rows are no multiple of 2 or 3 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(7, 7) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x.square().sum()
+
+
+def build(ranks: int) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train_step(model: Any, optimizer: Any, step: int) -> None:
+    torch.manual_seed(step * 100 + dist.get_rank())
+    model(torch.randn(3, 7)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: Any, optimizer: Any, step: int) -> dict[str, Any]:
+    weights, states = get_state_dict(model, optimizer)
+    return {"model": weights, "optim": states, "train": {"step": step}}
+
+
+def whole(tensor: Any) -> Any:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a state dict, whole, under the keys that DCP gives them."""
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    found: dict[str, Any] = {}
+    for key, value in items:
+        is_tree = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value))
+        found |= flat(value, f"{prefix}{key}.") if is_tree else {f"{prefix}{key}": whole(value)}
+    return found
+
+
+def same(mine: Any, other: Any) -> bool:
+    return torch.equal(mine, other) if isinstance(mine, torch.Tensor) else bool(mine == other)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def complete(run: Path) -> list[Path]:
+    """The complete folders, oldest first."""
+    return sorted((one.parent for one in run.glob("step-*/.metadata")), key=step_of)
+
+
+def load(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
+    """Load with stock functions alone; return what the folder holds."""
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()  # makes the states
+    optimizer.zero_grad()
+    state = state_of(model, optimizer, -1)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return state
+
+
+def spawn(command: list[str], ranks: int, **options: Any) -> list[subprocess.Popen[bytes]]:
+    """Start a program in so many ranks, without a launcher that may outlive them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # nobody else can take its port
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    started = [
+        subprocess.Popen(command, env={**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, **options)
+        for rank in range(ranks)
+    ]
+    started[0].store = store  # type: ignore[attr-defined]  # for as long as the ranks
+    return started
+
+
+def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: str = "moments_in_turn") -> None:
+    torch.set_num_threads(1)
+    run, until, keep, how, policy = Path(folder), int(str(until)), int(str(keep)), str(how), str(policy)
+    dist.init_process_group("cpu:gloo" if how != "sync" else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, optimizer = build(ranks)
+    saver, step = DcpSaver(policy), 0
+    newest = max(complete(run), key=step_of, default=None)
+    if newest is not None:
+        state = load(model, optimizer, newest)
+        step = state["train"]["step"]
+        saver.resumed_from(newest)
+        loaded = flat(state)
+        if rank == 0:
+            torch.save({"folder": newest.name, "ranks": ranks, "state": loaded}, run / f"loaded-{os.getpid()}.tmp")
+            (run / f"loaded-{os.getpid()}.tmp").rename(run / f"loaded-{os.getpid()}.pt")
+    dist.barrier()
+    if rank == 0:
+        (run / f"began-{os.getpid()}").touch()
+    pending = None
+    while step < until:
+        step += 1
+        train_step(model, optimizer, step)
+        state = state_of(model, optimizer, step)
+        truth = flat(state)
+        if rank == 0:
+            after = newest.name if newest is not None else ""
+            torch.save({"after": after, "state": truth}, run / f"truth-{step}.tmp")
+            (run / f"truth-{step}.tmp").rename(run / f"truth-{step}.pt")
+        path = run / f"step-{step}"
+        writer = saver.writer(FileSystemWriter(path), step)
+        if how == "sync":
+            dcp.save(state, storage_writer=writer)
+        else:
+            kind = dcp.state_dict_saver.AsyncCheckpointerType(how)
+            pending = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
+            pending.result()
+        newest = path
+        if rank == 0 and keep:
+            for old in complete(run)[:-keep]:
+                shutil.rmtree(old)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,295 @@
+"""Partial saves through dcp.save: every folder loads with stock functions, and holds what a hand-made oracle says."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+from helpers.commands import call
+from llmtailor.errors import UsageError
+from llmtailor.saving import DcpSaver
+from saving.dcp_loop import LAYERS, complete, same, spawn, step_of
+from trainings.harness import start_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
+
+
+def oracle(run: Path, step: int) -> dict[str, object]:
+    """Return what the folder of a step must hold: moments of one layer in turn, everything else at each save."""
+    chain, name = [], f"step-{step}"
+    while name:
+        truth = torch.load(run / f"truth-{name.removeprefix('step-')}.pt", weights_only=False)
+        chain.insert(0, truth)
+        name = truth["after"]
+    held = dict(chain[0]["state"])
+    for number, truth in enumerate(chain[1:]):
+        for key, value in truth["state"].items():
+            match = re.fullmatch(r"optim\.state\.layers\.(\d)\..*", key)
+            if match is None or int(match[1]) == number % LAYERS:
+                held[key] = value
+    return held
+
+
+def read(folder: Path) -> dict[str, object]:
+    """Load a folder in this process, with stock functions, as whole tensors."""
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        key: torch.full(one.size, -1, dtype=one.properties.dtype) if hasattr(one, "size") else None
+        for key, one in metadata.items()
+    }
+    dcp.load(state, checkpoint_id=folder)
+    return state
+
+
+def check(held: dict[str, object], wanted: dict[str, object]) -> None:
+    assert held.keys() == wanted.keys()
+    assert [key for key in held if not same(held[key], wanted[key])] == []
+
+
+def train(run: Path, ranks: int, *arguments: object) -> None:
+    run.mkdir(exist_ok=True)
+    start_ranks("saving.dcp_loop", [run, *arguments], ranks, run)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Six saves on two ranks, then four on three, which resume; the newest two folders are kept."""
+    run = tmp_path_factory.mktemp("turns") / "run"
+    train(run, 2, 6, 2)
+    train(run, 3, 10, 2)
+    return run
+
+
+def test_each_folder_is_complete_after_older_ones_were_deleted(trained):
+    assert [folder.name for folder in complete(trained)] == ["step-9", "step-10"]
+    for step in (9, 10):
+        check(read(trained / f"step-{step}"), oracle(trained, step))
+    (loaded,) = trained.glob("loaded-*.pt")
+    found = torch.load(loaded, weights_only=False)
+    assert (found["folder"], found["ranks"]) == ("step-6", 3)
+    wanted = oracle(trained, 6)
+    check({key: found["state"][key] for key in wanted}, wanted)
+    assert any(not same(value, torch.load(trained / "truth-6.pt")["state"][key]) for key, value in wanted.items())
+
+
+def test_links_keep_no_old_masters(trained):
+    """Beside its own files, a folder has only those of optimizer states, each linked from one save."""
+    folder = trained / "step-10"
+    own = sum(one.stat().st_size for one in folder.glob("*.distcp") if one.stat().st_nlink == 1)
+    rows = FileSystemReader(folder).read_metadata().storage_data.items()
+    linked = {info.relative_path: [] for _, info in rows if int(info.relative_path.split("_")[-1][:-7]) >= 1000}
+    for index, info in rows:
+        if info.relative_path in linked:
+            linked[info.relative_path].append(index.fqn)
+    assert own
+    assert linked
+    assert all(key.startswith("optim.state.layers.") for keys in linked.values() for key in keys)
+    used = sum(info.length for _, info in rows if info.relative_path in linked)
+    assert used == sum((folder / path).stat().st_size for path in linked), "every byte of them is needed"
+
+
+def test_llmtailor_reads_it_as_any_other(trained, tmp_path):
+    """A composite of the folder, and another arrangement of it, hold the same."""
+    folder, out = trained / "step-10", tmp_path / "out"
+    call("verify", "--deep", folder)
+    call("convert", folder, out, "--world-size", 2)
+    wanted, found = oracle(trained, 10), read(out)
+    check({key: found[key] for key in wanted}, wanted)
+
+
+@pytest.mark.parametrize("how", ["thread", pytest.param("process", marks=pytest.mark.long)])
+def test_async_save(tmp_path, how):
+    run = tmp_path / "run"
+    train(run, 2, 3, 2, how)
+    check(read(run / "step-3"), oracle(run, 3))
+    assert any(one.stat().st_nlink > 1 for one in (run / "step-3").glob("*.distcp"))
+
+
+def tiny(step: int, rows: int = 4) -> dict[str, object]:
+    """A state of two layers, in which every value is the step."""
+    names = ["layers.0.weight", "layers.1.weight"]
+    full = {name: torch.full((rows, 3), float(step)) for name in names}
+    states = {name: {"step": torch.tensor(float(step)), "exp_avg": full[name].clone()} for name in names}
+    return {"model": full, "optim": {"state": states}, "train": {"step": step}}
+
+
+def save(saver: DcpSaver, folder: Path, step: int, rows: int = 4, **options: object) -> None:
+    dcp.save(tiny(step, rows), storage_writer=saver.writer(FileSystemWriter(folder, **options), step))
+
+
+def ages(folder: Path) -> dict[str, int]:
+    return {key: int(torch.as_tensor(one).flatten()[0]) for key, one in read(folder).items()}
+
+
+MOMENTS = [f"optim.state.layers.{layer}.weight.{kind}" for layer in (0, 1) for kind in ("step", "exp_avg")]
+
+
+def test_a_restart_goes_on_from_the_folder_that_was_loaded(tmp_path):
+    saver = DcpSaver("moments_in_turn:2")
+    for step in (1, 2):
+        save(saver, tmp_path / f"step-{step}", step)
+    again = DcpSaver("moments_in_turn:2")
+    again.resumed_from(tmp_path / "step-1")
+    save(again, tmp_path / "step-3", 3)  # of another attempt than step-2, whose turn it repeats
+    assert [ages(tmp_path / "step-3")[key] for key in MOMENTS] == [3, 3, 1, 1]
+    save(again, tmp_path / "step-4", 4)
+    assert [ages(tmp_path / "step-4")[key] for key in MOMENTS] == [3, 3, 4, 4]
+    save(DcpSaver("moments_in_turn:2"), tmp_path / "step-5", 5)  # was not told what was loaded
+    assert {*ages(tmp_path / "step-5").values()} == {5}
+
+
+def test_whole_parts_in_turn(tmp_path):
+    saver = DcpSaver("parity")
+    for step in (1, 2):
+        save(saver, tmp_path / f"step-{step}", step)
+    found = ages(tmp_path / "step-2")
+    assert {key: found[key] for key in found if "layers.0" in key} == dict.fromkeys(
+        ["model.layers.0.weight", *MOMENTS[:2]], 1
+    )
+    assert {found[key] for key in found if "layers.0" not in key} == {2}
+
+
+def test_a_param_that_the_model_saves_in_pieces(tmp_path):
+    """As torchtitan's fused projections: the states take their turn, the pieces are saved each time."""
+    saver = DcpSaver("parity")
+    for step in (1, 2):
+        state = tiny(step)
+        state["model"] |= {f"layers.0.{half}": torch.full((2, 3), float(step)) for half in ("q", "k")}
+        state["optim"]["state"]["layers.0.qk"] = {"exp_avg": torch.full((4, 3), float(step))}
+        dcp.save(state, storage_writer=saver.writer(FileSystemWriter(tmp_path / f"step-{step}"), step))
+    found = ages(tmp_path / "step-2")
+    assert [found[f"model.layers.0.{half}"] for half in ("q", "k")] == [2, 2]
+    assert found["optim.state.layers.0.qk.exp_avg"] == 1
+
+
+def test_a_shape_that_changes_is_saved(tmp_path):
+    saver = DcpSaver("moments_in_turn:2")
+    save(saver, tmp_path / "step-1", 1)
+    save(saver, tmp_path / "step-2", 2, rows=5)
+    assert {*ages(tmp_path / "step-2").values()} == {2}
+
+
+@pytest.mark.parametrize("options", [{"thread_count": 3}, {"single_file_per_rank": False}])
+def test_other_layouts_of_files(tmp_path, options):
+    saver = DcpSaver("moments_in_turn:2")
+    for step in range(1, 6):
+        save(saver, tmp_path / f"step-{step}", step, **options)
+        shutil.rmtree(tmp_path / f"step-{step - 1}", ignore_errors=True)
+    assert [ages(tmp_path / "step-5")[key] for key in MOMENTS] == [4, 4, 5, 5]
+
+
+def test_saving_again_to_a_folder_does_not_change_those_that_link_to_it(tmp_path):
+    saver = DcpSaver("moments_in_turn:2")
+    for step in (1, 2):
+        save(saver, tmp_path / f"step-{step}", step)
+    before = ages(tmp_path / "step-2")
+    save(saver, tmp_path / "step-1", 3)
+    assert ages(tmp_path / "step-2") == before
+    assert [ages(tmp_path / "step-1")[key] for key in MOMENTS] == [2, 2, 3, 3]
+
+
+def test_a_deleted_base_makes_the_next_save_whole(tmp_path):
+    saver = DcpSaver("moments_in_turn:2")
+    save(saver, tmp_path / "step-1", 1)
+    shutil.rmtree(tmp_path / "step-1")
+    save(saver, tmp_path / "step-2", 2)
+    assert {*ages(tmp_path / "step-2").values()} == {2}
+    save(saver, tmp_path / "step-3", 3)
+    (tmp_path / "step-3" / "__0_90.distcp").unlink()  # partly deleted
+    save(saver, tmp_path / "step-4", 4)
+    assert {*ages(tmp_path / "step-4").values()} == {4}
+
+
+def test_a_stock_save_over_a_folder_ends_its_record(tmp_path):
+    saver = DcpSaver("moments_in_turn:2")
+    save(saver, tmp_path / "step-1", 1)
+    dcp.save({"model": tiny(9)["model"]}, checkpoint_id=tmp_path / "step-1")
+    save(saver, tmp_path / "step-2", 2)
+    assert {*ages(tmp_path / "step-2").values()} == {2}
+
+
+def test_a_local_folder_through_fsspec(tmp_path):
+    saver = DcpSaver("moments_in_turn:2")
+    for step in (1, 2):
+        dcp.save(tiny(step), storage_writer=saver.writer(FsspecWriter(f"file://{tmp_path}/step-{step}"), step))
+    assert [ages(tmp_path / "step-2")[key] for key in MOMENTS] == [2, 2, 1, 1]
+
+
+def test_a_model_alone_is_saved_whole(tmp_path):
+    saver = DcpSaver()
+    dcp.save({"model": tiny(1)["model"]}, storage_writer=saver.writer(FileSystemWriter(tmp_path / "step-1"), 1))
+    assert {*ages(tmp_path / "step-1").values()} == {1}
+
+
+def test_what_is_refused(tmp_path):
+    saver = DcpSaver()
+    with pytest.raises(UsageError, match="does not write to a local file system"):
+        saver.writer(FsspecWriter("memory://run/step-1"), 1)
+    with pytest.raises(UsageError, match="HuggingFaceStorageWriter writes safetensors"):
+        saver.writer(HuggingFaceStorageWriter(f"{tmp_path}/step-1"), 1)
+    for policy in ("adaptive", "budget:5"):
+        with pytest.raises(UsageError, match=f"policy {policy.split(':')[0]}"):
+            DcpSaver(policy)
+    for options, match in (
+        ({"planner": dcp.DefaultSavePlanner(enable_plan_caching=True)}, "enable_plan_caching"),
+        ({"checkpoint_id": tmp_path / "other"}, "checkpoint_id"),
+    ):
+        with pytest.raises((UsageError, dcp.api.CheckpointException), match=match):
+            dcp.save(tiny(1), storage_writer=saver.writer(FileSystemWriter(tmp_path / "step-1"), 1), **options)
+
+
+SAVES, KILLS = 50, 30
+
+
+@pytest.mark.long
+def test_kills_at_random_moments(tmp_path):
+    """Fifty saves on two ranks with thirty kills; the newest two folders are kept."""
+    chance, run = random.Random(5), tmp_path / "run"
+    run.mkdir()
+    cut_off = 0
+    for kill in range(KILLS + 1):
+        until = SAVES if kill == KILLS else 10 * SAVES
+        processes = spawn([sys.executable, "-m", "saving.dcp_loop", f"{run}", f"{until}", "2"], 2)
+        wait_for(lambda: any(run.glob("began-*")))
+        if kill < KILLS:
+            time.sleep(chance.uniform(0, 0.5))  # a save takes 0.1 s
+            for one in chance.sample(processes, 2):
+                one.kill()
+        assert {one.wait() for one in processes} == {-signal.SIGKILL if kill < KILLS else 0}
+        for path in run.glob("began-*"):
+            path.unlink()
+        cut_off += len([*run.glob("step-*")]) > len(complete(run))
+        if folders := complete(run):
+            check(read(folders[-1]), oracle(run, step_of(folders[-1])))
+    for folder in complete(run):
+        wanted = oracle(run, step_of(folder))
+        for ranks in (1, 2, 3):
+            alone = tmp_path / f"{folder.name}-{ranks}"  # moved, without its siblings
+            shutil.copytree(folder, alone / folder.name)
+            train(alone, ranks, 0)
+            found = torch.load(next(alone.glob("loaded-*.pt")), weights_only=False)["state"]
+            check({key: found[key] for key in wanted}, wanted)
+    for path in run.glob("loaded-*.pt"):
+        found = torch.load(path, weights_only=False)
+        wanted = oracle(run, step_of(Path(found["folder"])))
+        check({key: found["state"][key] for key in wanted}, wanted)
+    assert cut_off, "no kill was in the middle of a save"
+    print(f"{len([*run.glob('loaded-*.pt')])} resumes; {cut_off} kills in the middle of a save")
+
+
+def wait_for(is_there) -> None:
+    until = time.monotonic() + 120
+    while not is_there():
+        assert time.monotonic() < until
+        time.sleep(0.01)
