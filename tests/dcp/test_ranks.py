@@ -71,11 +71,11 @@ def test_what_is_beside_the_states_comes_along(runs, tmp_path):
     assert json.loads((more / "fsdp_config.json").read_text()) == {"FSDP_version": 2, "world_size": 3}
     there = {path.name for path in (source / "huggingface").iterdir()}
     assert {"config.json", "tokenizer.json"} <= there == {path.name for path in (more / "huggingface").iterdir()}
-    convert(more, plain, to="trainer", groups="default")
+    convert(more, plain, to="trainer")
     assert there <= {path.name for path in plain.iterdir()}
     assert torch.load(plain / "scheduler.pt")["last_epoch"] == 2
     back = tmp_path / "back"
-    convert(plain, back, to="verl", groups="one", world_size=2)
+    convert(plain, back, to="verl", world_size=2)
     assert there == {path.name for path in (back / "huggingface").iterdir()}
     assert load(back / "extra_state_world_size_2_rank_1.pt")["lr_scheduler"]["last_epoch"] == 2
 
