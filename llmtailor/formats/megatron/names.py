@@ -68,7 +68,8 @@ _FUSED = re.compile(r"linear_qkv\.(weight|bias)$")
 """Beside it is the projection behind the attention, whose columns are the rows of the queries"""
 _PARAM = re.compile(r"model\.layers\.([0-9]{1,6})\.(.+)")
 _ROWS = {row.key: row for row in (*_ENDS, *(Row(LAYERS + one.key, one.params, one.how) for one in _IN_LAYER))}
-_MODULES = {name.rpartition(".")[0]: at for at, row in enumerate(_IN_LAYER) for name in row.params}
+_MODULES = [*dict.fromkeys(name.rpartition(".")[0] for row in _IN_LAYER for name in row.params)]
+"""In the order of the model"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def has_row(param: str) -> bool:
 def place_of(param: str) -> tuple[int, int, bool]:
     """Return a key that sorts params with a row in the order of the model."""
     if match := _PARAM.fullmatch(param):
-        return int(match[1]), _MODULES[match[2].rpartition(".")[0]], param.endswith(".bias")
+        return int(match[1]), _MODULES.index(match[2].rpartition(".")[0]), param.endswith(".bias")
     return (-1, 0, False) if param == EMBEDDING else (1 << 30, int(param == HEAD), False)
 
 
