@@ -139,8 +139,8 @@ _TARGET = [
         "--to",
         type=click.Choice(["deepspeed", "universal", "trainer", "fsdp", "dcp", "megatron"]),
         help="Output format. deepspeed, fsdp, trainer (without either): for the Trainer. universal: DeepSpeed's format "
-        "for any ZeRO stage. dcp: a torch.distributed.checkpoint folder, for your own loop. Default: the base's, or as "
-        "--stage implies.",
+        "for any ZeRO stage. dcp: a torch.distributed.checkpoint folder, for your own loop. megatron: Megatron-core's "
+        "torch_dist. Default: the base's, or as --stage implies.",
     ),
     click.option(
         "--stage",
