@@ -164,7 +164,7 @@ _TARGET = [
         type=click.Choice(["deepspeed", "universal", "trainer", "fsdp", "dcp", "verl", "megatron"]),
         help="Output format. deepspeed, fsdp, trainer (without either): for the Trainer. universal: DeepSpeed's format "
         "for any ZeRO stage. dcp: a torch.distributed.checkpoint folder, for your own loop. verl: for verl with FSDP2. "
-        "Default: the base's, or as --stage implies.",
+        "megatron: Megatron-core's torch_dist. Default: the base's, or as --stage implies.",
     ),
     click.option(
         "--stage",
