@@ -155,8 +155,10 @@ def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: st
         if rank == 0 and keep:
             for old in complete(run)[:-keep]:
                 shutil.rmtree(old)
+    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    os._exit(0)  # gloo's threads may abort the interpreter's end when the other rank has gone
