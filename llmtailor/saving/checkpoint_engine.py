@@ -20,7 +20,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from llmtailor.errors import Problem, UsageError
 from llmtailor.saving.deepspeed import writes_unseen
 from llmtailor.saving.options import stock_options
-from llmtailor.saving.stock import StockSaver, finish_all
+from llmtailor.saving.stock import StockSaver, finishing_first
 from llmtailor.storage.local import fsync_folder, replace_durably
 
 logger = logging.getLogger("llmtailor.saving")
@@ -101,7 +101,7 @@ def attach_engine(engine: Any, **options: Any) -> StockSaver:
         engine.checkpoint_engine = stock
 
     engine.save_checkpoint = _saving(engine, saver, engine.save_checkpoint, stock)
-    engine.load_checkpoint = _loading(engine.load_checkpoint)
+    engine.load_checkpoint = finishing_first(engine.load_checkpoint)
     engine.checkpoint_engine = LazyCheckpointEngine(saver, detach)
     return saver
 
@@ -167,12 +167,3 @@ def _saving(engine: Any, saver: StockSaver, save: Callable[..., Any], stock: Any
             return save(*args, **kwargs) if is_saving else False
 
     return saving
-
-
-def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(load)
-    def loading(*args: Any, **kwargs: Any) -> Any:
-        finish_all()
-        return load(*args, **kwargs)
-
-    return loading

@@ -79,6 +79,17 @@ def finish_all() -> None:
         saver.finish()
 
 
+def finishing_first(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a framework's way of loading that waits for the saves in progress first."""
+
+    @wraps(load)
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        finish_all()
+        return load(*args, **kwargs)
+
+    return loading
+
+
 @dataclass(slots=True)
 class _Open:
     """A save whose files are being handed over."""
@@ -252,7 +263,8 @@ class StockSaver:
             @wraps(write)
             def writing(*args: Any, **kwargs: Any) -> Any:
                 value, path, *more = signature.bind(*args, **kwargs).arguments.values()
-                is_ours = threading.get_ident() == thread and isinstance(path, (str, Path)) and value != {}
+                is_empty = isinstance(value, Mapping) and not value
+                is_ours = threading.get_ident() == thread and isinstance(path, (str, Path)) and not is_empty
                 # with more arguments torch.save may write another format
                 if not is_ours or (more and add == self.add) or not add(value, path, *more):
                     write(*args, **kwargs)

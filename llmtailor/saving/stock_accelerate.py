@@ -11,7 +11,7 @@ import torch
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.saving.options import stock_options
-from llmtailor.saving.stock import StockSaver, finish_all
+from llmtailor.saving.stock import StockSaver, finishing_first
 
 
 def attach_accelerator(accelerator: Any, **options: Any) -> StockSaver:
@@ -32,7 +32,7 @@ def attach_accelerator(accelerator: Any, **options: Any) -> StockSaver:
         models = torch.nn.ModuleList(accelerator._models)
         saver = StockSaver(models, lambda: _optimizers(accelerator), chosen, lambda: _why_not(accelerator))
     accelerator.save_state = _saving(accelerator, saver, accelerator.save_state)
-    accelerator.load_state = _loading(accelerator.load_state)
+    accelerator.load_state = finishing_first(accelerator.load_state)
     return saver
 
 
@@ -86,12 +86,3 @@ def _saving(accelerator: Any, saver: StockSaver, save: Callable[..., Any]) -> Ca
         return folder
 
     return saving
-
-
-def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(load)
-    def loading(*args: Any, **kwargs: Any) -> Any:
-        finish_all()
-        return load(*args, **kwargs)
-
-    return loading

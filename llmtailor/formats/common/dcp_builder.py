@@ -16,7 +16,7 @@ from llmtailor.checkpoint.placement import Box, Extent
 from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, cut_rows, lay_out_metadata
 from llmtailor.containers.torch_file import lay_out_torch_blob
 from llmtailor.containers.unpickle import as_tensor, make_tensor, state_tensor
-from llmtailor.model.roles import ITEMSIZE, State
+from llmtailor.model.roles import State
 
 Pieces = tuple[Piece, ...]
 
@@ -96,11 +96,8 @@ class FolderBuilder:
             self.add_object(entry.path, entry.content)
             return
         dtype, shape, boxes = entry.content
-        chunks = []
-        for offsets, sizes, extent in boxes:
-            whole = (Copy(extent),) if math.prod(sizes) * ITEMSIZE[dtype] else ()
-            chunks.append(Chunk(offsets, sizes, self._put(self._take_turn(), make_tensor(dtype, sizes, whole))))
-        self._entries[join_key(entry.path)] = Entry(entry.path, dtype, shape, tuple(chunks))
+        copied = ((Box(at, sizes), (Copy(extent),) if math.prod(sizes) else ()) for at, sizes, extent in boxes)
+        self.add_tensor(entry.path, dtype, shape, copied)
 
     def finish(self) -> list[FileLayout]:
         """Return the layouts of the folder's files."""

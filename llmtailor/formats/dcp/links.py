@@ -1,4 +1,4 @@
-"""Data files of sources that a composite in DCP folders holds as hard links. Pure.
+"""Data files of sources that a composite in DCP folders holds as hard links.
 
 Nothing in a data file says which tensor it holds, and `.metadata` may refer to any part of it. So a composite needs no
 copy of a tensor that a source stores as the composite would: a hard link to the source's data file, and its place in
