@@ -129,6 +129,7 @@ class Mesh:
     device: str
     """``cuda`` or ``cpu``"""
     names: tuple[str, ...]
+    """Those of its dimensions; none if they have no names"""
     shape: tuple[int, ...]
     """The last dimension cuts, any before it repeats"""
     rank: int
@@ -155,7 +156,7 @@ class Mesh:
                 "_device_type": self.device,
                 "_layout": _object(_LAYOUT, {"axes": tuple(axes)}),
                 "_rank_map": make_tensor("I32", (ranks,), (Bytes(numbers, "ranks of the mesh"),)),
-                "_mesh_dim_names": self.names,
+                "_mesh_dim_names": self.names or None,
                 "_root_mesh": None,
                 "_flatten_rank_map": tuple(range(ranks)),
                 "_thread_id": None,

@@ -231,6 +231,24 @@ def test_one_ranks_pieces_in_an_optimizer_pt_are_refused(runs, tmp_path):
         index_checkpoint(root)
 
 
+def test_a_mesh_without_names_stays_without_names(runs, tmp_path):
+    """torch takes a mesh with other names, or with an empty tuple of them, for another mesh, and refuses to load."""
+
+    def unnamed(tree: Any) -> None:
+        for one in (*tree.get("state", {}).values(), tree):
+            for tensor in one.values():
+                if isinstance(tensor, DTensor):
+                    vars(tensor._spec.mesh)["_mesh_dim_names"] = None
+
+    root = shutil.copytree(runs.checkpoint("verl"), tmp_path / "actor")
+    both(MODEL, unnamed)(root)
+    both(OPTIM, unnamed)(root)
+    convert(root, tmp_path / "out")
+    old, new = (load(one / MODEL.format(0)) for one in (root, tmp_path / "out"))
+    assert {key: parts_of(one) for key, one in old.items()} == {key: parts_of(one) for key, one in new.items()}
+    assert {one._spec.mesh._mesh_dim_names for one in new.values()} == {None}
+
+
 def of_another_torch(tree: Any) -> None:
     for tensor in tree.values():
         vars(tensor._spec.mesh)["mesh_dim_names"] = ("fsdp",)
