@@ -76,6 +76,7 @@ from llmtailor.saving.save import (
 from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Arena, Bases, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish, sample_frozen
+from llmtailor.storage import casts
 from llmtailor.storage.local import as_path
 
 logger = logging.getLogger("llmtailor.saving")
@@ -172,6 +173,8 @@ class PartialSaver:
         if self.ranks.is_first and self.precision != EXACT:
             what = "saves hold masters in %s and moments in %s; the policy is %s"
             logger.info(what, self.precision.masters, self.precision.moments, self.policy)
+        if self.precision != EXACT:
+            casts.loops()  # so that they are not compiled during a save
         self._bases = Bases() if self.precision.masters == "bf16" else None
         self._based: dict[Part, str] = {}
         """Part -> ``save_id`` of the save that `_bases` has its masters of"""

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,24 +76,43 @@ class LiveTensor:
         numel = self.flat.numel()
         return size_of(self.packed, numel) if self.packed else numel * self.dtype.itemsize
 
-    def elements(self, start: int, stop: int) -> torch.Tensor:
-        """Return the elements that become a range of bytes, whose ends are multiples of the item size; of packed ones
-        the bytes, of any range."""
-        if self.packed:
-            block = BLOCKS.get(self.packed)
-            numel, size = (block.elements, block.num_bytes) if block else (1, ITEMSIZE[self.packed])
-            first = start // size
-            some = slice(first * numel, -(-stop // size) * numel)
-            if self.base is None:
-                made = pack(self.flat[some], self.packed)
-            elif self.packed == D16:
-                made = torch.from_numpy(casts.pack_differences(self.flat[some].cpu().numpy(), self.base[some].numpy()))
-            else:
-                self.base[some].copy_(torch.from_numpy(casts.numbers_of(self.flat[some].cpu().numpy())))
-                made = pack(self.flat[some], self.packed)
-            return made[start - first * size : stop - first * size]
-        itemsize = self.dtype.itemsize
-        return self.flat[start // itemsize : stop // itemsize]
+    def fill(self, start: int, stop: int, room: torch.Tensor, *, non_blocking: bool = False) -> None:
+        """Fill ``room`` with a range of bytes, whose ends are multiples of the item size."""
+        if not self.packed:
+            itemsize = self.dtype.itemsize
+            elements = self.flat[start // itemsize : stop // itemsize]
+            room.view(self.dtype).copy_(elements, non_blocking=non_blocking)
+            return
+        block = BLOCKS.get(self.packed)
+        numel, size = (block.elements, block.num_bytes) if block else (1, ITEMSIZE[self.packed])
+        at = start
+        while at < stop:
+            first = at // size
+            last = max(stop // size, first + 1) if at % size == 0 else first + 1
+            end = min(last * size, self.num_bytes)
+            some, until = slice(first * numel, last * numel), min(end, stop)
+            target = room[at - start : until - start]
+            if at % size == 0 and until == end:
+                self._pack(some, target, non_blocking=non_blocking)
+            else:  # the range cuts this block
+                device = self.flat.device if self.base is None else None
+                made = torch.empty(end - first * size, dtype=torch.uint8, device=device)
+                self._pack(some, made)
+                target.copy_(made[at - first * size :][: len(target)], non_blocking=non_blocking)
+            at = until
+
+    def _pack(self, some: slice, room: torch.Tensor, *, non_blocking: bool = False) -> None:
+        if self.base is None and self.flat.device.type != "cpu":
+            room.copy_(pack_by_torch(self.flat[some], self.packed), non_blocking=non_blocking)
+            return
+        values, target = self.flat[some].cpu().contiguous().numpy(), room.numpy()
+        base = None if self.base is None else self.base[some].numpy()
+        if base is not None and self.packed == D16:
+            casts.pack_differences(values, base, target)
+            return
+        if base is not None:
+            casts.numbers_of(values, base)
+        casts.pack(values, self.packed, target)
 
 
 class LiveTensors:
@@ -140,15 +158,14 @@ class LiveTensors:
     def read(self, path: str, start: int, stop: int) -> memoryview:
         """Return bytes of a tensor, without a copy if it is on the CPU and not cast."""
         live = self.tensors[int(path)]
-        elements = live.elements(start, min(stop, start + STORE_BYTES))
-        return bytes_of(elements.to("cpu", live.dtype).contiguous())
-
-
-def pack(elements: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return the bytes of fp32 elements as one of `roles.PACKED`, on their device."""
-    if elements.device.type == "cpu":
-        return torch.from_numpy(casts.pack(elements.contiguous().numpy(), dtype))
-    return pack_by_torch(elements, dtype)
+        stop = min(stop, start + STORE_BYTES)
+        if live.packed or live.flat.dtype != live.dtype or live.flat.device.type != "cpu":
+            room = torch.empty(stop - start, dtype=torch.uint8)
+            live.fill(start, stop, room)
+        else:
+            itemsize = live.dtype.itemsize
+            room = live.flat[start // itemsize : stop // itemsize].contiguous()
+        return bytes_of(room)
 
 
 def pack_by_torch(elements: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -391,8 +408,7 @@ class Snapshot:
         while at < live.num_bytes:
             offset, length, taken = self._room(self._start[number] + at, live.num_bytes - at)
             content = self._arena.memory[offset : offset + length]
-            make = partial(live.elements, at, at + length)
-            ready = self._streams.copy(content.view(live.dtype), live.flat.device, make)
+            ready = self._streams.copy(live, at, content)
             with self._state:
                 self._ready.append(_Chunk(str(number), at, at + length, content, taken, ready))
                 self._head += taken
@@ -451,11 +467,11 @@ class _Streams:
             if device in self._begun:
                 stream.wait_event(self._begun[device])  # the step before this save may still be running
 
-    def copy(self, target: torch.Tensor, device: torch.device, make: Callable[[], torch.Tensor]) -> Any:
-        """Copy what ``make`` returns; return an event that is reached when it is done, None if it is done."""
-        stream = self._of.get(device)
+    def copy(self, live: LiveTensor, start: int, room: torch.Tensor) -> Any:
+        """Fill ``room`` from a byte on; return an event that is reached when it is done, None if it is done."""
+        stream = self._of.get(live.flat.device)
         with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
-            target.copy_(make(), non_blocking=stream is not None)
+            live.fill(start, start + len(room), room, non_blocking=stream is not None)
         return stream.record_event() if stream is not None else None
 
     def wait_for_copies(self) -> None:

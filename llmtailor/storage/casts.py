@@ -19,6 +19,8 @@ not fit, the first byte is 0, and the block has its values rounded to bf16.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -105,28 +107,74 @@ def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]
     return bits.view("<f4")
 
 
-def pack(values: npt.NDArray[Any], target: str) -> npt.NDArray[np.uint8]:
-    """Return the bytes of fp32 elements as one of `roles.PACKED` but ``D16``, packed in pieces that stay in a core's
-    cache."""
-    block = BLOCKS.get(target, Block(1, 0, 3))
-    made = np.empty((-(-len(values) // block.elements), block.num_bytes), np.uint8)
+def pack(values: npt.NDArray[Any], target: str, room: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+    """Return the bytes of fp32 elements as one of `roles.PACKED` but ``D16``, in ``room`` if there is any.
+
+    They are packed by numba, or else in pieces that stay in a core's cache.
+    """
+    made = np.empty(size_of(target, len(values)), np.uint8) if room is None else room
+    rows, records, rest = _in_blocks(values, made, target)
     with np.errstate(invalid="ignore", over="ignore"):
-        for begin in range(0, len(values), _CACHED):
-            rows = _in_rows(values[begin : begin + _CACHED], block.elements)
-            room = made[begin // block.elements :][: len(rows)]
-            _to_24_bits(rows.reshape(-1), room.reshape(-1)) if target == F24 else _to_blocks(rows, room, target)
-    return made.reshape(-1)[: size_of(target, len(values))]
+        step = _CACHED // rows.shape[1]
+        for begin in range(_packed_by_numba(rows, records, target), len(rows), step):
+            _to_records(rows[begin : begin + step], records[begin : begin + step], target)
+        if len(rest):
+            last = np.empty((1, BLOCKS[target].num_bytes), np.uint8)
+            _to_records(_in_row(rest, target), last, target)
+            made[records.size :] = last[0, : len(made) - records.size]
+    return made
 
 
-def _in_rows(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """Return elements in rows of a size, with zeros behind them."""
-    missing = -len(values) % size
-    return (np.pad(values, (0, missing)) if missing else values).reshape(-1, size)
+def _in_blocks(
+    values: npt.NDArray[Any], made: npt.NDArray[np.uint8], target: str
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8], npt.NDArray[Any]]:
+    """Return the elements and the bytes of whole blocks, in rows, and the elements of the last, shorter one."""
+    block = BLOCKS.get(target, Block(1, 0, 3))
+    whole = len(values) // block.elements
+    records = made[: whole * block.num_bytes].reshape(whole, block.num_bytes)
+    end = whole * block.elements
+    return values[:end].reshape(whole, block.elements), records, values[end:]
 
 
-def numbers_of(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Return the numbers of the ``F24`` patterns of fp32 elements in the order of the values."""
-    made = np.empty(len(values), np.int32)
+def _in_row(rest: npt.NDArray[Any], target: str) -> npt.NDArray[Any]:
+    """Return a block of a few elements, and zeros behind them."""
+    return np.pad(rest, (0, BLOCKS[target].elements - len(rest)))[None]
+
+
+@lru_cache
+def loops() -> ModuleType | None:
+    """Return the loops that numba compiles, if it is installed. The first call takes a second or two."""
+    try:
+        from llmtailor.storage import compiled
+    except ImportError:  # also what it raises for a version of numpy that it does not know
+        return None
+    return compiled
+
+
+def _packed_by_numba(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> int:
+    """Return how many rows are packed: none without numba, else all, of ``F24`` whole groups of four."""
+    if (compiled := loops()) is None:
+        return 0
+    if target == F24:
+        whole = len(rows) // 4 * 4
+        compiled.to_24_bits(rows[:whole].reshape(-1).view("<u4"), records[:whole].reshape(-1).view("<u4"))
+        return whole
+    is_root = target == Q8_ROOT
+    units = np.ndarray(len(rows), "<f4", records, 0, records.strides[:1])
+    compiled.to_blocks(rows, units, records[:, 4:], np.float32(255 if is_root else 127), is_root)
+    if (is_bad := np.isnan(units)).any():
+        mended = np.empty((is_bad.sum(), records.shape[1]), np.uint8)
+        _to_records(rows[is_bad], mended, target)
+        records[is_bad] = mended
+    return len(rows)
+
+
+def numbers_of(values: npt.NDArray[Any], room: npt.NDArray[np.int32] | None = None) -> npt.NDArray[np.int32]:
+    """Return the numbers of the ``F24`` patterns of fp32 elements in the order of the values, in ``room`` if any."""
+    made = np.empty(len(values), np.int32) if room is None else room
+    if (compiled := loops()) is not None:
+        compiled.to_numbers(values.view("<u4"), made)
+        return made
     for begin in range(0, len(values), _CACHED):
         _number(values[begin : begin + _CACHED], made[begin : begin + _CACHED])
     return made
@@ -144,41 +192,45 @@ def _number(values: npt.NDArray[Any], room: npt.NDArray[np.int32]) -> None:
     room -= sign
 
 
-def pack_differences(values: npt.NDArray[Any], base: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+def pack_differences(
+    values: npt.NDArray[Any], base: npt.NDArray[np.int32], room: npt.NDArray[np.uint8] | None = None
+) -> npt.NDArray[np.uint8]:
     """Return the bytes of fp32 elements as ``D16``; ``base`` has what `numbers_of` returned of the other save."""
-    block, numel = BLOCKS[D16], len(values)
-    made = np.empty((-(-numel // block.elements), block.num_bytes), np.uint8)
-    off = np.empty(_CACHED, np.int32)
-    for begin in range(0, numel, _CACHED):
-        some, room = values[begin : begin + _CACHED], off[: min(_CACHED, numel - begin)]
-        _number(some, room)
-        room -= base[begin : begin + _CACHED]
-        room[some.view("<i4") == -1 << 31] = 1 << 15  # -0.0 has no number of its own
-        rows = _in_rows(room, block.elements)
-        is_far = (rows + np.int32((1 << 15) - 1)).view("<u4") > (1 << 16) - 2
-        fits = np.bitwise_or.reduce(is_far.view("<u8"), axis=1) == 0  # eight at once
-        codes = rows.astype("<i2").view(np.uint8).reshape(len(rows), -1)
-        if not fits.all():
-            rounded = np.frombuffer(_to_bfloat16(_in_rows(some, block.elements)), np.uint8)
-            codes[~fits] = rounded.reshape(codes.shape)[~fits]
-        records = made[begin // block.elements :][: len(rows)]
-        records[:, 0] = fits
-        records[:, 1:] = codes
-    return made.reshape(-1)[: size_of(D16, numel)]
+    made = np.empty(size_of(D16, len(values)), np.uint8) if room is None else room
+    rows, records, rest = _in_blocks(values, made, D16)
+    older = base[: rows.size].reshape(rows.shape)
+    if (compiled := loops()) is not None:
+        compiled.to_differences(rows.view("<u4"), older, records[:, 0], records[:, 1:].reshape(*rows.shape, 2))
+    else:
+        step = _CACHED // rows.shape[1]
+        for begin in range(0, len(rows), step):
+            some = slice(begin, begin + step)
+            _to_differences(rows[some], older[some], records[some])
+    if len(rest):
+        last = np.empty((1, BLOCKS[D16].num_bytes), np.uint8)
+        _to_differences(_in_row(rest, D16), _in_row(base[rows.size :], D16), last)
+        made[records.size :] = last[0, : len(made) - records.size]
+    return made
 
 
-def _to_24_bits(values: npt.NDArray[Any], room: npt.NDArray[np.uint8]) -> None:
-    bits = values.view("<u4")
-    kept = bits & np.uint32(0xFF)
-    kept += np.uint32(0xFF)  # has bit 8 if any bit was set
-    kept |= bits
-    kept >>= np.uint32(8)
-    # four bytes each, of which the next element overwrites the last one, are written faster than three
-    np.ndarray(len(kept) - 1, "<u4", room, 0, 3)[...] = kept[:-1]
-    room[-3:] = kept[-1:].view(np.uint8)[:3]
+def _to_differences(rows: npt.NDArray[Any], base: npt.NDArray[np.int32], records: npt.NDArray[np.uint8]) -> None:
+    off = np.empty(rows.shape, np.int32)
+    _number(rows, off)
+    off -= base
+    off[rows.view("<i4") == -1 << 31] = 1 << 15  # -0.0 has no number of its own
+    is_far = (off + np.int32((1 << 15) - 1)).view("<u4") > (1 << 16) - 2
+    fits = np.bitwise_or.reduce(is_far.view("<u8"), axis=1) == 0  # eight at once
+    codes = off.astype("<i2").view(np.uint8)
+    if not fits.all():
+        codes[~fits] = np.frombuffer(_to_bfloat16(rows), np.uint8).reshape(codes.shape)[~fits]
+    records[:, 0] = fits
+    records[:, 1:] = codes
 
 
-def _to_blocks(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> None:
+def _to_records(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> None:
+    if target == F24:
+        _to_24_bits(rows.reshape(-1), records.reshape(-1))
+        return
     most = np.float32(255 if target == Q8_ROOT else 127)
     codes = np.sqrt(rows) if target == Q8_ROOT else np.abs(rows)
     unit = codes.max(axis=1, keepdims=True, initial=0) / most
@@ -191,6 +243,17 @@ def _to_blocks(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: s
         records[:, 4:] += (codes == 0) & (rows > 0)
     else:
         records[:, 4:] = codes.astype(np.int8).view(np.uint8)
+
+
+def _to_24_bits(values: npt.NDArray[Any], room: npt.NDArray[np.uint8]) -> None:
+    bits = values.view("<u4")
+    kept = bits & np.uint32(0xFF)
+    kept += np.uint32(0xFF)  # has bit 8 if any bit was set
+    kept |= bits
+    kept >>= np.uint32(8)
+    # four bytes each, of which the next element overwrites the last one, are written faster than three
+    np.ndarray(len(kept) - 1, "<u4", room, 0, 3)[...] = kept[:-1]
+    room[-3:] = kept[-1:].view(np.uint8)[:3]
 
 
 def _from_blocks(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:

@@ -13,7 +13,8 @@ from helpers.states import in_8_bits, in_24_bits, of_16_bits, raw
 from llmtailor.checkpoint.placement import Bundled
 from llmtailor.model.roles import Encoding, State, size_of
 from llmtailor.saving.snapshot import Bases, pack_by_torch
-from llmtailor.storage.casts import Decoder, cast, numbers_of, pack_differences, refine
+from llmtailor.storage import casts
+from llmtailor.storage.casts import Decoder, cast, numbers_of, pack, pack_differences, refine
 from llmtailor.storage.checksums import part_digest
 from llmtailor.storage.local import AHEAD_BYTES, Ahead
 
@@ -89,6 +90,16 @@ def test_small_ranges_and_refusals_cost_nothing(monkeypatch):
     assert not asked
 
 
+@pytest.fixture(params=["numba", "numpy"])
+def rounding(request, monkeypatch):
+    """What rounds."""
+    assert casts.loops() is not None, "numba is not installed"
+    if request.param == "numpy":
+        monkeypatch.setattr(casts, "loops", lambda: None)
+    return request.param
+
+
+@pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("every", [997, pytest.param(1, marks=pytest.mark.long)])
 def test_24_bits_round_to_what_32_bits_round_to(every):
     """All patterns of the lower half for some of the upper half: ties, subnormals, infinities and NaNs included."""
@@ -105,10 +116,11 @@ def test_24_bits_round_to_what_32_bits_round_to(every):
         assert (np.isnan(wide.view("<f4")) == np.isnan(values)).all()
 
 
+@pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 5000, 40000])
 def test_blocks_of_8_bits(kind, numel):
-    """What torch packs is what numpy packs, and is read back as the obvious version says, from any element on."""
+    """What torch packs is what `casts` packs, and is read back as the obvious version says, from any element on."""
     dtype = "Q8_ROOT" if kind == "exp_avg_sq" else "Q8"
     generator = torch.Generator().manual_seed(numel)
     values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-30, 3, (numel,), generator=generator)
@@ -155,6 +167,28 @@ def test_older_masters_refine_bf16(every):
         )
 
 
+def test_numba_rounds_to_the_bytes_that_numpy_rounds_to(monkeypatch):
+    """Any patterns, also in blocks with a few that are not finite, and any part of a file that was read."""
+    generator = np.random.default_rng(3)
+    bits = generator.integers(0, 1 << 32, 100_001, np.uint32)
+    bits[:50_000] = bits[:50_000] & 0x807FFFFF | generator.integers(0, 20, 50_000).astype(np.uint32) << 23  # subnormals
+    unaligned = np.frombuffer(b"-" + bits.tobytes(), "<f4", offset=1)
+    base = numbers_of((bits + generator.integers(0, 1 << 17, len(bits), np.uint32)).view("<f4"))
+
+    def made(values):
+        packed = [pack(values, dtype).tobytes() for dtype in ("F24", "Q8", "Q8_ROOT")]
+        return [*packed, numbers_of(values).tobytes(), pack_differences(values, base[: len(values)]).tobytes()]
+
+    found = [
+        made(values) for values in (unaligned, unaligned[:1], unaligned[5:6_000], np.abs(unaligned), unaligned[:0])
+    ]
+    monkeypatch.setattr(casts, "loops", lambda: None)
+    with np.errstate(all="ignore"):
+        aligned = bits.view("<f4")
+        assert found == [made(one) for one in (aligned, aligned[:1], aligned[5:6_000], np.abs(aligned), aligned[:0])]
+
+
+@pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", ["Q8", "Q8_ROOT"])
 def test_what_is_not_finite_does_not_become_a_number(value, dtype):
@@ -166,6 +200,7 @@ def test_what_is_not_finite_does_not_become_a_number(value, dtype):
     assert np.isnan(found[128:256]).all() and (np.delete(found, np.s_[128:256]) == 1).all()
 
 
+@pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-4, 1e-2, 1.0])
 @pytest.mark.parametrize("numel", [1, 31, 32, 33, 70000])
 def test_differences_from_older_masters(scale, numel):
@@ -187,6 +222,7 @@ def test_differences_from_older_masters(scale, numel):
     assert numel < 100 or (exact > 0.9 if scale < 1e-5 else exact < 0.9 if scale > 1e-3 else True)
 
 
+@pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("every", [997, pytest.param(31, marks=pytest.mark.long)])
 def test_differences_of_any_patterns(every):
     """Infinities, subnormals and values of the other sign too; only a NaN may become another one."""

@@ -1,0 +1,157 @@
+"""Measure the CPU time of saving states in each precision, as a multiple of a memory copy of what the save reads.
+
+    python benchmarks/bench_rounding.py                          # 67 M params
+    python benchmarks/bench_rounding.py --params 256 --rounds 3  # 268 M
+
+A save is the saver's own path for states in host memory: one thread rounds them into the arena, another computes
+checksums and writes, and the file is made durable. CPU time is that of the whole process, so the kernel's share counts.
+``compute`` is what the first thread does, alone. The copy is into memory that is in use already. In each round, all of
+this runs once for each case; ratios are of the same round, and each run begins when the disk has settled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from llmtailor.checkpoint.layout import Plan
+from llmtailor.engine.copy import Context, execute
+from llmtailor.formats.partial.json_trees import lay_out_tensors
+from llmtailor.model.precision import Precision
+from llmtailor.model.roles import D16, EXP_AVG, EXP_AVG_SQ, F24, MASTER
+from llmtailor.saving.snapshot import SOURCE, Arena, LiveTensors, Snapshot
+from llmtailor.storage import casts
+
+TENSOR = 1 << 22
+"""Elements of each tensor: 4096 x 1024"""
+GROUPS = 3
+
+
+class Case(NamedTuple):
+    title: str
+    precision: Precision
+    kinds: Mapping[str, float]
+    """The share of the params whose states of a kind are saved"""
+    numba: bool = True
+
+
+EVERY = {MASTER: 1.0, EXP_AVG: 1.0, EXP_AVG_SQ: 1.0}
+IN_TURN = {MASTER: 1.0, EXP_AVG: 1 / GROUPS, EXP_AVG_SQ: 1 / GROUPS}
+CASES = (
+    Case("exact, full", Precision(), EVERY),
+    Case("exact masters", Precision(), {MASTER: 1.0}),
+    Case("24-bit masters", Precision("24bit"), {MASTER: 1.0}),
+    Case("16-bit differences", Precision("bf16"), {MASTER: 1.0}),
+    Case("8-bit moments", Precision(moments="8bit"), {EXP_AVG: 1.0, EXP_AVG_SQ: 1.0}),
+    Case("24-bit masters, 8-bit moments in 3 groups", Precision("24bit", "8bit"), IN_TURN),
+    Case("bf16 masters, 8-bit moments in 3 groups", Precision("bf16", "8bit"), IN_TURN),
+    Case("24-bit masters, 8-bit moments in 3 groups, by numpy", Precision("24bit", "8bit"), IN_TURN, numba=False),
+    Case("bf16 masters, 8-bit moments in 3 groups, by numpy", Precision("bf16", "8bit"), IN_TURN, numba=False),
+)
+
+
+def cpu_of(run: Callable[..., object], *given: object) -> float:
+    os.sync()
+    began = time.process_time()
+    run(*given)
+    return time.process_time() - began
+
+
+class Bench:
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.states: dict[str, list[torch.Tensor]] = {kind: [] for kind in EVERY}
+        for _ in range(count):
+            drawn = torch.randn(TENSOR, generator=generator)
+            self.states[MASTER].append(drawn * 0.02)
+            self.states[EXP_AVG].append(drawn * 1e-5)
+            self.states[EXP_AVG_SQ].append(drawn.square() * 1e-10)
+        self.bases = [torch.from_numpy(casts.numbers_of(one.numpy())) for one in self.states[MASTER]]
+        for one in self.states[MASTER]:
+            one *= 1 + 1e-5  # a few steps of fine-tuning later
+        self.room = torch.zeros(4 * count, TENSOR)
+        self.arena = Arena(256 << 20, pinned=False)
+
+    def live(self, case: Case) -> tuple[LiveTensors, list, list[torch.Tensor]]:
+        """Return the tensors of a save, their entries in its file, and all that is read."""
+        live, entries, read = LiveTensors(), [], []
+        for kind, share in case.kinds.items():
+            tensors = self.states[kind]
+            whole = case.kinds.get(EXP_AVG, 0) * len(tensors)
+            for number, tensor in enumerate(tensors[: round(len(tensors) * share)]):
+                dtype = case.precision.dtypes(with_moments=number < round(whole))[kind]
+                base = self.bases[number].clone() if dtype == D16 else None
+                if dtype == F24 and case.precision.masters == "bf16":
+                    base = torch.empty_like(self.bases[number])
+                entries.append(live.entry(f"{kind}.{number}", tensor, dtype, base=base))
+                read += [tensor] if dtype != D16 else [tensor, base.view(torch.float32)]
+        return live, entries, read
+
+    def copy(self, read: list[torch.Tensor]) -> None:
+        for room, tensor in zip(self.room, read, strict=False):
+            room.copy_(tensor)
+
+    def compute(self, live: LiveTensors) -> None:
+        """What the thread that copies does."""
+        room = self.arena.memory[: 8 << 20]
+        for one in live.tensors:
+            for at in range(0, one.num_bytes, len(room)):
+                end = min(at + len(room), one.num_bytes)
+                one.fill(at, end, room[: end - at])
+
+    def save(self, live: LiveTensors, entries: list, folder: Path) -> None:
+        file = lay_out_tensors("states.safetensors", entries, {})
+        snapshot = Snapshot(live, [file], self.arena, 600, time.monotonic())
+        snapshot.start()
+        execute(Plan((SOURCE,), (file,)), folder, Context(stores={SOURCE: snapshot}, inline=True))
+        snapshot.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=int, default=64, help="in units of 2 ** 20 (default: 64)")
+    parser.add_argument("--rounds", type=int, default=7, help="default: 7")
+    parser.add_argument("--work", type=Path, default=Path(), help="where files are written (default: here)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    bench, loops = Bench(max(options.params >> 2, GROUPS)), casts.loops
+    if loops() is None:
+        raise SystemExit("error: numba is not installed")
+    numel = len(bench.bases) * TENSOR
+    found: dict[str, list[tuple[float, float, float]]] = {case.title: [] for case in CASES}
+    sizes: dict[str, tuple[float, float]] = {}
+    for number in range(options.rounds + 1):
+        for case in CASES:
+            casts.loops = loops if case.numba else lambda: None
+            live, entries, read = bench.live(case)
+            copied, computed = cpu_of(bench.copy, read), cpu_of(bench.compute, live)
+            with tempfile.TemporaryDirectory(dir=options.work) as folder:
+                saved = cpu_of(bench.save, live, entries, Path(folder))
+            sizes[case.title] = (sum(one.nbytes for one in read), sum(one.num_bytes for one in live.tensors))
+            if number:  # the first round warms up
+                found[case.title].append((copied, computed, saved))
+    print(f"{numel / 1e6:.0f} M params, medians of {options.rounds} rounds; bytes and nanoseconds of CPU per param\n")
+    print("| | reads | writes | copy of what is read | compute | / copy | save | / copy |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for title, rows in found.items():
+        copied, computed, saved = (statistics.median(column) / numel * 1e9 for column in zip(*rows, strict=True))
+        shares = [statistics.median(row[at] / row[0] for row in rows) for at in (1, 2)]
+        read_bytes, written = (size / numel for size in sizes[title])
+        print(
+            f"| {title} | {read_bytes:.2f} | {written:.2f} | {copied:.2f} | {computed:.2f} | {shares[0]:.2f} "
+            f"| {saved:.2f} | {shares[1]:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
