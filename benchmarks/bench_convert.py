@@ -2,7 +2,7 @@
 
     python benchmarks/bench_convert.py [--shape 0.6b] [--layers 8] [--cases 3@8:3@4 dcp@4:dcp@2 ...] [--rounds 3]
 
-A case is FROM@RANKS:TO@RANKS, where FROM and TO are a ZeRO stage (1, 2, 3, none) or a format (fsdp, dcp, universal).
+A case is FROM@RANKS:TO@RANKS, where FROM and TO are a ZeRO stage (1, 2, 3, none) or a format (fsdp, dcp, verl, megatron, universal).
 A round runs, in turn, `cp -r` of what the conversion makes plus fsync, the conversion (which fsyncs too), and others'
 tools on the same input: ds_to_universal, whose output `load_universal` reads beside the original, and torch's dcp.load
 followed by dcp.save, and dcp_to_torch_save, which do not fsync. Ratios compare runs of the same round. Disk is what
@@ -50,7 +50,8 @@ class Form:
 
     def options(self) -> list[str]:
         """Return the options of ``convert`` that make it."""
-        return ["--stage" if self.name in STAGES else "--to", self.name, "--num-gpu", str(self.ranks)]
+        groups = ["--groups", "one"] if self.name == "verl" else []
+        return ["--stage" if self.name in STAGES else "--to", self.name, "--num-gpu", str(self.ranks), *groups]
 
 
 def make_source(options: argparse.Namespace, work: Path, form: Form) -> Path:
