@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.optimizer import NAME_KEYS, ParamGroup
-from llmtailor.checkpoint.placement import Extent
+from llmtailor.checkpoint.placement import Extent, Grid
 from llmtailor.errors import MismatchError, Problem, SourceError, some
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.roles import ITEMSIZE, Encoding, State, size_of
@@ -100,6 +100,37 @@ class Cast:
         return size_of(self.dtype, self.numel)
 
 
+class Strided(NamedTuple):
+    """Rows of a state's elements that are in several runs of a source's files, cast like `Cast`."""
+
+    grid: Grid
+    source_dtype: str
+    dtype: str
+    source: int
+    state: State
+    scale: float = 1.0
+
+    @property
+    def begin(self) -> int:
+        return self.grid.begin
+
+    @property
+    def numel(self) -> int:
+        return self.grid.end - self.grid.begin
+
+    @property
+    def num_bytes(self) -> int:
+        return size_of(self.dtype, self.numel)
+
+    @property
+    def reads(self) -> tuple[Copy, ...]:
+        """The bytes of each band"""
+        return tuple(
+            Copy(Extent(band.path, band.start, band.start + self.grid.rows * band.width), self.source)
+            for band in self.grid.bands
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
     """Elements of a source and their factor in a weighted sum."""
@@ -134,6 +165,10 @@ class Blend:
     def num_bytes(self) -> int:
         return size_of(self.dtype, self.numel)
 
+    @property
+    def reads(self) -> tuple[Term, ...]:
+        return self.terms
+
 
 class Slot(NamedTuple):
     """Elements ``begin``..``end`` of a state, stored as ``dtype``; only in layouts."""
@@ -160,7 +195,7 @@ class Crc:
         return 4
 
 
-Piece = Bytes | Zeros | Copy | Cast | Blend | Slot | Crc
+Piece = Bytes | Zeros | Copy | Cast | Strided | Blend | Slot | Crc
 Fill = Callable[[Piece], Iterable[Piece]]
 """Replaces a piece by others with as many bytes"""
 
@@ -379,6 +414,11 @@ def _summarize(plan: Plan) -> Summary:
                 key = (state.param if state else None, source)
                 moved[key] = moved.get(key, 0) + piece.num_bytes
                 read.add((source, path))
+            elif isinstance(piece, Strided):
+                lines.append(repr(piece).encode())
+                key = (piece.state.param, piece.source)
+                moved[key] = moved.get(key, 0) + piece.num_bytes
+                read.update((one.source, one.extent.path) for one in piece.reads)
             elif isinstance(piece, Blend):
                 lines.append(repr(piece).encode())
                 key = (piece.state.param, piece.source)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -48,6 +48,39 @@ class Fragment(NamedTuple):
     extent: Extent
     encoding: Encoding | None = None
     """How to decode them; None if the file has the elements themselves"""
+
+
+class Band(NamedTuple):
+    """Runs of bytes of a file, each ``width`` long; one begins where the one before it ends."""
+
+    path: str
+    start: int
+    width: int
+
+
+class Grid(NamedTuple):
+    """Rows of elements from ``begin`` on, in the order of the tensor. A row is one run of each band, side by side.
+
+    ::
+
+        tensor                    bands, in two files            2 rows
+         0  1  2  3 |  4  5       0 1 2 3 6 7 8 9                width: 4 elements
+         6  7  8  9 | 10 11       4 5 10 11                      width: 2 elements
+    """
+
+    begin: int
+    rows: int
+    width: int
+    """Elements of a row"""
+    bands: tuple[Band, ...]
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.rows * self.width
+
+
+SHORT_BYTES = 64 << 10
+"""Longer runs take as little time one by one, and file systems can share their blocks"""
 
 
 class Placement(Protocol):
@@ -237,23 +270,106 @@ class Boxes:
         return next((one.encoded for one in self.cells if isinstance(one, Bundled)), "")
 
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:
-        last = max((at for at, cuts in enumerate(self.cuts) if len(cuts) > 2), default=0)
-        while begin < end:
-            box = inside = run = 0
-            rest, stride = begin, math.prod(self.shape)
-            for dimension, (size, cuts) in enumerate(zip(self.shape, self.cuts, strict=True)):
-                stride //= size
-                at, rest = divmod(rest, stride)
-                number = bisect_right(cuts, at) - 1
-                low, high = cuts[number], cuts[number + 1]
-                box, inside = box * (len(cuts) - 1) + number, inside * (high - low) + at - low
-                if dimension == last:  # boxes have all of each dimension after it
-                    run = (high - at) * stride - rest
-            until = min(end, begin + run)
+        for box, inside, count in _in_boxes(self.shape, self.cuts, begin, end):
             shift = begin - inside
-            for low, high, extent, encoding in self.cells[box].cover(inside, until - shift):
+            for low, high, extent, encoding in self.cells[box].cover(inside, inside + count):
                 yield Fragment(low + shift, high + shift, extent, encoding)
-            begin = until
+            begin += count
+
+    def arrange(self, begin: int, end: int) -> Iterator[Fragment | Grid]:
+        """Yield what `cover` yields, but rows of short fragments as a grid."""
+        last = _last_cut(self.cuts)
+        width = math.prod(self.shape[last:])
+        first, after = -(-begin // width), end // width
+        if not last or self.encoded or after - first < 2:
+            yield from self.cover(begin, end)
+            return
+        yield from self.cover(begin, first * width)
+        for grid in self.grids(first * width, after - first):
+            is_short = sum(band.width for band in grid.bands) < SHORT_BYTES * len(grid.bands)
+            yield from (grid,) if grid.rows > 1 and is_short else self.cover(grid.begin, grid.end)
+        yield from self.cover(after * width, end)
+
+    def grids(self, begin: int, count: int) -> Iterator[Grid]:
+        """Yield grids that tile whole rows of the last dimension that is cut, and all after it."""
+        last = _last_cut(self.cuts)
+        width, edges = math.prod(self.shape[last:]), self.cuts[last]
+        first = begin // width
+        for box, inside, number in _in_boxes(self.shape[:last], self.cuts[:last], first, first + count):
+            columns = []
+            for column, (low, high) in enumerate(itertools.pairwise(edges)):
+                own = (high - low) * (width // self.shape[last])
+                cell = self.cells[box * (len(edges) - 1) + column]
+                columns.append(_grids(cell, inside * own, own, number))
+            for rows, bands in _side_by_side(columns):
+                grid = Grid(begin, rows, width, bands)
+                yield grid
+                begin = grid.end
+
+
+def _last_cut(cuts: tuple[tuple[int, ...], ...]) -> int:
+    """Return the last dimension with several boxes; 0 if there is none."""
+    return max((at for at, edges in enumerate(cuts) if len(edges) > 2), default=0)
+
+
+def _in_boxes(
+    shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], begin: int, end: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of elements: the box they are in, the first element's number in it, and how many there are."""
+    last = _last_cut(cuts)
+    while begin < end:
+        box = inside = run = 0
+        rest, stride = begin, math.prod(shape)
+        for dimension, (size, edges) in enumerate(zip(shape, cuts, strict=True)):
+            stride //= size
+            at, rest = divmod(rest, stride)
+            number = bisect_right(edges, at) - 1
+            low, high = edges[number], edges[number + 1]
+            box, inside = box * (len(edges) - 1) + number, inside * (high - low) + at - low
+            if dimension == last:  # boxes have all of each dimension after it
+                run = (high - at) * stride - rest
+        count = min(end - begin, run)
+        yield box, inside, count
+        begin += count
+
+
+def _grids(place: Placement, begin: int, width: int, count: int) -> Iterator[Grid]:
+    """Yield grids that tile ``count`` rows of ``width`` elements."""
+    if isinstance(place, Boxes) and (last := _last_cut(place.cuts)) and math.prod(place.shape[last:]) == width:
+        yield from place.grids(begin, count)
+        return
+    row: list[Band] = []
+    missing = 0
+    for low, high, (path, start, stop), _ in place.cover(begin, begin + count * width):
+        itemsize = (stop - start) // (high - low)
+        if missing:  # the rest of a row that another fragment begins
+            taken = min(missing, high - low)
+            row.append(Band(path, start, taken * itemsize))
+            low, start, missing = low + taken, start + taken * itemsize, missing - taken
+            if not missing:
+                yield Grid(begin, 1, width, tuple(row))
+        whole = (high - low) // width
+        if whole:
+            yield Grid(low, whole, width, (Band(path, start, width * itemsize),))
+            low, start = low + whole * width, start + whole * width * itemsize
+        if low < high:
+            row, missing = [Band(path, start, (high - low) * itemsize)], width - (high - low)
+
+
+def _side_by_side(columns: Sequence[Iterator[Grid]]) -> Iterator[tuple[int, tuple[Band, ...]]]:
+    """Yield numbers of rows, and the bands of all columns in them."""
+    grids = [next(column) for column in columns]
+    while True:
+        rows = min(grid.rows for grid in grids)
+        yield rows, tuple(band for grid in grids for band in grid.bands)
+        for at, (begin, own, width, bands) in enumerate(grids):
+            if own > rows:
+                after = tuple(band._replace(start=band.start + rows * band.width) for band in bands)
+                grids[at] = Grid(begin + rows * width, own - rows, width, after)
+            elif (following := next(columns[at], None)) is not None:
+                grids[at] = following
+            else:
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +419,25 @@ class Selected:
     """Where each run begins in the larger tensor"""
 
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+        for low, high, shift in self._runs(begin, end):
+            for have in self.place.cover(low, high):
+                yield have._replace(begin=have.begin + shift, end=have.end + shift)
+
+    def arrange(self, begin: int, end: int) -> Iterator[Fragment | Grid]:
+        """Yield what `cover` yields, but rows of short fragments as a grid."""
+        for low, high, shift in self._runs(begin, end):
+            for have in arrange(self.place, low, high):
+                if isinstance(have, Grid):
+                    yield have._replace(begin=have.begin + shift)
+                else:
+                    yield have._replace(begin=have.begin + shift, end=have.end + shift)
+
+    def _runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield which elements of the larger tensor they are, and what to add to these numbers to return."""
         at = bisect_right(self.cuts, begin) - 1
         while begin < end:
             until, shift = min(end, self.cuts[at + 1]), self.cuts[at] - self.offsets[at]
-            for low, high, extent, encoding in self.place.cover(begin - shift, until - shift):
-                yield Fragment(low + shift, high + shift, extent, encoding)
+            yield begin - shift, until - shift, shift
             begin, at = until, at + 1
 
 
@@ -325,6 +455,15 @@ class AllZero:
 
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:
         return ()
+
+
+def arrange(place: Placement, begin: int, end: int) -> Iterable[Fragment | Grid]:
+    """Return what `Placement.cover` returns, but rows of short fragments as a grid.
+
+    A tensor that is cut along columns, as by tensor parallelism, has more fragments than rows, but few grids. What is
+    encoded is in no grid.
+    """
+    return place.arrange(begin, end) if isinstance(place, (Boxes, Selected)) else place.cover(begin, end)
 
 
 def union(*sets: Runs) -> Runs:

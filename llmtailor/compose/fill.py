@@ -13,8 +13,8 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Term
-from llmtailor.checkpoint.placement import Absent, AllZero, Placement, Runs, without
+from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Strided, Term
+from llmtailor.checkpoint.placement import Absent, AllZero, Grid, Placement, Runs, arrange, without
 from llmtailor.checkpoint.sources import Cut, Sources, Weights
 from llmtailor.model.roles import BUFFER, D16, EXP_AVG, MASTER, MODULE, WEIGHT, State, is_moment
 
@@ -110,14 +110,17 @@ class _Filler:
                 filled += _refined(supply, supply.refined_by, dtype, state, begin, end)
             elif isinstance(supply.place, AllZero):
                 filled.append(Blend((), end - begin, dtype, source, state, begin))
-            elif supply.stored_as == dtype and scale == 1:
-                for at, _, extent, _ in supply.place.cover(begin, end):
-                    filled.append(Copy(extent, source, state, at))
             else:
-                filled += [
-                    Cast(have.extent, supply.dtype, dtype, source, state, have.begin, scale, have.encoding)
-                    for have in supply.place.cover(begin, end)
-                ]
+                is_same = supply.stored_as == dtype and scale == 1
+                for have in arrange(supply.place, begin, end):
+                    if isinstance(have, Grid):
+                        filled.append(Strided(have, supply.dtype, dtype, source, state, scale))
+                    elif is_same:
+                        filled.append(Copy(have.extent, source, state, have.begin))
+                    else:
+                        filled.append(
+                            Cast(have.extent, supply.dtype, dtype, source, state, have.begin, scale, have.encoding)
+                        )
         return filled
 
     def _sum(self, slot: Slot, original: State, weights: Weights) -> Sequence[Piece]:

@@ -10,6 +10,7 @@ recorded.
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import os
 from array import array
@@ -31,6 +32,7 @@ from llmtailor.checkpoint.layout import (
     Piece,
     Plan,
     Slot,
+    Strided,
     Zeros,
     consecutive,
 )
@@ -40,7 +42,7 @@ from llmtailor.engine.moving import Clone, RangeCopier, Upload
 from llmtailor.engine.pool import Inline, Stop, num_workers, num_writers, run_all
 from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
 from llmtailor.errors import SourceError, StorageError
-from llmtailor.model.roles import ITEMSIZE, State, size_of
+from llmtailor.model.roles import BLOCKS, ITEMSIZE, State, size_of
 from llmtailor.storage.checksums import combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.storage.remote import STORE_WORKERS, RemotePath
@@ -95,8 +97,39 @@ class _Ranges:
         return self.done[(piece.start, piece.stop)]
 
 
-def blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
-    """Yield the bytes of a piece in order. Raises SourceError or StorageError as `SourceFiles.read_into` does."""
+def gathered(piece: Strided | Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a piece that is made from several places of the sources, in order.
+
+    Raises SourceError or StorageError as `SourceFiles.read_into` does.
+    """
+    return _strided(piece, sources, stop) if isinstance(piece, Strided) else _blended(piece, sources, stop)
+
+
+def _strided(piece: Strided, sources: SourceFiles, stop: Stop) -> Iterator[bytes | memoryview]:
+    import numpy as np  # which takes a while
+
+    from llmtailor.storage.casts import cast
+
+    _, count, width, bands = piece.grid
+    row_bytes = sum(band.width for band in bands)
+    whole = BLOCKS[piece.dtype].elements if piece.dtype in BLOCKS else 1
+    step = whole // math.gcd(whole, width)  # no block is cut
+    at_once = min(count, max(1, streams.BUFFER_BYTES // row_bytes // step) * step)
+    rows = np.empty((at_once, row_bytes), np.uint8)
+    columns = [np.empty((at_once, band.width), np.uint8) for band in bands]
+    is_same = piece.dtype == piece.source_dtype and piece.scale == 1
+    for first in range(0, count, at_once):
+        stop.check()
+        number, left = min(at_once, count - first), 0
+        for band, read, column in zip(bands, piece.reads, columns, strict=True):
+            sources.read_into(read, band.start + first * band.width, column[:number].data.cast("B"))
+            rows[:number, left : left + band.width] = column[:number]
+            left += band.width
+        data = rows[:number].data.cast("B")
+        yield data if is_same else cast(data, piece.source_dtype, piece.dtype, piece.scale)
+
+
+def _blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
     from llmtailor.storage.casts import add, refine  # numpy takes a while
 
     if not piece.terms:
@@ -114,25 +147,27 @@ def blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
         )
 
 
-def sum_again(
-    plan: Plan, sums: Sequence[Sequence[tuple[Blend, int]]], files: Collection[tuple[int, str]], stop: Stop
+def gather_again(
+    plan: Plan, made: Sequence[Sequence[tuple[Strided | Blend, int]]], files: Collection[tuple[int, str]], stop: Stop
 ) -> None:
-    """Compute weighted sums again, and compare them with the CRC-32 of what was written.
+    """Make pieces again, and compare them with the CRC-32 of what was written.
 
-    The lists in ``sums`` are computed in parallel. ``files``, positions in `Plan.sources` with paths, may have changed.
+    The lists in ``made`` are read in parallel. ``files``, positions in `Plan.sources` with paths, may have changed.
     Raises SourceError if one has, or StorageError.
     """
-    run_all([partial(_sum_again, plan, pieces, files, stop) for pieces in sums], num_workers(), stop)
+    run_all([partial(_gather_again, plan, pieces, files, stop) for pieces in made], num_workers(), stop)
 
 
-def _sum_again(plan: Plan, pieces: Sequence[tuple[Blend, int]], files: Collection[tuple[int, str]], stop: Stop) -> None:
+def _gather_again(
+    plan: Plan, pieces: Sequence[tuple[Strided | Blend, int]], files: Collection[tuple[int, str]], stop: Stop
+) -> None:
     sources = SourceFiles(plan, (), {})
     for piece, wanted in pieces:
         crc = 0
-        for some in blended(piece, sources, stop):
+        for some in gathered(piece, sources, stop):
             crc = crc32(some, crc)
         if crc != wanted:
-            suspects = {sources.where(one) for one in piece.terms if (one.source, one.extent.path) in files}
+            suspects = {sources.where(one) for one in piece.reads if (one.source, one.extent.path) in files}
             raise SourceError(problem for where in sorted(suspects) for problem in changed(where).problems)
 
 
@@ -188,7 +223,7 @@ class FileResult:
 
     def runs(self) -> Iterator[Run]:
         for piece, crc in self.checked:
-            if isinstance(piece, (Copy, Cast, Blend)) and piece.state is not None:
+            if isinstance(piece, (Copy, Cast, Strided, Blend)) and piece.state is not None:
                 yield Run(piece.state, piece.begin, piece.num_bytes, crc)
 
 
@@ -381,8 +416,8 @@ def _write(
         yield output.put_all(_ZEROS[: piece.num_bytes - at] for at in range(0, piece.num_bytes, len(_ZEROS)))
     elif isinstance(piece, Cast):
         yield output.put_all(_casted(piece, sources, stop))
-    elif isinstance(piece, Blend):
-        yield output.put_all(blended(piece, sources, stop))
+    elif isinstance(piece, (Strided, Blend)):
+        yield output.put_all(gathered(piece, sources, stop))
     else:
         assert not isinstance(piece, Slot), "a plan has no slots"
         store = sources.stores.get(str(sources.plan.sources[piece.source]))

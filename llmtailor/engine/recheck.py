@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from llmtailor.checkpoint.layout import Blend, Cast, Copy, Plan
-from llmtailor.engine.copy import FileResult, sum_again
+from llmtailor.checkpoint.layout import Blend, Cast, Copy, Plan, Strided
+from llmtailor.engine.copy import FileResult, gather_again
 from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.streams import cannot_read, changed
 from llmtailor.errors import COPY_FILE, SourceError
@@ -47,27 +47,27 @@ def read_again(
 
     Every range that was copied or converted is compared by CRC-32 with the written bytes, including those of an earlier
     run that this one kept, and with the checksums that the sources state (``stated``). Weighted sums are computed
-    again. If several ranks share the files, ``of_all`` are those of all ranks, and one rank computes each sum. Raises
+    again. If several ranks share the files, ``of_all`` are those of all ranks, and one rank makes each piece. Raises
     SourceError for a changed or damaged file, or StorageError.
     """
     asked = files if of_all is None else of_all
     taken: dict[SourcePath, list[_Range]] = defaultdict(list)
     for name, ranges in (stated or {}).items():
         taken[name] += [_Range(one.start, one.stop, one.crc, one.what) for one in ranges if one.start < one.stop]
-    sums: list[list[tuple[Blend, int]]] = []
+    gathered: list[list[tuple[Strided | Blend, int]]] = []
     for result in results:
-        sums.append([])
+        gathered.append([])
         for piece, crc in result.checked:
             if isinstance(piece, (Copy, Cast)) and piece.num_bytes and (piece.source, piece.extent.path) in files:
                 taken[(piece.source, piece.extent.path)].append(_Taken(piece, crc))
-            elif isinstance(piece, Blend):
-                read = [name for one in piece.terms if (name := (one.source, one.extent.path)) in asked]
+            elif isinstance(piece, (Strided, Blend)):
+                read = [name for one in piece.reads if (name := (one.source, one.extent.path)) in asked]
                 if read and min(read) in files:
-                    sums[-1].append((piece, crc))
+                    gathered[-1].append((piece, crc))
     names = sorted(files)
     jobs = [partial(_read, plan.path(*name), taken[name], on_progress, stop) for name in names]
     digests = dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
-    sum_again(plan, sums, asked, stop)
+    gather_again(plan, gathered, asked, stop)
     return digests
 
 

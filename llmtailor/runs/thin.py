@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Cast, Copy, Plan
+from llmtailor.checkpoint.layout import Cast, Copy, Plan, Strided
 from llmtailor.checkpoint.lineage import RunCheckpoint, newest_resumable, sources_at, usable_at
 from llmtailor.checkpoint.placement import Extent, Fragment
 from llmtailor.compose.plan import plan_merge
@@ -106,9 +106,9 @@ def check_places(
             wrong.append(f"{state.kind} of {state.param} should {'not ' if there.is_here else ''}be there")
     for file in plan.files:
         for start, piece in file.placed():
-            if isinstance(piece, (Copy, Cast)) and piece.state is not None and made.held[piece.state].is_here:
+            if isinstance(piece, (Copy, Cast, Strided)) and piece.state is not None and made.held[piece.state].is_here:
                 held = made.held[piece.state]
-                numel = piece.numel if isinstance(piece, Cast) else piece.num_bytes // ITEMSIZE[held.dtype]
+                numel = piece.num_bytes // ITEMSIZE[held.dtype] if isinstance(piece, Copy) else piece.numel
                 planned = Extent(file.path, start, start + piece.num_bytes)
                 if [one.extent for one in held.place.cover(piece.begin, piece.begin + numel)] != [planned]:
                     wrong.append(f"{piece.state.kind} of {piece.state.param} is not where it was written")

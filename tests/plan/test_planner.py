@@ -18,7 +18,18 @@ from helpers.indexes import make_index
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Bytes, Cast, Crc, FileLayout, Slot
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
-from llmtailor.checkpoint.placement import AllZero, Box, Boxes, Contiguous, Extent, Inside, Sliced
+from llmtailor.checkpoint.placement import (
+    AllZero,
+    Box,
+    Boxes,
+    Contiguous,
+    Extent,
+    Grid,
+    Inside,
+    Selected,
+    Sliced,
+    arrange,
+)
 from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.compose.averages import bias_factor, choose_steps, rebase_scales
 from llmtailor.compose.fill import plan_composite
@@ -181,6 +192,61 @@ def test_any_elements_are_found_in_any_grid(grid, data):
         at = fragment.end
     assert at == end or begin == end
     assert found == whole.reshape(-1)[begin:end].tobytes()
+
+
+def cells_of(data, whole, cuts, stored, depth=0):
+    """Store boxes, each as one run, in slices of ranks, or cut again; return their places."""
+    cells = []
+    for cell in itertools.product(*(itertools.pairwise(cut) for cut in cuts)):
+        box = whole[tuple(slice(low, high) for low, high in cell)]
+        how = data.draw(st.sampled_from(["run", "slices", "boxes"][: 3 - depth])) if box.size else "run"
+        if how == "boxes":
+            inner = tuple(tuple(sorted({0, size, data.draw(st.integers(0, size))})) for size in box.shape)
+            cells.append(Boxes(box.shape, inner, cells_of(data, box, inner, stored, depth + 1)))
+            continue
+        part = -(-box.size // data.draw(st.integers(1, 3))) if how == "slices" else max(box.size, 1)
+        flat, extents = box.reshape(-1), []
+        for first in range(0, max(box.size, 1), part):
+            start = len(stored)
+            stored.extend(flat[first : first + part].tobytes())
+            extents.append(Extent("file", start, len(stored)))
+        cells.append(Sliced(tuple(extents), 0, part, ITEMSIZE["I64"]))
+    return tuple(cells)
+
+
+@given(grids(), st.data())
+def test_rows_of_short_runs_are_the_same_elements(grid, data):
+    """As `Boxes.cover` finds them one by one, also in stacked layers and fused weights."""
+    shape, cuts = grid
+    whole, stored = np.arange(np.prod(shape), dtype=np.int64).reshape(shape), bytearray()
+    boxes = Boxes(shape, cuts, cells_of(data, whole, cuts, stored))
+    edges = sorted({0, whole.size, *data.draw(st.lists(st.integers(0, whole.size), max_size=2))})
+    runs = data.draw(st.permutations([*itertools.pairwise(edges)]))
+    ends = itertools.accumulate((high - low for low, high in runs), initial=0)
+    place = data.draw(st.sampled_from([boxes, Selected(boxes, tuple(ends), tuple(low for low, _ in runs))]))
+    begin = data.draw(st.integers(0, whole.size))
+    end = data.draw(st.integers(begin, whole.size))
+    found, at = b"", begin
+    for have in arrange(place, begin, end):
+        assert have.begin == at
+        bands = have.bands if isinstance(have, Grid) else [have.extent]
+        for row in range(have.rows if isinstance(have, Grid) else 1):
+            for band in bands:
+                width = band.width if isinstance(have, Grid) else band.num_bytes
+                found += stored[band.start + row * width : band.start + (row + 1) * width]
+        at = have.end
+    extents = [one.extent for one in place.cover(begin, end)]
+    assert found == b"".join(stored[one.start : one.stop] for one in extents) and at == end
+
+
+@pytest.mark.parametrize("place_of", [lambda e: Contiguous(e, 4), lambda e: Sliced((e, e), 0, 350, 4)])
+def test_columns_are_few_grids(place_of):
+    cells = tuple(place_of(Extent(f"{number}", 0, 4000)) for number in range(4))
+    place = Boxes((200, 10), ((0, 100, 200), (0, 3, 10)), cells)
+    assert len([*place.cover(0, 2000)]) >= 400 and len([*arrange(place, 0, 2000)]) < 12
+    cells = tuple(Contiguous(Extent(f"{number}", 0, 1 << 19), 4) for number in range(2))
+    wide = Boxes((4, 1 << 16), ((0, 4), (0, 1 << 15, 1 << 16)), cells)
+    assert not any(isinstance(have, Grid) for have in arrange(wide, 0, 1 << 18))
 
 
 @given(grids(), st.data())

@@ -23,7 +23,7 @@ from llmtailor.checkpoint.index import (
 )
 from llmtailor.checkpoint.layout import Copy, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.optimizer import part_size
-from llmtailor.checkpoint.placement import Box
+from llmtailor.checkpoint.placement import Box, Boxes, arrange
 from llmtailor.containers.dcp import cut_rows
 from llmtailor.containers.json import extent_of
 from llmtailor.containers.unpickle import Ordered, TensorView, make_tensor
@@ -309,13 +309,13 @@ def _add_fragments(
 ) -> None:
     """Cut the states as they are stored on the ranks; rank 0 gets those that are not cut.
 
-    FSDP, universal and other DCP checkpoints are cut by rows, as FSDP2 does.
+    FSDP, universal and other DCP checkpoints are cut by rows, as FSDP2 does, and so is what is cut along columns.
     """
     names = (optim_name(rank, index.precision == "BF16") for rank in range(index.world_size))
     rank_of = {name: rank for rank, name in enumerate(names)}
 
     def cut(held: TensorEntry) -> Iterator[tuple[int, int, int]]:
-        if index.form.family in (UNIVERSAL, FSDP, DCP):
+        if index.form.family in (UNIVERSAL, FSDP, DCP) or isinstance(held.place, Boxes):
             rows = held.shape[0] if held.shape else 1
             of_rank = cut_rows(rows, index.world_size) if held.numel else ()
             row = held.numel // max(rows, 1)
@@ -341,7 +341,7 @@ def _add_fragments(
             for rank, first, last in cut(held):
                 parts = [(first, last)]
                 if dtype in BLOCKS and not held.is_all_zero:  # blocks are made within a fragment of the source
-                    parts = [(one.begin, one.end) for one in held.place.cover(first, last)]
+                    parts = [(one.begin, one.end) for one in arrange(held.place, first, last)]
                 for begin, end in parts:
                     slot = Slot(state, dtype, begin, end)
                     entry = Entry(f"{state.kind}/{param}", dtype, (end - begin,), (slot,))
