@@ -101,7 +101,7 @@ class Cast:
 
 
 class Strided(NamedTuple):
-    """Rows of a state's elements that are in several runs of a source's files, cast like `Cast`."""
+    """Rows of a state's elements, each in one or more runs of a source's files, cast like `Cast`."""
 
     grid: Grid
     source_dtype: str
@@ -109,6 +109,8 @@ class Strided(NamedTuple):
     source: int
     state: State
     scale: float = 1.0
+    stride: int = 0
+    """Elements from one row to the next in the state; 0 if they follow each other"""
 
     @property
     def begin(self) -> int:
@@ -116,7 +118,7 @@ class Strided(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return self.grid.end - self.grid.begin
+        return self.grid.rows * self.grid.width
 
     @property
     def num_bytes(self) -> int:
@@ -125,10 +127,9 @@ class Strided(NamedTuple):
     @property
     def reads(self) -> tuple[Copy, ...]:
         """The bytes of each band"""
-        return tuple(
-            Copy(Extent(band.path, band.start, band.start + self.grid.rows * band.width), self.source)
-            for band in self.grid.bands
-        )
+        last = self.grid.rows - 1
+        extents = (Extent(path, start, start + last * stride + width) for path, start, width, stride in self.grid.bands)
+        return tuple(Copy(extent, self.source) for extent in extents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +178,13 @@ class Slot(NamedTuple):
     dtype: str
     begin: int
     end: int
+    rows: int = 1
+    """Times that as many elements follow, each ``stride`` elements after the ones before"""
+    stride: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return size_of(self.dtype, self.end - self.begin)
+        return self.rows * size_of(self.dtype, self.end - self.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,12 @@ class Crc:
 Piece = Bytes | Zeros | Copy | Cast | Strided | Blend | Slot | Crc
 Fill = Callable[[Piece], Iterable[Piece]]
 """Replaces a piece by others with as many bytes"""
+
+
+def summed_parts(piece: Piece) -> tuple[int, int]:
+    """Return how many checksums an executor keeps of a piece, each of how many bytes: one for consecutive elements."""
+    count = piece.grid.rows if isinstance(piece, Strided) and piece.stride else 1
+    return count, piece.num_bytes // count
 
 
 def fill_all(pieces: Iterable[Piece], fill: Fill) -> tuple[Piece, ...]:

@@ -51,11 +51,12 @@ class Fragment(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Runs of bytes of a file, each ``width`` long; one begins where the one before it ends."""
+    """Runs of bytes of a file: ``width`` from ``start`` on, as many ``stride`` after that, and so on."""
 
     path: str
     start: int
     width: int
+    stride: int
 
 
 class Grid(NamedTuple):
@@ -64,8 +65,8 @@ class Grid(NamedTuple):
     ::
 
         tensor                    bands, in two files            2 rows
-         0  1  2  3 |  4  5       0 1 2 3 6 7 8 9                width: 4 elements
-         6  7  8  9 | 10 11       4 5 10 11                      width: 2 elements
+         0  1  2  3 |  4  5       0 1 2 3 6 7 8 9                width and stride: 4 elements
+         6  7  8  9 | 10 11       4 5 10 11                      width and stride: 2 elements
     """
 
     begin: int
@@ -270,7 +271,7 @@ class Boxes:
         return next((one.encoded for one in self.cells if isinstance(one, Bundled)), "")
 
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:
-        for box, inside, count in _in_boxes(self.shape, self.cuts, begin, end):
+        for box, inside, count in in_boxes(self.shape, self.cuts, begin, end):
             shift = begin - inside
             for low, high, extent, encoding in self.cells[box].cover(inside, inside + count):
                 yield Fragment(low + shift, high + shift, extent, encoding)
@@ -295,7 +296,7 @@ class Boxes:
         last = _last_cut(self.cuts)
         width, edges = math.prod(self.shape[last:]), self.cuts[last]
         first = begin // width
-        for box, inside, number in _in_boxes(self.shape[:last], self.cuts[:last], first, first + count):
+        for box, inside, number in in_boxes(self.shape[:last], self.cuts[:last], first, first + count):
             columns = []
             for column, (low, high) in enumerate(itertools.pairwise(edges)):
                 own = (high - low) * (width // self.shape[last])
@@ -312,7 +313,7 @@ def _last_cut(cuts: tuple[tuple[int, ...], ...]) -> int:
     return max((at for at, edges in enumerate(cuts) if len(edges) > 2), default=0)
 
 
-def _in_boxes(
+def in_boxes(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], begin: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield runs of elements: the box they are in, the first element's number in it, and how many there are."""
@@ -344,16 +345,16 @@ def _grids(place: Placement, begin: int, width: int, count: int) -> Iterator[Gri
         itemsize = (stop - start) // (high - low)
         if missing:  # the rest of a row that another fragment begins
             taken = min(missing, high - low)
-            row.append(Band(path, start, taken * itemsize))
+            row.append(Band(path, start, taken * itemsize, 0))
             low, start, missing = low + taken, start + taken * itemsize, missing - taken
             if not missing:
-                yield Grid(begin, 1, width, tuple(row))
+                yield Grid(low - width, 1, width, tuple(row))
         whole = (high - low) // width
         if whole:
-            yield Grid(low, whole, width, (Band(path, start, width * itemsize),))
+            yield Grid(low, whole, width, (Band(path, start, width * itemsize, width * itemsize),))
             low, start = low + whole * width, start + whole * width * itemsize
         if low < high:
-            row, missing = [Band(path, start, (high - low) * itemsize)], width - (high - low)
+            row, missing = [Band(path, start, (high - low) * itemsize, 0)], width - (high - low)
 
 
 def _side_by_side(columns: Sequence[Iterator[Grid]]) -> Iterator[tuple[int, tuple[Band, ...]]]:
@@ -364,7 +365,7 @@ def _side_by_side(columns: Sequence[Iterator[Grid]]) -> Iterator[tuple[int, tupl
         yield rows, tuple(band for grid in grids for band in grid.bands)
         for at, (begin, own, width, bands) in enumerate(grids):
             if own > rows:
-                after = tuple(band._replace(start=band.start + rows * band.width) for band in bands)
+                after = tuple(band._replace(start=band.start + rows * band.stride) for band in bands)
                 grids[at] = Grid(begin + rows * width, own - rows, width, after)
             elif (following := next(columns[at], None)) is not None:
                 grids[at] = following
@@ -383,22 +384,43 @@ class Inside:
     box: Box
 
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:
-        sizes, last = self.box.sizes, len(self.shape) - 1
-        while last > 0 and sizes[last] == self.shape[last]:  # the box has all of the dimensions after it
-            last -= 1
-        tail = math.prod(sizes[last + 1 :])
         while begin < end:
-            rest, at = divmod(begin // tail, sizes[last])
-            run = min(end - begin, (sizes[last] - at) * tail - begin % tail)
-            first, stride = (self.box.offsets[last] + at) * tail + begin % tail, self.shape[last] * tail
-            for dimension in range(last - 1, -1, -1):
-                rest, at = divmod(rest, sizes[dimension])
-                first += (self.box.offsets[dimension] + at) * stride
-                stride *= self.shape[dimension]
+            first, run = self._run(begin, end)
             shift = begin - first
             for low, high, extent, encoding in self.place.cover(first, first + run):
                 yield Fragment(low + shift, high + shift, extent, encoding)
             begin += run
+
+    def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield which elements of the whole tensor they are: the first one, how many, in how many such runs, and how
+        many elements from one run to the next."""
+        last = self._last
+        width, stride = (math.prod(sizes[last:]) for sizes in (self.box.sizes, self.shape))
+        is_even = last > 0 and self.box.sizes[1:last] == self.shape[1:last]
+        while begin < end:
+            first, run = self._run(begin, end)
+            rows = (end - begin) // width if is_even and not begin % width else 0
+            yield first, run, max(rows, 1), stride if rows > 1 else 0
+            begin += run * max(rows, 1)
+
+    @property
+    def _last(self) -> int:
+        """The last dimension that the box has only a part of"""
+        cut = (at for at, (own, all_) in enumerate(zip(self.box.sizes, self.shape, strict=True)) if own != all_)
+        return max(cut, default=0)
+
+    def _run(self, begin: int, end: int) -> tuple[int, int]:
+        """Return which element of the whole tensor ``begin`` is, and how many follow it there as well."""
+        sizes, last = self.box.sizes, self._last
+        tail = math.prod(sizes[last + 1 :])
+        rest, at = divmod(begin // tail, sizes[last])
+        run = min(end - begin, (sizes[last] - at) * tail - begin % tail)
+        first, stride = (self.box.offsets[last] + at) * tail + begin % tail, self.shape[last] * tail
+        for dimension in range(last - 1, -1, -1):
+            rest, at = divmod(rest, sizes[dimension])
+            first += (self.box.offsets[dimension] + at) * stride
+            stride *= self.shape[dimension]
+        return first, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,6 +486,22 @@ def arrange(place: Placement, begin: int, end: int) -> Iterable[Fragment | Grid]
     encoded is in no grid.
     """
     return place.arrange(begin, end) if isinstance(place, (Boxes, Selected)) else place.cover(begin, end)
+
+
+def columns(place: Placement, begin: int, width: int, rows: int, stride: int) -> Iterator[Grid]:
+    """Yield grids of ``rows`` runs of ``width`` elements, each ``stride`` elements after the one before it.
+
+    ``stride`` is the size of a tensor's rows, and no run is in two of them. Each grid begins with one of the runs.
+    """
+    skip = begin % stride
+    for first, count, _, bands in _grids(place, begin - skip, stride, rows):
+        itemsize, at, found = sum(band.width for band in bands) // stride, 0, []
+        for band in bands:
+            low, high = (min(max(edge * itemsize - at, 0), band.width) for edge in (skip, skip + width))
+            if low < high:
+                found.append(band._replace(start=band.start + low, width=high - low))
+            at += band.width
+        yield Grid(first + skip, count, width, tuple(found))
 
 
 def union(*sets: Runs) -> Runs:

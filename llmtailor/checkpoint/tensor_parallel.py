@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmtailor.checkpoint.placement import Box, Boxes, Contiguous, Extent, Inside, Placement, find_grid
+from llmtailor.checkpoint.placement import Box, Boxes, Contiguous, Extent, Inside, Placement, find_grid, in_boxes
 from llmtailor.model.roles import State
 
 _NOWHERE = Contiguous(Extent("", 0, 0), 1)
@@ -62,16 +62,16 @@ class Cut:
         for shard in self.shards:
             find_grid(shard.shape, [own for _, own in shard.pieces])
 
-    def runs(self, rank: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield which elements of the full tensor a rank's elements ``begin``..``end`` are, in their order."""
+    def runs(self, rank: int, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield which elements of the full tensor a rank's elements ``begin``..``end`` are; see `Inside.runs`."""
         shard = self.shards[rank]
         if [box.sizes for box, _ in shard.pieces] == [self.shape]:
-            yield begin, end
+            yield begin, end - begin, 1, 0
             return
         cuts, order = find_grid(shard.shape, [own for _, own in shard.pieces])
-        cells = tuple(Inside(_NOWHERE, self.shape, shard.pieces[number][0]) for number in order)
-        for *_, extent, _ in Boxes(shard.shape, cuts, cells).cover(begin, end):
-            yield extent.start, extent.stop
+        cells = [Inside(_NOWHERE, self.shape, shard.pieces[number][0]) for number in order]
+        for box, inside, count in in_boxes(shard.shape, cuts, begin, end):
+            yield from cells[box].runs(inside, inside + count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Strided, Term
-from llmtailor.checkpoint.placement import Absent, AllZero, Grid, Placement, Runs, arrange, without
+from llmtailor.checkpoint.placement import Absent, AllZero, Grid, Placement, Runs, arrange, columns, without
 from llmtailor.checkpoint.sources import Cut, Sources, Weights
-from llmtailor.model.roles import BUFFER, D16, EXP_AVG, MASTER, MODULE, WEIGHT, State, is_moment
+from llmtailor.model.roles import BUFFER, D16, EXP_AVG, MASTER, MODULE, PACKED, WEIGHT, State, is_moment
 
 
 def plan_composite(
@@ -87,13 +87,12 @@ class _Filler:
         """Return what takes the place of a piece; the slot itself if its source can't fill it."""
         if type(slot) is not Slot:
             return (slot._replace(source=self.base) if type(slot) is Copy else slot,)
-        state, dtype, first, last = slot
+        state, dtype, first, last, rows, _ = slot
+        if rows > 1:
+            return self._rows(slot)
         if self.sources.sums and (found := self.sources.sum_of(state)) is not None:
             return self._sum(slot, *found)
-        supplies = self.known.get((state, dtype))
-        if supplies is None:
-            cuts = self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),)
-            supplies = self.known[state, dtype] = tuple(self._supplies(state, dtype, cuts))
+        supplies = self._of(state, dtype)
         filled: list[Piece] = []
         for supply in supplies:
             begin = first if first > supply.begin else supply.begin
@@ -122,6 +121,27 @@ class _Filler:
                             Cast(have.extent, supply.dtype, dtype, source, state, have.begin, scale, have.encoding)
                         )
         return filled
+
+    def _rows(self, slot: Slot) -> Sequence[Piece]:
+        """Return grids if one source holds all rows as they are, else the pieces of each row."""
+        state, dtype, begin, end, rows, stride = slot
+        last = end + (rows - 1) * stride
+        is_sum = self.sources.sums and self.sources.sum_of(state) is not None
+        supply, *others = self._of(state, dtype)
+        is_direct = not (is_sum or others or supply.refined_by or supply.stored_as in PACKED or dtype in PACKED)
+        if is_direct and not isinstance(supply.place, AllZero) and supply.holds(begin, last):
+            found = columns(supply.place, begin, end - begin, rows, stride)
+            scale = self.scales.get((state, supply.source), 1.0)
+            return [Strided(grid, supply.dtype, dtype, supply.source, state, scale, stride) for grid in found]
+        each = (slot._replace(begin=begin + at, end=end + at, rows=1) for at in range(0, rows * stride, stride))
+        return [piece for one in each for piece in self.fill(one)]
+
+    def _of(self, state: State, dtype: str) -> tuple[_Supply, ...]:
+        supplies = self.known.get((state, dtype))
+        if supplies is None:
+            cuts = self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),)
+            supplies = self.known[state, dtype] = tuple(self._supplies(state, dtype, cuts))
+        return supplies
 
     def _sum(self, slot: Slot, original: State, weights: Weights) -> Sequence[Piece]:
         """Return the pieces of a weighted sum: each ends where a fragment of any source does."""

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from threading import BoundedSemaphore
 
@@ -35,7 +35,9 @@ from llmtailor.checkpoint.layout import (
     Strided,
     Zeros,
     consecutive,
+    summed_parts,
 )
+from llmtailor.checkpoint.placement import Band
 from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
 from llmtailor.engine.moving import Clone, RangeCopier, Upload
@@ -54,6 +56,8 @@ MARK_BYTES = 256 << 20
 the writing and costs no time: the disk has less to do at the end."""
 MIN_DIRECT_BYTES = 4 << 20
 """Smaller files gain nothing by bypassing the page cache"""
+MAX_READ_THROUGH = 4
+"""Times the bytes that are needed"""
 CHUNK_ELEMENTS = BUFFER_BYTES // 16
 """So that the fp64 sum and a term fit into a core's cache"""
 _ZEROS = memoryview(bytes(1 << 20))
@@ -64,17 +68,22 @@ class WriteProgress:
         self.plan = plan
         self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Crc))
         self.crc = 0
-        self.crcs: list[int] = []
-        self.at = 0
+        self.crcs = array("I")
+        self.at = self.count = 0
+        """Bytes and pieces so far"""
 
     def missing(self) -> tuple[Piece, ...]:
-        return self.plan.pieces[len(self.crcs) :]
+        return self.plan.pieces[self.count :]
 
-    def add(self, piece: Piece, crc: int) -> None:
-        self.ranges.add(self.at, crc, piece.num_bytes)
-        self.crc = combine(self.crc, crc, piece.num_bytes)
-        self.crcs.append(crc)
-        self.at += piece.num_bytes
+    def add(self, piece: Piece, crcs: Iterable[int]) -> None:
+        """Add the next piece, with the checksums of its parts; see `layout.summed_parts`."""
+        _, num_bytes = summed_parts(piece)
+        for crc in crcs:
+            self.ranges.add(self.at, crc, num_bytes)
+            self.crc = combine(self.crc, crc, num_bytes)
+            self.crcs.append(crc)
+            self.at += num_bytes
+        self.count += 1
 
 
 class _Ranges:
@@ -105,6 +114,11 @@ def gathered(piece: Strided | Blend, sources: SourceFiles, stop: Stop) -> Iterat
     return _strided(piece, sources, stop) if isinstance(piece, Strided) else _blended(piece, sources, stop)
 
 
+def _is_read_through(band: Band) -> bool:
+    """Return whether reading what is between the runs of a band, too, takes less time than reading each by itself."""
+    return band.stride <= MAX_READ_THROUGH * band.width and band.stride < BUFFER_BYTES
+
+
 def _strided(piece: Strided, sources: SourceFiles, stop: Stop) -> Iterator[bytes | memoryview]:
     import numpy as np  # which takes a while
 
@@ -116,15 +130,20 @@ def _strided(piece: Strided, sources: SourceFiles, stop: Stop) -> Iterator[bytes
     step = whole // math.gcd(whole, width)  # no block is cut
     at_once = min(count, max(1, streams.BUFFER_BYTES // row_bytes // step) * step)
     rows = np.empty((at_once, row_bytes), np.uint8)
-    columns = [np.empty((at_once, band.width), np.uint8) for band in bands]
+    columns = [np.empty(at_once * (band.stride if _is_read_through(band) else band.width), np.uint8) for band in bands]
     is_same = piece.dtype == piece.source_dtype and piece.scale == 1
     for first in range(0, count, at_once):
         stop.check()
         number, left = min(at_once, count - first), 0
-        for band, read, column in zip(bands, piece.reads, columns, strict=True):
-            sources.read_into(read, band.start + first * band.width, column[:number].data.cast("B"))
-            rows[:number, left : left + band.width] = column[:number]
-            left += band.width
+        for (_, start, band_width, stride), read, column in zip(bands, piece.reads, columns, strict=True):
+            start, own = start + first * stride, len(column) // at_once
+            if own == stride:
+                sources.read_into(read, start, column.data[: (number - 1) * stride + band_width])
+            else:
+                for row in range(number):
+                    sources.read_into(read, start + row * stride, column.data[row * own : (row + 1) * own])
+            rows[:number, left : left + band_width] = column.reshape(at_once, own)[:number, :band_width]
+            left += band_width
         data = rows[:number].data.cast("B")
         yield data if is_same else cast(data, piece.source_dtype, piece.dtype, piece.scale)
 
@@ -203,7 +222,7 @@ class FileResult:
     plan: FileLayout
     crc: int
     crcs: Sequence[int]
-    """CRC-32 of every piece; a link has neither, as it is not read"""
+    """CRC-32 of every piece, or of its parts; a link has neither, as it is not read"""
     digest: str | None
     """XXH3 of the file, if requested"""
     moved: CopyStats
@@ -219,12 +238,23 @@ class FileResult:
     @property
     def checked(self) -> Iterator[tuple[Piece, int]]:
         """The pieces with their CRC-32; none of a link"""
-        return zip(self.plan.pieces if self.crcs else (), self.crcs, strict=True)
+        for piece, num_bytes, (first, *others) in self._summed():
+            yield piece, reduce(lambda crc, other: combine(crc, other, num_bytes), others, first)
 
     def runs(self) -> Iterator[Run]:
-        for piece, crc in self.checked:
+        for piece, num_bytes, crcs in self._summed():
             if isinstance(piece, (Copy, Cast, Strided, Blend)) and piece.state is not None:
-                yield Run(piece.state, piece.begin, piece.num_bytes, crc)
+                stride = piece.stride if isinstance(piece, Strided) else 0
+                for row, crc in enumerate(crcs):
+                    yield Run(piece.state, piece.begin + row * stride, num_bytes, crc)
+
+    def _summed(self) -> Iterator[tuple[Piece, int, Sequence[int]]]:
+        """Yield the pieces with the size of their parts, and the parts' CRC-32."""
+        at = 0
+        for piece in self.plan.pieces if self.crcs else ():
+            count, num_bytes = summed_parts(piece)
+            yield piece, num_bytes, self.crcs[at : at + count]
+            at += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +380,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
         raise cannot_write(target, error) from error
     logger.info("%s: %s bytes, CRC-32 %08x, in %s", file.path, f"{file.num_bytes:,}", filled.crc, watch.lap())
     moved = CopyStats(output.cloned, file.num_bytes - kept - output.cloned, kept)
-    return FileResult(file, filled.crc, array("I", filled.crcs), output.hexdigest(), moved)
+    return FileResult(file, filled.crc, filled.crcs, output.hexdigest(), moved)
 
 
 def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) -> tuple[WriteProgress, Output]:
@@ -364,7 +394,8 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) ->
             for piece in filled.missing():
                 if filled.at + piece.num_bytes > mark.num_bytes:
                     break
-                filled.add(piece, output.take_over(piece.num_bytes, context.stop))
+                count, num_bytes = summed_parts(piece)
+                filled.add(piece, [output.take_over(num_bytes, context.stop) for _ in range(count)])
             true = (filled.at, filled.crc) == (mark.num_bytes, mark.crc)
         except OSError:  # cut short, or no longer readable
             true = False
@@ -389,8 +420,8 @@ def _fill(
         context.record(filled.plan.path, reached)
 
     for run in consecutive(filled.missing()):
-        for piece, crc in zip(run, _write(run, filled, output, sources, copier, context.stop), strict=True):
-            filled.add(piece, crc)
+        for piece, crcs in zip(run, _write(run, filled, output, sources, copier, context.stop), strict=True):
+            filled.add(piece, crcs)
             if due is None and filled.at - marked >= MARK_BYTES and filled.at < filled.plan.num_bytes:
                 due = Mark(filled.at, filled.crc)
             if due is not None and output.at >= due.num_bytes:  # no longer in the buffer
@@ -404,29 +435,36 @@ def _fill(
 
 def _write(
     run: Sequence[Piece], filled: WriteProgress, output: Output, sources: SourceFiles, copier: RangeCopier, stop: Stop
-) -> Iterator[int]:
-    """Write a run of pieces; yield the CRC-32 of each."""
+) -> Iterator[Sequence[int]]:
+    """Write a run of pieces; yield the CRC-32 of each, or of each of its parts."""
     piece = run[0]
     stop.check()
     if isinstance(piece, Bytes):
-        yield output.put(piece.data)
+        yield (output.put(piece.data),)
     elif isinstance(piece, Crc):
-        yield output.put(filled.ranges.crc_of(piece, filled.at).to_bytes(4, "little"))
+        yield (output.put(filled.ranges.crc_of(piece, filled.at).to_bytes(4, "little")),)
     elif isinstance(piece, Zeros):
-        yield output.put_all(_ZEROS[: piece.num_bytes - at] for at in range(0, piece.num_bytes, len(_ZEROS)))
+        yield (output.put_all(_ZEROS[: piece.num_bytes - at] for at in range(0, piece.num_bytes, len(_ZEROS))),)
     elif isinstance(piece, Cast):
-        yield output.put_all(_casted(piece, sources, stop))
+        yield (output.put_all(_casted(piece, sources, stop)),)
+    elif isinstance(piece, Strided) and piece.stride:
+        crcs, (_, size) = array("I"), summed_parts(piece)
+        for rows in gathered(piece, sources, stop):
+            output.put(rows)
+            crcs.extend(crc32(rows[at : at + size]) for at in range(0, len(rows), size))
+        yield crcs
     elif isinstance(piece, (Strided, Blend)):
-        yield output.put_all(gathered(piece, sources, stop))
+        yield (output.put_all(gathered(piece, sources, stop)),)
     else:
         assert not isinstance(piece, Slot), "a plan has no slots"
         store = sources.stores.get(str(sources.plan.sources[piece.source]))
         copies = [one for one in run if isinstance(one, Copy)]
         if store is not None:
             for one in copies:
-                yield output.put_all(_from_store(store, one, stop))
+                yield (output.put_all(_from_store(store, one, stop)),)
         else:
-            yield from _checksums(copies, copier.move(piece, copies[-1].extent.stop, sources, output), stop)
+            moved = copier.move(piece, copies[-1].extent.stop, sources, output)
+            yield from ((crc,) for crc in _checksums(copies, moved, stop))
 
 
 def _casted(piece: Cast, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:

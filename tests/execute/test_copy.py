@@ -144,13 +144,37 @@ def test_rows_are_put_together(source, tmp_path, monkeypatch, buffer_bytes, dtyp
     masters = torch.randn(100, 20, generator=torch.Generator().manual_seed(0))
     for name, columns in {"left": masters[:, :7], "right": masters[:, 7:]}.items():
         (source / name).write_bytes(b"head" + columns.contiguous().numpy().tobytes())
-    grid = Grid(0, 100, 20, (Band("left", 4, 28), Band("right", 4, 52)))
+    grid = Grid(0, 100, 20, (Band("left", 4, 28, 28), Band("right", 4, 52, 52)))
     plan = Plan((str(source),), (FileLayout("w", (Strided(grid, "F32", dtype, 0, State("w", WEIGHT)),)),))
     assert plan.summary.read == ((0, "left"), (0, "right"))
     (result,) = execute(plan, tmp_path / "out")
     written = (tmp_path / "out/w").read_bytes()
     assert written == cast(masters.numpy().tobytes(), "F32", dtype)
     assert [(run.begin, run.num_bytes, run.crc) for run in result.runs()] == [(0, len(written), zlib.crc32(written))]
+
+
+@pytest.mark.parametrize("width", [2, 9], ids=["each by itself", "with what is between"])
+@pytest.mark.parametrize("buffer_bytes", [100, 8 << 20])
+def test_a_part_of_each_row(source, tmp_path, monkeypatch, buffer_bytes, width):
+    """Checksums are those of each row, also of rows that an earlier run wrote."""
+    monkeypatch.setattr(streams, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(runner, "MARK_BYTES", 1000)
+    masters = torch.randn(100, 20, generator=torch.Generator().manual_seed(0))
+    (source / "whole").write_bytes(b"head" + masters.numpy().tobytes())
+    grids = (Grid(20 * row + 3, 50, width, (Band("whole", 80 * row + 16, 4 * width, 80),)) for row in (0, 50))
+    pieces = tuple(Strided(grid, "F32", "F32", 0, State("w", MASTER), stride=20) for grid in grids)
+    plan = Plan((str(source),), (FileLayout("w", (Bytes(b"head", "header"), *pieces, Crc(0, 4 + 400 * width))),))
+    marks = []
+    (result,) = execute(plan, tmp_path / "out", Context(record=lambda _, mark: marks.append(mark)))
+    rows = masters[:, 3 : 3 + width].contiguous()
+    wanted = b"head" + rows.numpy().tobytes()
+    assert (tmp_path / "out/w").read_bytes() == wanted + zlib.crc32(wanted).to_bytes(4, "little")
+    runs = [(20 * number + 3, 4 * width, zlib.crc32(row.numpy().tobytes())) for number, row in enumerate(rows)]
+    assert [(run.begin, run.num_bytes, run.crc) for run in result.runs()] == runs
+    for mark in marks:
+        again = execute(plan, tmp_path / "out", Context(kept={"w": (mark,)}))
+        assert [one.crcs for one in again] == [result.crcs] and again[0].moved.kept_bytes == mark.num_bytes
+    read_again(plan, [result], plan.summary.read, lambda num_bytes: None, Stop())
 
 
 @pytest.mark.parametrize("clone", ["never", "auto"])
@@ -587,7 +611,7 @@ def merged(tmp_path):
         Cast(Extent("a", 1, 10001), "F32", "F16", 0, scale=0.5),
         Copy(Extent("empty", 0, 0), 0),
         Copy(Extent("a", 20004, 20005), 0),
-        Strided(Grid(0, 3, 3, (Band("a", 20, 8), Band("c", 4, 4))), "F32", "BF16", 0, State("w", WEIGHT)),
+        Strided(Grid(0, 3, 3, (Band("a", 20, 8, 8), Band("c", 4, 4, 4))), "F32", "BF16", 0, State("w", WEIGHT)),
     )
     plan = Plan((str(tmp_path),), (FileLayout("one", pieces), FileLayout("two", (Copy(Extent("a", 10000, 10005), 0),))))
     return plan, execute(plan, tmp_path / "out"), tmp_path

@@ -29,6 +29,7 @@ from llmtailor.checkpoint.placement import (
     Selected,
     Sliced,
     arrange,
+    columns,
 )
 from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.compose.averages import bias_factor, choose_steps, rebase_scales
@@ -214,6 +215,11 @@ def cells_of(data, whole, cuts, stored, depth=0):
     return tuple(cells)
 
 
+def bytes_of(grid, stored):
+    starts = ((band.start + row * band.stride, band.width) for row in range(grid.rows) for band in grid.bands)
+    return b"".join(bytes(stored[start : start + width]) for start, width in starts)
+
+
 @given(grids(), st.data())
 def test_rows_of_short_runs_are_the_same_elements(grid, data):
     """As `Boxes.cover` finds them one by one, also in stacked layers and fused weights."""
@@ -229,11 +235,7 @@ def test_rows_of_short_runs_are_the_same_elements(grid, data):
     found, at = b"", begin
     for have in arrange(place, begin, end):
         assert have.begin == at
-        bands = have.bands if isinstance(have, Grid) else [have.extent]
-        for row in range(have.rows if isinstance(have, Grid) else 1):
-            for band in bands:
-                width = band.width if isinstance(have, Grid) else band.num_bytes
-                found += stored[band.start + row * width : band.start + (row + 1) * width]
+        found += bytes_of(have, stored) if isinstance(have, Grid) else stored[have.extent.start : have.extent.stop]
         at = have.end
     extents = [one.extent for one in place.cover(begin, end)]
     assert found == b"".join(stored[one.start : one.stop] for one in extents) and at == end
@@ -267,3 +269,23 @@ def test_any_elements_of_a_box_are_found(grid, data):
         at = fragment.end
     assert at == end
     assert found == box[begin:end].tolist()
+    runs = [*place.runs(begin, end)]
+    starts = [(first + row * stride, width) for first, width, rows, stride in runs for row in range(rows)]
+    assert [element for first, width in starts for element in range(first, first + width)] == found
+    assert len(runs) < 4 or len(shape) > 2
+
+
+@given(grids(), st.data())
+def test_a_part_of_each_row_is_found(grid, data):
+    shape, cuts = grid
+    whole, stored = np.arange(np.prod(shape), dtype=np.int64).reshape(shape), bytearray()
+    place = Boxes(shape, cuts, cells_of(data, whole, cuts, stored))
+    size = data.draw(st.sampled_from([np.prod(shape[at:], dtype=int) for at in range(len(shape))]))
+    rows = whole.reshape(-1, size)
+    first, last = sorted(data.draw(st.tuples(st.integers(0, len(rows) - 1), st.integers(0, len(rows) - 1))))
+    low = data.draw(st.integers(0, size - 1))
+    high = data.draw(st.integers(low + 1, size))
+    found = [*columns(place, first * size + low, high - low, last - first + 1, size)]
+    begins = [one.begin for one in found]
+    assert begins == [*itertools.accumulate((one.rows * size for one in found[:-1]), initial=first * size + low)]
+    assert b"".join(bytes_of(one, stored) for one in found) == rows[first : last + 1, low:high].tobytes()

@@ -189,8 +189,10 @@ class ZeroTarget:
         """Yield a piece of a tensor-parallel rank's file, with slots of the full tensors instead of the rank's."""
         parallel = self.base.zero.tensor_parallel
         if isinstance(piece, Slot) and parallel and piece.state.param in parallel.cuts:
-            for begin, end in parallel.cuts[piece.state.param].runs(self.tp_rank, piece.begin, piece.end):
-                yield piece._replace(begin=begin, end=end)
+            for begin, width, rows, stride in parallel.cuts[piece.state.param].runs(
+                self.tp_rank, piece.begin, piece.end
+            ):
+                yield Slot(piece.state, piece.dtype, begin, begin + width, rows, stride)
         else:
             yield piece
 
@@ -530,7 +532,7 @@ class RankFiles:
             elif piece.state.kind == BUFFER:
                 pieces.append(piece._replace(begin=rank * piece.end, end=(rank + 1) * piece.end))
             else:
-                state, dtype, _, part = piece
+                state, dtype, _, part, *_ = piece
                 numel = self._numels[state.param]
                 if (rank + 1) * part <= numel:  # which is so for most: a whole slice
                     pieces.append(Slot(state, dtype, rank * part, (rank + 1) * part))
