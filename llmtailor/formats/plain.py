@@ -199,7 +199,8 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     Raises SourceError for a base that lacks something that a resume needs, UnsupportedCheckpoint for weights in more
     files than the client reads.
     """
-    _check_base(base, wanted.client)
+    if not (kinds_by_param(base) or keeps_nothing(base)):
+        raise SourceError.at(base.name, NO_STATES, "use a later checkpoint as base")
     if wanted.client == ACCELERATE and (skipped := base.zero.skipped_steps):
         what = f"{skipped} of its steps were skipped, and accelerate counts steps as Adam does, without these"
         raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
@@ -212,15 +213,3 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     made = [optimizer, *weights, *beside]
     dtype = "F32" if base.form.has_masters else None  # config.json follows the weights, which are the master weights
     return lay_out_trainer_files(base, wanted, made, dtype, ENGINE_FILES, has_weights=True), notices
-
-
-def _check_base(base: CheckpointIndex, client: str) -> None:
-    problems = []
-    if base.client == client and LOADERS[client].needs_scheduler and not base.offers(SCHEDULER):
-        what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
-        fix = "use a base whose run used the Trainer's scheduler"
-        problems.append(Problem(PathIn(base.name, SCHEDULER), what, fix))
-    if not (kinds_by_param(base) or keeps_nothing(base)):
-        problems.append(Problem(base.name, NO_STATES, "use a later checkpoint as base"))
-    if problems:
-        raise SourceError(problems)

@@ -19,17 +19,19 @@ from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.sources import Linkable
+from llmtailor.codes import Code
 from llmtailor.containers.json import is_count, read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE, lay_out_index, lay_out_weights, list_tied, read_weights
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.containers.unpickle import TORCH_NAMES
-from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, some
+from llmtailor.errors import COPY_BACK, PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.loaders.files import (
     ADAPTER_CONFIG,
     CARD,
     CONFIG,
     MANIFEST,
     PARTIAL_MANIFEST,
+    SCHEDULER,
     TRAINER_STATE,
     Holds,
     holds,
@@ -234,15 +236,24 @@ def first_rates(base: CheckpointIndex, wanted: Wanted) -> list[Any]:
 def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
     """Return the files that the wanted loader needs and a base of another one lacks, and notices.
 
-    An engine has none: it keeps a scheduler's state in the model states. Raises UnsupportedCheckpoint for an adapter.
+    An engine has none: it keeps a scheduler's state in the model states.
+
+    Raises UnsupportedCheckpoint for an adapter, and SourceError for a base that has lost its scheduler.
     """
     if wanted.client == base.client:
-        return [], [*_other_ranks(base, wanted.layout.world_size)]
+        notices = [*_other_ranks(base, wanted.layout.world_size)]
+        if wanted.layout.stage or base.offers(SCHEDULER) or not LOADERS[base.client].needs_scheduler:
+            return [], notices
+        if not base.form.stage:
+            what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
+            raise SourceError.at(PathIn(base.name, SCHEDULER), what, COPY_BACK, Code.SCHEDULER_MISSING)
+        scheduler, more = _scheduler(base, wanted)  # DeepSpeed kept its own
+        return [scheduler], [*notices, *more]
     if wanted.client != TRAINER and ADAPTER_CONFIG in base.files:
         what = "it is a PEFT adapter, and other loaders than the Trainer's miss the frozen params"
         raise UnsupportedCheckpoint.at(base.name, what, "leave out --layout")
     made: list[FileLayout] = []
-    notices: list[Problem] = []
+    notices = []
     own = base.train.engine_scheduler
     is_engines = bool(wanted.layout.stage and own) and not is_torch_scheduler(own)  # made from the DeepSpeed config
     if wanted.client == TRAINER or (wanted.client == ACCELERATE and not is_engines):

@@ -308,6 +308,7 @@ def test_a_tensor_in_a_schedulers_state_stays_in_it(runs, tmp_path):
         ("loop", "trainer", ["scheduler.pt is made for step 2", "no trainer_state.json"]),
         ("trainer", "dcp", ["trainer_state.json, config and the like have no place"]),
         ("llama", "fsdp", ["loss scale, counters and ds_config are left out"]),
+        ("llama-ds-both", "fsdp", ["scheduler.pt is made for step 2"]),
     ],
 )
 def test_what_has_no_counterpart_is_said(runs, tmp_path, name, to, told):

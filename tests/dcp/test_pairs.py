@@ -99,6 +99,7 @@ LONG = [
     Pair("loop-tied", "fsdp"),
     Pair("no-fsdp", "fsdp"),
     Pair("llama", "fsdp"),
+    *(Pair("llama-ds-scheduler", to) for to in ("fsdp", "trainer")),  # whose schedule DeepSpeed keeps
     Pair("fsdp1", "fsdp"),  # on 3 ranks, accelerate 1.15 can't load an FSDP1 optimizer of 2 either
     Pair("fsdp1", "dcp"),
     *(Pair("full", to, 3, "BF16" if to == "zero2" else None) for to in ("fsdp", "dcp", "trainer", "zero2")),
