@@ -46,8 +46,17 @@ def train(tmp_path_factory) -> Train:
     copied = private_copy(Path(next(iter(spec.submodule_search_locations or ()))), root / "copy")
 
     def run(ranks: int = 4, **told: Any) -> list[float]:
-        usual = {"arch": "llama", "tp": 2, "dtype": "bfloat16", "tied": False, "by_layer": False, "steps": 2}
-        usual |= {"load": "", "save": "", "sharding": "fully_reshardable", "losses": str(root / "losses")}
+        usual = {
+            "arch": "llama",
+            "tp": 2,
+            "pp": 1,
+            "ep": 1,
+            "dtype": "bfloat16",
+            "tied": False,
+            "by_layer": False,
+            "steps": 2,
+        }
+        usual |= {"steps": 2, "load": "", "save": "", "sharding": "fully_reshardable", "losses": str(root / "losses")}
         told = {key: str(value) if isinstance(value, Path) else value for key, value in {**usual, **told}.items()}
         if told["save"]:
             Path(told["save"]).mkdir(parents=True)
@@ -95,9 +104,18 @@ def test_the_loss_of_transformers_is_that_of_megatron(train, tmp_path, arch, tie
     )
 
 
-@pytest.mark.parametrize(("arch", "tp", "ranks"), [("llama", 2, 4), ("mixtral", 1, 2)])
-def test_megatron_goes_on_from_what_was_converted_twice(train, tmp_path, arch, tp, ranks):
-    own = {"arch": arch, "tp": tp, "ranks": ranks}
+@pytest.mark.parametrize(
+    ("arch", "own"),
+    [
+        ("llama", {"tp": 2, "ranks": 4}),
+        ("llama", {"tp": 1, "pp": 2, "ranks": 2}),
+        ("llama", {"tp": 2, "pp": 2, "ranks": 4, "tied": True, "by_layer": True}),
+        ("mixtral", {"tp": 1, "ranks": 2}),
+        ("mixtral", {"tp": 1, "ep": 2, "ranks": 2}),
+    ],
+)
+def test_megatron_goes_on_from_what_was_converted_twice(train, tmp_path, arch, own):
+    own = {"arch": arch, **own}
     train(**own, save=tmp_path / "x")
     wanted = train(**own, load=tmp_path / "x")
     same = convert(tmp_path / "x", tmp_path / "same", world_size=3)
@@ -107,7 +125,8 @@ def test_megatron_goes_on_from_what_was_converted_twice(train, tmp_path, arch, t
     over = convert(tmp_path / "x", tmp_path / "over", to="fsdp")
     back = convert(over, tmp_path / "back", to="megatron", dtype="BF16", world_size=3)
     assert train(**own, load=back) == wanted
-    assert train(ranks=2, tp=1, load=back) == train(ranks=2, tp=1, load=tmp_path / "x")
+    other = {**own, "ranks": 2, "tp": 1, "pp": 1}
+    assert train(**other, load=back) == train(**other, load=tmp_path / "x")
 
 
 def test_mixtral_has_the_names_of_transformers(train, tmp_path):

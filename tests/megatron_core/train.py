@@ -41,7 +41,7 @@ def private_copy(package: Path, out: Path) -> Path:
 
 
 def train(told: dict[str, Any]) -> None:
-    """Train, from a checkpoint if one is named, and save; rank 0 of the model's data parallelism writes the losses."""
+    """Train, from a checkpoint if one is named, and save; the first rank of the last stage writes the losses."""
     import torch
     from torch import distributed
 
@@ -58,7 +58,12 @@ def train(told: dict[str, Any]) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     get_cuda_rng_tracker().fork = lambda *_: nullcontext()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=told["tp"])
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=told["tp"],
+        pipeline_model_parallel_size=told["pp"],
+        expert_model_parallel_size=told["ep"],
+    )
+    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     torch.manual_seed(1234)
     arch, dtype = told["arch"], getattr(torch, told["dtype"])
     experts = 4 if arch == "mixtral" else None
@@ -73,6 +78,10 @@ def train(told: dict[str, Any]) -> None:
         num_query_groups=GROUPS,
         kv_channels=HEAD_DIM,
         tensor_model_parallel_size=told["tp"],
+        pipeline_model_parallel_size=told["pp"],
+        pipeline_dtype=dtype,
+        num_layers_in_first_pipeline_stage=1 if told["pp"] > 1 else None,
+        expert_model_parallel_size=told["ep"],
         use_cpu_initialization=True,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
@@ -98,6 +107,8 @@ def train(told: dict[str, Any]) -> None:
         max_sequence_length=16,
         share_embeddings_and_output_weights=told["tied"],
         position_embedding_type="rope",
+        pre_process=is_first,
+        post_process=is_last,
     ).to(dtype)
     wrapped = DistributedDataParallel(
         config, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True), model
@@ -129,11 +140,26 @@ def train(told: dict[str, Any]) -> None:
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
         mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
-        loss = wrapped(words[:, :-1], torch.arange(LENGTH).repeat(2, 1), mask, labels=words[:, 1:]).float().mean()
-        loss.backward()
+        passed = torch.empty(LENGTH, 2, HIDDEN, dtype=dtype)  # from one stage to the next
+        if not is_first:
+            distributed.recv(passed, parallel_state.get_pipeline_model_parallel_prev_rank())
+            model.set_input_tensor(passed.requires_grad_())
+        labels = words[:, 1:] if is_last else None
+        found = wrapped(words[:, :-1], torch.arange(LENGTH).repeat(2, 1), mask, labels=labels)
+        if is_last:
+            loss = found.float().mean()
+            loss.backward()
+        else:
+            after = parallel_state.get_pipeline_model_parallel_next_rank()
+            distributed.send(found.detach().contiguous(), after)
+            grads = torch.empty_like(found)
+            distributed.recv(grads, after)
+            found.backward(grads)
+        if not is_first:
+            distributed.send(passed.grad, parallel_state.get_pipeline_model_parallel_prev_rank())
         finalize_model_grads([wrapped])
         optimizer.step()
-        return float(loss)
+        return float(loss) if is_last else 0.0
 
     first = 0
     if told["load"]:
@@ -147,7 +173,7 @@ def train(told: dict[str, Any]) -> None:
         content = {**state(False), "iteration": first + told["steps"], "checkpoint_version": 3.0}
         distributed.barrier()
         dist_checkpointing.save(content, told["save"], content_metadata=metadata)
-    if distributed.get_rank() == 0:
+    if is_last and not (parallel_state.get_data_parallel_rank() or parallel_state.get_tensor_model_parallel_rank()):
         Path(told["losses"]).write_text(json.dumps(losses))
     distributed.barrier()
     distributed.destroy_process_group()
