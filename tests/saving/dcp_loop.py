@@ -1,6 +1,7 @@
 """A training under fully_shard that saves through dcp.save in turns, and keeps what it held at each save.
 
-``python -m saving.dcp_loop FOLDER UNTIL KEEP`` is one rank of it: it loads the newest complete folder and goes on.
+``python -m saving.dcp_loop FOLDER UNTIL KEEP`` is one rank of it: it loads the newest complete folder and goes on. With
+the policy ``stock``, it saves everything, without llmtailor.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: st
     dist.init_process_group("cpu:gloo" if how != "sync" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, optimizer = build(ranks)
-    saver, step = DcpSaver(policy), 0
+    saver, step = DcpSaver() if policy == "stock" else DcpSaver(policy), 0
     newest = max(complete(run), key=step_of, default=None)
     if newest is not None:
         state = load(model, optimizer, newest)
@@ -144,7 +145,8 @@ def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: st
             torch.save({"after": after, "state": truth}, run / f"truth-{step}.tmp")
             (run / f"truth-{step}.tmp").rename(run / f"truth-{step}.pt")
         path = run / f"step-{step}"
-        writer = saver.writer(FileSystemWriter(path), step)
+        inner = FileSystemWriter(path)
+        writer = inner if policy == "stock" else saver.writer(inner, step)
         if how == "sync":
             dcp.save(state, storage_writer=writer)
         else:
