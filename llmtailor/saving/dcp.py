@@ -105,9 +105,8 @@ class DcpSaver:
     def writer(self, inner: StorageWriter, step: int) -> PartialWriter:
         """Return the writer for one save; ``inner`` writes the files.
 
-        Raises UsageError if they can be neither linked nor copied there.
-
-        The caller's folder should be new, as with `dcp.save`. Data of an earlier save in it is removed.
+        The caller's folder should be new, as with `dcp.save`. Data of an earlier save in it is removed. Raises
+        UsageError if later saves could neither link to the files nor copy them.
         """
         writer = PartialWriter(self, inner, step)
         self._saves = [*self._saves[-_KNOWN_SAVES:], writer.folder]
@@ -202,7 +201,7 @@ class PartialWriter(StorageWriter):
         return self.inner.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Choose what is due, and link to the rest. Called on the coordinator."""
+        """Choose what is due, and link to the rest, or tell the ranks to copy it. Called on the coordinator."""
         plans = self.inner.prepare_global_plan(plans)
         kinds = {item.index.fqn: _kind_of(item.tensor_data) for plan in plans for item in plan.items}
         model = _find_model(kinds)
@@ -258,7 +257,7 @@ class PartialWriter(StorageWriter):
         try:
             copies = self.folder.take(base.folder, names)
         except OSError as error:
-            why = "it was deleted" if isinstance(error, FileNotFoundError) else error.strerror
+            why = "it was deleted" if isinstance(error, FileNotFoundError) else error.strerror or error
             logger.warning("step %d: can't use %s (%s), so everything is saved", self.step, base.folder, why)
             _clear(self.folder)
             return None

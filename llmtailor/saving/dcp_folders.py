@@ -92,7 +92,7 @@ class StoreFolder:
     fs: Any = field(compare=False)
     path: str
     took: ClassVar[str] = "had the store copy"
-    at_once: ClassVar[int] = 8
+    at_once: ClassVar[int] = 4
 
     def __str__(self) -> str:
         return str(self.fs.unstrip_protocol(self.path))
@@ -123,6 +123,8 @@ class StoreFolder:
         self.fs.rm_file(f"{self.path}/{name}")
 
     def take(self, other: Any, names: Mapping[str, str]) -> dict[tuple[str, str], int]:
+        if type(other.fs) is not type(self.fs):
+            raise OSError(errno.EXDEV, "it is in another store")
         there = other._list()
         if gone := names.keys() - there.keys():
             raise FileNotFoundError(errno.ENOENT, "gone", min(gone))

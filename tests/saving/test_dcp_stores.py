@@ -115,7 +115,7 @@ def test_only_what_is_due_goes_up(port, tmp_path):
     assert {*ages(f"{url}/step-3").values()} == {2, 3}
 
 
-def test_a_restart_goes_on_from_the_url_that_was_loaded(url, tmp_path, caplog):
+def test_a_restart_goes_on_from_the_url_that_was_loaded(url, tmp_path):
     saver = DcpSaver("moments_in_turn:2")
     for step in (1, 2):
         save(saver, f"{url}/step-{step}", step)
@@ -130,6 +130,14 @@ def test_a_restart_goes_on_from_the_url_that_was_loaded(url, tmp_path, caplog):
     other.resumed_from(tmp_path / "step-4")
     save(other, f"{url}/step-5", 5)
     assert {*ages(f"{url}/step-5").values()} == {5}
+
+
+def test_a_save_in_another_store_is_a_whole_one(port, tmp_path):
+    saver = DcpSaver("moments_in_turn:2")
+    urls = [f"memory://{tmp_path.name}", f"s3://bucket/{tmp_path.name}"]
+    for step, url in enumerate(urls, 1):
+        save(saver, f"{url}/step-{step}", step)
+    assert {*ages(f"{urls[1]}/step-2").values()} == {2}
 
 
 def test_a_base_that_is_gone_or_changed(url):

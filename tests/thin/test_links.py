@@ -12,16 +12,19 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from dcp.test_links import assert_loads_alike
+from dcp.test_links import RUNS, assert_loads_alike
 from helpers.commands import run_here
 from helpers.composing import convert
 from llmtailor.errors import MismatchError, UsageError
+from llmtailor.runs.folder import only_writer
 from llmtailor.runs.prune import ThinOptions, plan_thinning
+from llmtailor.runs.thin import thin
 from llmtailor.saving import DcpSaver
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from saving.dcp_loop import complete, step_of
 from saving.test_dcp import check, oracle, read, tiny, train
 from thin.scene import SHORT, call, compose, folders, make_run, sources, taken
+from thin.test_sharded import copy_of_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
 STEPS = (100, 200, 300, 400)
@@ -116,6 +119,24 @@ def test_each_step_equals_the_composite_of_partial_ones(tmp_path, form, options)
     assert verify_checkpoint(run / f"checkpoint-{thinned[-1]}", deep=True).level == RESUMABLE
     again = call("thin", run, *options, "--reference", "--yes")
     assert {row["why"] for row in again["checkpoints"] if row["step"] in thinned} == {"it has links already"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["parity", "moments_in_turn:2"])
+@pytest.mark.parametrize("name", [*RUNS, "titan-bf16"])
+def test_what_trainings_saved(runs, name, strategy, tmp_path):
+    """Other layouts of keys and files; also of frozen and tied params. Both checkpoints are older ones here."""
+    run, other = copy_of_trained(runs, name, tmp_path / "run"), copy_of_trained(runs, name, tmp_path / "other")
+    with only_writer(run):
+        thin(plan_thinning(run, ThinOptions(0, strategy, reference=True)))
+    thin(plan_thinning(other, ThinOptions(0, strategy)))
+    folder = run / runs.checkpoint(name, 4).name
+    assert [path for path in folder.rglob("*.distcp") if path.stat().st_nlink > 1]
+    out = compose(other, 4, tmp_path / "out")
+    assert_loads_alike(folder, out)
+    assert verify_checkpoint(folder, deep=True).level == verify_checkpoint(out, deep=True).level
+    for shard in folder.glob("*.safetensors"):
+        assert shard.read_bytes() == (out / shard.name).read_bytes()
 
 
 @pytest.mark.long
