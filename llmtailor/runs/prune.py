@@ -50,6 +50,7 @@ from llmtailor.errors import (
     VerificationError,
     some,
 )
+from llmtailor.findings import ERROR
 from llmtailor.formats.dcp.links import has_linkable_files
 from llmtailor.formats.dcp.read import MODEL_FOLDER
 from llmtailor.formats.dcp.write import check_states, lay_out_model
@@ -85,6 +86,7 @@ from llmtailor.recipe.selectors import select
 from llmtailor.runs.folder import Kind, RunFolder, files_in, freed_bytes, log_entries, staged
 from llmtailor.runs.gc import BUG, StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, scan_run
+from llmtailor.verify.verify import verify_checkpoint
 
 _SCRIPT = re.compile(r"zero_to_\w+\.py")
 _OF_A_RESUME = (LATEST, LATEST_UNIVERSAL, OPTIMIZER, SCHEDULER, SCALER)
@@ -574,11 +576,6 @@ def _why_untouchable(index: CheckpointIndex) -> str:
     return f"it holds files that would be lost: {some(lost)}" if lost else ""
 
 
-def _why_not_resumable(index: CheckpointIndex) -> str:
-    state = loader_of(index).state
-    return f"{state} is missing, so it is not resumable" if state and state not in index.files else ""
-
-
 def _why_no_links(index: CheckpointIndex) -> str:
     if not has_linkable_files(index):
         return "it is not a folder of torch.distributed.checkpoint"
@@ -588,12 +585,14 @@ def _why_no_links(index: CheckpointIndex) -> str:
         check_states(index, index.groups)
     except UnsupportedCheckpoint as error:
         return error.problems[0].what
-    return _why_not_resumable(index)
+    errors = verify_checkpoint(index.root).of_severity(ERROR)  # as the one with links must be without
+    return f"it is not resumable: {errors[0].what}" if errors else ""
 
 
 def _why_not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path]) -> str:
-    if why := _why_not_resumable(index):
-        return why
+    state = loader_of(index).state
+    if state and state not in index.files:
+        return f"{state} is missing, so it is not resumable"
     if target.exists() and target not in usable:
         what = "is of another model or damaged" if is_partial(target) else "is unfinished; llmtailor gc removes it"
         return f"{target.parent.name}/{target.name} exists and {what}"

@@ -176,6 +176,15 @@ def test_another_attempt_gets_no_links_to_the_first(tmp_path):
     assert links == {100: None, 200: "checkpoint-100", 250: "checkpoint-100", 300: "checkpoint-250", 350: None}
 
 
+def test_one_that_is_not_resumable_stays(tmp_path):
+    run = make_run(tmp_path / "run", STEPS, "fsdp", shape=SHORT)
+    (run / "checkpoint-200" / "scheduler.pt").unlink()
+    told = call("thin", run, "--strategy", "parity", "--reference", "--yes")
+    rows = {row["step"]: row for row in told["checkpoints"]}
+    assert rows[200]["why"].startswith("it is not resumable")
+    assert rows[300]["becomes"] == "linked"
+
+
 def test_what_stays(tmp_path):
     run = make_run(tmp_path / "run", STEPS, "dcp", shape=SHORT)
     (run / "checkpoint-200" / "notes.txt").write_text("mine")
