@@ -3,10 +3,10 @@
     python benchmarks/bench_convert.py [--shape 0.6b] [--layers 8] [--cases 3@8:3@4 dcp@4:dcp@2 ...] [--rounds 3]
 
 A case is FROM@RANKS:TO@RANKS, where FROM and TO are a ZeRO stage (1, 2, 3, none) or a format (fsdp, dcp, verl,
-megatron, universal). A round runs, in turn, `cp -r` of what the conversion makes plus fsync, the conversion (which fsyncs too), and others'
-tools on the same input: ds_to_universal, whose output `load_universal` reads beside the original, and torch's dcp.load
-followed by dcp.save, and dcp_to_torch_save, which do not fsync. Ratios compare runs of the same round. Disk is what
-lies in the output folder. --no-others leaves the other tools out.
+megatron, universal). A round runs, in turn, `cp -r` of what the conversion makes plus fsync, the conversion (which
+fsyncs too), and others' tools on the same input: ds_to_universal, whose output `load_universal` reads beside the
+original, and torch's dcp.load followed by dcp.save, and dcp_to_torch_save, which do not fsync. Ratios compare runs of
+the same round. Disk is what lies in the output folder. --no-others leaves the other tools out.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     {
         0: "done, or without --yes: shown, or there is nothing to thin",
         4: "the newest checkpoint is not resumable, so older ones are not touched",
+        5: "--reference, and the format has no files that others can link to",
         6: "a training or another llmtailor is writing to RUN_DIR",
         7: "the named checkpoints are unchanged; earlier changes stay",
         8: "earlier changes stay; rerun the same command to continue",
@@ -57,6 +58,12 @@ if TYPE_CHECKING:
     help="Reduce full checkpoints older than the newest K to weights, config and tokenizer, which can't be resumed "
     "from.",
 )
+@click.option(
+    "--reference",
+    is_flag=True,
+    help="With --strategy or --select: older full checkpoints stay complete. What they don't keep are hard links to "
+    "files of the one before. For FSDP and DCP folders.",
+)
 @MASTERS_AS
 @MOMENTS_AS
 @TRUST_UNRECORDED
@@ -74,6 +81,7 @@ def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bo
     Examples:
       llmtailor thin runs/x --strategy parity
       llmtailor thin runs/x --strategy filter --keep-full-last 2 --yes
+      llmtailor thin runs/x --strategy moments_in_turn --reference --yes
       llmtailor thin runs/x --strategy moments_in_turn:8 --masters 24bit --moments 8bit --yes
       llmtailor thin runs/x --select last:2 --select lm_head --yes
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
@@ -139,6 +147,7 @@ def _options(
     keep_optimizer_last: int | None,
     masters: Masters,
     moments: Moments,
+    reference: bool,
 ) -> ThinOptions:
     from llmtailor.runs.prune import ThinOptions
 
@@ -159,9 +168,12 @@ def _options(
     if keep_optimizer_last and precision != EXACT:
         what = "they round optimizer states, of which none are kept"
         problems.append(Problem("--masters, --moments", what, "omit them, or give --strategy"))
+    if keep_optimizer_last and reference:
+        what = "nothing but the weights is kept, so nothing is left to link to"
+        problems.append(Problem("--reference", what, "omit it, or give --strategy"))
     if problems:
         raise UsageError(problems)
-    return ThinOptions(keep_optimizer_last or keep_full_last or 1, strategy, select, precision)
+    return ThinOptions(keep_optimizer_last or keep_full_last or 1, strategy, select, precision, reference)
 
 
 def _show(plan: dict[str, Any] | str, left_alone: Iterable[Problem]) -> None:
@@ -192,7 +204,8 @@ def _thinning(plan: ThinPlan) -> dict[str, Any]:
                 "parts": action.parts,
                 "masters": action.masters,
                 "now_at": (action.successor or action.checkpoint).path,
-                "is_written": action.conversion is not None,
+                "links_to": action.links_to.path if action.links_to else None,
+                "is_written": action.is_written,
                 "num_bytes": sum(fact.num_bytes for fact in index.files.values()),
                 "freed_bytes": action.freed,
             }
@@ -258,10 +271,13 @@ def _outcome(action: PruneAction) -> tuple[str, str]:
     if action.successor is None:
         return "weights only, not resumable", "no optimizer states"
     where = f"{action.successor.path.parent.name}/{action.successor.name}"
-    parts = "all" if action.successor.parts is None else condense(action.parts)
+    if action.links_to is not None:
+        where = f"links to {action.links_to.name}"
+    is_whole = action.successor.parts is None and action.links_to is None
+    parts = "all" if is_whole else condense(action.parts)
     if action.masters:
         parts += "; the masters of the others"
-    return where + ("" if action.conversion else ", already there"), parts
+    return where + ("" if action.is_written else ", already there"), parts
 
 
 def _collection_text(plan: GcPlan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -77,6 +77,8 @@ class Opened:
     """Further checkpoints of the run, from which masters of the sources may differ"""
     files: tuple[FileLayout, ...] = ()
     """Files that the base lacks."""
+    copied: Collection[Path] = ()
+    """Roots of sources whose files get no links, see `Options.reference`"""
     notices: tuple[Problem, ...] = ()
 
     def number_cuts(self, number_of: Mapping[Path, int], tied: Mapping[str, str]) -> dict[State, tuple[Cut, ...]]:
@@ -229,9 +231,11 @@ def plan_merge(
     sources = with_sums(sources, indexes, base, target, steps)
     scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
 
+    copied = {number_of[root] for root in opened.copied} if opened else set()
+
     def unchanged(state: State) -> int | None:
         source = sources.only(state)
-        return None if source is None or (state, source) in scales else source
+        return None if source is None or source in copied or (state, source) in scales else source
 
     linkable = Linkable(indexes, unchanged) if options.reference else None
     from_group = regrouping.from_group if regrouping else None

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 from torchtitan.components import checkpoint as titan
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from llmtailor.errors import UsageError
 from llmtailor.policies import DEFAULT_POLICY
 from llmtailor.saving.dcp import DcpSaver
 
@@ -42,12 +42,8 @@ class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc]
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
-        if not self.enable:
-            return
-        if filesystem.is_remote(self.folder):
-            what = f"partial saves need a local file system, but checkpoint.folder is {self.folder}"
-            raise UsageError.at("checkpoint.folder", what, "use a local folder, or torchtitan's own CheckpointManager")
-        self._saver = DcpSaver(config.policy)
+        if self.enable:
+            self._saver = DcpSaver(config.policy)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
@@ -68,7 +64,8 @@ class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc]
         if to_hf:
             saved = super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
             return saved  # noqa: RET504
-        writer = self._saver.writer(FileSystemWriter(checkpoint_id), int(checkpoint_id.rpartition("-")[2]))
+        inner = FsspecWriter if filesystem.is_remote(checkpoint_id) else FileSystemWriter
+        writer = self._saver.writer(inner(checkpoint_id), int(checkpoint_id.rpartition("-")[2]))
         if async_mode == titan.AsyncMode.DISABLED:
             save(state_dict, storage_writer=writer)
         elif async_mode == titan.AsyncMode.ASYNC:

@@ -422,7 +422,8 @@ class _Recognizer:
         rows = content.get("files")
         rows = [*(rows if isinstance(rows, list) else []), content.get("card")]
         try:
-            return {str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in rows if row}
+            rows = [row for row in rows if row and "linked" not in row]
+            return {str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in rows}
         except (KeyError, TypeError, ValueError):
             return {}
 

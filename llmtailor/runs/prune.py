@@ -9,6 +9,7 @@ separate from those of the training-side saver, so that nothing deleted or aband
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import uuid
@@ -33,11 +34,26 @@ from llmtailor.checkpoint.lineage import (
 )
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
+from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
+from llmtailor.compose.write import make_manifest
 from llmtailor.containers.dcp import METADATA
 from llmtailor.containers.json import read_json
-from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, UsageError, VerificationError, some
+from llmtailor.engine.copy import FileResult
+from llmtailor.engine.moving import Clone
+from llmtailor.errors import (
+    MismatchError,
+    PathIn,
+    Problem,
+    SourceError,
+    UnsupportedCheckpoint,
+    UsageError,
+    VerificationError,
+    some,
+)
+from llmtailor.findings import ERROR
+from llmtailor.formats.dcp.links import has_linkable_files
 from llmtailor.formats.dcp.read import MODEL_FOLDER
-from llmtailor.formats.dcp.write import lay_out_model
+from llmtailor.formats.dcp.write import check_states, lay_out_model
 from llmtailor.formats.partial.manifest import BundleFact, manifest_json, read_manifest
 from llmtailor.formats.partial.write import (
     PartialLayout,
@@ -49,6 +65,7 @@ from llmtailor.formats.partial.write import (
 from llmtailor.formats.registry import find_structure
 from llmtailor.loaders.files import (
     ADAPTER,
+    DCP_RECORD,
     LATEST,
     LATEST_UNIVERSAL,
     MANIFEST,
@@ -64,10 +81,12 @@ from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.policies import PartChoice, Policy, Situation, choose, fitted, make_policy, named_policy, precision_of
+from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.selectors import select
-from llmtailor.runs.folder import RunFolder, files_in, freed_bytes, log_entries
+from llmtailor.runs.folder import Kind, RunFolder, files_in, freed_bytes, log_entries, staged
 from llmtailor.runs.gc import BUG, StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, scan_run
+from llmtailor.verify.verify import verify_checkpoint
 
 _SCRIPT = re.compile(r"zero_to_\w+\.py")
 _OF_A_RESUME = (LATEST, LATEST_UNIVERSAL, OPTIMIZER, SCHEDULER, SCALER)
@@ -75,8 +94,10 @@ BASE = "complete base"
 UNBOUNDED = 1 << 30
 """The staleness bound, in saves, of a selection: parts that it leaves out always come from the base."""
 Thinned = tuple[RunCheckpoint, Mapping[int, float]]
-"""A partial checkpoint that was or will be made from a full one, and its losses as in `FullFacts`"""
-STAYS, PARTIAL, WEIGHTS = "stays", "partial", "weights only"
+"""A checkpoint that was or will be made from a full one, with its ledger, and its losses as in `FullFacts`"""
+STAYS, PARTIAL, WEIGHTS, LINKED = "stays", "partial", "weights only", "linked"
+LEDGER = "ledger"
+"""The key of the ledger in the manifest of a checkpoint with links"""
 
 
 def compared(one: CheckpointIndex) -> list[State]:
@@ -191,6 +212,8 @@ class ThinOptions:
     selectors: tuple[str, ...] = ()
     """Or the parts that all of them keep, as in a recipe. With neither, they keep no optimizer states."""
     precision: Precision = EXACT
+    reference: bool = False
+    """Whether they stay complete, with hard links to the files of older ones for all that they don't keep"""
 
     @property
     def weights_only(self) -> bool:
@@ -280,27 +303,36 @@ class FullFacts:
     """The losses that the run had logged by then: step -> loss"""
     num_bytes: Mapping[str, int] = field(default_factory=dict)
     """Part -> bytes of its trained states"""
+    has_links: bool = False
+    """Whether ``thin`` has made it"""
 
 
 @dataclass(frozen=True, slots=True)
 class PruneAction:
     checkpoint: RunCheckpoint
     becomes: str
-    """`STAYS`, `PARTIAL` or `WEIGHTS`"""
+    """`STAYS`, `PARTIAL`, `LINKED` or `WEIGHTS`"""
     why: str = ""
     """Why an old one stays"""
     parts: Mapping[Part, str] = field(default_factory=dict)
-    """For one that becomes partial: the parts it keeps, each with the reason"""
+    """For one that becomes partial or gets links: the parts it keeps, each with the reason"""
     masters: tuple[Part, ...] = ()
     """Further parts, of which it keeps the masters without the moments"""
     successor: RunCheckpoint | None = None
-    """The partial checkpoint that replaces it"""
+    """The checkpoint that replaces it: a partial one, or one with links"""
+    ledger: Ledger | None = None
+    """The ledger after it, if it is written, or if others will link to it"""
+    links_to: RunCheckpoint | None = None
+    """The checkpoint that has everything else"""
     is_written: bool = False
     """Whether that one must be written; otherwise it already exists"""
     freed: int = 0
     """Bytes freed; negative if the replacement is larger"""
     conversion: Conversion | None = None
     """The layout of the partial checkpoint to write"""
+    written_bytes: int = 0
+    """With links: the bytes that are written, and those of the links"""
+    linked_bytes: int = 0
 
     def applied_to(self, checkpoints: Iterable[RunCheckpoint]) -> list[RunCheckpoint]:
         """Return the run's checkpoints after this action."""
@@ -322,8 +354,10 @@ class Pruner:
     facts: Callable[[RunCheckpoint], FullFacts]
     chooser: Chooser | None
     """None: older ones become weights only."""
+    reference: bool
+    """Whether older ones get links, instead of becoming partial"""
     thinned: list[Thinned]
-    """The partial checkpoints that were previously made from full ones"""
+    """The checkpoints that were previously made from full ones, in the same way"""
     new_lineage: Callable[[], str]
     path_of: Callable[[int], Path]
     """The folder of a step's partial checkpoint"""
@@ -349,19 +383,22 @@ class Pruner:
                 action = PruneAction(checkpoint, STAYS, why)
             else:
                 there, promised = left, promised - broken
-                if action.is_written and action.successor is not None:
-                    self.thinned.append((action.successor, self.facts(checkpoint).losses))
+                if action.ledger is not None:
+                    made = replace(action.successor or checkpoint, ledger=action.ledger)
+                    self.thinned.append((made, self.facts(checkpoint).losses))
             actions.append(action)
         self._check(actions, promised, composable_steps(there, self.parts))
         return actions
 
     def _propose(self, checkpoint: RunCheckpoint, there: Iterable[RunCheckpoint]) -> PruneAction:
         facts, step = self.facts(checkpoint), checkpoint.step
+        if self.reference and facts.has_links:
+            return PruneAction(checkpoint, STAYS, "it has links already")
         if facts.obstacle:
             return PruneAction(checkpoint, STAYS, facts.obstacle)
         if self.chooser is None:
             return PruneAction(checkpoint, WEIGHTS)
-        for other in there:
+        for other in () if self.reference else there:
             if other.is_partial and other.step == step:
                 trained = self.chooser.trained
                 parts = {part: "already exists" for part in trained if other.holds(part)}
@@ -372,6 +409,8 @@ class Pruner:
         before = ledger_before(step, facts.losses, self.thinned, self.new_lineage)
         choice = self.chooser.choose(before, step, facts.num_bytes)
         ledger = before.after(step, choice.parts, self.chooser.trained)
+        if self.reference:
+            return self._link(checkpoint, there, choice, ledger)
         left_out = set(self.chooser.trained) - choice.parts.keys()  # every partial checkpoint has the frozen params
         held_parts = with_layers([part for part in self.parts if part.whole not in left_out], self.parts)
         successor = RunCheckpoint(
@@ -384,7 +423,45 @@ class Pruner:
             masters=frozenset(choice.masters),
         )
         return PruneAction(
-            checkpoint, PARTIAL, parts=choice.parts, masters=choice.masters, successor=successor, is_written=True
+            checkpoint,
+            PARTIAL,
+            parts=choice.parts,
+            masters=choice.masters,
+            successor=successor,
+            ledger=ledger,
+            is_written=True,
+        )
+
+    def _link(
+        self, checkpoint: RunCheckpoint, there: Iterable[RunCheckpoint], choice: PartChoice, ledger: Ledger
+    ) -> PruneAction:
+        """Replace a checkpoint by one with links to the full one before it, of the same attempt."""
+        losses = self.facts(checkpoint).losses
+        able = (one for one in there if not one.is_partial and one.resumable and one.step < checkpoint.step)
+        older = [one for one in able if not _contradict(self.facts(one).losses, losses)]
+        old = ledger.held_by.keys() - choice.parts.keys()
+        if not old or not older:
+            return PruneAction(checkpoint, STAYS, "it keeps all parts", ledger=ledger)
+        before = max(older, key=lambda one: one.step)
+        steps = {part: (before if part.whole in old else checkpoint).step_of(part) for part in self.parts}
+        of_masters = {
+            part: (before if part.whole in old - {*choice.masters} else checkpoint).master_step_of(part)
+            for part in self.parts
+        }
+        successor = replace(
+            checkpoint,
+            part_steps=steps,
+            master_steps={part: step for part, step in of_masters.items() if step is not None},
+        )
+        return PruneAction(
+            checkpoint,
+            LINKED,
+            parts=choice.parts,
+            masters=choice.masters,
+            successor=successor,
+            ledger=ledger,
+            links_to=before,
+            is_written=True,
         )
 
     def _check(self, actions: Sequence[PruneAction], promised: set[int], after: Sequence[int]) -> None:
@@ -434,16 +511,55 @@ def read_losses(root: Path) -> dict[int, float]:
     }
 
 
+def ledger_of_links(index: CheckpointIndex) -> Ledger | None:
+    """Return the ledger of a checkpoint with links that ``thin`` has made; None for another one."""
+    where = PathIn(index.name, MANIFEST)
+    found = read_json(index.root / MANIFEST, where).get(LEDGER) if MANIFEST in index.files else None
+    return None if found is None else Ledger.from_json(found, where)
+
+
+def plan_links(
+    action: PruneAction, structure: ModelStructure, full: CheckpointIndex, linked: CheckpointIndex, clone: Clone
+) -> Composition:
+    """Plan the checkpoint with links that replaces a full one.
+
+    ``linked`` is what it links to, now or when that one has links, too. Only the places in its files differ.
+    """
+    own, other, ledger = action.checkpoint, action.links_to, action.ledger
+    assert other is not None and ledger is not None
+    old = ledger.held_by.keys() - {*action.parts, *action.masters}
+    source_of = {part.whole: other if part.whole in old else own for part in structure.parts}
+    title = f"step {own.step}, thinned out"
+    reasons = {part: "newest" if source_of[part] is own else f"as in {other.name}" for part in source_of}
+    recipe = Recipe.of(Assignment(own, source_of, reasons, title, dict.fromkeys(action.masters, other)), title)
+    return plan_merge(
+        recipe,
+        staged(full.root, Kind.THINNING),
+        Options(reference=True, reuse=True, clone=clone),
+        Opened({full.root: full, linked.root: linked}, copied=[full.root]),
+    )
+
+
+def manifest_of_links(
+    composition: Composition, ledger: Ledger, results: Sequence[FileResult], card: bytes, created: str
+) -> bytes:
+    content = make_manifest(composition, results, {}, card, "", created)
+    return json.dumps({**content, LEDGER: ledger.to_json()}, indent=2).encode() + b"\n"
+
+
 def read_facts(
-    index: CheckpointIndex, structure: ModelStructure, target: Path, usable: Collection[Path], *, weights_only: bool
+    index: CheckpointIndex, structure: ModelStructure, target: Path, usable: Collection[Path], options: ThinOptions
 ) -> FullFacts:
     """Read the facts of a full checkpoint without its tensors; ``target`` is its path as a partial one."""
     obstacle = _why_untouchable(index)
-    if not obstacle and not weights_only:
+    if not obstacle and options.reference:
+        obstacle = _why_no_links(index)
+    elif not obstacle and not options.weights_only:
         obstacle = _why_not_partial(index, target, usable)
     elif not obstacle and ADAPTER not in index.files and not any(state.kind == WEIGHT for state in index.held):
         obstacle = "it has no safetensors weights, so nothing would remain"
-    return FullFacts(obstacle, read_losses(index.root), part_bytes(index, structure))
+    has_links = ledger_of_links(index) is not None
+    return FullFacts(obstacle, read_losses(index.root), part_bytes(index, structure), has_links)
 
 
 def _why_untouchable(index: CheckpointIndex) -> str:
@@ -458,6 +574,19 @@ def _why_untouchable(index: CheckpointIndex) -> str:
     if contents.unknown:
         return f"it holds files of unknown origin: {some(contents.unknown)}"
     return f"it holds files that would be lost: {some(lost)}" if lost else ""
+
+
+def _why_no_links(index: CheckpointIndex) -> str:
+    if not has_linkable_files(index):
+        return "it is not a folder of torch.distributed.checkpoint"
+    if DCP_RECORD in index.files:
+        return "its saver has made links already"
+    try:
+        check_states(index, index.groups)
+    except UnsupportedCheckpoint as error:
+        return error.problems[0].what
+    errors = verify_checkpoint(index.root).of_severity(ERROR)  # as the one with links must be without
+    return f"it is not resumable: {errors[0].what}" if errors else ""
 
 
 def _why_not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path]) -> str:
@@ -502,8 +631,8 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
 
     ``trust_unrecorded`` also thins out full checkpoints that do not state their attempt.
 
-    Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
-    invalid strategy or selectors.
+    Raises SourceError if the newest checkpoint can't be used or no complete state would be left, UsageError for an
+    invalid strategy or selectors, and MismatchError for links in a format without such files.
     """
     run = Path(run).absolute()  # on this machine: it is changed in place
     folder, scan = RunFolder(run), scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
@@ -515,10 +644,12 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
     chooser = None
     if not options.weights_only:
         chooser = Chooser.of(options, structure, parts, weights_are_masters=not has_masters)
+    if options.reference:
+        _check_reference(scan)
 
     @cache
     def facts_of(one: RunCheckpoint) -> FullFacts:
-        return read_facts(indexes[one.path], structure, folder.at(one.step), indexes, weights_only=chooser is None)
+        return read_facts(indexes[one.path], structure, folder.at(one.step), indexes, options)
 
     pruner = Pruner(
         checkpoints=scan.usable,
@@ -526,14 +657,22 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
         keep_full=options.keep_full,
         facts=facts_of,
         chooser=chooser,
+        reference=options.reference,
         thinned=[
-            (one, read_losses(one.path)) for one in scan.usable if one.ledger and one.ledger.lineage.startswith(THINNED)
+            (replace(one, ledger=ledger), read_losses(one.path))
+            for one in scan.usable
+            if one.is_partial != options.reference
+            and (ledger := one.ledger or ledger_of_links(indexes[one.path]))
+            and ledger.lineage.startswith(THINNED)
         ],
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
     )
     weights = newest.precision if has_masters else "F32"
     precision = precision_of(chooser.policy, options.precision, weights) if chooser else EXACT
+    if options.reference and precision != EXACT:
+        what = "they round states, but a stock dcp.load needs exact ones"
+        raise UsageError.at("--reference", what, "omit it, or --masters, --moments and policies that round")
     actions = _measure(pruner.decide(), scan, chooser, precision)
     left = folder.left_by_thin()
     freed = sum(action.freed for action in actions) + freed_bytes(path for folder in left for path in files_in(folder))
@@ -544,6 +683,14 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
     before, after = (tuple(composable_steps(there, every)) for there in (scan.usable, rest))
     ages = compare_ages(scan.usable, rest, after, every)
     return ThinPlan(options, scan, actions, before, tuple(left), freed, ages)
+
+
+def _check_reference(scan: Scan) -> None:
+    full = [one for one in scan.usable if not one.is_partial]
+    if full and not has_linkable_files(newest := scan.indexes[full[-1].path]):
+        what = f"{newest.name} is {newest.format}: only FSDP's and DCP's sharded checkpoints have files to link to"
+        fix = "leave it out; merge --run then composes a step when it is needed"
+        raise MismatchError.at("--reference", what, fix)
 
 
 def _measure(
@@ -562,9 +709,15 @@ def _measure(
             kept = {*kept_files(index)}
             lost = (index.root / path for path in index.files if path not in kept)
             freed = freed_bytes(lost) - plan_weights(index).num_bytes
-        elif action.becomes == PARTIAL:
+        elif action.becomes in (PARTIAL, LINKED):
             freed = freed_bytes(files_in(index.root))
-        successor = action.successor if action.is_written else None
+        if action.links_to is not None and action.ledger is not None:
+            planned = plan_links(action, scan.structure, index, scan.indexes[action.links_to.path], "never")
+            linked = sum(file.num_bytes for file in planned.plan.links)
+            written = planned.plan.num_bytes - linked
+            freed -= written + len(manifest_of_links(planned, action.ledger, (), b"", ""))
+            action = replace(action, written_bytes=written, linked_bytes=linked)
+        successor = action.successor if action.becomes == PARTIAL and action.is_written else None
         if successor is not None and successor.ledger is not None and chooser is not None:
             conversion = Conversion(
                 source=index,
@@ -589,6 +742,8 @@ def bytes_to_move(plan: ThinPlan) -> int:
     for action in plan.actions:
         if action.conversion is not None:
             total += action.conversion.plan.num_bytes
+        elif action.becomes == LINKED:
+            total += action.written_bytes + action.linked_bytes // 2  # which are not read back
         elif action.becomes == WEIGHTS:
             total += plan_weights(plan.scan.indexes[action.checkpoint.path]).num_bytes
         elif action.successor is not None:

@@ -1,4 +1,4 @@
-"""Thins out a run's folder: older full checkpoints become partial ones or keep only their weights.
+"""Thins out a run's folder: older full checkpoints become partial ones, get links, or keep only their weights.
 
 Each is replaced separately, oldest first, and only once its replacement has been written, read back and published. The
 command can be interrupted at any point; rerunning it resumes.
@@ -10,32 +10,50 @@ from __future__ import annotations
 
 import filecmp
 import logging
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from llmtailor import __version__
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Cast, Copy, Plan, Strided
+from llmtailor.checkpoint.layout import Cast, Copy, LinkLayout, Plan, Strided
 from llmtailor.checkpoint.lineage import RunCheckpoint, newest_resumable, sources_at, usable_at
 from llmtailor.checkpoint.placement import Extent, Fragment
 from llmtailor.compose.plan import plan_merge
-from llmtailor.engine.copy import Context, CopyStats, execute
+from llmtailor.compose.report import card
+from llmtailor.compose.write import check_written, now
+from llmtailor.engine.copy import Context, CopyStats, FileResult, execute
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
 from llmtailor.engine.staging import check_space, space_for
 from llmtailor.errors import PathIn, Problem, SourceError, TailorError, Unanswered, VerificationError, some
 from llmtailor.formats.registry import display_name, index_checkpoint
-from llmtailor.loaders.files import PARTIAL_MANIFEST
+from llmtailor.loaders.files import CARD, MANIFEST, PARTIAL_MANIFEST
+from llmtailor.loaders.loader import LOADERS
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.roles import ITEMSIZE, WEIGHT, State, is_moment, size_of
 from llmtailor.recipe import Assignment, Recipe
 from llmtailor.runs.folder import Kind, carrying_out, link_or_copy, remove_partial, remove_replaced, staged
 from llmtailor.runs.gc import BUG
-from llmtailor.runs.prune import WEIGHTS, Conversion, PruneAction, ThinPlan, compared, kept_files, plan_weights
+from llmtailor.runs.prune import (
+    LINKED,
+    PARTIAL,
+    WEIGHTS,
+    Conversion,
+    PruneAction,
+    ThinPlan,
+    compared,
+    kept_files,
+    manifest_of_links,
+    plan_links,
+    plan_weights,
+)
 from llmtailor.runs.scan import describe_checkpoint
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32
@@ -162,8 +180,8 @@ def check_unchanged(index: CheckpointIndex) -> None:
     added = [path for path in added_since(index.root, {**index.files, **folders}) if path not in index.files]
     appeared, differs = "it appeared in the meantime, so nothing here is removed", "the file changed while it was read"
     why = dict.fromkeys(added, appeared)
-    for path, now in facts_now(index.root, index.files).items():
-        if now is None or not now.is_like(index.files[path]):
+    for path, fact in facts_now(index.root, index.files).items():
+        if fact is None or not fact.is_like(index.files[path]):
             why[path] = differs
     if why:
         raise SourceError(Problem(PathIn(index.name, path), what, "run this again") for path, what in why.items())
@@ -192,11 +210,11 @@ def _crcs(root: Path, wanted: Iterable[Sequence[Extent]], stop: Stop, on_progres
 
 @contextmanager
 def _writing(
-    index: CheckpointIndex, target: Path, plan: Plan, stop: Stop, clone: Clone, on_progress: OnProgress
-) -> Iterator[tuple[Path, dict[str, int], CopyStats]]:
-    """Write the files of a plan next to ``target``; yield their folder, CRC-32 by path, and how the bytes got there.
+    indexes: Sequence[CheckpointIndex], target: Path, plan: Plan, stop: Stop, clone: Clone, on_progress: OnProgress
+) -> Iterator[tuple[Path, list[FileResult], dict[str, int]]]:
+    """Write the files of a plan next to ``target``; yield their folder, the files, and the CRC-32 of all but links.
 
-    After the block, check that the checkpoint ``index`` is unchanged. After an error, nothing is left. Raises
+    After the block, check that the sources of the plan are unchanged. After an error, nothing is left. Raises
     StorageError, SourceError, Interrupted or OSError.
     """
     check_space(target, space_for(plan, clone))
@@ -204,12 +222,14 @@ def _writing(
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        context = Context(facts=[index.files], on_progress=on_progress, stop=stop, clone=clone)
+        facts = [index.files for index in indexes]
+        context = Context(facts=facts, on_progress=on_progress, stop=stop, clone=clone)
         results = execute(plan, staging, context)
         logger.info("wrote %s, %s bytes, in %s", display_name(target), f"{plan.num_bytes:,}", watch.lap())
-        crcs = {result.path: result.crc for result in results}
-        yield staging, crcs, sum((result.moved for result in results), CopyStats())
-        check_unchanged(index)
+        crcs = {result.path: result.crc for result in results if not isinstance(result.plan, LinkLayout)}
+        yield staging, results, crcs
+        for index in indexes:
+            check_unchanged(index)
         logger.info("read it back in %s", watch.lap())
         stop.check()
     except BaseException:
@@ -227,7 +247,7 @@ def write_conversion(
     is absent.
     """
     target, source, plan = conversion.target, conversion.source, conversion.plan
-    with _writing(source, target, plan, stop, clone, on_progress) as (staging, crcs, moved):
+    with _writing([source], target, plan, stop, clone, on_progress) as (staging, results, crcs):
         for name, folder in conversion.links.items():
             if filecmp.cmp(folder / name, staging / name, shallow=False):
                 (staging / name).unlink()
@@ -243,7 +263,7 @@ def write_conversion(
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    return moved
+    return _moved(results)
 
 
 def reduce_to_weights(
@@ -255,7 +275,7 @@ def reduce_to_weights(
     weights don't read back, and as `_writing`.
     """
     root, kept = index.root, kept_files(index)
-    with _writing(index, root, plan_weights(index), stop, clone, on_progress) as (staging, crcs, moved):
+    with _writing([index], root, plan_weights(index), stop, clone, on_progress) as (staging, results, crcs):
         for path in kept:
             (staging / path).parent.mkdir(exist_ok=True)
             link_or_copy(root / path, staging / path)
@@ -266,11 +286,51 @@ def reduce_to_weights(
             one, other = root / path, staging / path
             if not (one.samefile(other) or filecmp.cmp(one, other, shallow=False)):
                 raise VerificationError.at(index.name, f"{path} would be lost", _DISK_OR_BUG)
+    _replace(root, staging)
+    return _moved(results)
+
+
+def write_links(
+    action: PruneAction,
+    full: CheckpointIndex,
+    structure: ModelStructure,
+    stop: Stop,
+    clone: Clone = "never",
+    on_progress: OnProgress = lambda num_bytes: None,
+) -> CopyStats:
+    """Replace a full checkpoint with one that has links to another one's files, which may have links itself.
+
+    Return how its bytes got there. It is complete until it is replaced. Raises VerificationError if the new one does
+    not read back as planned, what `plan_merge` raises, and as `_writing`.
+    """
+    assert action.links_to is not None and action.successor is not None and action.ledger is not None
+    check_on_disk(action.links_to, structure)
+    linked = index_checkpoint(action.links_to.path)
+    made = plan_links(action, structure, full, linked, clone)
+    made = replace(made, out=full.root, report=replace(made.report, out=full.name))
+    with _writing(made.indexes, full.root, made.plan, stop, clone, on_progress) as (staging, results, crcs):
+        readme = card(made.report, __version__, made.family, made.target.stage, LOADERS[made.client]).encode()
+        write_durably(staging / MANIFEST, manifest_of_links(made, action.ledger, results, readme, now()))
+        write_durably(staging / CARD, readme)
+        for folder, _, _ in os.walk(staging):
+            fsync_folder(Path(folder))
+        check_crcs(staging, crcs, stop, on_progress)
+        check_written(made, staging)
+        check_on_disk(replace(action.successor, path=staging), structure)
+    _replace(full.root, staging)
+    return _moved(results)
+
+
+def _replace(root: Path, staging: Path) -> None:
+    """Put a new checkpoint in the place of another one, and remove that. Raises OSError."""
     old = staged(root, Kind.OLD)
     replace_folder(staging, root, old)
     fsync_folder(root.parent)
     remove_replaced(root, now_at=staging if staging.exists() else old)
-    return moved
+
+
+def _moved(results: Iterable[FileResult]) -> CopyStats:
+    return sum((result.moved for result in results), CopyStats())
 
 
 def thin(
@@ -300,6 +360,8 @@ def thin(
             full, successor = indexes[action.checkpoint.path], action.successor
             if action.becomes == WEIGHTS:
                 moved += reduce_to_weights(full, stop, clone, on_progress)
+            elif action.becomes == LINKED:
+                moved += write_links(action, full, scan.structure, stop, clone, on_progress)
             elif successor is None:
                 logger.info("%s stays: %s", action.checkpoint.name, action.why or "it is one of the newest")
                 continue
@@ -311,7 +373,7 @@ def thin(
                 except VerificationError as error:
                     differing += error.problems
                     continue
-            if successor is not None:
+            if action.becomes == PARTIAL and successor is not None:
                 _put_in_place(plan, action, successor, there)
             there = action.applied_to(there)
             notify(action)
@@ -340,7 +402,11 @@ def _put_in_place(
 def check_on_disk(promised: RunCheckpoint, structure: ModelStructure) -> None:
     """Raise VerificationError if a checkpoint on disk is not the one that the decision assumed."""
     found = describe_checkpoint(index_checkpoint(promised.path), structure)
-    if found != promised or found.past != promised.past:
+    is_same = all(
+        (found.step_of(part), found.master_step_of(part)) == (promised.step_of(part), promised.master_step_of(part))
+        for part in structure.parts
+    )
+    if found != promised or found.past != promised.past or not is_same:
         raise VerificationError.at(promised.path, "it does not hold the parts that were decided on", BUG)
 
 

@@ -9,6 +9,9 @@ other ranks get its plan, as always::
 
 A folder refers to nothing outside of it, so older folders may be deleted or moved at any time. Masters and optimizer
 states go to separate files: a link keeps a whole file alive, and moments would otherwise keep old masters on the disk.
+
+An object store has no links. There, each rank asks the store to copy its share of the older files, whose bytes don't
+pass through it. A copy takes space, so masters and states of each part are a file of their own.
 """
 
 from __future__ import annotations
@@ -18,22 +21,23 @@ import logging
 import pickle
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, SerializationFormat, _StoragePrefix
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from llmtailor.balance import deal
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.dcp import DATA_FILE, METADATA
-from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, UsageError, size
 from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.model.find_parts import find_parts_by_name
@@ -50,16 +54,15 @@ from llmtailor.policies import (
     restore_state,
     state_of,
 )
-from llmtailor.storage.local import fsync_folder, replace_durably, try_link
+from llmtailor.saving.dcp_folders import WHERE, Folder, LocalFolder, folder_of
+from llmtailor.storage.remote import is_url
 
 logger = logging.getLogger("llmtailor.saving")
 
-_WHERE = "DcpSaver"
-_SAVE_ALL = "give dcp.save that writer itself, so that every save holds everything"
 _STATE_FILES = "9"
 """Begins the counters of files with optimizer states"""
-_FIRST_LINK = 1000
-"""The least counter of linked files"""
+_FIRST_TAKEN = 1_000_000
+"""The least counter of files that are linked or copied"""
 _KNOWN_SAVES = 16
 
 
@@ -81,8 +84,8 @@ class DcpSaver:
         self.policy = make_policy(policy)
         self.max_staleness = max_staleness
         self._lineage = uuid.uuid4().hex
-        self._resumed: Path | None = None
-        self._saves: list[Path] = []
+        self._resumed = ""
+        self._saves: list[Folder] = []
         if self.policy.needs_drift:
             what = "it chooses by how parts have changed, which is not measured in saves through DCP"
             raise UsageError.at(f"policy {self.policy.name}", what, f"use another one, such as {DEFAULT_POLICY}")
@@ -91,30 +94,32 @@ class DcpSaver:
             raise UsageError.at(f"policy {self.policy.name}", what, f"use another one, such as {DEFAULT_POLICY}")
 
     def resumed_from(self, folder: str | Path | None) -> None:
-        """Say which DCP folder the training has loaded, before its first save; None if it has loaded none.
+        """Say which DCP folder or URL the training has loaded, before its first save; None if it has loaded none.
 
         Later saves link to the data of this folder, and the schedule of the policy goes on.
         """
         self._lineage = uuid.uuid4().hex
-        self._resumed = None if folder is None else Path(folder).absolute()
+        self._resumed = "" if folder is None else str(folder if is_url(folder) else Path(folder).absolute())
         self._saves = []
 
     def writer(self, inner: StorageWriter, step: int) -> PartialWriter:
-        """Return the writer for one save; ``inner`` writes the files. Raises UsageError if files can't be linked there.
+        """Return the writer for one save; ``inner`` writes the files.
 
-        The caller's folder should be new, as with `dcp.save`. Data of an earlier save in it is removed.
+        The caller's folder should be new, as with `dcp.save`. Data of an earlier save in it is removed. Raises
+        UsageError if later saves could neither link to the files nor copy them.
         """
         writer = PartialWriter(self, inner, step)
         self._saves = [*self._saves[-_KNOWN_SAVES:], writer.folder]
         return writer
 
-    def _find_base(self, folder: Path, step: int) -> _Base | None:
+    def _find_base(self, folder: Folder, step: int) -> _Base | None:
         """Return the newest complete save before this one, of this training or the one that it resumed from."""
         known = [(one, self._lineage) for one in reversed(self._saves)]
-        for path, lineage in [*known, *([(self._resumed, "")] if self._resumed else [])]:
-            if path == folder:
+        resumed = folder.beside(self._resumed) if self._resumed else None
+        for other, lineage in [*known, *([(resumed, "")] if resumed is not None else [])]:
+            if other == folder or type(other) is not type(folder):
                 continue
-            base = _read_base(path)
+            base = _read_base(other)
             if base is not None and lineage in ("", base.ledger.lineage) and (base.ledger.step or 0) < step:
                 return base
         return None
@@ -124,7 +129,7 @@ class DcpSaver:
 class _Base:
     """An earlier save, which another one builds on."""
 
-    folder: Path
+    folder: Folder
     ledger: Ledger
     metadata: Metadata
 
@@ -152,13 +157,20 @@ class _Model:
     def keys(self, part: Part) -> list[str]:
         return self.masters[part] + self.states[part]
 
+    def files(self) -> list[list[str]]:
+        """Return the keys that are always saved together."""
+        return [keys for part in self.masters for keys in (self.masters[part], self.states[part])]
 
-@dataclass(slots=True)
-class _Prefixes:
-    """Takes the place of the inner writer's data in a plan on its way to a rank."""
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """Takes the place of the inner writer's data in a plan on its way to a rank: what else the rank has to know."""
 
     inner: Any
-    states: _StoragePrefix | None
+    prefixes: Mapping[str, str]
+    """Key -> what the name of its file begins with, if it is not in the inner writer's files"""
+    copies: Sequence[tuple[str, str]] = ()
+    """In an object store: what to copy, and to what"""
 
 
 class PartialWriter(StorageWriter):
@@ -166,44 +178,46 @@ class PartialWriter(StorageWriter):
 
     def __init__(self, saver: DcpSaver, inner: StorageWriter, step: int) -> None:
         self.saver, self.inner, self.step = saver, inner, step
-        self.folder = _folder_of(inner)
+        self.folder = folder_of(inner)
         self._left_out: dict[str, Any] = {}
         """Key that is not saved -> its entry in the metadata of the earlier save"""
-        self._linked: list[WriteResult] = []
+        self._taken: list[WriteResult] = []
+        """Where the data of these keys is in the new folder"""
         self._ledger: Ledger | None = None
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        if checkpoint_id and Path(checkpoint_id).absolute() != self.folder:
+        if checkpoint_id and self.folder.beside(str(checkpoint_id)) != self.folder:
             what = f"the writer saves to {self.folder}, but dcp.save is given the checkpoint_id {checkpoint_id}"
-            raise UsageError.at(_WHERE, what, "omit checkpoint_id")
+            raise UsageError.at(WHERE, what, "omit checkpoint_id")
         self.inner.reset(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             what = "with use_collectives=False, no rank knows the whole save"
-            raise UsageError.at(_WHERE, what, "omit use_collectives")
+            raise UsageError.at(WHERE, what, "omit use_collectives")
         self.inner.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return self.inner.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Choose what is due, and link to the rest. Called on the coordinator."""
+        """Choose what is due, and link to the rest, or tell the ranks to copy it. Called on the coordinator."""
         plans = self.inner.prepare_global_plan(plans)
         kinds = {item.index.fqn: _kind_of(item.tensor_data) for plan in plans for item in plan.items}
         model = _find_model(kinds)
         base = self.saver._find_base(self.folder, self.step) if model.masters else None
         _clear(self.folder)
-        if base is None or not self._link(base, self._choose(base, model, kinds), plans):
-            self._left_out, self._linked = {}, []
+        copies = None if base is None else self._take_over(base, self._choose(base, model, kinds), len(plans))
+        if copies is None:
+            self._left_out, self._taken, copies = {}, [], [[] for _ in plans]
             self._choose(None, model, kinds)
         return [
             replace(
                 plan,
                 items=[item for item in plan.items if item.index.fqn not in self._left_out],
-                storage_data=_Prefixes(plan.storage_data, self._states_prefix(plan.storage_data)),
+                storage_data=_Share(plan.storage_data, self._prefixes(plan, model), own),
             )
-            for plan in plans
+            for plan, own in zip(plans, copies, strict=True)
         ]
 
     def _choose(self, base: _Base | None, model: _Model, kinds: Mapping[str, object]) -> list[str]:
@@ -231,72 +245,96 @@ class PartialWriter(StorageWriter):
         old = [part for part in parts if part not in chosen.parts]
         return [key for part in old for key in (model.states[part] if part in chosen.masters else model.keys(part))]
 
-    def _link(self, base: _Base, keys: Sequence[str], plans: Sequence[SavePlan]) -> bool:
-        """Make links to the files that have the data of some keys. Return whether that was possible."""
+    def _take_over(self, base: _Base, keys: Sequence[str], ranks: int) -> list[list[tuple[str, str]]] | None:
+        """Link to the files that have the data of some keys, or return what each rank has to copy; None if neither is
+        possible."""
         rows = base.rows(keys)
         names: dict[str, str] = {}
-        first = max(_FIRST_LINK, *(len(plan.items) for plan in plans))
-        for number, path in enumerate(dict.fromkeys(info.relative_path for _, info in rows), first):
+        for number, path in enumerate(dict.fromkeys(info.relative_path for _, info in rows), _FIRST_TAKEN):
             match = DATA_FILE.fullmatch(Path(path).name)
-            rank = int(match[1]) % len(plans) if match else 0  # readers take the highest for the number of ranks
+            rank = int(match[1]) % ranks if match else 0  # readers take the highest for the number of ranks
             names[path] = f"__{rank}_{number}.distcp"
-            try:
-                why = "" if try_link(base.folder / path, self.folder / names[path]) else "the file system has no links"
-            except FileNotFoundError:
-                why = "it was deleted"
-            if why:
-                logger.warning("step %d: can't link to %s (%s), so everything is saved", self.step, base.folder, why)
-                _clear(self.folder)
-                return False
+        try:
+            copies = self.folder.take(base.folder, names)
+        except OSError as error:
+            why = "it was deleted" if isinstance(error, FileNotFoundError) else error.strerror or error
+            logger.warning("step %d: can't use %s (%s), so everything is saved", self.step, base.folder, why)
+            _clear(self.folder)
+            return None
         self._left_out = {key: base.metadata.state_dict_metadata[key] for key in keys}
-        self._linked = [
+        self._taken = [
             WriteResult(index, info.length, replace(info, relative_path=names[info.relative_path]))
             for index, info in rows
         ]
-        return True
+        return deal(copies, ranks)
 
-    def _states_prefix(self, data: Any) -> _StoragePrefix | None:
-        """Return what the names of files with optimizer states begin with; None if all files of a rank are alike."""
-        # with a file per tensor, or this many threads, other files have counters that begin like this
-        is_one_file = getattr(self.inner, "single_file_per_rank", False)
-        if isinstance(data, _StoragePrefix) and is_one_file and getattr(self.inner, "thread_count", 1) < 90:
-            return _StoragePrefix(f"{data.prefix}{_STATE_FILES}")
-        return None
+    def _prefixes(self, plan: SavePlan, model: _Model) -> dict[str, str]:
+        """Return what the names of files of their own begin with, by key; none if all files of a rank are alike."""
+        data, is_one_file = plan.storage_data, getattr(self.inner, "single_file_per_rank", False)
+        # with a file per tensor, or this many threads, other files have counters that begin like these
+        if not isinstance(data, _StoragePrefix) or not is_one_file or getattr(self.inner, "thread_count", 1) >= 90:
+            return {}
+        keys = [item.index.fqn for item in plan.items]
+        if isinstance(self.folder, LocalFolder):
+            return {key: f"{data.prefix}{_STATE_FILES}" for key in keys if _STATE.fullmatch(key)}
+        numbers = {key: number for number, own in enumerate(model.files()) for key in own}
+        return {key: f"{data.prefix}{1000 + numbers[key] % 9000}" for key in keys if key in numbers}
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def _files(self, plan: SavePlan, planner: SavePlanner) -> list[SavePlan]:
+        """Return a plan for each call of the inner writer, which makes other files."""
         if getattr(planner, "_enable_plan_caching", False):
             what = "enable_plan_caching would repeat the choice of an earlier save"
-            raise UsageError.at(_WHERE, what, "omit enable_plan_caching from the planner")
-        prefixes = cast(_Prefixes, plan.storage_data)
-        states = [item for item in plan.items if prefixes.states is not None and _STATE.fullmatch(item.index.fqn)]
-        others = [item for item in plan.items if prefixes.states is None or not _STATE.fullmatch(item.index.fqn)]
-        results = []
-        for items, data in ((others, prefixes.inner), (states, prefixes.states)):
-            if items or data is prefixes.inner:
-                written = self.inner.write_data(replace(plan, items=items, storage_data=data), planner)
-                written.wait()
-                results += written.value()
+            raise UsageError.at(WHERE, what, "omit enable_plan_caching from the planner")
+        share = cast(_Share, plan.storage_data)
+        found: dict[str, list[WriteItem]] = {"": []}
+        for item in plan.items:
+            found.setdefault(share.prefixes.get(item.index.fqn, ""), []).append(item)
+        return [
+            replace(plan, items=items, storage_data=_StoragePrefix(prefix) if prefix else share.inner)
+            for prefix, items in found.items()
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        calls: list[Callable[[], Any]] = [
+            partial(self.inner.write_data, own, planner) for own in self._files(plan, planner)
+        ]
+        calls += [partial(self.folder.copy, *names) for names in cast(_Share, plan.storage_data).copies]
+        written = _call_all(calls, self.folder.at_once)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result([row for one in written if one is not None for row in one.wait()])
         return done
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Do what NVRx (nvidia-resiliency-ext) calls instead of `write_data`: another process writes the buckets."""
+        inner: Any = self.inner
+        buckets, results = [], None
+        for own in self._files(plan, planner):
+            inner.prepare_write_data(own, planner)
+            buckets += inner.write_buckets
+            results = results or inner.results_queue
+        inner.write_buckets, inner.results_queue = buckets, results
+
+    def get_save_function_and_args(self) -> Any:
+        return cast(Any, self.inner).get_save_function_and_args()
+
+    def retrieve_write_results(self) -> Any:
+        return cast(Any, self.inner).retrieve_write_results()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the save. Called on the coordinator."""
         metadata.state_dict_metadata.update(self._left_out)
-        linked = sorted({row.storage_data.relative_path for row in self._linked})
         if self._ledger is not None:
             record = {
                 "ledger": self._ledger.to_json(),
-                "linked": linked,
+                "linked": sorted({row.storage_data.relative_path for row in self._taken}),
                 "save_id": _save_id(self.inner.storage_meta()),
             }
-            replace_durably(self.folder / DCP_RECORD, json.dumps(record).encode())
-        fsync_folder(self.folder)
-        if self._linked:
+            self.folder.write(DCP_RECORD, json.dumps(record).encode())
+        if self._taken:
             written = sum(row.size_in_bytes for rows in results for row in rows)
-            kept = sum(row.size_in_bytes for row in self._linked)
-            logger.info("step %d: wrote %s, linked to %s", self.step, size(written), size(kept))
-        self.inner.finish(metadata, [*results, self._linked])
+            kept = sum(row.size_in_bytes for row in self._taken)
+            logger.info("step %d: wrote %s, %s %s", self.step, size(written), self.folder.took, size(kept))
+        self.inner.finish(metadata, [*results, self._taken])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -310,29 +348,26 @@ class PartialWriter(StorageWriter):
         return getattr(self.inner, "checkpoint_id", self.folder)
 
 
-def _folder_of(inner: StorageWriter) -> Path:
-    """Return the local folder of a writer. Raises UsageError if there is none, or it has no files to link to."""
-    fs, path = getattr(inner, "fs", None), getattr(inner, "path", None)
-    local = getattr(fs, "fs", None)  # of torch's FsspecWriter
-    form = getattr(inner, "serialization_format", SerializationFormat.TORCH_SAVE)
-    if isinstance(inner, HuggingFaceStorageWriter) or form != SerializationFormat.TORCH_SAVE:
-        what = "writes safetensors files, which can't hold data of several saves"
-    elif isinstance(fs, FileSystem) and path:
-        return Path(path).absolute()
-    elif "file" in getattr(local, "protocol", ()) and path:
-        return Path(cast(Any, local)._strip_protocol(str(path)))
-    else:
-        what = "does not write to a local file system, so a save can't link to the data of earlier ones"
-    raise UsageError.at(_WHERE, f"{type(inner).__name__} {what}", _SAVE_ALL)
+def _call_all(calls: Sequence[Callable[[], Any]], at_once: int) -> list[Any]:
+    if at_once == 1:
+        return [call() for call in calls]
+    device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+    def start() -> None:
+        if torch.cuda.is_available():  # else this thread would use the first GPU
+            torch.cuda.set_device(device)
+
+    with ThreadPoolExecutor(at_once, initializer=start) as pool:
+        return [one.result() for one in [pool.submit(call) for call in calls]]
 
 
-def _read_base(folder: Path) -> _Base | None:
+def _read_base(folder: Folder) -> _Base | None:
     """Return a save that is complete, None for anything else."""
     try:
-        record = read_json(folder / DCP_RECORD, f"{folder / DCP_RECORD}")
-        ledger = Ledger.from_json(record.get("ledger"), f"{folder / DCP_RECORD}")
-        metadata = FileSystemReader(folder).read_metadata()
-    except (SourceError, OSError, EOFError, pickle.UnpicklingError):
+        record = json.loads(folder.read(DCP_RECORD))
+        ledger = Ledger.from_json(record.get("ledger"), f"{folder}/{DCP_RECORD}")
+        metadata = pickle.loads(folder.read(METADATA))
+    except (SourceError, OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError):
         return None
     return _Base(folder, ledger, metadata) if record.get("save_id") == _save_id(metadata.storage_meta) else None
 
@@ -342,13 +377,12 @@ def _save_id(meta: StorageMeta | None) -> str | None:
     return meta.save_id if meta is not None else None
 
 
-def _clear(folder: Path) -> None:
+def _clear(folder: Folder) -> None:
     """Remove an earlier save, so that its data files, which others may link to, are not overwritten in place."""
-    for name in (METADATA, DCP_RECORD):
-        (folder / name).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if DATA_FILE.fullmatch(path.name):
-            path.unlink()
+    there = folder.names()
+    first = [name for name in (METADATA, DCP_RECORD) if name in there]
+    for name in (*first, *filter(DATA_FILE.fullmatch, there)):
+        folder.remove(name)
 
 
 def _kind_of(entry: Any) -> object:

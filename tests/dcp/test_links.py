@@ -111,6 +111,13 @@ def test_a_composite_is_a_source_like_any_other(sources, tmp_path, runs):
     assert all(path.stat().st_nlink == 1 for path in whole.rglob("*") if path.is_file())
 
 
+def test_it_can_be_replaced(sources, tmp_path):
+    newer, older = sources("trainer")
+    for source in (older, newer):
+        convert(source, tmp_path / "out", reference=True, replace=True)
+    assert index_checkpoint(tmp_path / "out").global_step == 4
+
+
 @pytest.mark.parametrize("to", ["fsdp", "dcp"])
 def test_between_the_formats_that_have_such_files(sources, tmp_path, to):
     source, _ = sources("trainer" if to == "dcp" else "loop")

@@ -47,7 +47,7 @@ class Proxy:
 
     def __init__(self, port: int, cut_every: int = 0, busy_every: int = 0) -> None:
         self.upstream, self.cut_every, self.busy_every = port, cut_every, busy_every
-        self.requests = self.answered = self.cut = self.refused = 0
+        self.requests = self.asked = self.answered = self.cut = self.refused = 0
         self.lock = threading.Lock()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
@@ -65,9 +65,10 @@ class Proxy:
 
     def _ask(self, client: socket.socket, server: socket.socket) -> None:
         with client, server, suppress(OSError):
-            while request := client.recv(65536):  # which is as long as this here: only downloads are relayed
+            while request := client.recv(65536):  # of an upload a part
                 with self.lock:
                     self.requests += 1
+                    self.asked += len(request)
                     is_busy = self.busy_every and self.requests % self.busy_every == 0
                     self.refused += bool(is_busy)
                 if is_busy:

@@ -9,11 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 
+from helpers.s3 import s3_server, settings
 from llmtailor.loaders.files import DCP_RECORD
-from saving.dcp_loop import complete, same, spawn, step_of
+from saving.dcp_loop import complete, complete_in_store, same, spawn, step_of
 from saving.test_dcp import read
+from saving.test_dcp_stores import read as read_in_store
 
 SCRIPT = Path(__file__).parents[1] / "client_programs" / "try_torchtitan.py"
 pytestmark = [
@@ -49,6 +52,24 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, mode):
     wanted, found = read(stock / "checkpoint" / "step-20"), read(out / "checkpoint" / "step-20")
     assert found.keys() == wanted.keys()
     assert [key for key in wanted if not key.startswith("train_state") and not same(wanted[key], found[key])] == []
+
+
+def test_in_an_object_store(tmp_path, monkeypatch):
+    with s3_server() as port:
+        for name, value in settings(port).items():
+            monkeypatch.setenv(name, value)
+        url = f"s3://bucket/{tmp_path.name}"
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+        options = ["--checkpoint.folder", url, "--checkpoint.interval", "2", "--training.steps"]
+        train(tmp_path / "out", *options, "8")
+        train(tmp_path / "out", *options, "12")
+        assert f"Loading the checkpoint from {url}/step-8" in (tmp_path / "out.log").read_text()
+        for folder in (folders := complete_in_store(url)):
+            fs = fsspec.filesystem("s3", skip_instance_cache=True)
+            assert read_in_store(folder)["train_state.step"] == step_of(folder)
+            saved = json.loads(fs.cat_file(f"{folder}/{DCP_RECORD}"))["ledger"]["held_by"].values()
+            assert {step for _, step in saved} == {*range(step_of(folder) - 6, step_of(folder) + 1, 2)}
+        assert [step_of(folder) for folder in folders][-1] == 12
 
 
 def test_saves_in_turn_survive_deletions_and_a_kill(tmp_path):

@@ -1,6 +1,7 @@
 """A training under fully_shard that saves through dcp.save in turns, and keeps what it held at each save.
 
-``python -m saving.dcp_loop FOLDER UNTIL KEEP`` is one rank of it: it loads the newest complete folder and goes on.
+``python -m saving.dcp_loop FOLDER UNTIL KEEP`` is one rank of it: it loads the newest complete folder and goes on. With
+the policy ``stock``, it saves everything, without llmtailor. With a bucket of S3, it saves there.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsspec.core import url_to_fs
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from helpers.s3 import settings
 from llmtailor.saving import DcpSaver
 
 LAYERS = 4
@@ -80,8 +84,8 @@ def same(mine: Any, other: Any) -> bool:
     return torch.equal(mine, other) if isinstance(mine, torch.Tensor) else bool(mine == other)
 
 
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+def step_of(folder: Path | str) -> int:
+    return int(str(folder).rpartition("step-")[2])
 
 
 def complete(run: Path) -> list[Path]:
@@ -89,7 +93,14 @@ def complete(run: Path) -> list[Path]:
     return sorted((one.parent for one in run.glob("step-*/.metadata")), key=step_of)
 
 
-def load(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
+def complete_in_store(url: str) -> list[str]:
+    fs, path = url_to_fs(url)
+    fs.invalidate_cache()
+    found = fs.find(path)
+    return sorted((f"{url}/{one.split('/')[-2]}" for one in found if one.endswith("/.metadata")), key=step_of)
+
+
+def load(model: Any, optimizer: Any, folder: Path | str) -> dict[str, Any]:
     """Load with stock functions alone; return what the folder holds."""
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -114,21 +125,33 @@ def spawn(command: list[str], ranks: int, **options: Any) -> list[subprocess.Pop
     return started
 
 
-def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: str = "moments_in_turn") -> None:
+def main(
+    folder: str,
+    until: str,
+    keep: str = "0",
+    how: str = "sync",
+    policy: str = "moments_in_turn",
+    bucket: str = "",
+    port: str = "0",
+) -> None:
     torch.set_num_threads(1)
+    os.environ.update(settings(int(str(port))))
+    url = f"s3://{bucket}" if bucket else ""
     run, until, keep, how, policy = Path(folder), int(str(until)), int(str(keep)), str(how), str(policy)
     dist.init_process_group("cpu:gloo" if how != "sync" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, optimizer = build(ranks)
-    saver, step = DcpSaver(policy), 0
-    newest = max(complete(run), key=step_of, default=None)
+    saver, step = DcpSaver() if policy == "stock" else DcpSaver(policy), 0
+    there = complete_in_store(url) if url else complete(run)
+    newest: Path | str | None = max(there, key=step_of, default=None)
     if newest is not None:
         state = load(model, optimizer, newest)
         step = state["train"]["step"]
         saver.resumed_from(newest)
         loaded = flat(state)
         if rank == 0:
-            torch.save({"folder": newest.name, "ranks": ranks, "state": loaded}, run / f"loaded-{os.getpid()}.tmp")
+            told = {"folder": f"step-{step_of(newest)}", "ranks": ranks, "state": loaded}
+            torch.save(told, run / f"loaded-{os.getpid()}.tmp")
             (run / f"loaded-{os.getpid()}.tmp").rename(run / f"loaded-{os.getpid()}.pt")
     dist.barrier()
     if rank == 0:
@@ -140,11 +163,12 @@ def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: st
         state = state_of(model, optimizer, step)
         truth = flat(state)
         if rank == 0:
-            after = newest.name if newest is not None else ""
+            after = f"step-{step_of(newest)}" if newest is not None else ""
             torch.save({"after": after, "state": truth}, run / f"truth-{step}.tmp")
             (run / f"truth-{step}.tmp").rename(run / f"truth-{step}.pt")
-        path = run / f"step-{step}"
-        writer = saver.writer(FileSystemWriter(path), step)
+        path = f"{url}/step-{step}" if url else run / f"step-{step}"
+        inner = FsspecWriter(path) if url else FileSystemWriter(path)
+        writer = inner if policy == "stock" else saver.writer(inner, step)
         if how == "sync":
             dcp.save(state, storage_writer=writer)
         else:
@@ -153,8 +177,8 @@ def main(folder: str, until: str, keep: str = "0", how: str = "sync", policy: st
             pending.result()
         newest = path
         if rank == 0 and keep:
-            for old in complete(run)[:-keep]:
-                shutil.rmtree(old)
+            for old in complete_in_store(url)[:-keep] if url else complete(run)[:-keep]:
+                url_to_fs(url)[0].rm(old, recursive=True) if url else shutil.rmtree(old)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -234,10 +234,12 @@ def test_a_model_alone_is_saved_whole(tmp_path):
 
 def test_what_is_refused(tmp_path):
     saver = DcpSaver()
-    with pytest.raises(UsageError, match="does not write to a local file system"):
-        saver.writer(FsspecWriter("memory://run/step-1"), 1)
-    with pytest.raises(UsageError, match="HuggingFaceStorageWriter writes safetensors"):
+    with pytest.raises(UsageError, match=r"HuggingFaceStorageWriter writes safetensors.*\n.*llmtailor convert"):
         saver.writer(HuggingFaceStorageWriter(f"{tmp_path}/step-1"), 1)
+    other = FileSystemWriter(tmp_path / "step-1")
+    other.use_msc = True
+    with pytest.raises(UsageError, match="through multistorageclient"):
+        saver.writer(other, 1)
     for policy in ("adaptive", "budget:5"):
         with pytest.raises(UsageError, match=f"policy {policy.split(':')[0]}"):
             DcpSaver(policy)

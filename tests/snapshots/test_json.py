@@ -16,6 +16,7 @@ from attempts.world import World
 from helpers.checkpoints import make, model_states, optim_states
 from helpers.commands import run_here
 from snapshots.kept import check, schema
+from thin.scene import make_run
 
 MAPS = {
     "inspect": ["parts[].num_bytes_by_kind", "tied"],
@@ -88,6 +89,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Documents:
     make(thinned, 400)
     call("thin", thinned, "--keep-optimizer-last", 2)
     call("thin", thinned, "--strategy", "parity", "--yes")
+    make_run(root / "linked", (100, 200, 300), "dcp")
+    call("thin", "linked", "--strategy", "parity", "--reference", "--yes")
     written("partial manifest", thinned / "partial" / "step-00000200" / "manifest.json")
 
     world = World(root / "saved", seed=1)

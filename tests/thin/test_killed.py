@@ -12,7 +12,7 @@ from helpers.cases import mostly_long
 from helpers.files import TOLD, contents
 from llmtailor.checkpoint.lineage import Ledger, composable_steps
 from llmtailor.runs.scan import scan_run
-from thin.scene import SHORT, compose, folders, make_run, save_partial
+from thin.scene import SHORT, compose, folders, make_run, save_partial, taken
 
 STEPS = (100, 200, 300)
 
@@ -38,6 +38,22 @@ def test_thin(tmp_path, form):
     killing = Killing(tmp_path, words, lambda run: left(run, STEPS[1]))  # of both that were thinned out
     for moment in killing.trials():
         assert composable(killing.run) == list(STEPS), f"killed at {moment}: {folders(killing.run)}"
+
+
+@pytest.mark.parametrize(("can_exchange", "form"), [(True, "dcp"), pytest.param(False, "fsdp", marks=pytest.mark.long)])
+def test_thin_with_links(tmp_path, can_exchange, form):
+    make_run(tmp_path / "original", STEPS, form, shape=SHORT)
+    names = [f"checkpoint-{step}" for step in STEPS]
+
+    def outcome(run: Path) -> object:
+        return folders(run), [contents(run / name, *TOLD) for name in names], taken(run) // 10_000
+
+    words = ("thin", "--strategy", "parity", "--reference", "--yes")
+    killing = Killing(tmp_path, words, outcome, no_exchange=not can_exchange)
+    assert [path.stat().st_nlink for path in (killing.run / names[1]).rglob("*.distcp")].count(2)
+    for moment in killing.trials():
+        is_aside = not can_exchange and (killing.run / ".checkpoint-200.llmtailor-old").exists()
+        assert is_aside or composable(killing.run) == list(STEPS), f"killed at {moment}: {folders(killing.run)}"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from helpers.cases import examples
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, newer_masters, sources_at
 from llmtailor.errors import SourceError
 from llmtailor.runs.gc import find_reachable
-from llmtailor.runs.prune import PARTIAL, STAYS, WEIGHTS, Chooser, FullFacts, Pruner, ThinOptions
+from llmtailor.runs.prune import LINKED, PARTIAL, STAYS, WEIGHTS, Chooser, FullFacts, Pruner, ThinOptions
 from recipe.structures import llama
 
 ANATOMY = llama(2)
@@ -158,10 +158,16 @@ def test_needed_is_exactly_what_would_be_missed(disk: Disk, keep: int | None) ->
     assert set(reachable.after) >= set(able(everything)[-keep:] if keep else able(everything))
 
 
-@given(disks(), st.integers(1, 2), st.sampled_from(["parity", "full", "round_robin:3", "select", None]), st.data())
+@given(
+    disks(),
+    st.integers(1, 2),
+    st.sampled_from(["parity", "full", "round_robin:3", "moments_in_turn:2", "select", None]),
+    st.booleans(),
+    st.data(),
+)
 @settings(max_examples=examples(60, 150))
 def test_thinning_keeps_every_step_that_it_promises(
-    disk: Disk, keep_full: int, strategy: str | None, data: st.DataObject
+    disk: Disk, keep_full: int, strategy: str | None, reference: bool, data: st.DataObject
 ) -> None:
     everything = disk.checkpoints
     before = able(everything)
@@ -186,6 +192,7 @@ def test_thinning_keeps_every_step_that_it_promises(
         keep_full=keep_full,
         facts=lambda one: facts[one.path],
         chooser=chooser,
+        reference=reference,
         thinned=[],
         new_lineage=lambda: f"thin-{next(count)}",
         path_of=lambda step: Path(f"partial/step-{step:08}"),
@@ -199,7 +206,7 @@ def test_thinning_keeps_every_step_that_it_promises(
     for action in actions:
         if action.becomes == STAYS:
             continue
-        assert action.becomes == (WEIGHTS if strategy is None else PARTIAL)
+        assert action.becomes == (WEIGHTS if strategy is None else LINKED if reference else PARTIAL)
         assert not action.successor or action.successor.step == action.checkpoint.step
         there = [
             one for one in there if one.path not in (action.checkpoint.path, action.successor and action.successor.path)
@@ -212,6 +219,13 @@ def test_thinning_keeps_every_step_that_it_promises(
             chosen = outcome(there, action.checkpoint.step)
             assert chosen
             assert {part for part in action.parts if chosen[1][part] != action.successor.path} == set()
+        if action.links_to is not None:  # which is there, and as new as what a composite would take without it
+            old = [part for part in PARTS if part not in action.parts]
+            full = [one for one in there if not one.is_partial and one.step < action.checkpoint.step]
+            known = [one for one in full if facts[one.path].losses.get(1) == facts[action.checkpoint.path].losses[1]]
+            assert action.links_to in full
+            for part in old:
+                assert action.successor.step_of(part) == max(one.step_of(part) for one in known if one.resumable)
     newest = sorted(disk.full)[-keep_full:]
     assert {action.checkpoint.step for action in actions if action.becomes == STAYS} >= set(newest)
 

@@ -7,7 +7,8 @@ last ranks may have fewer rows or none; what all ranks have alike is saved once,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from llmtailor.checkpoint.index import DcpEntry
@@ -35,8 +36,11 @@ class FolderBuilder:
     def __init__(self, folder: str, ranks: int, links: Finder | None = None):
         self._folder, self._links = folder, links
         self._prefix = f"{folder}/" if folder else ""
-        self._pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-        self._ends = [0] * ranks
+        self.counter = 0
+        """Ends the names of the files that are written to"""
+        self._ranks = ranks
+        self._pieces: dict[str, list[Piece]] = {_file(rank, 0): [] for rank in range(ranks)}
+        self._ends: Counter[str] = Counter()
         self._next = 0
         self._entries: dict[str, Entry] = {}
 
@@ -52,7 +56,7 @@ class FolderBuilder:
             self.add(path, state_tensor(state, dtype, shape))
             return
         chunks, row = [], math.prod(shape[1:])
-        for rank, (low, high) in enumerate(cut_rows(shape[0], len(self._ends))):
+        for rank, (low, high) in enumerate(cut_rows(shape[0], self._ranks)):
             if low < high:
                 sizes = (high - low, *shape[1:])
                 blob = self._put(rank, state_tensor(state, dtype, sizes, low * row))
@@ -71,10 +75,8 @@ class FolderBuilder:
 
     def add_pickle(self, path: KeyPath, extent: Extent) -> None:
         """Add the pickle of an object of the base, as it is."""
-        rank = self._take_turn()
-        start, self._ends[rank] = self._ends[rank], self._ends[rank] + extent.num_bytes
-        self._pieces[rank].append(Copy(extent))
-        self._entries[join_key(path)] = Entry(path, chunks=(Chunk((), (), Blob(_file(rank), start, self._ends[rank])),))
+        blob = self._append(_file(self._take_turn(), self.counter), [Copy(extent)])
+        self._entries[join_key(path)] = Entry(path, chunks=(Chunk((), (), blob),))
 
     def add(self, path: KeyPath, value: Any) -> None:
         """Add a value on one rank: a tensor with its own storage as a tensor, anything else as a pickle."""
@@ -101,23 +103,26 @@ class FolderBuilder:
 
     def finish(self) -> list[FileLayout]:
         """Return the layouts of the folder's files."""
-        files = [FileLayout(self._prefix + _file(rank), tuple(pieces)) for rank, pieces in enumerate(self._pieces)]
+        files = [FileLayout(self._prefix + path, tuple(pieces)) for path, pieces in self._pieces.items()]
         return [*files, lay_out_metadata(self._prefix + METADATA, self._entries)]
 
     def _take_turn(self) -> int:
         self._next += 1
-        return (self._next - 1) % len(self._ends)
+        return (self._next - 1) % self._ranks
 
     def _put(self, rank: int, tree: Any) -> Blob:
-        start = self._ends[rank]
-        pieces = lay_out_torch_blob(_file(rank), tree, start)
-        self._pieces[rank] += pieces
-        self._ends[rank] = start + sum(piece.num_bytes for piece in pieces)
-        return Blob(_file(rank), start, self._ends[rank])
+        path = _file(rank, self.counter)
+        return self._append(path, lay_out_torch_blob(path, tree, self._ends[path]))
+
+    def _append(self, path: str, pieces: Sequence[Piece]) -> Blob:
+        start = self._ends[path]
+        self._pieces.setdefault(path, []).extend(pieces)
+        self._ends[path] += sum(piece.num_bytes for piece in pieces)
+        return Blob(path, start, self._ends[path])
 
 
-def _file(rank: int) -> str:
-    return f"__{rank}_0.distcp"
+def _file(rank: int, counter: int) -> str:
+    return f"__{rank}_{counter}.distcp"
 
 
 def join_key(path: KeyPath) -> str:

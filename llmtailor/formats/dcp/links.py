@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from llmtailor.checkpoint.index import DCP, FOLDERS, FSDP, SHARDS
+from llmtailor.checkpoint.index import DCP, FOLDERS, FSDP, SHARDS, CheckpointIndex
 from llmtailor.checkpoint.layout import Copy, LinkLayout, Piece
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.sources import Linkable
@@ -24,6 +24,12 @@ from llmtailor.model.roles import State
 
 _IN_FOLDERS = {True: (FOLDERS,), False: (FOLDERS, SHARDS)}
 """Whether weights are meant -> the forms of checkpoints that have them in a DCP folder, or the optimizer's states"""
+
+
+def has_linkable_files(index: CheckpointIndex, *, is_model: bool = False) -> bool:
+    """Return whether composites can link to a checkpoint's files with the optimizer's states, or with weights."""
+    is_dcp = index.form.framework in (FSDP, DCP) and not index.form.is_partial
+    return is_dcp and index.train.dcp is not None and index.train.dcp.form in _IN_FOLDERS[is_model]
 
 
 @dataclass(slots=True)
@@ -61,8 +67,8 @@ class Links:
         if source is None or not math.prod(shape):
             return None
         index = self.linkable.indexes[source]
-        layout, is_dcp = index.train.dcp, index.form.framework in (FSDP, DCP) and not index.form.is_partial
-        if layout is None or not is_dcp or layout.form not in _IN_FOLDERS[bool(name)]:
+        layout = index.train.dcp
+        if layout is None or not has_linkable_files(index, is_model=bool(name)):
             return None
         path: tuple[str, ...] = (layout.model, name) if name else (layout.optimizer, STATE, state.param, state.kind)
         inside = MODEL_FOLDER if name else OPTIMIZER_FOLDER
@@ -90,7 +96,7 @@ class Links:
             match = DATA_FILE.fullmatch(blob.path.rpartition("/")[2])
             assert match is not None, "read_metadata accepts no other names"
             rank = int(match[1]) % self.ranks
-            number = self._counts[folder, rank] = self._counts.get((folder, rank), 0) + 1  # 0 is what is written
+            number = self._counts[folder, rank] = self._counts.get((folder, rank), 1) + 1  # 0 and 1 are what is written
             path = f"{folder}/__{rank}_{number}.distcp" if folder else f"__{rank}_{number}.distcp"
             self._files[key] = _Linked(path, source, prefix + blob.path)
         return Blob(self._files[key].path.rpartition("/")[2], blob.start, blob.stop)

@@ -102,7 +102,7 @@ class DcpWriter:
 
         Raises UnsupportedCheckpoint or MismatchError for a base that can't be stored in this format.
         """
-        _check_base(base, wanted.layout.groups)
+        check_states(base, wanted.layout.groups)
         is_quantized = any(isinstance(value, Quantized) for one in base.sub_groups for value in one.scalars.values())
         if (self.family != DCP or is_quantized) and (problems := refuse_cuts(base, f"--to {self.family}")):
             raise MismatchError(problems)
@@ -149,7 +149,9 @@ class DcpWriter:
 
     def _lay_out_bare(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
         base, folder = target.base, FolderBuilder("", target.wanted.layout.world_size, target.links)
+        folder.counter = int(target.links is not None)  # so that links to moments keep no weights on the disk
         target.add_model(folder)
+        folder.counter = 0
         target.add_optimizer(folder)
         target.add_others(folder)
         target.add_roles(folder)
@@ -194,7 +196,8 @@ def lay_out_model(base: CheckpointIndex) -> list[FileLayout]:
     return folder.finish()
 
 
-def _check_base(base: CheckpointIndex, groups: Sequence[ParamGroup]) -> None:
+def check_states(base: CheckpointIndex, groups: Sequence[ParamGroup]) -> None:
+    """Raise UnsupportedCheckpoint for a base whose states torch would not load."""
     problems = []
     kinds, scalars = kinds_by_param(base), base.scalars()
     if ADAPTER_CONFIG in base.files:

@@ -1,0 +1,165 @@
+"""The folders of saves through torch.distributed.checkpoint, and how a new one gets files of an older one."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from llmtailor.errors import UsageError
+from llmtailor.storage.local import fsync_folder, replace_durably, try_link
+from llmtailor.storage.remote import is_url
+
+WHERE = "DcpSaver"
+_SAVE_ALL = "give dcp.save that writer itself, so that every save holds everything"
+
+
+class Folder(Protocol):
+    """Where a save is."""
+
+    took: ClassVar[str]
+    """What it does with older files, as a word"""
+    at_once: ClassVar[int]
+    """How many files are written at a time, and copied"""
+
+    def beside(self, location: str) -> Folder | None:
+        """Return the folder of another location, if it can be used with this one."""
+
+    def names(self) -> list[str]:
+        """Return the names of its files; none if it does not exist."""
+
+    def read(self, name: str) -> bytes: ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a small file, durably."""
+
+    def remove(self, name: str) -> None: ...
+
+    def take(self, other: Any, names: Mapping[str, str]) -> dict[tuple[str, str], int]:
+        """Link to files of another folder under other names, or return what has to be copied, with the sizes.
+
+        Raises FileNotFoundError if one is gone, or another OSError.
+        """
+
+    def copy(self, source: str, target: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    path: Path
+    took: ClassVar[str] = "linked to"
+    at_once: ClassVar[int] = 1
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def beside(self, location: str) -> LocalFolder | None:
+        return None if is_url(location) else LocalFolder(Path(location).absolute())
+
+    def names(self) -> list[str]:
+        return [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        replace_durably(self.path / name, data)
+        fsync_folder(self.path)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink()
+
+    def take(self, other: Any, names: Mapping[str, str]) -> dict[tuple[str, str], int]:
+        for path, name in names.items():
+            if not try_link(other.path / path, self.path / name):
+                raise OSError(errno.ENOTSUP, "the file system has no links")
+        return {}
+
+    def copy(self, source: str, target: str) -> None:
+        raise AssertionError("nothing is copied")
+
+
+@dataclass(frozen=True)
+class StoreFolder:
+    """A folder of an object store, or of another file system of fsspec's."""
+
+    fs: Any = field(compare=False)
+    path: str
+    took: ClassVar[str] = "had the store copy"
+    at_once: ClassVar[int] = 4
+
+    def __str__(self) -> str:
+        return str(self.fs.unstrip_protocol(self.path))
+
+    def beside(self, location: str) -> StoreFolder | None:
+        known = self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,)
+        is_same = location.partition("://")[0] in known
+        return StoreFolder(self.fs, self.fs._strip_protocol(location).rstrip("/")) if is_same else None
+
+    def _list(self) -> dict[str, int]:
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.ls(self.path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {one["name"].rpartition("/")[2]: one["size"] for one in found if one["type"] == "file"}
+
+    def names(self) -> list[str]:
+        return [*self._list()]
+
+    def read(self, name: str) -> bytes:
+        return bytes(self.fs.cat_file(f"{self.path}/{name}"))
+
+    def write(self, name: str, data: bytes) -> None:
+        self.fs.pipe_file(f"{self.path}/{name}", data)
+
+    def remove(self, name: str) -> None:
+        self.fs.rm_file(f"{self.path}/{name}")
+
+    def take(self, other: Any, names: Mapping[str, str]) -> dict[tuple[str, str], int]:
+        if type(other.fs) is not type(self.fs):
+            raise OSError(errno.EXDEV, "it is in another store")
+        there = other._list()
+        if gone := names.keys() - there.keys():
+            raise FileNotFoundError(errno.ENOENT, "gone", min(gone))
+        return {(f"{other.path}/{path}", f"{self.path}/{name}"): there[path] for path, name in names.items()}
+
+    def copy(self, source: str, target: str) -> None:
+        self.fs.cp_file(source, target)
+
+
+def folder_of(inner: StorageWriter) -> Folder:
+    """Return the folder of a writer. Raises UsageError if there is none, or later saves could not use its files."""
+    fs, path = getattr(inner, "fs", None), getattr(inner, "path", None)
+    other: Any = getattr(fs, "fs", None)  # of torch's FsspecWriter
+    form = getattr(inner, "serialization_format", SerializationFormat.TORCH_SAVE)
+    fix = _SAVE_ALL
+    if isinstance(inner, HuggingFaceStorageWriter) or form != SerializationFormat.TORCH_SAVE:
+        what = "writes safetensors files, which can't hold data of several saves"
+        fix = f"{fix}; or save by FileSystemWriter, and convert with dcp_to_torch_save or llmtailor convert"
+    elif getattr(inner, "use_msc", False):
+        what, fix = "writes through multistorageclient, which copies no files within a store", f"{fix}; or omit use_msc"
+    elif isinstance(fs, FileSystem) and path:
+        return LocalFolder(Path(path).absolute())
+    elif other is not None and path:
+        path = other._strip_protocol(str(path)).rstrip("/")
+        if "file" in other.protocol:
+            return LocalFolder(Path(path))
+        if _can_copy(other):
+            return StoreFolder(other, path)
+        what = f"writes to {type(other).__name__}, which copies no files within a store"
+    else:
+        what = "writes no files, so a save can't use the data of earlier ones"
+    raise UsageError.at(WHERE, f"{type(inner).__name__} {what}", fix)
+
+
+def _can_copy(fs: Any) -> bool:
+    """Return whether a file system of fsspec's has a way of its own to copy a file."""
+    own = (one for one in type(fs).__mro__ if one.__module__ not in ("fsspec.spec", "fsspec.asyn"))
+    return any({"cp_file", "_cp_file"} & vars(one).keys() for one in own)
