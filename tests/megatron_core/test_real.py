@@ -109,7 +109,7 @@ def test_the_loss_of_transformers_is_that_of_megatron(train, tmp_path, arch, tie
     [
         ("llama", {"tp": 2, "ranks": 4}),
         ("llama", {"tp": 1, "pp": 2, "ranks": 2}),
-        ("llama", {"tp": 2, "pp": 2, "ranks": 4, "tied": True, "by_layer": True}),
+        ("llama", {"tp": 2, "pp": 2, "ranks": 4, "tied": True}),
         ("mixtral", {"tp": 1, "ranks": 2}),
         ("mixtral", {"tp": 1, "ep": 2, "ranks": 2}),
     ],
