@@ -422,7 +422,11 @@ class _Recognizer:
         rows = content.get("files")
         rows = [*(rows if isinstance(rows, list) else []), content.get("card")]
         try:
-            return {str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in rows if row}
+            return {
+                str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16))
+                for row in rows
+                if row and "linked" not in row
+            }
         except (KeyError, TypeError, ValueError):
             return {}
 

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.containers.dcp import DATA_FILE, METADATA
-from llmtailor.containers.json import read_json
+from llmtailor.containers.dcp import DATA_FILE, METADATA, checksum_of_save
+from llmtailor.containers.json import as_dict, read_json
 from llmtailor.errors import SourceError, UsageError, size
 from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.model.find_parts import find_parts_by_name
@@ -50,7 +50,7 @@ from llmtailor.policies import (
     restore_state,
     state_of,
 )
-from llmtailor.storage.local import fsync_folder, replace_durably, try_link
+from llmtailor.storage.local import fsync_folder, open_source, replace_durably, try_link
 
 logger = logging.getLogger("llmtailor.saving")
 
@@ -127,6 +127,7 @@ class _Base:
     folder: Path
     ledger: Ledger
     metadata: Metadata
+    checksums: Mapping[str, str]
 
     def has(self, key: str, kind: object) -> bool:
         entries = self.metadata.state_dict_metadata
@@ -235,6 +236,7 @@ class PartialWriter(StorageWriter):
         """Make links to the files that have the data of some keys. Return whether that was possible."""
         rows = base.rows(keys)
         names: dict[str, str] = {}
+        blobs = _blobs(base.metadata.storage_data.values())
         first = max(_FIRST_LINK, *(len(plan.items) for plan in plans))
         for number, path in enumerate(dict.fromkeys(info.relative_path for _, info in rows), first):
             match = DATA_FILE.fullmatch(Path(path).name)
@@ -242,7 +244,9 @@ class PartialWriter(StorageWriter):
             names[path] = f"__{rank}_{number}.distcp"
             try:
                 why = "" if try_link(base.folder / path, self.folder / names[path]) else "the file system has no links"
-            except FileNotFoundError:
+                if _checksum(base.folder / path, blobs[path]) != base.checksums.get(path):
+                    why = "it was overwritten"
+            except (FileNotFoundError, SourceError):
                 why = "it was deleted"
             if why:
                 logger.warning("step %d: can't link to %s (%s), so everything is saved", self.step, base.folder, why)
@@ -283,11 +287,11 @@ class PartialWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the save. Called on the coordinator."""
         metadata.state_dict_metadata.update(self._left_out)
-        linked = sorted({row.storage_data.relative_path for row in self._linked})
         if self._ledger is not None:
+            blobs = _blobs(row.storage_data for rows in (*results, self._linked) for row in rows)
             record = {
                 "ledger": self._ledger.to_json(),
-                "linked": linked,
+                "files": {path: _checksum(self.folder / path, blobs[path]) for path in sorted(blobs)},
                 "save_id": _save_id(self.inner.storage_meta()),
             }
             replace_durably(self.folder / DCP_RECORD, json.dumps(record).encode())
@@ -331,10 +335,26 @@ def _read_base(folder: Path) -> _Base | None:
     try:
         record = read_json(folder / DCP_RECORD, f"{folder / DCP_RECORD}")
         ledger = Ledger.from_json(record.get("ledger"), f"{folder / DCP_RECORD}")
+        checksums = as_dict(record.get("files"), "files", f"{folder / DCP_RECORD}")
         metadata = FileSystemReader(folder).read_metadata()
     except (SourceError, OSError, EOFError, pickle.UnpicklingError):
         return None
-    return _Base(folder, ledger, metadata) if record.get("save_id") == _save_id(metadata.storage_meta) else None
+    is_of_this = record.get("save_id") == _save_id(metadata.storage_meta)
+    return _Base(folder, ledger, metadata, checksums) if is_of_this else None
+
+
+def _blobs(places: Iterable[Any]) -> dict[str, list[tuple[int, int]]]:
+    """Return where the data of a save begins and ends in each of its files."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for one in places:
+        found.setdefault(one.relative_path, []).append((one.offset, one.offset + one.length))
+    return found
+
+
+def _checksum(path: Path, blobs: Iterable[tuple[int, int]]) -> str:
+    """Return the checksum that is recorded of a data file. Raises SourceError."""
+    with open_source(path, f"{path}") as file:
+        return f"{checksum_of_save(file, blobs):08x}"
 
 
 def _save_id(meta: StorageMeta | None) -> str | None:
