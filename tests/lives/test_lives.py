@@ -24,7 +24,7 @@ OVERWRITING: Actions = {save_stock: 2, save_linked: 3, compose: 3, convert: 1, c
 
 def test_a_stock_save_over_linked_files_is_seen(tmp_path: Path) -> None:
     """By `verify` of the folder that links to them, and of its copies, and by the next save, which builds on it."""
-    training, saver = Training(), DcpSaver("parity")
+    training, saver = Training(), DcpSaver("round_robin:3")
 
     def save(step: int) -> Path:
         training.be(step, step)
