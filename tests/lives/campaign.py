@@ -179,7 +179,8 @@ def finish(world: World, result: Any, out: Path, sources: list[Path], event: Cal
 
 
 def compose_run(world: World) -> None:
-    made = composed(world, None, world.random.random() < 0.7)
+    out = world.new() if world.random.random() < 0.5 else None
+    made = composed(world, None, world.random.random() < 0.7, out)
     if made is not None:
         world.note("compose_run", made.name)
 
@@ -188,7 +189,7 @@ def composed(world: World, at: int | None, reference: bool, out: Path | None = N
     """``merge --run``: each part is what the source that is named for it holds."""
     words = [*(["--at", at] if at is not None else []), *(["--reference"] if reference else []), "--to", "dcp"]
     trust = ["--trust-unrecorded"] if world.trust else []
-    result = world.call("merge", "--run", world.run, *words, *trust, out or world.new(), "--json")
+    result = world.call("merge", "--run", world.run, *words, *trust, *([out] if out else []), "--json")
     if result.code == 0 and not result.stdout:
         return None
     if result.code:
@@ -218,7 +219,7 @@ def promised(world: World) -> list[int]:
 def samples(world: World, steps: list[int]) -> dict[int, Holding]:
     found = {}
     for step in steps:
-        made = composed(world, step, False)
+        made = composed(world, step, False, world.new())
         if made is not None:
             found[step] = world.live.pop(made).holding
             shutil.rmtree(made)

@@ -247,9 +247,8 @@ class World:
 
     def full(self) -> list[Path]:
         """Those with a step in their name in the run's folder, oldest first"""
-        return sorted(
-            (path for path in self.live if path.parent == self.run and path.name.startswith(self.prefix)), key=step_of
-        )
+        names = ("checkpoint-", "step-")
+        return sorted((one for one in self.live if one.parent == self.run and one.name.startswith(names)), key=step_of)
 
     def now(self) -> Holding:
         names = [name for name, _ in self.training.model.named_parameters()]
