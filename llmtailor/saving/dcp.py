@@ -19,6 +19,7 @@ import pickle
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -61,6 +62,8 @@ _STATE_FILES = "9"
 _FIRST_LINK = 1000
 """The least counter of linked files"""
 _KNOWN_SAVES = 16
+_READERS = 16
+"""How many files are read at once"""
 
 
 class DcpSaver:
@@ -235,23 +238,25 @@ class PartialWriter(StorageWriter):
     def _link(self, base: _Base, keys: Sequence[str], plans: Sequence[SavePlan]) -> bool:
         """Make links to the files that have the data of some keys. Return whether that was possible."""
         rows = base.rows(keys)
+        paths = [*dict.fromkeys(info.relative_path for _, info in rows)]
         names: dict[str, str] = {}
-        blobs = _blobs(base.metadata.storage_data.values())
-        first = max(_FIRST_LINK, *(len(plan.items) for plan in plans))
-        for number, path in enumerate(dict.fromkeys(info.relative_path for _, info in rows), first):
+        first, why = max(_FIRST_LINK, *(len(plan.items) for plan in plans)), ""
+        for number, path in enumerate(paths, first):
             match = DATA_FILE.fullmatch(Path(path).name)
             rank = int(match[1]) % len(plans) if match else 0  # readers take the highest for the number of ranks
             names[path] = f"__{rank}_{number}.distcp"
-            try:
-                why = "" if try_link(base.folder / path, self.folder / names[path]) else "the file system has no links"
-                if _checksum(base.folder / path, blobs[path]) != base.checksums.get(path):
-                    why = "it was overwritten"
-            except (FileNotFoundError, SourceError):
-                why = "it was deleted"
-            if why:
-                logger.warning("step %d: can't link to %s (%s), so everything is saved", self.step, base.folder, why)
-                _clear(self.folder)
-                return False
+        try:
+            found = _checksums(base.folder, paths, base.metadata.storage_data.values())
+            if any(base.checksums.get(path) != one for path, one in found.items()):
+                why = "it was overwritten"
+            elif not all(try_link(base.folder / path, self.folder / names[path]) for path in paths):
+                why = "the file system has no links"
+        except (FileNotFoundError, SourceError):
+            why = "it was deleted"
+        if why:
+            logger.warning("step %d: can't link to %s (%s), so everything is saved", self.step, base.folder, why)
+            _clear(self.folder)
+            return False
         self._left_out = {key: base.metadata.state_dict_metadata[key] for key in keys}
         self._linked = [
             WriteResult(index, info.length, replace(info, relative_path=names[info.relative_path]))
@@ -288,10 +293,11 @@ class PartialWriter(StorageWriter):
         """Publish the save. Called on the coordinator."""
         metadata.state_dict_metadata.update(self._left_out)
         if self._ledger is not None:
-            blobs = _blobs(row.storage_data for rows in (*results, self._linked) for row in rows)
+            places = [row.storage_data for rows in (*results, self._linked) for row in rows]
+            paths = sorted({one.relative_path for one in places})
             record = {
                 "ledger": self._ledger.to_json(),
-                "files": {path: _checksum(self.folder / path, blobs[path]) for path in sorted(blobs)},
+                "files": _checksums(self.folder, paths, places),
                 "save_id": _save_id(self.inner.storage_meta()),
             }
             replace_durably(self.folder / DCP_RECORD, json.dumps(record).encode())
@@ -343,18 +349,18 @@ def _read_base(folder: Path) -> _Base | None:
     return _Base(folder, ledger, metadata, checksums) if is_of_this else None
 
 
-def _blobs(places: Iterable[Any]) -> dict[str, list[tuple[int, int]]]:
-    """Return where the data of a save begins and ends in each of its files."""
-    found: dict[str, list[tuple[int, int]]] = {}
+def _checksums(folder: Path, paths: Sequence[str], places: Iterable[Any]) -> dict[str, str]:
+    """Return what is recorded of some data files, given where all data of their save is. Raises SourceError."""
+    blobs: dict[str, list[tuple[int, int]]] = {}
     for one in places:
-        found.setdefault(one.relative_path, []).append((one.offset, one.offset + one.length))
-    return found
+        blobs.setdefault(one.relative_path, []).append((one.offset, one.offset + one.length))
 
+    def checksum(path: str) -> str:
+        with open_source(folder / path, f"{folder / path}") as file:
+            return f"{checksum_of_save(file, blobs[path]):08x}"
 
-def _checksum(path: Path, blobs: Iterable[tuple[int, int]]) -> str:
-    """Return the checksum that is recorded of a data file. Raises SourceError."""
-    with open_source(path, f"{path}") as file:
-        return f"{checksum_of_save(file, blobs):08x}"
+    with ThreadPoolExecutor(_READERS) as pool:  # on a network's file system, each read takes a while
+        return dict(zip(paths, pool.map(checksum, paths), strict=True))
 
 
 def _save_id(meta: StorageMeta | None) -> str | None:
