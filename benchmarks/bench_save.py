@@ -15,6 +15,9 @@ One save, followed by a training step:
 
 Blocks of training steps with saves, which take turns with blocks without: at the disk's own speed with a save at every
 step and at every fifth, and on a disk that is slowed down, to several steps for each save, with a save at every fifth.
+
+With ``--every N``, there are only such blocks, with a save at every N-th step, and one, two or three saves in progress
+at once (``in_flight``), at the disk's own speed and on a disk whose speed varies.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,7 @@ from bench_save_runs import (
     SLOW_DISK,
     STOPPED,
     TRAINER,
+    UNEVEN_DISK,
     WRITE,
     Bench,
 )
@@ -59,10 +64,14 @@ MEANING = {
     EVERY_STEP: "a save at every step; each waits for the one before",
     EVERY_5TH: "a save at every fifth step",
     SLOW_DISK: "each save takes {steps_per_write:g} steps to write; a save at every fifth step",
+    UNEVEN_DISK: "for as many steps as between two saves, a save would take 3 times as long to write; then 0.3 times",
 }
 
 
-def ratio(found: Mapping[str, list[dict[str, float]]], name: str, other: str, key: str, per: str = "") -> str:
+Found = Mapping[str, list[dict[str, float]]]
+
+
+def ratio(found: Found, name: str, other: str, key: str, per: str = "") -> str:
     """Return the median over the rounds of (this / the other), of amounts per byte if asked for."""
     ratios = [
         one[key] / two[key] * (two[per] / one[per] if per else 1)
@@ -71,16 +80,22 @@ def ratio(found: Mapping[str, list[dict[str, float]]], name: str, other: str, ke
     return f"{statistics.median(ratios):.2f}"
 
 
-def tell(found: Mapping[str, list[dict[str, float]]], title: str, options: argparse.Namespace) -> None:
+def tell(found: Found, title: str, options: argparse.Namespace) -> None:
     """Print the tables."""
+    if options.every:
+        step, save = (statistics.median(one[key] for one in found[BACKGROUND]) for key in ("plain_s", "durable_s"))
+        print(f"\n{title}: a step takes {step:.2f} s, a save is durable after {save:.2f} s")
+    else:
+        tell_saves(found, title, options)
+    tell_blocks(found, title, options)
 
-    def median(name: str, key: str) -> float:
-        return statistics.median(one.get(key, float("nan")) for one in found[name])
 
-    def quiet(name: str) -> float:
-        steps = (f"step {number}" for number in range(options.steps))
-        return sum(min(one[step] for one in found[name]) for step in steps)
+def median_of(found: Found, name: str, key: str) -> float:
+    return statistics.median(one.get(key, float("nan")) for one in found[name])
 
+
+def tell_saves(found: Found, title: str, options: argparse.Namespace) -> None:
+    median = partial(median_of, found)
     print(f"\n{title}: one save and the step behind it, medians of {options.rounds} rounds")
     heads = ("MB", "stall s", "min", "/ copy", "CPU s", "/ copy", "step +s", "copied s", "GB/s", "durable s")
     print(f"{'':18}" + "".join(f"{head:>10}" for head in heads))
@@ -100,11 +115,23 @@ def tell(found: Mapping[str, list[dict[str, float]]], title: str, options: argpa
             "-" if name in (COPY, TRAINER) else f"{median(name, 'durable_s'):.3f}",
         ]
         print(f"{name:18}" + "".join(f"{cell:>10}" for cell in cells))
+
+
+def tell_blocks(found: Found, title: str, options: argparse.Namespace) -> None:
+    median = partial(median_of, found)
+
+    def quiet(name: str) -> float:
+        steps = (f"step {number}" for number in range(options.steps))
+        return sum(min(one[step] for one in found[name]) for step in steps)
+
     runs = [name for name in found if name == NONE or ", every" in name]
     print(f"\n{title}: {options.steps} steps, medians of {options.blocks} rounds")
     heads = ("train s", "/ none", "quiet s", "/ none", "stalled s", "durable s", "CPU s", "/ none")
     print(f"{'':44}" + "".join(f"{head:>10}" for head in heads))
-    for name in sorted(runs, key=lambda name: (name != NONE, [*MEANING].index(name.partition(", ")[2] or NONE))):
+    cadences = [NONE, EVERY_STEP, EVERY_5TH, SLOW_DISK]
+    for name in (
+        runs if options.every else sorted(runs, key=lambda name: cadences.index(name.partition(", ")[2] or name))
+    ):
         cells = [f"{median(name, 'train_s'):.2f}", ratio(found, name, NONE, "train_s")]
         cells += [f"{quiet(name):.2f}", f"{quiet(name) / quiet(NONE):.2f}"]
         cells += [f"{median(name, key):.2f}" for key in ("stalled_s", "durable_s", "cpu_s")]
@@ -214,6 +241,7 @@ def main() -> None:
     parser.add_argument(
         "--steps-per-write", type=float, default=4.0, help="how long the slow disk takes for a save (default: 4 steps)"
     )
+    parser.add_argument("--every", type=int, default=0, metavar="N", help="compare saves in flight, at every N-th step")
     parser.add_argument("--work", type=Path, default=Path("bench-run/save"), help="default: ./bench-run/save")
     parser.add_argument("--json", type=Path, dest="json_path", help="write the single measurements to this file too")
     options = parser.parse_args()

@@ -5,6 +5,7 @@
 #   ./benchmarks/bench_save.sh --hidden-size 1536 --rounds 3       larger
 #   ./benchmarks/bench_save.sh --stages 2 --ranks 4                another stage of ZeRO, more ranks
 #   ./benchmarks/bench_save.sh --device cuda --hidden-size 2048 --num-layers 16 --tokens 2048
+#   ./benchmarks/bench_save.sh --every 10 --stages 0 --ranks 1 --steps 40     one, two and three saves in flight
 #   ./benchmarks/bench_save.sh --help
 #
 # It works in ./bench-run/save (or --work DIR), and takes that away again.

@@ -12,6 +12,7 @@ import os
 import shutil
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ COPY, WRITE, BACKGROUND, STOPPED, ASYNC_SAVE, TRAINER = (
     "Trainer's save",
 )
 NONE, EVERY_STEP, EVERY_5TH, SLOW_DISK = "no saves", "every step", "every 5th step", "every 5th step, slow disk"
+UNEVEN_DISK, IN_FLIGHT = "uneven disk", "in_flight="
 MODES = (BACKGROUND, STOPPED)
 
 
@@ -53,9 +55,11 @@ class Bench:
         else:
             given = {"model": trainer.model, "optimizer": trainer.optimizer}
         given |= {"scheduler": trainer.lr_scheduler, "policy": options.policy, "keep_composable": 1}
+        kinds: dict[str, dict[str, Any]] = {mode: {"background": mode == BACKGROUND} for mode in MODES}
+        if options.every:
+            kinds = {BACKGROUND: {}} | {f"{IN_FLIGHT}{number}": {"in_flight": number} for number in (1, 2, 3)}
         self.savers = {
-            mode: saver_for(self.work / str(number), background=mode == BACKGROUND, **given)
-            for number, mode in enumerate(MODES)
+            mode: saver_for(self.work / str(number), **how, **given) for number, (mode, how) in enumerate(kinds.items())
         }
         saver = self.savers[BACKGROUND]
         fragments = saver.training.fragments([*saver.model.part_of])
@@ -71,8 +75,8 @@ class Bench:
         self.stager = DefaultStager(StagingOptions(self.is_cuda, True, True, self.is_cuda))
         self.saves = 0
         self.found: dict[str, list[dict[str, float]]] = {}
-        self.slowed_to = 0.0
-        slow_down(lambda: self.slowed_to)
+        self.slowed_to: Callable[[float], float] = lambda now: 0.0
+        slow_down(lambda now: self.slowed_to(now))
 
     def go(self) -> None:
         for saver in self.savers.values():
@@ -81,6 +85,31 @@ class Bench:
             saver.finish()
             saver.reports()
         self.step()
+        if self.options.every:
+            self.in_flight()
+        else:
+            self.all_ways()
+        self.stager.close()
+        for saver in self.savers.values():
+            saver.close()
+
+    def in_flight(self) -> None:
+        """Compare several saves in progress at once with one, and with none."""
+        for _ in range(3):
+            self.plain_step()
+            self.save(BACKGROUND)
+            self.found[BACKGROUND][-1]["plain_s"] = self.found["step"][-1]["step_s"]
+        every = self.options.every
+        runs: list[Callable[[], None]] = [lambda: self.block(NONE)]
+        for mode in self.savers:
+            for disk in ("", f", {UNEVEN_DISK}") if mode.startswith(IN_FLIGHT) else ():
+                name = f"every {every}th step{disk}"
+                runs.append(lambda mode=mode, name=name: self.block(name, mode, every))
+        for number in range(self.options.blocks):
+            for run in rotated(runs, number):
+                run()
+
+    def all_ways(self) -> None:
         self.async_save()
         self.found.clear()
         saves = [lambda mode=mode: self.save(mode) for mode in MODES]
@@ -95,9 +124,6 @@ class Bench:
         for number in range(self.options.blocks):
             for run in rotated(runs, number):
                 run()
-        self.stager.close()
-        for saver in self.savers.values():
-            saver.close()
 
     def step(self) -> None:
         """Make a training step, as the Trainer's loop does."""
@@ -231,12 +257,15 @@ class Bench:
         """Make training steps, with a save at every n-th of them."""
         num_steps = self.options.steps
         self.settle()
+        # the steps of the blocks before tell more about the present speed than single ones
+        blocks = [one["train_s"] / num_steps for one in self.found.get(NONE, ())]
+        step_s = statistics.median(blocks or [one["step_s"] for one in self.found["step"]])
+        a_save = statistics.median(one["num_bytes"] for one in self.found[BACKGROUND]) / self.dist.get_world_size()
         if name == SLOW_DISK:
-            # the steps of the blocks before tell more about the present speed than single ones
-            blocks = [one["train_s"] / num_steps for one in self.found.get(NONE, ())]
-            step_s = statistics.median(blocks or [one["step_s"] for one in self.found["step"]])
-            a_save = statistics.median(one["num_bytes"] for one in self.found[BACKGROUND]) / self.dist.get_world_size()
-            self.slowed_to = a_save / (self.options.steps_per_write * step_s)
+            self.slowed_to = lambda now: a_save / (self.options.steps_per_write * step_s)
+        elif name.endswith(UNEVEN_DISK):
+            cadence, started = every * step_s, time.perf_counter()
+            self.slowed_to = lambda now: a_save / cadence / (0.3 if (now - started) // cadence % 2 else 3)
         began, cpu = time.perf_counter(), time.process_time()
         values, reached = {}, began
         for step in range(num_steps):
@@ -251,7 +280,7 @@ class Bench:
             self.savers[mode].finish()
         values |= {"durable_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
         values["stalled_s"] = sum(one.stall_s for one in self.savers[mode].reports()) if every else 0.0
-        self.slowed_to = 0.0
+        self.slowed_to = lambda now: 0.0
         self.add(f"{mode}, {name}" if mode else name, values)
 
     def remove(self, folder: Path) -> None:
@@ -261,17 +290,23 @@ class Bench:
         self.dist.barrier()
 
 
-def slow_down(speed: Callable[[], float]) -> None:
-    """Make every write of llmtailor's files as slow as a disk with this many bytes per second; 0 changes nothing."""
+def slow_down(speed: Callable[[float], float]) -> None:
+    """Make all writes of llmtailor's files together as slow as a disk that has so many bytes per second at a time; 0
+    changes nothing."""
     from llmtailor.engine import streams
 
-    write_all = streams.write_all
+    write_all, lock, free_at = streams.write_all, threading.Lock(), 0.0
 
     def write_slowly(fd: int, data: Any) -> None:
-        began = time.perf_counter()
-        write_all(fd, data)
-        if speed():
-            time.sleep(max(0.0, began + len(data) / speed() - time.perf_counter()))
+        nonlocal free_at
+        now = time.perf_counter()
+        if bytes_per_s := speed(now):
+            with lock:
+                until = free_at = max(now, free_at) + len(data) / bytes_per_s
+            write_all(fd, data)
+            time.sleep(max(0.0, until - time.perf_counter()))
+        else:
+            write_all(fd, data)
 
     streams.write_all = write_slowly
 

@@ -279,6 +279,11 @@ class FileLayout:
 class LinkLayout(FileLayout):
     """A whole file of a source, which becomes a hard link to it; the pieces say which states are where."""
 
+    def __init__(self, path: str, pieces: tuple[Piece, ...], checksum: int):
+        super().__init__(path, pieces)
+        self.checksum = checksum
+        """See `containers.dcp.checksum_of_save`"""
+
     def filled(self, fill: Fill) -> LinkLayout:
         """Return itself: the pieces name their source already."""
         return self

@@ -145,9 +145,8 @@ def _link_or_crc(composition: Composition, file: FileResult) -> dict[str, Any]:
         return {"crc32": f"{file.crc:08x}"}
     origin = file.plan.origin
     index = composition.indexes[origin.source]
-    fact = index.files[origin.extent.path]
-    known = {"inode": fact.inode, "mtime_ns": fact.mtime_ns}
-    return {"linked": {"checkpoint": index.name, "path": origin.extent.path, **known}}
+    known = {"checkpoint": index.name, "path": origin.extent.path}
+    return {"linked": {**known, "checksum": f"{file.plan.checksum:08x}"}}
 
 
 def _state_crcs(results: Sequence[FileResult], left_out: Container[str]) -> Iterator[tuple[State, int, int]]:

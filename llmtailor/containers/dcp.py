@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Record, list_blob_records
 from llmtailor.containers.unpickle import MAX_OPCODES, TORCH_DTYPES, TORCH_NAMES, Call, Global, as_shape, read_pickle
 from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
-from llmtailor.storage.local import read_source
+from llmtailor.storage.local import SourceFile, read_source
 
 METADATA = ".metadata"
 DATA_FILE = re.compile(r"__([0-9]{1,7})_([0-9]{1,7})\.distcp")
@@ -42,6 +43,9 @@ MAX_METADATA_BYTES = 256 << 20
 """Enough for a million chunks (700 params on 500 ranks) of about 250 bytes each"""
 _BYTES_PER_OPCODE = 2
 """torch writes 2.4 to 5. A file with fewer is not torch's, and may need far more memory than its size suggests."""
+
+_ENDS, _END_BYTES = 8, 1024
+"""Of how many blobs of a file `checksum_of_save` reads the end, and how much of it"""
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -75,6 +79,19 @@ class Blob:
     """Relative to the folder of ``.metadata``"""
     start: int
     stop: int
+
+
+def checksum_of_save(file: SourceFile, blobs: Iterable[tuple[int, int]]) -> int:
+    """Return a checksum of a data file that is another one once another save has overwritten it, whatever its size.
+
+    It covers the ends of some blobs, given as (start, stop), where torch puts the checksums of their content. So it
+    takes a few small reads, and is the same for a copy of the file. Raises SourceError.
+    """
+    listed = sorted({*blobs})
+    crc = 0
+    for start, stop in [*listed[:: -(-len(listed) // _ENDS)], listed[-1]]:
+        crc = zlib.crc32(file.read(max(start, stop - _END_BYTES), stop), crc)
+    return crc
 
 
 @dataclass(frozen=True, slots=True)

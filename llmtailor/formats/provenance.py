@@ -79,16 +79,6 @@ def read_merge(root: Path) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """What a file of a composite was a hard link to."""
-
-    origin: str
-    """The source's name, and the path in it"""
-    inode: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class ManifestFacts:
     """The manifest's facts about an llmtailor checkpoint. A partial one has only files: those of tensors."""
 
@@ -102,8 +92,8 @@ class ManifestFacts:
     """Part -> digest of its states; see `storage.checksums.part_digest`. Layers are whole."""
     is_split: bool
     """Whether weights and optimizer states of a part come from different checkpoints, as requested"""
-    links: Mapping[str, Link] = field(default_factory=dict)
-    """The files that were made as hard links, by path"""
+    links: Mapping[str, int] = field(default_factory=dict)
+    """The files that were made as hard links, with their `containers.dcp.checksum_of_save`"""
 
 
 def read_manifest(root: Path, name: str) -> ManifestFacts | None:
@@ -130,11 +120,7 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
             },
             digests={Part(str(row["part"])).whole: str(row["digest"]) for row in content["parts"] if row["digest"]},
             is_split=any(notice.get("code") == Code.SPLIT_WEIGHTS.value for notice in content["notices"]),
-            links={
-                str(row["path"]): Link(f"{one['checkpoint']}/{one['path']}", int(one["inode"]), int(one["mtime_ns"]))
-                for row in content["files"]
-                if (one := row.get("linked"))
-            },
+            links={str(row["path"]): int(row["linked"]["checksum"], 16) for row in content["files"] if "linked" in row},
         )
     except (KeyError, TypeError, ValueError) as error:
         fix = "copy the checkpoint again; without the file, nothing is compared with it"

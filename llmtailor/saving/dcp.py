@@ -16,6 +16,7 @@ pass through it. A copy takes space, so masters and states of each part are a fi
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import pickle
@@ -38,6 +39,7 @@ from torch.futures import Future
 from llmtailor.balance import deal
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.dcp import DATA_FILE, METADATA
+from llmtailor.containers.json import as_dict
 from llmtailor.errors import SourceError, UsageError, size
 from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.model.find_parts import find_parts_by_name
@@ -132,6 +134,7 @@ class _Base:
     folder: Folder
     ledger: Ledger
     metadata: Metadata
+    checksums: Mapping[str, str | None]
 
     def has(self, key: str, kind: object) -> bool:
         entries = self.metadata.state_dict_metadata
@@ -249,12 +252,16 @@ class PartialWriter(StorageWriter):
         """Link to the files that have the data of some keys, or return what each rank has to copy; None if neither is
         possible."""
         rows = base.rows(keys)
+        paths = [*dict.fromkeys(info.relative_path for _, info in rows)]
         names: dict[str, str] = {}
-        for number, path in enumerate(dict.fromkeys(info.relative_path for _, info in rows), _FIRST_TAKEN):
+        for number, path in enumerate(paths, _FIRST_TAKEN):
             match = DATA_FILE.fullmatch(Path(path).name)
             rank = int(match[1]) % ranks if match else 0  # readers take the highest for the number of ranks
             names[path] = f"__{rank}_{number}.distcp"
         try:
+            found = base.folder.checksums(paths, base.metadata.storage_data.values())
+            if any(base.checksums.get(path) != one for path, one in found.items()):
+                raise OSError(errno.ESTALE, "it was overwritten")
             copies = self.folder.take(base.folder, names)
         except OSError as error:
             why = "it was deleted" if isinstance(error, FileNotFoundError) else error.strerror or error
@@ -324,9 +331,11 @@ class PartialWriter(StorageWriter):
         """Publish the save. Called on the coordinator."""
         metadata.state_dict_metadata.update(self._left_out)
         if self._ledger is not None:
+            places = [row.storage_data for rows in (*results, self._taken) for row in rows]
+            paths = sorted({one.relative_path for one in places})
             record = {
                 "ledger": self._ledger.to_json(),
-                "linked": sorted({row.storage_data.relative_path for row in self._taken}),
+                "files": self.folder.checksums(paths, places),
                 "save_id": _save_id(self.inner.storage_meta()),
             }
             self.folder.write(DCP_RECORD, json.dumps(record).encode())
@@ -366,10 +375,12 @@ def _read_base(folder: Folder) -> _Base | None:
     try:
         record = json.loads(folder.read(DCP_RECORD))
         ledger = Ledger.from_json(record.get("ledger"), f"{folder}/{DCP_RECORD}")
+        checksums = as_dict(record.get("files"), "files", f"{folder}/{DCP_RECORD}")
         metadata = pickle.loads(folder.read(METADATA))
     except (SourceError, OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError):
         return None
-    return _Base(folder, ledger, metadata) if record.get("save_id") == _save_id(metadata.storage_meta) else None
+    is_of_this = record.get("save_id") == _save_id(metadata.storage_meta)
+    return _Base(folder, ledger, metadata, checksums) if is_of_this else None
 
 
 def _save_id(meta: StorageMeta | None) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -12,11 +13,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from llmtailor.errors import UsageError
-from llmtailor.storage.local import fsync_folder, replace_durably, try_link
+from llmtailor.containers.dcp import checksum_of_save
+from llmtailor.errors import SourceError, UsageError
+from llmtailor.storage.local import fsync_folder, open_source, replace_durably, try_link
 from llmtailor.storage.remote import is_url
 
 WHERE = "DcpSaver"
+_READERS = 16
+"""How many files are read at once"""
 _SAVE_ALL = "give dcp.save that writer itself, so that every save holds everything"
 
 
@@ -40,6 +44,12 @@ class Folder(Protocol):
         """Replace a small file, durably."""
 
     def remove(self, name: str) -> None: ...
+
+    def checksums(self, paths: Sequence[str], places: Iterable[Any]) -> dict[str, str | None]:
+        """Return what is recorded of some data files, given where all data of their save is.
+
+        It shows whether another save has overwritten a file; None where no other folder can share one. Raises OSError.
+        """
 
     def take(self, other: Any, names: Mapping[str, str]) -> dict[tuple[str, str], int]:
         """Link to files of another folder under other names, or return what has to be copied, with the sizes.
@@ -74,6 +84,21 @@ class LocalFolder:
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink()
+
+    def checksums(self, paths: Sequence[str], places: Iterable[Any]) -> dict[str, str | None]:
+        blobs: dict[str, list[tuple[int, int]]] = {}
+        for one in places:
+            blobs.setdefault(one.relative_path, []).append((one.offset, one.offset + one.length))
+
+        def checksum(path: str) -> str:
+            try:
+                with open_source(self.path / path, f"{self.path / path}") as file:
+                    return f"{checksum_of_save(file, blobs[path]):08x}"
+            except SourceError as error:
+                raise FileNotFoundError(errno.ENOENT, str(error), path) from error
+
+        with ThreadPoolExecutor(_READERS) as pool:  # on a network's file system, each read takes a while
+            return dict(zip(paths, pool.map(checksum, paths), strict=True))
 
     def take(self, other: Any, names: Mapping[str, str]) -> dict[tuple[str, str], int]:
         for path, name in names.items():
@@ -121,6 +146,9 @@ class StoreFolder:
 
     def remove(self, name: str) -> None:
         self.fs.rm_file(f"{self.path}/{name}")
+
+    def checksums(self, paths: Sequence[str], places: Iterable[Any]) -> dict[str, str | None]:
+        return dict.fromkeys(paths)
 
     def take(self, other: Any, names: Mapping[str, str]) -> dict[tuple[str, str], int]:
         if type(other.fs) is not type(self.fs):

@@ -543,6 +543,8 @@ def save_error(error: Exception, ranks: Ranks) -> TailorError:
 
 LEAST_BUFFER = 64 << 20
 """Less would make the copying wait for the disk without need."""
+_BESIDE_STATES = 8 << 20
+"""Of a save: step counts, buffers, gaps of alignment. If the buffer is full, the last copy waits for the disk."""
 
 
 def allocate_arenas(
@@ -590,9 +592,9 @@ def needed_by(training: Training, precision: Precision) -> tuple[int, bool]:
 
 
 def auto_bytes(states: int, count: int = 1) -> int:
-    """Return the size of each of a rank's host buffers: that of its states, if there is enough memory."""
+    """Return the size of each of a rank's host buffers: a little more than its states, if there is enough memory."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    return max(LEAST_BUFFER, min(states, available_bytes() // 4 // ranks // count))
+    return max(LEAST_BUFFER, min(states + _BESIDE_STATES, available_bytes() // 4 // ranks // count))
 
 
 def available_bytes() -> int:

@@ -81,9 +81,6 @@ def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[
         elif fact.num_bytes != num_bytes:
             text = f"it had {num_bytes:,} bytes when written, and now has {fact.num_bytes:,}"
             yield Finding(place, text, fix, Code.MANIFEST, severity)
-        elif (link := manifest.links.get(path)) and link.inode == fact.inode and link.mtime_ns != fact.mtime_ns:
-            text = f"it is a hard link to {link.origin}, which was written to since"
-            yield Finding(place, text, "leave this checkpoint out: another save is in the file", Code.MANIFEST, ERROR)
 
 
 def _number(value: float) -> str:

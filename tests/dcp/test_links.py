@@ -187,27 +187,36 @@ def test_an_interrupted_merge_is_resumed(sources, tmp_path, monkeypatch):
     assert_loads_alike(tmp_path / "out", tmp_path / "copied")
 
 
-def test_a_save_to_a_sources_folder_is_seen(sources, tmp_path):
-    """torch opens a data file that is there, and writes into it."""
+@pytest.mark.parametrize("saved", ["another model", "a later step"])
+def test_a_save_to_a_sources_folder_is_seen(sources, tmp_path, saved):
+    """torch opens a data file that is there, and writes into it. No copy hides that, and no composite of the composite;
+    a copy made before is independent."""
     newer, older = sources("loop")
-    merge(newer, tmp_path / "out", {"odd": older}, reference=True)
-    shutil.copytree(tmp_path / "out", tmp_path / "elsewhere")
-    dcp.save({"x": torch.ones(5)}, checkpoint_id=newer, no_dist=True)
-    assert [one.code.name for one in verify_checkpoint(tmp_path / "out").of_severity("error")]
-    assert verify_checkpoint(tmp_path / "elsewhere", deep=True).level == RESUMABLE
+    out, copied = tmp_path / "out", tmp_path / "copied"
+    merge(newer, out, {"odd": older}, reference=True)
+    shutil.copytree(out, copied)
+    for path in out.rglob("__*"):
+        os.utime(path, (1, 1))  # does not matter
+    assert verify_checkpoint(out).level == RESUMABLE
+    if saved == "another model":
+        dcp.save({"x": torch.ones(5)}, checkpoint_id=newer, no_dist=True)
+    else:
+        for path in newer.glob("__*"):
+            (newer / path.name).write_bytes((older / path.name).read_bytes())  # as large as before
+    shutil.copytree(out, tmp_path / "again")
+    for damaged in (out, tmp_path / "again"):
+        assert not verify_checkpoint(damaged).is_intact
+        with pytest.raises(SourceError, match=r"another save has overwritten it|the file has"):
+            convert(damaged, tmp_path / "composite", reference=True)
+    assert verify_checkpoint(copied, deep=True).level == RESUMABLE
 
 
-def test_the_same_size_does_not_hide_it(sources, tmp_path):
-    newer, _ = sources("loop")
-    convert(newer, tmp_path / "out", reference=True)
-    with (newer / "__1_0.distcp").open("r+b") as file:
-        data = file.read()
-        file.seek(0)
-        file.write(data)
-    os.utime(newer / "__1_0.distcp", (1, 1))
-    [found] = verify_checkpoint(tmp_path / "out").of_severity("error")
-    assert "is a hard link to" in found.what
-    assert "which was written to since" in found.what
+def test_it_is_replaced_by_force(sources, tmp_path):
+    """Its files are known, its README.md too."""
+    newer, older = sources("loop")
+    out = convert(newer, tmp_path / "out", reference=True)
+    call("convert", older, out, "--reference", "--force")
+    assert_loads_alike(out, older)
 
 
 def test_the_command_says_what_it_did(sources, tmp_path):

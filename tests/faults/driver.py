@@ -73,7 +73,7 @@ class Injector:
         self.lock = threading.RLock()
         self.paths: dict[int, str] = {}
         self.trace: list[tuple[Any, ...]] = []
-        self.original = {name: getattr(os, name) for name in (*CHANGES, *READS, "close") if hasattr(os, name)}
+        self.original = {name: getattr(os, name) for name in (*CHANGES, *READS, "link", "close") if hasattr(os, name)}
 
     def install(self) -> None:
         for name, make in {
@@ -81,7 +81,7 @@ class Injector:
             "fsync": self.fsync, "fdatasync": self.fsync, "mkdir": self.on_path("mkdir"),
             "rmdir": self.on_path("rmdir"), "unlink": self.on_path("unlink"), "remove": self.on_path("unlink"),
             "rename": self.rename, "replace": self.rename, "preadv": self.on_read("preadv"),
-            "readv": self.on_read("readv"),
+            "readv": self.on_read("readv"), "link": self.link,
         }.items():  # fmt: skip
             setattr(os, name, make)
             accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps functions of its own
@@ -169,6 +169,11 @@ class Injector:
             self.step("rename", os.fspath(source))
             self.original["rename"](source, target, **others)
             self.note("rename", os.path.abspath(source), os.path.abspath(target), False)
+
+    def link(self, source: Any, target: Any, **others: Any) -> None:
+        with self.lock:
+            self.step("link", os.fspath(target))
+            self.original["link"](source, target, **others)
 
     def renameat2(self, library: Any, _: int, source: bytes, __: int, target: bytes, flag: int) -> int:
         with self.lock:

@@ -17,6 +17,7 @@ import torch
 
 from helpers.composing import convert
 from helpers.states import read
+from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, State
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
@@ -145,5 +146,5 @@ def test_mixtral_has_the_names_of_transformers(train, tmp_path):
 
 def test_an_optimizer_by_bucket_is_refused(train, tmp_path):
     train(sharding="dp_reshardable", save=tmp_path / "x")
-    with pytest.raises(Exception, match="--dist-ckpt-optim-fully-reshardable"):
+    with pytest.raises(UnsupportedCheckpoint, match="--dist-ckpt-optim-fully-reshardable"):
         index_checkpoint(tmp_path / "x")

@@ -120,6 +120,22 @@ def test_several_saves_may_be_in_flight(tmp_path, disk, loop, caplog):
         run.check(step, tmp_path / f"out-{step}")
 
 
+def test_a_buffer_of_automatic_size_holds_a_whole_save(disk, loop, monkeypatch):
+    """So that no step waits for the disk, with step counts, and what alignment leaves free."""
+    monkeypatch.setattr(shutdown, "LEAST_BUFFER", 0)
+    monkeypatch.setattr(streams, "BUFFER_BYTES", BLOCK_BYTES)  # else the writer takes all of it out
+    run = loop(policy="full")
+    run.make_saves()
+    disk.hang()
+    run.train()
+    save, until = run.save(), time.monotonic() + 20
+    while not save._snapshot.is_copied:
+        assert time.monotonic() < until, "the last copy waits for the disk"
+        time.sleep(0.01)
+    disk.recover()
+    save.wait(60)
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_what_saves_in_flight_take_files_of_is_not_deleted(tmp_path, loop, keep):
     run = loop(policy="round_robin:2", in_flight=4, keep_composable=keep)

@@ -20,15 +20,25 @@ import json
 import math
 import posixpath
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.placement import Box, Boxes, Bundled, Contiguous, Extent, Placement, find_grid
 from llmtailor.codes import Code
-from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, KeyPath, read_metadata
+from llmtailor.containers.dcp import (
+    DATA_FILE,
+    METADATA,
+    Blob,
+    Chunk,
+    Entry,
+    KeyPath,
+    checksum_of_save,
+    read_metadata,
+)
 from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count, read_tensor
 from llmtailor.containers.safetensors import read_header
 from llmtailor.containers.torch_file import AlikeBlobs, Window, decode_torch_file, read_torch_file
@@ -76,14 +86,15 @@ def read_folder(
     folder: str,
     name: str,
     problems: Problems,
-    linked: Collection[str] = (),
+    linked: Mapping[str, int | None] = MappingProxyType({}),
     *,
     decodes: bool = True,
 ) -> Folder | None:
     """Read ``root/folder`` (``""`` is the root itself); None if its ``.metadata`` can't be used.
 
-    Damage is added to ``problems``. Of the tensors only the zip headers are read. Of the files in ``linked``, links to
-    those of another save, parts may be unused. Without ``decodes``, other objects are the `Extent` of their pickle.
+    Damage is added to ``problems``. Of the tensors only the zip headers are read. Files in ``linked``
+    may be links to those of another save, so parts of them may be unused, and they must still have the
+    `checksum_of_save` that is given. Without ``decodes``, other objects are the `Extent` of their pickle.
     """
     prefix = f"{folder}/" if folder else ""
     where = PathIn(name, prefix + METADATA)
@@ -149,7 +160,9 @@ def _size(path: Path) -> int:
 class _Blobs:
     """Decodes the blobs of a folder, file by file in the order of their bytes."""
 
-    def __init__(self, root: Path, prefix: str, name: str, problems: Problems, linked: Collection[str], decodes: bool):
+    def __init__(
+        self, root: Path, prefix: str, name: str, problems: Problems, linked: Mapping[str, int | None], decodes: bool
+    ):
         self.root, self.prefix, self.name, self.problems, self.linked = root, prefix, name, problems, linked
         self.decodes = decodes
         self.objects: dict[Blob, Any] = {}
@@ -177,6 +190,7 @@ class _Blobs:
             try:
                 with open_source(self.root / self.at(path), where) as file:
                     self._check_places(blobs, file.num_bytes, where)
+                    self._check_save(blobs, file, where)
                     for blob in blobs:
                         key, entry, chunk = owner[blob]
                         window = Window(file, blob.start, blob.stop)
@@ -205,6 +219,12 @@ class _Blobs:
             raise SourceError.at(where, what, _STALE, Code.FIELD_CONFLICT)
         shift = blob.start - first
         return Extent(self.at(blob.path), tensor.extent.start + shift, tensor.extent.stop + shift)
+
+    def _check_save(self, blobs: Sequence[Blob], file: SourceFile, where: PathIn) -> None:
+        checksum = self.linked.get(where.path)
+        if checksum not in (None, checksum_of_save(file, ((blob.start, blob.stop) for blob in blobs))):
+            what = "another save has overwritten it: it is a hard link, and its other names were saved to"
+            raise SourceError.at(where, what, "use another checkpoint", Code.STEPS_DIFFER)
 
     def _check_places(self, blobs: Sequence[Blob], num_bytes: int, where: PathIn) -> None:
         at = gaps = 0

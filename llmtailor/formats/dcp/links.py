@@ -16,11 +16,12 @@ from llmtailor.checkpoint.index import DCP, FOLDERS, FSDP, SHARDS, CheckpointInd
 from llmtailor.checkpoint.layout import Copy, LinkLayout, Piece
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.sources import Linkable
-from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, read_metadata
+from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, checksum_of_save, read_metadata
 from llmtailor.errors import PathIn
 from llmtailor.formats.dcp.keys import STATE
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.model.roles import State
+from llmtailor.storage.local import open_source
 
 _IN_FOLDERS = {True: (FOLDERS,), False: (FOLDERS, SHARDS)}
 """Whether weights are meant -> the forms of checkpoints that have them in a DCP folder, or the optimizer's states"""
@@ -42,6 +43,8 @@ class _Linked:
     source_path: str
     copies: list[Copy] = field(default_factory=list)
     """The elements of states that the composite has there"""
+    blobs: list[tuple[int, int]] = field(default_factory=list)
+    """What the composite's `.metadata` refers to"""
 
 
 @dataclass(slots=True)
@@ -99,11 +102,17 @@ class Links:
             number = self._counts[folder, rank] = self._counts.get((folder, rank), 1) + 1  # 0 and 1 are what is written
             path = f"{folder}/__{rank}_{number}.distcp" if folder else f"__{rank}_{number}.distcp"
             self._files[key] = _Linked(path, source, prefix + blob.path)
+        self._files[key].blobs.append((blob.start, blob.stop))
         return Blob(self._files[key].path.rpartition("/")[2], blob.start, blob.stop)
 
     def files(self) -> list[LinkLayout]:
         """Return the linked files that were found."""
-        return [LinkLayout(one.path, tuple(self._pieces(one))) for one in self._files.values()]
+        return [LinkLayout(one.path, tuple(self._pieces(one)), self._checksum(one)) for one in self._files.values()]
+
+    def _checksum(self, file: _Linked) -> int:
+        index = self.linkable.indexes[file.source]
+        with open_source(index.root / file.source_path, PathIn(index.name, file.source_path)) as source:
+            return checksum_of_save(source, file.blobs)
 
     def _pieces(self, file: _Linked) -> Iterator[Piece]:
         path, at = file.source_path, 0

@@ -47,7 +47,7 @@ from llmtailor.checkpoint.index import (
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
-from llmtailor.containers.dcp import DATA_FILE, METADATA
+from llmtailor.containers.dcp import DATA_FILE, MAX_METADATA_BYTES, METADATA
 from llmtailor.containers.json import FileTrees, Tensor, get, read_json, read_option, read_step, read_tied
 from llmtailor.containers.unpickle import SmallTensor
 from llmtailor.errors import (
@@ -94,7 +94,7 @@ from llmtailor.loaders.scheduler import compare_scheduler, read_scheduler
 from llmtailor.loaders.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, EXP_AVG, FLOATING, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
-from llmtailor.storage.local import open_source
+from llmtailor.storage.local import open_source, read_source
 
 _MIXED = "silent: copy the whole checkpoint again; its files come from different saves"
 
@@ -220,7 +220,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     is_trainers = _is_full(root) or in_folders or is_of_ranks(root)
     folders = None
     manifest = attempt(lambda: read_manifest(root, name), problems)
-    linked: Collection[str] = manifest.links if manifest is not None else _linked_of_save(root, name, problems)
+    linked: Mapping[str, int | None] = manifest.links if manifest is not None else _files_of_save(root, name, problems)
     if is_trainers:
         folders = _read_trainers(root, name, problems, linked)
     elif models := models_of_verl(root):
@@ -243,15 +243,17 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     return draft or Draft(problems)
 
 
-def _linked_of_save(root: Path, name: str, problems: Problems) -> list[str]:
-    """Return the data files that a partial save in a DCP folder has as links to those of earlier ones."""
-    if not (root / DCP_RECORD).is_file():
-        return []
+def _files_of_save(root: Path, name: str, problems: Problems) -> dict[str, int | None]:
+    """Return the data files of a partial save in a DCP folder, own ones and links, with their checksums, if any."""
     where = PathIn(name, DCP_RECORD)
-    return [
-        str(one)
-        for one in attempt(lambda: get(read_json(root / DCP_RECORD, where), "linked", list, where), problems) or ()
-    ]
+
+    def read() -> dict[str, int | None]:
+        record = read_json(root / DCP_RECORD, where)
+        metadata = read_source(root / METADATA, PathIn(name, METADATA), MAX_METADATA_BYTES)
+        is_of_this = get(record, "save_id", str, where).encode() in metadata
+        return {path: one and int(one, 16) for path, one in get(record, "files", dict, where).items() if is_of_this}
+
+    return (attempt(read, problems) or {}) if (root / DCP_RECORD).is_file() else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +284,7 @@ def _of_ranks(read: RankFolders | None) -> Folders | None:
     return Folders(read.optimizer, read.model, RANKS, read.mesh, read.owned, read.extra)
 
 
-def _read_trainers(root: Path, name: str, problems: Problems, linked: Collection[str]) -> Folders | None:
+def _read_trainers(root: Path, name: str, problems: Problems, linked: Mapping[str, int | None]) -> Folders | None:
     is_full = _is_full(root)
     has_shards = not (root / MODEL_FOLDER).is_dir() and bool(list_shards(root))
     there = {path.name for path in root.iterdir()}
