@@ -345,7 +345,7 @@ def _grids(place: Placement, begin: int, width: int, count: int) -> Iterator[Gri
         itemsize = (stop - start) // (high - low)
         if missing:  # the rest of a row that another fragment begins
             taken = min(missing, high - low)
-            row.append(Band(path, start, taken * itemsize, 0))
+            row.append(Band(path, start, taken * itemsize, taken * itemsize))
             low, start, missing = low + taken, start + taken * itemsize, missing - taken
             if not missing:
                 yield Grid(low - width, 1, width, tuple(row))
@@ -354,7 +354,7 @@ def _grids(place: Placement, begin: int, width: int, count: int) -> Iterator[Gri
             yield Grid(low, whole, width, (Band(path, start, width * itemsize, width * itemsize),))
             low, start = low + whole * width, start + whole * width * itemsize
         if low < high:
-            row, missing = [Band(path, start, (high - low) * itemsize, 0)], width - (high - low)
+            row, missing = [Band(path, start, (high - low) * itemsize, (high - low) * itemsize)], width - (high - low)
 
 
 def _side_by_side(columns: Sequence[Iterator[Grid]]) -> Iterator[tuple[int, tuple[Band, ...]]]:

@@ -244,7 +244,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         notices = [*_other_ranks(base, wanted.layout.world_size)]
         if wanted.layout.stage or base.offers(SCHEDULER) or not LOADERS[base.client].needs_scheduler:
             return [], notices
-        if not base.form.stage:
+        if base.train.engine_scheduler is None:
             what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
             raise SourceError.at(PathIn(base.name, SCHEDULER), what, COPY_BACK, Code.SCHEDULER_MISSING)
         scheduler, more = _scheduler(base, wanted)  # DeepSpeed kept its own

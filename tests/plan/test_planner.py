@@ -216,6 +216,7 @@ def cells_of(data, whole, cuts, stored, depth=0):
 
 
 def bytes_of(grid, stored):
+    assert all(band.stride >= band.width > 0 for band in grid.bands)
     starts = ((band.start + row * band.stride, band.width) for row in range(grid.rows) for band in grid.bands)
     return b"".join(bytes(stored[start : start + width]) for start, width in starts)
 
