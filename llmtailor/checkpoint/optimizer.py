@@ -101,6 +101,8 @@ class Mesh(NamedTuple):
     """Tensor-parallel ranks, which share a model"""
     dp: int | None = None
     """Data-parallel ranks, over which the states of each tensor-parallel rank are cut"""
+    dp_replicate: int | None = None
+    """Replicas of all these ranks, as under HSDP; of a training, not of an output"""
 
 
 def count_ranks(mesh: Mapping[str, int]) -> str:

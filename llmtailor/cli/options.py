@@ -48,8 +48,13 @@ class _Path(click.Path):
         return with_tag(path)
 
 
-class _Mesh(click.ParamType[Any]):
+class MeshType(click.ParamType[Any]):
+    """A number of ranks by kind of parallelism; ``axes`` are the fields of `Mesh` that may be given."""
+
     name = "mesh"
+
+    def __init__(self, *axes: str) -> None:
+        self.axes = axes
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Mesh:
         from llmtailor.checkpoint.optimizer import Mesh
@@ -57,8 +62,9 @@ class _Mesh(click.ParamType[Any]):
         found: dict[str, int] = {}
         for word in f"{value}".split(","):
             axis, _, size = word.strip().partition("=")
-            if axis not in Mesh._fields or axis in found or not re.fullmatch("[1-9][0-9]{0,5}", size):
-                self.fail(f"{value!r} is not of the form tp=2,dp=4", param, ctx)
+            if axis not in self.axes or axis in found or not re.fullmatch("[1-9][0-9]{0,5}", size):
+                form = ",".join(f"{one}={at}" for at, one in enumerate(self.axes, 2))
+                self.fail(f"{value!r} is not of the form {form}", param, ctx)
             found[axis] = int(size)
         return Mesh(**found)
 
@@ -154,7 +160,7 @@ _TARGET = [
     ),
     click.option(
         "--mesh",
-        type=_Mesh(),
+        type=MeshType("tp", "dp"),
         metavar="tp=N,dp=M",
         help="The same for AutoTP: tp ranks share a model, and dp ranks its states. tp=1: without tensor parallelism. "
         "Default: the base's tp for DeepSpeed's shards, 1 for other formats.",

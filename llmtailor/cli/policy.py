@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, print_json
-from llmtailor.cli.options import COUNT, JSON, MASTERS_AS, MOMENTS_AS, PATH, STEP
-from llmtailor.errors import UsageError
+from llmtailor.cli.command import command, notify, print_json
+from llmtailor.cli.options import COUNT, JSON, MASTERS_AS, MOMENTS_AS, PATH, STEP, MeshType
+from llmtailor.errors import SourceError, UsageError, some
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import ADAM_BYTES
 
 if TYPE_CHECKING:
+    from llmtailor.checkpoint.optimizer import Mesh
     from llmtailor.model.precision import Masters, Moments
     from llmtailor.runs.simulate import Cost, Hardware, ModelSize, Schedule
 
@@ -54,6 +55,13 @@ _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
     multiple=True,
     metavar="SPEC",
     help=f"A policy as for attach: filter:aux_every=2. Repeatable. Default: {', '.join(_POLICIES)}.",
+)
+@click.option(
+    "--mesh",
+    type=MeshType("tp", "dp", "dp_replicate"),
+    metavar="tp=N,dp=M,dp_replicate=R",
+    help="Ranks of the training: tp share a model by tensor parallelism, dp cut what each of them has (FSDP2), "
+    "dp_replicate copy all of these (HSDP). Default: those that saved MODEL, if it is a checkpoint.",
 )
 @click.option(
     "--write-gbps",
@@ -101,6 +109,7 @@ _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
 def policy(
     model: Path,
     policies: tuple[str, ...],
+    mesh: Mesh | None,
     write_gbps: float,
     step_seconds: float,
     mtbf_hours: float,
@@ -125,24 +134,38 @@ def policy(
     independent of time. Parts that are n saves old set training back by n intervals, times their share of the params;
     half of that is lost permanently (benchmarks/fidelity.md). Restarting the job is not counted.
 
+    Of the ranks of a mesh, rank 0 writes the most: it has the copy that is saved of what tensor parallelism does not
+    cut. Which params that is, transformers' plan for the model says. Replicas write no states.
+
     \b
     Examples:
       llmtailor policy config.json --write-gbps 5 --step-seconds 8 --mtbf-hours 12
       llmtailor policy config.json --policy parity --policy filter:every=10
       llmtailor policy config.json --policy moments_in_turn:8 --masters 24bit --moments 8bit
+      llmtailor policy config.json --mesh tp=8,dp=16
       llmtailor policy runs/x/checkpoint-100 --policy adaptive:0.25 --json
     """
     from llmtailor.policies import Budget, make_policy, precision_of
-    from llmtailor.runs.simulate import Hardware, cost_of, simulate, size_of_config, to_json, trainer_schedule
+    from llmtailor.runs.simulate import Hardware, cost_of, mesh_of, simulate, size_of_config, to_json, trainer_schedule
 
     if moments != EXACT.moments and state_bytes != ADAM_BYTES:
         what = "only AdamW's fp32 moments are rounded, 8 bytes per param"
         raise UsageError.at("--moments", what, "omit --moments, or omit --state-bytes")
+    if experts and mesh:
+        what = "what a rank has of an expert is not known"
+        raise UsageError.at("--experts and --mesh", what, "omit one of them")
     made = {spec: make_policy(spec) for spec in dict.fromkeys((_FULL, *(policies or _POLICIES)))}
     precision = Precision(masters, moments)
     for one in made.values():
         precision_of(one, precision)
-    size = replace(size_of_config(model, experts), state_bytes=state_bytes, precision=precision)
+    if mesh is None and not experts:
+        try:
+            mesh = mesh_of(model)
+        except SourceError as error:
+            notify(f"its ranks are not known, so give --mesh: {error.problems[0]}")
+    size = replace(size_of_config(model, experts, mesh), state_bytes=state_bytes, precision=precision)
+    if size.spread and size.spread.packed:
+        notify(f"tensor parallelism cuts {some(size.spread.packed)} into several boxes per rank, which attach refuses")
     machine = Hardware(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)
     schedules = {_TRAINER: trainer_schedule(size, keep)}
     for spec, one in made.items():
@@ -192,12 +215,33 @@ def _text(
         (
             f"{model.name}: {model.total:,} params in {len(model.parts)} parts",
             table(head, saves, right=range(1, len(head))),
+            *_of_ranks(model, {name: schedule for name, (schedule, _) in found.items()}),
             *chosen,
             table(cost_head, costs, right=range(2, len(cost_head))),
             f"Assumed: {size(round(machine.write_bytes_per_s))}/s written by all ranks together, {machine.step_s:g} s "
             f"per step,\na failure every {machine.mtbf_s / 3600:g} h, steps {machine.slowdown:.0%} slower during a "
             "background save.",
         )
+    )
+
+
+def _of_ranks(model: ModelSize, schedules: dict[str, Schedule]) -> tuple[str, ...]:
+    """Return what each rank writes, if the mesh is known."""
+    from llmtailor.checkpoint.optimizer import count_ranks
+    from llmtailor.cli.tables import table
+    from llmtailor.errors import about, size
+
+    if (spread := model.spread) is None:
+        return ()
+    rows = []
+    for name, schedule in schedules.items():
+        if (most := schedule.on_rank_0_mean) is not None:
+            mean = schedule.mean / spread.ranks
+            rows.append((name, size(round(mean)), size(round(most)), f"{about(most / mean)}x"))
+    head = ("policy", "mean of a rank", "rank 0", "rank 0 / mean")
+    return (
+        f"{count_ranks(spread.mesh)} have a file each; {spread.num_writing:,} write states, rank 0 the most",
+        table(head, rows, right=range(1, len(head))),
     )
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint
+from llmtailor.checkpoint.optimizer import Mesh
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
 from llmtailor.errors import SourceError, UsageError
 from llmtailor.formats.common.param_names import describe_config
+from llmtailor.formats.registry import index_checkpoint, is_checkpoint
 from llmtailor.loaders.files import CONFIG
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure, Part
@@ -24,6 +26,7 @@ from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import ADAM_BYTES
 from llmtailor.policies import Policy, Situation, check_policy, choose, precision_of, saves_masters
 from llmtailor.runs.gc import deletable
+from llmtailor.runs.spread import Spread, axes_of, check_mesh, spread
 
 MASTER_BYTES = 4
 """Per param: the fp32 master"""
@@ -50,6 +53,17 @@ class ModelSize:
     """Of the optimizer's states in training, per param"""
     precision: Precision = EXACT
     """Of what partial checkpoints hold; one that rounds moments assumes AdamW"""
+    spread: Spread | None = None
+    """Over the ranks, if their mesh is known"""
+
+    @property
+    def on_rank_0(self) -> dict[Part, int]:
+        """Part -> trained params on the rank that has the most; empty if the mesh is unknown"""
+        found: dict[Part, int] = {}
+        for param, numel in self.spread.on_rank_0.items() if self.spread else ():
+            part = self.structure.part_of[param]
+            found[part] = found.get(part, 0) + numel
+        return found
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -83,6 +97,8 @@ class Schedule:
     setback: float = 0.0
     """By how many saves training falls back because masters in a composite are stale, on average; stale moments, which
     cost little (benchmarks/fidelity.md), count as nothing"""
+    on_rank_0: tuple[int, ...] = ()
+    """Bytes of each save that the rank with the most writes, if the mesh is known"""
 
     @property
     def mean(self) -> float:
@@ -91,6 +107,10 @@ class Schedule:
     @property
     def largest(self) -> int:
         return max(self.num_bytes)
+
+    @property
+    def on_rank_0_mean(self) -> float | None:
+        return sum(self.on_rank_0) / len(self.on_rank_0) if self.on_rank_0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +145,26 @@ class Cost:
     """The share of the time lost to saves and failures, at most 1"""
 
 
-def size_of_config(path: Path, experts: bool = False) -> ModelSize:
+def mesh_of(path: Path) -> Mesh | None:
+    """Return the mesh of the ranks that saved a checkpoint, as far as its files say; None for anything else.
+
+    Raises SourceError or UnsupportedCheckpoint for a checkpoint that can't be read.
+    """
+    if not path.is_dir() or not is_checkpoint(path):
+        return None
+    index = index_checkpoint(path)
+    if index.train.dcp and (saved := index.train.dcp.mesh) and len(saved.shape) == 2 and saved.cuts[0] is None:
+        return Mesh(dp=saved.shape[1], dp_replicate=saved.shape[0])
+    return Mesh(index.tp, index.world_size // index.tp)
+
+
+def size_of_config(path: Path, experts: bool = False, mesh: Mesh | None = None) -> ModelSize:
     """Return the size of the model that a config.json, or a folder with one, describes; all params are trained.
 
-    With ``experts``, each expert of a layer is a part. transformers builds the model without data in a process of its
-    own, which takes seconds. Raises SourceError, UnsupportedCheckpoint if transformers does not know the model,
-    Unanswered if it does not answer, and UsageError if the model has no params.
+    With ``experts``, each expert of a layer is a part. A ``mesh`` of one rank is none. transformers builds the model
+    without data in a process of its own, which takes seconds. Raises SourceError, UnsupportedCheckpoint if transformers
+    does not know the model, Unanswered if it does not answer, and UsageError if the model has no params, or can't be
+    trained on the mesh.
     """
     file = path / CONFIG if path.is_dir() else path
     where = str(file)
@@ -151,7 +185,12 @@ def size_of_config(path: Path, experts: bool = False) -> ModelSize:
     if not any(numels.values()):
         raise UsageError.at(where, "the model has no params", "name another model")
     name = file.absolute().parent.name if file.name == CONFIG else file.stem
-    return ModelSize(name, structure, {part: numel for part, numel in numels.items() if numel})
+    size = ModelSize(name, structure, {part: numel for part, numel in numels.items() if numel})
+    if mesh is None or math.prod((axes := axes_of(mesh)).values()) == 1:
+        return size
+    if problems := check_mesh(axes, facts.params, facts.tp_plan, config):
+        raise UsageError(problems)
+    return replace(size, spread=spread(axes, facts.params, facts.tp_plan))
 
 
 def trainer_schedule(model: ModelSize, keep: int) -> Schedule:
@@ -170,7 +209,8 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
     limit = check_policy(policy, model.structure, model.parts, num_bytes, max_staleness)
     ledger = Ledger("run").after(0, model.parts, model.parts)
     on_disk, bytes_at = {0: RunCheckpoint.saved(Path(), ledger)}, {0: sum(num_bytes.values())}
-    sizes, oldest, most, aged = [], 0, 0, 0
+    sizes, oldest, most, aged, on_rank_0 = [], 0, 0, 0, list[int]()
+    of_rank_0 = model.on_rank_0
     for save in range(1, NUM_SAVES + 1):
         last = ledger.last
         changed = {part: float(numel * (save - last[part])) for part, numel in model.numels.items()}
@@ -178,8 +218,11 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
         choice = choose(policy, now, limit)
         ledger = ledger.after(save, choice.parts, model.parts)
         alone = sum(model.numels[part] for part in choice.masters)
-        masters = round(alone * model.precision.master_bytes(with_moments=False))
-        sizes.append(sum(num_bytes[part] for part in choice.parts) + masters)
+        master_bytes = model.precision.master_bytes(with_moments=False)
+        sizes.append(sum(num_bytes[part] for part in choice.parts) + round(alone * master_bytes))
+        if model.spread is not None:
+            whole, rest = (sum(of_rank_0.get(part, 0) for part in some) for some in (choice.parts, choice.masters))
+            on_rank_0.append(round(whole * model.saved_bytes + rest * master_bytes))
         ages = {part: save - held for part, held in ledger.last.items()}
         oldest = max(oldest, *ages.values())
         aged += sum(age * model.numels[part] for part, age in ages.items())
@@ -189,7 +232,8 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
             for step in deletable([*on_disk.values()], ledger, keep):
                 del on_disk[step]
     mean_age = aged / NUM_SAVES / model.total
-    return Schedule(tuple(sizes), mean_age, oldest, most, 0.0 if saves_masters(policy) else mean_age)
+    setback = 0.0 if saves_masters(policy) else mean_age
+    return Schedule(tuple(sizes), mean_age, oldest, most, setback, tuple(on_rank_0))
 
 
 def cost_of(schedule: Schedule, machine: Hardware, *, in_background: bool, save_steps: int | None = None) -> Cost:
@@ -220,6 +264,8 @@ def to_json(
         "model": model.name,
         "num_params": model.total,
         "num_parts": len(model.parts),
+        "mesh": dict(model.spread.mesh) if model.spread else None,
+        "ranks_writing": model.spread.num_writing if model.spread else None,
         "saves": NUM_SAVES,
         "keep": keep,
         "machine": machine,
@@ -229,6 +275,7 @@ def to_json(
                 "bytes_mean": schedule.mean,
                 "bytes_largest": schedule.largest,
                 "bytes_on_disk": schedule.on_disk,
+                "bytes_on_rank_0": schedule.on_rank_0_mean,
                 "oldest_part_saves": schedule.oldest,
                 "mean_age_saves": schedule.mean_age,
                 "setback_saves": schedule.setback,

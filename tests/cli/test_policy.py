@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.checkpoints import make
 from helpers.commands import call
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +21,11 @@ def policy(*words: object) -> str:
 
 def test_the_page_shows_what_the_command_prints():
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
-    ((words, shown),) = re.findall(r"<!-- llmtailor policy (.*?) -->\n\n```\n(.*?)```\n\n<!-- end -->", page, re.DOTALL)
-    assert shown == call("policy", *words.split(), cwd=ROOT).stdout
-    assert max(map(len, shown.splitlines())) <= 100
+    found = re.findall(r"<!-- llmtailor policy (.*?) -->\n\n```\n(.*?)```\n\n<!-- end -->", page, re.DOTALL)
+    assert len(found) == 2
+    for words, shown in found:
+        assert shown == call("policy", *words.split(), cwd=ROOT).stdout
+        assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_json_says_the_same():
@@ -57,9 +60,38 @@ def test_a_folder_with_a_config(tmp_path):
     assert re.findall(r"^(\S+) +background", told, re.M) == ["full", "parity", "filter:every=3"]
 
 
+def test_a_mesh():
+    """Every element is saved once, whatever the mesh; replicas save none."""
+    alone, mesh = (
+        json.loads(policy(LLAMA, "--policy", "parity", *words, "--json"))
+        for words in ((), ("--mesh", "tp=4,dp=8,dp_replicate=2"))
+    )
+    assert (alone["mesh"], mesh["mesh"]) == (None, {"tp": 4, "dp": 8, "dp_replicate": 2})
+    assert mesh["ranks_writing"] == 32
+    for one, other in zip(alone["policies"], mesh["policies"], strict=True):
+        assert one["bytes_mean"] == other["bytes_mean"] and one["bytes_on_rank_0"] is None
+    full = mesh["policies"][1]
+    norms = 65 * 4096  # on the first of four tensor-parallel ranks, cut over 8
+    assert full["bytes_on_rank_0"] == 12 * ((alone["num_params"] - norms) / 32 + norms / 8)
+
+
+def test_the_mesh_of_a_checkpoint(tmp_path):
+    root = make(tmp_path, 100, world_size=3)
+    assert json.loads(policy(root, "--json"))["mesh"] == {"dp": 3}
+    assert json.loads(policy(root, "--mesh", "dp=8", "--json"))["mesh"] == {"dp": 8}
+    (root / "latest").write_text("nowhere")
+    told = call("policy", root)
+    assert "so give --mesh: " in told.stderr and "rank 0" not in told.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
+        ([LLAMA, "--mesh", "tp=3,dp=8"], 2, "tp=3 does not divide the 8 heads of keys and values"),
+        ([LLAMA, "--mesh", "tp=8192"], 2, "leaves ranks without any of"),
+        ([LLAMA, "--mesh", "dp_replicate=4"], 2, "use dp=4"),
+        ([LLAMA, "--mesh", "pp=4"], 2, "is not of the form tp=2,dp=3,dp_replicate=4"),
+        ([LLAMA, "--mesh", "dp=4", "--experts"], 2, "omit one of them"),
         (["absent.json"], 4, "config.json"),
         ([LLAMA, "--policy", "partiy"], 2, "did you mean 'parity'?"),
         ([LLAMA, "--policy", "update:threshold=0.1"], 2, "use adaptive"),

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,8 @@ for name, param in model.named_parameters(remove_duplicate=False):
 known = set(tied) | {name for name, _, _ in params}
 buffers = [name for name in model.state_dict() if name not in known]
 print()
-print(json.dumps({"params": params, "tied": tied, "buffers": buffers}))
+plan = getattr(model, "_tp_plan", None) or {}
+print(json.dumps({"params": params, "tied": tied, "buffers": buffers, "tp_plan": plan}))
 """
 
 
@@ -100,6 +101,8 @@ class ModelFacts:
     """Tied name -> the name its values are stored under"""
     buffers: frozenset[str]
     """Names of persistent buffers"""
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    """Module, with ``*`` for numbers -> how tensor parallelism cuts it in transformers"""
 
 
 _live: ContextVar[ModelFacts | None] = ContextVar("_live", default=None)
@@ -179,6 +182,7 @@ def _describe(config: str) -> ModelFacts | str:
         decaying=frozenset(name for name, _, decays in found["params"] if decays),
         tied=found["tied"],
         buffers=frozenset(found["buffers"]),
+        tp_plan=found["tp_plan"],
     )
 
 
