@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.optimizer import NAME_KEYS, ParamGroup
 from llmtailor.checkpoint.placement import Extent
+from llmtailor.checkpoint.tensor_parallel import Cut
 from llmtailor.errors import MismatchError, Problem, SourceError, some
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.roles import ITEMSIZE, Encoding, State, size_of
@@ -148,6 +149,55 @@ class Slot(NamedTuple):
         return size_of(self.dtype, self.end - self.begin)
 
 
+class ShardSlot(NamedTuple):
+    """The same of elements ``begin``..``end`` of what a tensor-parallel rank has of a state."""
+
+    state: State
+    dtype: str
+    begin: int
+    end: int
+    cut: Cut
+    rank: int
+
+    @property
+    def num_bytes(self) -> int:
+        return size_of(self.dtype, self.end - self.begin)
+
+    def slots(self) -> Iterator[Slot]:
+        """Yield the runs of the whole state."""
+        for begin, end in self.cut.runs(self.rank, self.begin, self.end):
+            yield Slot(self.state, self.dtype, begin, end)
+
+
+class InShard(NamedTuple):
+    """A piece of what a tensor-parallel rank has of a state: its ``begin`` counts the rank's elements.
+
+    Of a tensor that is cut by columns, each row is a run of the whole state. A plan for a thousand ranks would have
+    millions, so they are made when a file is written; see `FileLayout.made`.
+    """
+
+    piece: Copy | Cast
+    itemsize: int
+    """Of the source's elements"""
+    cut: Cut
+    rank: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.piece.num_bytes
+
+    def split(self) -> Iterator[Copy | Cast]:
+        """Yield a piece for each run of the whole state."""
+        piece, (path, at, stop) = self.piece, self.piece.extent
+        for begin, end in self.cut.runs(self.rank, piece.begin, piece.begin + (stop - at) // self.itemsize):
+            extent = Extent(path, at, at + (end - begin) * self.itemsize)
+            at = extent.stop
+            if isinstance(piece, Copy):
+                yield piece._replace(extent=extent, begin=begin)
+            else:
+                yield replace(piece, extent=extent, begin=begin)
+
+
 @dataclass(frozen=True, slots=True)
 class Crc:
     """Four bytes: the little-endian CRC-32 of bytes ``start``..``stop`` of the same file, all before it."""
@@ -160,7 +210,7 @@ class Crc:
         return 4
 
 
-Piece = Bytes | Zeros | Copy | Cast | Blend | Slot | Crc
+Piece = Bytes | Zeros | Copy | Cast | Blend | InShard | Slot | ShardSlot | Crc
 Fill = Callable[[Piece], Iterable[Piece]]
 """Replaces a piece by others with as many bytes"""
 
@@ -207,8 +257,11 @@ class FileLayout:
         return self._num_bytes
 
     def made(self) -> FileLayout:
-        """Return the file with its pieces in memory, for code that needs them several times."""
-        return FileLayout(self.path, self.pieces) if callable(self._pieces) else self
+        """Return the file with its pieces in memory, for code that needs them several times, and none `InShard`."""
+        if not callable(self._pieces):
+            return self
+        runs = (piece.split() if isinstance(piece, InShard) else (piece,) for piece in self.pieces)
+        return FileLayout(self.path, tuple(chain.from_iterable(runs)))
 
     def placed(self) -> Iterator[tuple[int, Piece]]:
         """Yield each piece with its byte offset in the file."""
@@ -248,6 +301,11 @@ class LinkLayout(FileLayout):
         return next(self.copies)
 
 
+def _outer(piece: Piece) -> Piece:
+    """Return a piece without regard to the runs of the state that it has."""
+    return piece.piece if isinstance(piece, InShard) else piece
+
+
 def shareable_start(content: Iterable[Piece], alignment: int) -> int | None:
     """Return where content must start, modulo `BLOCK_BYTES`, to share most blocks with the files it is copied from.
 
@@ -258,6 +316,7 @@ def shareable_start(content: Iterable[Piece], alignment: int) -> int | None:
     at = 0
     for piece in content:
         length = piece.num_bytes
+        piece = _outer(piece)
         if isinstance(piece, Copy):
             start = (piece.extent.start - at) % BLOCK_BYTES
             num_bytes[start] = num_bytes.get(start, 0) + length
@@ -336,7 +395,7 @@ class Plan:
         total = 0
         for file in self.files:
             at = 0
-            for run in consecutive(file.pieces):
+            for run in consecutive(map(_outer, file.pieces)):
                 if isinstance(run[0], Copy) and isinstance(last := run[-1], Copy):
                     begin, end = whole_blocks(run[0].extent.start, last.extent.stop, at, BLOCK_BYTES)
                     total += end - begin
@@ -369,6 +428,9 @@ def _summarize(plan: Plan) -> Summary:
     for file in plan.files:
         lines: list[bytes] = [b"link"] if isinstance(file, LinkLayout) else []
         for piece in file.pieces:
+            if isinstance(piece, InShard):
+                lines.append(b"shard of rank %d" % piece.rank)
+                piece = piece.piece
             if isinstance(piece, (Copy, Cast)):
                 extent, state, source = piece.extent, piece.state, piece.source
                 path, start, stop = extent
@@ -390,6 +452,8 @@ def _summarize(plan: Plan) -> Summary:
                 lines += (b"Bytes %d" % len(piece.data), piece.data)
             elif isinstance(piece, Slot):
                 unfilled.append(piece)
+            elif isinstance(piece, ShardSlot):
+                unfilled += piece.slots()
             else:
                 lines.append(repr(piece).encode())
         digest.update(b"\n".join([f"{file.path!r} {file.num_bytes}".encode(), *lines, b""]))

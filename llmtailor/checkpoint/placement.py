@@ -236,6 +236,13 @@ class Boxes:
         """The dtype of `Encoding`, if the elements are stored so"""
         return next((one.encoded for one in self.cells if isinstance(one, Bundled)), "")
 
+    def cell_at(self, offsets: Sequence[int]) -> Placement:
+        """Return the box that begins there."""
+        number = 0
+        for at, cuts in zip(offsets, self.cuts, strict=True):
+            number = number * (len(cuts) - 1) + cuts.index(at)
+        return self.cells[number]
+
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:
         last = max((at for at, cuts in enumerate(self.cuts) if len(cuts) > 2), default=0)
         while begin < end:

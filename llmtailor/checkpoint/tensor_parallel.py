@@ -56,16 +56,35 @@ class Cut:
         rows = (tuple(held[min(number, len(held) - 1)] for held in found) for number in range(max(map(len, found))))
         return tuple(Boxes(self.shape, cuts, row) for row in rows)
 
+    def place_on(self, rank: int, whole: Placement) -> Placement | None:
+        """Return where a rank's shard is, given the place that `join` has found for the full tensor.
+
+        None if it is in no single place: fused weights of which other ranks have some boxes, too.
+        """
+        boxes = self.shards[rank].pieces
+        if not isinstance(whole, Boxes):
+            return whole
+        cells = [whole.cell_at(box.offsets) for box, _ in boxes]
+        if len(cells) == 1:
+            return cells[0]
+        inside = {cell.place for cell in cells if isinstance(cell, Inside)}
+        are_own = all(isinstance(cell, Inside) and cell.box == own for cell, (_, own) in zip(cells, boxes, strict=True))
+        return inside.pop() if len(inside) == 1 and are_own else None
+
     def check(self) -> None:
         """Raise ValueError unless the ranks hold every element, and each of a shard's elements is one of the tensor."""
         self.join([_NOWHERE] * len(self.shards))
         for shard in self.shards:
             find_grid(shard.shape, [own for _, own in shard.pieces])
 
+    def is_whole(self, rank: int) -> bool:
+        """Return whether a rank has the full tensor."""
+        return [box.sizes for box, _ in self.shards[rank].pieces] == [self.shape]
+
     def runs(self, rank: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield which elements of the full tensor a rank's elements ``begin``..``end`` are, in their order."""
         shard = self.shards[rank]
-        if [box.sizes for box, _ in shard.pieces] == [self.shape]:
+        if self.is_whole(rank):
             yield begin, end
             return
         cuts, order = find_grid(shard.shape, [own for _, own in shard.pieces])

@@ -12,11 +12,23 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 
-from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Term
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.layout import (
+    Blend,
+    Cast,
+    Copy,
+    FileLayout,
+    InShard,
+    Piece,
+    Plan,
+    ShardSlot,
+    Slot,
+    Term,
+    fill_all,
+)
 from llmtailor.checkpoint.placement import Absent, AllZero, Placement, Runs, without
 from llmtailor.checkpoint.sources import Cut, Sources, Weights
-from llmtailor.model.roles import BUFFER, D16, EXP_AVG, MASTER, MODULE, WEIGHT, State, is_moment
+from llmtailor.model.roles import BUFFER, D16, EXP_AVG, ITEMSIZE, MASTER, MODULE, WEIGHT, State, is_moment
 
 
 def plan_composite(
@@ -82,9 +94,13 @@ class _Filler:
     scales: Mapping[tuple[State, int], float]
     known: dict[tuple[State, str], tuple[_Supply, ...]] = field(default_factory=dict)
     """(State, dtype) -> what supplies it, in the order of the elements"""
+    shards: dict[tuple[State, str, int], tuple[int, TensorEntry, Placement] | None] = field(default_factory=dict)
+    """The same of the shard of a tensor-parallel rank: source, entry of the full tensor, and place of the shard"""
 
     def fill(self, slot: Piece) -> Sequence[Piece]:
         """Return what takes the place of a piece; the slot itself if its source can't fill it."""
+        if type(slot) is ShardSlot:
+            return self._fill_shard(slot)
         if type(slot) is not Slot:
             return (slot._replace(source=self.base) if type(slot) is Copy else slot,)
         state, dtype, first, last = slot
@@ -119,6 +135,40 @@ class _Filler:
                     for have in supply.place.cover(begin, end)
                 ]
         return filled
+
+    def _fill_shard(self, slot: ShardSlot) -> Sequence[Piece]:
+        """Return the pieces of a shard: those of the same shard in the source, if it is cut in the same way."""
+        state, dtype, begin, end, cut, rank = slot
+        key = state, dtype, rank
+        if key not in self.shards:
+            self.shards[key] = self._shard_of(slot)
+        if (found := self.shards[key]) is None:
+            return fill_all(slot.slots(), self.fill)
+        source, held, place = found
+        scale = self.scales.get((state, source), 1.0)
+        filled: list[Piece] = []
+        for at, _, extent, _ in place.cover(begin, end):
+            if held.dtype == dtype and scale == 1:
+                piece: Copy | Cast = Copy(extent, source, state, at)
+            else:
+                piece = Cast(extent, held.dtype, dtype, source, state, at, scale)
+            filled.append(InShard(piece, ITEMSIZE[held.dtype], cut, rank))
+        return filled
+
+    def _shard_of(self, slot: ShardSlot) -> tuple[int, TensorEntry, Placement] | None:
+        """Return the only source of a slot's state, its entry there, and the place of the shard; None without these."""
+        if (source := self.sources.only(slot.state)) is None:
+            return None
+        index = self.indexes[source]
+        parallel = index.zero.tensor_parallel
+        try:
+            held = index.holding(slot.state, slot.dtype)
+        except KeyError:
+            return None
+        if parallel is None or parallel.cuts.get(slot.state.param) != slot.cut or index.form.is_partial:
+            return None
+        place = slot.cut.place_on(slot.rank, held.place)
+        return None if place is None else (source, held, place)
 
     def _sum(self, slot: Slot, original: State, weights: Weights) -> Sequence[Piece]:
         """Return the pieces of a weighted sum: each ends where a fragment of any source does."""

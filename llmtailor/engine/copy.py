@@ -30,7 +30,6 @@ from llmtailor.checkpoint.layout import (
     LinkLayout,
     Piece,
     Plan,
-    Slot,
     Zeros,
     consecutive,
 )
@@ -184,7 +183,7 @@ class FileResult:
     @property
     def checked(self) -> Iterator[tuple[Piece, int]]:
         """The pieces with their CRC-32; none of a link"""
-        return zip(self.plan.pieces if self.crcs else (), self.crcs, strict=True)
+        return zip(self.plan.made().pieces if self.crcs else (), self.crcs, strict=True)
 
     def runs(self) -> Iterator[Run]:
         for piece, crc in self.checked:
@@ -384,7 +383,7 @@ def _write(
     elif isinstance(piece, Blend):
         yield output.put_all(blended(piece, sources, stop))
     else:
-        assert not isinstance(piece, Slot), "a plan has no slots"
+        assert isinstance(piece, Copy), "a plan has no slots, and a file that is made no shards"
         store = sources.stores.get(str(sources.plan.sources[piece.source]))
         copies = [one for one in run if isinstance(one, Copy)]
         if store is not None:

@@ -14,6 +14,7 @@ import torch
 from helpers.checkpoints import SMALL, edit, make, model_states, optim_states
 from helpers.render import render
 from llmtailor.checkpoint.layout import Copy
+from llmtailor.checkpoint.optimizer import Mesh
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, plan_merge
@@ -166,3 +167,22 @@ def test_a_finding_is_reported_for_every_rank(tmp_path):
         edit(model_states(root, rank), lambda tree: tree.update(global_samples=-1))
     paths = [one.path for one in survey_checkpoint(root).index.findings if "global_samples" in one.what]
     assert [path.rpartition("/")[2] for path in paths] == [model_states(root, rank).name for rank in range(3)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_plan_of_tensor_parallel_ranks_does_not_list_rows(tmp_path, stage):
+    """Of a tensor that is cut by columns, each row is a run of the state, which only a file that is written lists."""
+    planned, written = [], []
+    for hidden in (64, 128):
+        shape = replace(SMALL, hidden_size=hidden, intermediate_size=128, num_kv_heads=2, head_dim=4)
+        root = tmp_path / f"{hidden}" / "checkpoint-100"
+        make_checkpoint(root, shape, lay_out(shape, 4, tp=2), 100, sparse=True)
+        recipe = Recipe("test", "", root, (), None, None)
+        files = plan_merge(recipe, tmp_path / f"out-{hidden}", Options(stage=stage, mesh=Mesh(dp=3))).plan.files
+        shards = [file for file in files if file.path.endswith("_states.pt")]
+        made = [file.made() for file in shards]
+        assert [file.num_bytes for file in made] == [file.num_bytes for file in shards]
+        planned.append(sum(len(file.pieces) for file in shards))
+        written.append(sum(len(file.pieces) for file in made))
+    assert planned[0] == planned[1]
+    assert written[1] > 1.5 * written[0] > 3 * planned[0]

@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, VERL, CheckpointIndex, TrainState
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros, fill_all
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, ShardSlot, Slot, Zeros
 from llmtailor.checkpoint.optimizer import (
     OptimizerLayout,
     SubGroup,
@@ -185,14 +185,12 @@ class ZeroTarget:
             tp_rank=rank,
         )
 
-    def spread(self, piece: Piece) -> Iterator[Piece]:
-        """Yield a piece of a tensor-parallel rank's file, with slots of the full tensors instead of the rank's."""
+    def of_shard(self, piece: Piece) -> Piece:
+        """Return a piece of a tensor-parallel rank's file, a slot as one of the rank's shard of the full tensor."""
         parallel = self.base.zero.tensor_parallel
-        if isinstance(piece, Slot) and parallel and piece.state.param in parallel.cuts:
-            for begin, end in parallel.cuts[piece.state.param].runs(self.tp_rank, piece.begin, piece.end):
-                yield piece._replace(begin=begin, end=end)
-        else:
-            yield piece
+        if isinstance(piece, Slot) and parallel and (cut := parallel.cuts.get(piece.state.param)):
+            return piece if cut.is_whole(self.tp_rank) else ShardSlot(*piece, cut, self.tp_rank)
+        return piece
 
     @property
     def tag(self) -> str:
@@ -506,7 +504,7 @@ class RankFiles:
         pickled, storages = self._content_of_shards(path, rank, tree_of)
         if not self.target.base.zero.tensor_parallel:
             return pickled, storages
-        return pickled, [content and fill_all(content, self.target.spread) for content in storages]
+        return pickled, [tuple(map(self.target.of_shard, content)) for content in storages]
 
     def _content_of_shards(self, path: str, rank: int, tree_of: _TreeOf) -> Content:
         if self.target.layout.stage < 3:
