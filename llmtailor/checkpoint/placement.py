@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -236,11 +236,20 @@ class Boxes:
         """The dtype of `Encoding`, if the elements are stored so"""
         return next((one.encoded for one in self.cells if isinstance(one, Bundled)), "")
 
-    def cell_at(self, offsets: Sequence[int]) -> Placement:
-        """Return the box that begins there."""
+    @property
+    def boxes(self) -> Iterator[Box]:
+        """The boxes, in the order of the cells"""
+        for cell in itertools.product(*map(itertools.pairwise, self.cuts)):
+            yield Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
+
+    def at(self, box: Box) -> Placement | None:
+        """Return the place of a box; None if it is none of these."""
         number = 0
-        for at, cuts in zip(offsets, self.cuts, strict=True):
-            number = number * (len(cuts) - 1) + cuts.index(at)
+        for low, size, cuts in zip(box.offsets, box.sizes, self.cuts, strict=True):
+            at = bisect_right(cuts, low) - 1
+            if cuts[at : at + 2] != (low, low + size):
+                return None
+            number = number * (len(cuts) - 1) + at
         return self.cells[number]
 
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:

@@ -57,19 +57,18 @@ class Cut:
         return tuple(Boxes(self.shape, cuts, row) for row in rows)
 
     def place_on(self, rank: int, whole: Placement) -> Placement | None:
-        """Return where a rank's shard is, given the place that `join` has found for the full tensor.
+        """Return where a rank's shard is in a checkpoint that has the full tensor there.
 
-        None if it is in no single place: fused weights of which other ranks have some boxes, too.
+        None if it is not cut so there, or the shard is in no single place: fused weights of which other ranks have some
+        boxes, too.
         """
         boxes = self.shards[rank].pieces
-        if not isinstance(whole, Boxes):
-            return whole
-        cells = [whole.cell_at(box.offsets) for box, _ in boxes]
+        cells = [whole.at(box) if isinstance(whole, Boxes) else None for box, _ in boxes]
         if len(cells) == 1:
             return cells[0]
-        inside = {cell.place for cell in cells if isinstance(cell, Inside)}
+        places = {cell.place for cell in cells if isinstance(cell, Inside)}
         are_own = all(isinstance(cell, Inside) and cell.box == own for cell, (_, own) in zip(cells, boxes, strict=True))
-        return inside.pop() if len(inside) == 1 and are_own else None
+        return places.pop() if len(places) == 1 and are_own else None
 
     def check(self) -> None:
         """Raise ValueError unless the ranks hold every element, and each of a shard's elements is one of the tensor."""
@@ -91,6 +90,12 @@ class Cut:
         cells = tuple(Inside(_NOWHERE, self.shape, shard.pieces[number][0]) for number in order)
         for *_, extent, _ in Boxes(shard.shape, cuts, cells).cover(begin, end):
             yield extent.start, extent.stop
+
+
+def cut_as(grid: Boxes) -> Cut:
+    """Return the cut of which each box of a grid is a shard."""
+    none = (0,) * len(grid.shape)
+    return Cut(grid.shape, tuple(Shard(box.sizes, ((box, Box(none, box.sizes)),)) for box in grid.boxes))
 
 
 @dataclass(frozen=True, slots=True)

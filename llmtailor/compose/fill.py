@@ -159,13 +159,11 @@ class _Filler:
         """Return the only source of a slot's state, its entry there, and the place of the shard; None without these."""
         if (source := self.sources.only(slot.state)) is None:
             return None
-        index = self.indexes[source]
-        parallel = index.zero.tensor_parallel
         try:
-            held = index.holding(slot.state, slot.dtype)
+            held = self.indexes[source].holding(slot.state, slot.dtype)
         except KeyError:
             return None
-        if parallel is None or parallel.cuts.get(slot.state.param) != slot.cut or index.form.is_partial:
+        if held.shape != slot.cut.shape or held.stored_as != held.dtype or held.rounded_from:
             return None
         place = slot.cut.place_on(slot.rank, held.place)
         return None if place is None else (source, held, place)

@@ -495,7 +495,11 @@ def lay_out_torch_blob(path: str, tree: Any, at: int) -> list[Piece]:
 
 def place_torch_blob(content: Content, at: int) -> list[Piece]:
     """Return the pieces of a file around a pickle and its storages, as `lay_out_torch_blob` does."""
-    pieces = _zip("archive", *content, as_torch=True)
+    return move_torch_blob(_zip("archive", *content, as_torch=True), at)
+
+
+def move_torch_blob(pieces: Iterable[Piece], at: int) -> list[Piece]:
+    """Return the pieces of a blob that was laid out at byte 0, to be placed at byte ``at`` of another file."""
     return [Crc(at + piece.start, at + piece.stop) if isinstance(piece, Crc) else piece for piece in pieces]
 
 
@@ -758,12 +762,14 @@ class AlikeBlobs(Generic[T]):
 
 
 def _read_headers_only(file: SourceFile) -> tuple[bytes, int] | None:
-    """Return all bytes of a file, and its number of records, if most of it is headers."""
+    """Return all bytes of a file, and its number of records, if most are of headers or of the pickle in front."""
     try:
-        start, _, count = find_directory(file)
+        start, stop, count = find_directory(file)
+        name, size, *_ = next(_entries(file.read(start, stop), count), (b"", 0))
     except BadZip:
         return None
-    if start > min(count * _HEADERS_ONLY, MAX_PICKLE_BYTES):
+    pickled = size if name.endswith(b"/data.pkl") else 0
+    if start > min(count * _HEADERS_ONLY + pickled, MAX_PICKLE_BYTES):
         return None
     return file.read(0, file.num_bytes), count
 

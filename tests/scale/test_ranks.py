@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from helpers.checkpoints import SMALL, edit, make, model_states, optim_states
 from helpers.render import render
-from llmtailor.checkpoint.layout import Copy
+from llmtailor.checkpoint.layout import Copy, InShard
 from llmtailor.checkpoint.optimizer import Mesh
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
@@ -182,6 +183,10 @@ def test_a_plan_of_tensor_parallel_ranks_does_not_list_rows(tmp_path, stage):
         shards = [file for file in files if file.path.endswith("_states.pt")]
         made = [file.made() for file in shards]
         assert [file.num_bytes for file in made] == [file.num_bytes for file in shards]
+        for file in shards:  # files of tensor-parallel ranks are alike, but for their bytes
+            of_rank = re.search("mp_rank_[0-9]+", file.path)[0]
+            pieces = [one.piece for one in file.pieces if isinstance(one, InShard)]
+            assert pieces and all(of_rank in one.extent.path for one in pieces) or "model_states" in file.path
         planned.append(sum(len(file.pieces) for file in shards))
         written.append(sum(len(file.pieces) for file in made))
     assert planned[0] == planned[1]

@@ -1,22 +1,25 @@
 """Layout of one folder of torch.distributed.checkpoint, as `dcp_folder` reads it.
 
 As torch saves under FSDP2, a tensor is cut along dimension 0 into ``ceil(rows / ranks)`` rows per rank, so that the
-last ranks may have fewer rows or none; what all ranks have alike is saved once, spread over the ranks.
+last ranks may have fewer rows or none; or into the boxes that the base has, dealt to the ranks in their order. What all
+ranks have alike is saved once, spread over the ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, Protocol
 
 from llmtailor.checkpoint.index import DcpEntry
-from llmtailor.checkpoint.layout import Copy, FileLayout, Piece
-from llmtailor.checkpoint.placement import Box, Extent
+from llmtailor.checkpoint.layout import Copy, FileLayout, Piece, ShardSlot, Slot
+from llmtailor.checkpoint.placement import Box, Boxes, Extent, Placement
+from llmtailor.checkpoint.tensor_parallel import cut_as
 from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, cut_rows, lay_out_metadata
-from llmtailor.containers.torch_file import lay_out_torch_blob
+from llmtailor.containers.torch_file import lay_out_torch_blob, move_torch_blob
 from llmtailor.containers.unpickle import as_tensor, make_tensor, state_tensor
-from llmtailor.model.roles import State
+from llmtailor.model.roles import MASTER, State
 
 Pieces = tuple[Piece, ...]
 
@@ -41,9 +44,20 @@ class FolderBuilder:
         self._entries: dict[str, Entry] = {}
 
     def add_state(
-        self, path: KeyPath, state: State, dtype: str, shape: tuple[int, ...], *, name: str = "", is_cut: bool = True
+        self,
+        path: KeyPath,
+        state: State,
+        dtype: str,
+        shape: tuple[int, ...],
+        *,
+        name: str = "",
+        is_cut: bool = True,
+        like: Placement | None = None,
     ) -> None:
-        """Add a state, cut along dimension 0 unless it is in a linked file; ``name`` is that of a weight."""
+        """Add a state, cut along dimension 0 unless it is in a linked file; ``name`` is that of a weight.
+
+        If the place ``like`` is a grid of boxes, as of tensor parallelism, it is cut into the same.
+        """
         linked = self._links.find(self._folder, name, state, dtype, shape) if self._links is not None else None
         if linked is not None:
             self._entries[join_key(path)] = Entry(path, dtype, shape, linked)
@@ -52,10 +66,18 @@ class FolderBuilder:
             self.add(path, state_tensor(state, dtype, shape))
             return
         chunks, row = [], math.prod(shape[1:])
+        if isinstance(like, Boxes) and like.shape == shape:
+            cut, ranks = cut_as(like), len(self._ends)
+            for number, box in enumerate(like.boxes):
+                slot = ShardSlot(state, dtype, 0, math.prod(box.sizes), cut, number)
+                blob = self._put_slot(number * ranks // len(like.cells), box.sizes, slot)
+                chunks.append(Chunk(box.offsets, box.sizes, blob))
+            self._entries[join_key(path)] = Entry(path, dtype, shape, tuple(chunks))
+            return
         for rank, (low, high) in enumerate(cut_rows(shape[0], len(self._ends))):
             if low < high:
                 sizes = (high - low, *shape[1:])
-                blob = self._put(rank, state_tensor(state, dtype, sizes, low * row))
+                blob = self._put_slot(rank, sizes, Slot(state, dtype, low * row, high * row))
                 chunks.append(Chunk((low, *[0] * (len(shape) - 1)), sizes, blob))
         self._entries[join_key(path)] = Entry(path, dtype, shape, tuple(chunks))
 
@@ -109,11 +131,26 @@ class FolderBuilder:
         return (self._next - 1) % len(self._ends)
 
     def _put(self, rank: int, tree: Any) -> Blob:
+        return self._place(rank, lay_out_torch_blob(_file(rank), tree, self._ends[rank]))
+
+    def _put_slot(self, rank: int, sizes: tuple[int, ...], slot: Slot | ShardSlot) -> Blob:
+        """Append the blob of a tensor of these sizes."""
+        around = _blob_around_slot(slot.dtype, sizes)
+        return self._place(
+            rank, move_torch_blob([slot if type(one) is Slot else one for one in around], self._ends[rank])
+        )
+
+    def _place(self, rank: int, pieces: list[Piece]) -> Blob:
         start = self._ends[rank]
-        pieces = lay_out_torch_blob(_file(rank), tree, start)
         self._pieces[rank] += pieces
         self._ends[rank] = start + sum(piece.num_bytes for piece in pieces)
         return Blob(_file(rank), start, self._ends[rank])
+
+
+@lru_cache(256)
+def _blob_around_slot(dtype: str, sizes: tuple[int, ...]) -> list[Piece]:
+    """Return the blob of a tensor, of which a thousand ranks have hundreds of each size, with any slot in it."""
+    return lay_out_torch_blob("", state_tensor(State("", MASTER), dtype, sizes), 0)
 
 
 def _file(rank: int) -> str:

@@ -185,13 +185,6 @@ class ZeroTarget:
             tp_rank=rank,
         )
 
-    def of_shard(self, piece: Piece) -> Piece:
-        """Return a piece of a tensor-parallel rank's file, a slot as one of the rank's shard of the full tensor."""
-        parallel = self.base.zero.tensor_parallel
-        if isinstance(piece, Slot) and parallel and (cut := parallel.cuts.get(piece.state.param)):
-            return piece if cut.is_whole(self.tp_rank) else ShardSlot(*piece, cut, self.tp_rank)
-        return piece
-
     @property
     def tag(self) -> str:
         kept = self.base.zero.tag.removesuffix(UNIVERSAL_SUFFIX)
@@ -481,16 +474,21 @@ def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str
 
 def lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
     """Yield the layouts of the shard files of all ranks."""
+    digests: dict[int, bytes] = {}
     for rank in range(tp := target.layout.tp):
         of_rank = replace(train, optim=train.optim[rank::tp], model=train.model[rank::tp])
-        yield from RankFiles(target.on_tp_rank(rank) if tp > 1 else target, of_rank).layouts(target.tag)
+        yield from RankFiles(target.on_tp_rank(rank) if tp > 1 else target, of_rank, digests).layouts(target.tag)
 
 
 class RankFiles:
-    def __init__(self, target: ZeroTarget, train: TrainState):
+    """The files of the data-parallel ranks; tensor-parallel ranks may share their ``digests``, as they share trees."""
+
+    def __init__(self, target: ZeroTarget, train: TrainState, digests: dict[int, bytes] | None = None):
         self.target, self.train = target, train
         self._numels = {name: param.numel for name, param in target.base.params.items()}
-        self._digests: dict[int, bytes] = {}
+        parallel, rank = target.base.zero.tensor_parallel, target.tp_rank
+        self._cuts = {name: cut for name, cut in parallel.cuts.items() if not cut.is_whole(rank)} if parallel else {}
+        self._digests = {} if digests is None else digests
         self._first: dict[tuple[_TreeOf, bytes], int] = {}
         self._form = lru_cache(_MAX_FORMS)(self._make_form)
 
@@ -502,9 +500,12 @@ class RankFiles:
 
     def _content(self, path: str, rank: int, tree_of: _TreeOf) -> Content:
         pickled, storages = self._content_of_shards(path, rank, tree_of)
-        if not self.target.base.zero.tensor_parallel:
-            return pickled, storages
-        return pickled, [tuple(map(self.target.of_shard, content)) for content in storages]
+        return pickled, [tuple(map(self._of_shard, content)) for content in storages] if self._cuts else storages
+
+    def _of_shard(self, piece: Piece) -> Piece:
+        """Return a piece, a slot as one of the tensor-parallel rank's shard of the full tensor."""
+        cut = self._cuts.get(piece.state.param) if type(piece) is Slot else None
+        return piece if cut is None or type(piece) is not Slot else ShardSlot(*piece, cut, self.target.tp_rank)
 
     def _content_of_shards(self, path: str, rank: int, tree_of: _TreeOf) -> Content:
         if self.target.layout.stage < 3:
