@@ -1,11 +1,13 @@
 """How `inspect`, `verify` and the planning of a `merge` grow with the number of ranks, on sparse checkpoints.
 
     python benchmarks/bench_scale.py --shape 70b --ranks 16 64 256
-    python benchmarks/bench_scale.py --shape 405b --ranks 256 1024
+    python benchmarks/bench_scale.py --shape 671b --ranks 1024 --tp 8
+    python benchmarks/bench_scale.py --shape 671b --ranks 16 64 --tp 8 --format dcp
 
-makes two checkpoints of each size (ZeRO-3, bf16), in which the tensors' bytes are holes, and runs each command in a
-process of its own. CPU and wall seconds are the shortest of the rounds, the peak is of resident memory, and preads are
-counted. ``growth`` is the exponent k of seconds ~ ranks^k since the row above.
+makes two checkpoints of each size (ZeRO-3 in bf16, or FSDP2 in fp32, over tensor parallelism), in which the tensors'
+bytes are holes, and runs each command in a process of its own. CPU and wall seconds are the shortest of the rounds, the
+peak is of resident memory, and preads are counted. ``growth`` is the exponent k of seconds ~ ranks^k since the row
+above.
 
 This module imports nothing large: a child's peak memory counts from its parent's size at the fork.
 """
@@ -79,13 +81,14 @@ def run(command: list[str]) -> Usage:
         return Usage(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, json.loads(count.read_text()))
 
 
-def make(folder: Path, shape: str, ranks: int) -> list[Path]:
+def make(folder: Path, shape: str, ranks: int, tp: int, form: str) -> list[Path]:
     """Make the checkpoints unless they are there."""
     roots = [folder / f"checkpoint-{step}" for step in STEPS]
     if not all(root.exists() for root in roots):
         shutil.rmtree(folder, ignore_errors=True)
         steps = ",".join(map(str, STEPS))
         options = ["--shape", shape, "--world-size", str(ranks), "--steps", steps, "--sparse"]
+        options += ["--tp", str(tp), "--format", form]
         subprocess.run([sys.executable, str(SYNTHETIC), str(folder), *options], check=True, stderr=sys.stderr)
     return roots
 
@@ -107,6 +110,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", default="70b", help="of the model, as in tests/synthetic (default: 70b)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64], help="numbers of ranks (default: 16 64)")
+    parser.add_argument("--tp", type=int, default=1, help="of these, ranks of tensor parallelism (default: 1)")
+    parser.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed", help="of the checkpoints")
     parser.add_argument("--commands", nargs="+", default=["inspect", "verify", "plan"], help="which to measure")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each command (default: 2)")
     parser.add_argument("--folder", type=Path, help="where the checkpoints are kept; otherwise they are temporary")
@@ -114,8 +119,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         table: dict[str, list[tuple[int, Usage]]] = {name: [] for name in options.commands}
         for ranks in options.ranks:
-            folder = (options.folder or Path(temporary)) / f"{options.shape}-{ranks}"
-            roots = make(folder, options.shape, ranks)
+            folder = (options.folder or Path(temporary)) / f"{options.shape}-{ranks}-tp{options.tp}-{options.format}"
+            roots = make(folder, options.shape, ranks, options.tp, options.format)
             for name, command in commands(folder, roots, options.commands).items():
                 runs = [run(command) for _ in range(options.rounds)]
                 best = min(runs, key=lambda one: one.cpu)
@@ -129,7 +134,7 @@ def main() -> None:
         before: tuple[int, Usage] | None = None
         for ranks, used in rows:
             growth = f"{math.log(used.cpu / before[1].cpu) / math.log(ranks / before[0]):.2f}" if before else ""
-            files = 2 * ranks * (len(STEPS) if name == "plan" else 1)
+            files = (2 if options.format == "deepspeed" else 1) * ranks * (len(STEPS) if name == "plan" else 1)
             print(
                 f"| {name} | {ranks} | {used.cpu:.2f} | {growth} | {used.wall:.2f} | {used.peak_bytes / 1e6:.0f} "
                 f"| {used.preads:,} | {used.preads / files:.1f} |"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-NAMES = "checkpoint-N, step-N, step_N, step=N, global_stepN or *step=N.ckpt"
+NAMES = "checkpoint-N, step-N, step_N, step=N, global_stepN, iter_N or *step=N.ckpt"
 """The names that `step_of` knows, for messages"""
 ABANDONED, DAMAGED, REPLACED, SALVAGED = ASIDE = ("abandoned-", "damaged-", "replaced-", "salvaged-")
 """Prefixes of the names of checkpoints that must not be found any more, or not yet"""
 UNIVERSAL_SUFFIX = "_universal"
 """What ``ds_to_universal`` appends to a tag"""
 _CHECKPOINT = re.compile(
-    r"(?:checkpoint-|step-|step_|global_step)([0-9]{1,18})|step=([0-9]{1,18})"
+    r"(?:checkpoint-|step-|step_|global_step|iter_)([0-9]{1,18})|step=([0-9]{1,18})"
     rf"|(?!{'|'.join(ASIDE)})(?:.+-)?step=([0-9]{{1,18}})(?:-.+)?\.ckpt"
 )
-"""Names by the Trainer, torchtitan, loops, DeepSpeed (tag folders) and Lightning, which may add metrics"""
+"""Names by the Trainer, torchtitan, loops, DeepSpeed (tag folders), Megatron and Lightning, which may add metrics"""
 _OWN_TAG = "global_step"
 
 

@@ -23,6 +23,7 @@ from llmtailor.containers.unpickle import (
 )
 from llmtailor.model.roles import ITEMSIZE
 
+_M, _J = struct.Struct("<cH").pack, struct.Struct("<ci").pack
 _PROTO, _STOP = b"\x80\x02", b"."
 
 
@@ -47,6 +48,9 @@ class _Writer:
         self.keys: dict[int, str] = {}
 
     def save(self, node: Any) -> None:
+        if type(node) is int and 0 <= node < 1 << 31:  # by the million, where tensor-parallel shards are described
+            self.out += b"K%c" % node if node < 1 << 8 else _M(b"M", node) if node < 1 << 16 else _J(b"J", node)
+            return
         key = node if isinstance(node, (str, Global)) else id(node)
         if node is None or isinstance(node, (bool, int, float)):
             plain = node if node is None or isinstance(node, bool) else (int if isinstance(node, int) else float)(node)

@@ -758,12 +758,14 @@ class AlikeBlobs(Generic[T]):
 
 
 def _read_headers_only(file: SourceFile) -> tuple[bytes, int] | None:
-    """Return all bytes of a file, and its number of records, if most of it is headers."""
+    """Return all bytes of a file, and its number of records, if most are of headers or of the pickle in front."""
     try:
-        start, _, count = find_directory(file)
+        start, stop, count = find_directory(file)
+        name, size, *_ = next(_entries(file.read(start, stop), count), (b"", 0))
     except BadZip:
         return None
-    if start > min(count * _HEADERS_ONLY, MAX_PICKLE_BYTES):
+    pickled = size if name.endswith(b"/data.pkl") else 0
+    if start > min(count * _HEADERS_ONLY + pickled, MAX_PICKLE_BYTES):
         return None
     return file.read(0, file.num_bytes), count
 

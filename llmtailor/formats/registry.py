@@ -209,9 +209,13 @@ def default_output(base: CheckpointIndex) -> Path:
 
 
 def output_in(run: Path, step: int) -> Path:
-    """Return the folder for a composite in a run's folder, where a resume looks for it: torchtitan for ``step-N``."""
-    is_of_titan = any((one / METADATA).is_file() for one in run.glob("step-*"))
-    out = run / f"{'step' if is_of_titan else 'checkpoint'}-{step}"
+    """Return the folder for a composite in a run's folder, named as its loader looks for it: Megatron, torchtitan."""
+    name = f"checkpoint-{step}"
+    if any(megatron_reader.detects(one) for one in run.glob("iter_*")):
+        name = f"iter_{step:07}"
+    elif any((one / METADATA).is_file() for one in run.glob("step-*")):
+        name = f"step-{step}"
+    out = run / name
     # a skipped checkpoint may have that name: a damaged one, or one of an abandoned attempt
     return out.with_name(f"{out.name}-merged") if out.exists() else out
 

@@ -170,7 +170,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     count = count_models(file.rpartition("/")[2] for file in facts) if known.stage == 3 else 1
     model_paths = tuple(f"{tag}/{model_name(rank, known.stage)}" for rank in range(count))
     files = ShardFiles(tag, False, (path,), model_paths, known.stage == 3)
-    model = read_all(read_model_shard, trees, files, files.model, name, problems, findings)
+    model = read_all(read_model_shard, trees, files, files.model, name, problems, findings, {})
     model = fit_models(trees, files, model, name, problems)
     usual = first_of(model)
     if usual is None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.real
 RELATIVE = 2e-5
 """Of the loss, in fp32, where the sums have another order"""
 TAG, NORM = "global_step2", "model.norm.weight"
-SHORT = {"tp-2", "tp-3"}
+SHORT = {"tp-2", "tp-3", "tp-2-fused"}
 HALF: dict[str, Any] = {"ranks": 2, "per_device_batch": 6}
 """One data-parallel rank sees what two have seen"""
 RESUMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -42,13 +42,15 @@ RESUMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tied": ("tp-3-tied", {"stage": 2, "mesh": Mesh(dp=1)}, {"stage": 2, **HALF}),
     "no heads": ("tp-2-one-head", {"mesh": Mesh(dp=1)}, HALF),
     "bf16": ("tp-1-bf16", {"mesh": Mesh(dp=1)}, HALF),
+    "fused": ("tp-2-fused", {"mesh": Mesh(dp=1)}, HALF),
+    "fused, tp 1": ("tp-2-fused", {"mesh": Mesh(tp=1, dp=2), "stage": 3}, {"ranks": 2, "tp": 1, "stage": 3}),
     "fsdp": (
         "tp-2",
         {"to": "fsdp", "layout": "accelerate"},
         {"client": "accelerate", "fsdp": True, "tp": 1, "stage": 0},
     ),
 }
-CASES = long_but({"tp 1", "dp 1", "tp 3"}, RESUMED)
+CASES = long_but({"tp 1", "dp 1", "tp 3", "fused, tp 1"}, RESUMED)
 """What is written from a training, and how it is resumed by DeepSpeed, and by accelerate with FSDP2"""
 
 
@@ -132,6 +134,15 @@ def test_a_composite_with_a_source_without_tensor_parallelism(runs: Runs, tmp_pa
         index = old if state.param == NORM or ".layers.0." in state.param else new
         assert torch.equal(read(out.root, held), read(index.root, index.held[state])), state
     assert {finding.code for finding in verify_checkpoint(tmp_path / "out", deep=True).findings} <= {Code.STEPS_DIFFER}
+
+
+def test_fused_weights_are_two_boxes_of_each_rank(runs: Runs) -> None:
+    index = index_checkpoint(runs.checkpoint("tp-2-fused"))
+    parallel = index.zero.tensor_parallel
+    assert parallel is not None
+    cut = parallel.cuts["model.layers.0.mlp.gate_up_proj.weight"]
+    rows = [[(box.offsets[0], box.sizes[0]) for box, _ in shard.pieces] for shard in cut.shards]
+    assert rows == [[(0, 13), (26, 13)], [(13, 13), (39, 13)]]
 
 
 def edit(path: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

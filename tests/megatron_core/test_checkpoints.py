@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.commands import call
 from helpers.composing import convert, merge
 from helpers.states import read
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Contiguous, Extent, Selected
 from llmtailor.errors import MismatchError, UnsupportedCheckpoint
-from llmtailor.formats.registry import index_checkpoint
+from llmtailor.formats.registry import index_checkpoint, output_in
 from llmtailor.model.roles import State
+from llmtailor.runs.folder import RunFolder
+from llmtailor.runs.scan import find_latest
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from megatron_core.by_hand import Model, config, fuse, load, save
 
@@ -191,3 +194,24 @@ def test_a_removed_data_file_is_reported(tmp_path):
     shutil.move(folder / "__0_1.distcp", tmp_path)
     verdict = verify_checkpoint(folder)
     assert any("__0_1.distcp" in f"{finding.where}" for finding in verdict.findings)
+
+
+def test_a_run_of_iterations(tmp_path):
+    """The newest is damaged, as after a save that was cut off; Megatron's tracker still names the one before it."""
+    run = tmp_path / "run"
+    models = {step: Model(step=step, seed=step) for step in (2, 3, 4)}
+    for step, model in models.items():
+        save(model, run / f"iter_{step:07}")
+    (run / "latest_checkpointed_iteration.txt").write_text("3")
+    (run / "iter_0000004" / ".metadata").unlink()
+    assert [*RunFolder(run).full()] == [2, 3, 4]
+    assert find_latest(run).path == run / "iter_0000003"
+    parity = json.loads(call("merge", "--run", run, "--strategy", "parity", "--json").stdout)
+    assert (parity["out"], parity["global_step"]) == (str(run / "iter_0000003-merged"), 3)
+    found = index_checkpoint(run / "iter_0000003-merged")
+    for state, held in found.held.items():
+        source = models[2 if ".layers.1." in state.param else 3].states()[state.kind]
+        if state.param in source:
+            assert torch.equal(read(found.root, held), source[state.param]), state
+    shutil.rmtree(run / "iter_0000004")
+    assert output_in(run, 4) == run / "iter_0000004"

@@ -13,7 +13,8 @@ import torch
 
 from helpers.checkpoints import SMALL, edit, make, model_states, optim_states
 from helpers.render import render
-from llmtailor.checkpoint.layout import Copy
+from llmtailor.checkpoint.layout import Copy, Strided
+from llmtailor.checkpoint.optimizer import Mesh
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, plan_merge
@@ -166,3 +167,18 @@ def test_a_finding_is_reported_for_every_rank(tmp_path):
         edit(model_states(root, rank), lambda tree: tree.update(global_samples=-1))
     paths = [one.path for one in survey_checkpoint(root).index.findings if "global_samples" in one.what]
     assert [path.rpartition("/")[2] for path in paths] == [model_states(root, rank).name for rank in range(3)]
+
+
+@pytest.mark.parametrize(("stage", "mesh"), [(2, Mesh(dp=3)), (3, Mesh(dp=3)), (3, Mesh(tp=1, dp=2))])
+def test_a_plan_of_tensor_parallel_ranks_does_not_list_rows(tmp_path, stage, mesh):
+    """Of a tensor that is cut by columns, each row is a run of the state, also where the output is not cut so."""
+    planned = []
+    for hidden in (64, 128):
+        shape = replace(SMALL, hidden_size=hidden, intermediate_size=128, num_kv_heads=2, head_dim=4)
+        root = tmp_path / f"{hidden}" / "checkpoint-100"
+        make_checkpoint(root, shape, lay_out(shape, 4, tp=2), 100, sparse=True)
+        recipe = Recipe("test", "", root, (), None, None)
+        files = plan_merge(recipe, tmp_path / f"out-{hidden}", Options(stage=stage, mesh=mesh)).plan.files
+        assert any(isinstance(piece, Strided) for file in files for piece in file.pieces)
+        planned.append(sum(len(file.pieces) for file in files))
+    assert planned[1] < 1.1 * planned[0]  # slices cut other rows

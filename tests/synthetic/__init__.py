@@ -10,6 +10,7 @@ out, and they are streamed into the files afterwards.
 """
 
 from synthetic.checkpoint import SHARD_BYTES, make_checkpoint
+from synthetic.dcp import make_dcp
 from synthetic.layout import DEFAULT_SUB_GROUP_SIZE, SHAPES, Layout, Shape, lay_out
 from synthetic.torch_files import pickled_as_deepspeed
 
@@ -21,5 +22,6 @@ __all__ = [
     "Shape",
     "lay_out",
     "make_checkpoint",
+    "make_dcp",
     "pickled_as_deepspeed",
 ]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from synthetic import DEFAULT_SUB_GROUP_SIZE, SHAPES, SHARD_BYTES, lay_out, make_checkpoint  # noqa: E402
+from synthetic import DEFAULT_SUB_GROUP_SIZE, SHAPES, SHARD_BYTES, lay_out, make_checkpoint, make_dcp  # noqa: E402
 
 
 def main() -> None:
@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="of the model (default: tiny)")
     parser.add_argument("--layers", type=int, help="a number of layers other than the shape's, for small disks")
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default: 2)")
+    parser.add_argument("--tp", type=int, default=1, help="of these, tensor-parallel ranks, with --sparse (default: 1)")
+    parser.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed", help="dcp: FSDP2 (sparse)")
     parser.add_argument("--groups", choices=["default", "layer"], default="default", help="param groups")
     parser.add_argument("--sub-group-size", type=int, default=DEFAULT_SUB_GROUP_SIZE, help="elements per rank (1e9)")
     parser.add_argument("--steps", help="of the checkpoints, such as 100,200")
@@ -37,7 +39,7 @@ def main() -> None:
     shape = SHAPES[options.shape]
     if options.layers:
         shape = replace(shape, num_layers=options.layers)
-    layout = lay_out(shape, options.world_size, options.groups, options.sub_group_size)
+    layout = lay_out(shape, options.world_size, options.groups, options.sub_group_size, options.tp)
     if options.steps:
         steps = [int(step) for step in options.steps.split(",")]
     else:
@@ -47,7 +49,10 @@ def main() -> None:
         if root.exists():
             parser.error(f"{root} exists")
         began = time.monotonic()
-        make_checkpoint(root, shape, layout, step, sparse=options.sparse, shard_bytes=options.shard_bytes)
+        if options.format == "dcp":
+            make_dcp(root, shape, options.tp, options.world_size // options.tp, step)
+        else:
+            make_checkpoint(root, shape, layout, step, sparse=options.sparse, shard_bytes=options.shard_bytes)
         num_bytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
         print(f"{root}: {num_bytes / 1e9:.3f} GB in {time.monotonic() - began:.1f} s", file=sys.stderr)
 

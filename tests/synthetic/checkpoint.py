@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from synthetic.layout import DEFAULT_SUB_GROUP_SIZE, Layout, Shape, Values, flat_bytes
+from synthetic.layout import DEFAULT_SUB_GROUP_SIZE, Layout, Shape, Values, affine_map, flat_bytes
 from synthetic.torch_files import LossScaler, ZeroStageEnum, save_with_data
 
 SHARD_BYTES = 5_000_000_000
@@ -23,12 +23,16 @@ SHARD_BYTES = 5_000_000_000
 def make_checkpoint(
     root: Path, shape: Shape, layout: Layout, step: int, *, sparse: bool = False, shard_bytes: int = SHARD_BYTES
 ) -> None:
+    """Write a checkpoint; one of several tensor-parallel ranks must be sparse."""
+    assert layout.tp == 1 or sparse
     tag = f"global_step{step}"
     (root / tag).mkdir(parents=True)
     values = Values(step)
     for rank in range(layout.world_size):
-        _write_optim_states(root / tag, layout, rank, values, sparse)
-        _write_model_states(root / tag, shape, layout, rank, step)
+        dp_rank, tp_rank = divmod(rank, layout.tp)
+        own = layout.of_tp_rank(tp_rank)
+        _write_optim_states(root / tag, own, dp_rank, values, sparse, tp_rank)
+        _write_model_states(root / tag, shape, layout, dp_rank, step, tp_rank)
         rng = {
             "python": random.Random(rank).getstate(),
             "numpy": np.random.RandomState(rank).get_state(),
@@ -54,7 +58,9 @@ def make_checkpoint(
     _write_json(root / "trainer_state.json", _trainer_state(step))
 
 
-def _write_optim_states(folder: Path, layout: Layout, rank: int, values: Values, sparse: bool) -> None:
+def _write_optim_states(
+    folder: Path, layout: Layout, rank: int, values: Values, sparse: bool, tp_rank: int = 0
+) -> None:
     ds_ids = {name: number for number, name in enumerate(layout.shapes)}
     state: dict[int, dict[str, torch.Tensor]] = {}
     masters, storages = [], []
@@ -107,12 +113,12 @@ def _write_optim_states(folder: Path, layout: Layout, rank: int, values: Values,
         },
         **_deepspeed_facts(layout),
     }
-    path = folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    path = folder / f"bf16_zero_pp_rank_{rank}_mp_rank_{tp_rank:02}_optim_states.pt"
     save_with_data(tree, path, storages, sparse)
 
 
-def _write_model_states(folder: Path, shape: Shape, layout: Layout, rank: int, step: int) -> None:
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
+def _write_model_states(folder: Path, shape: Shape, whole: Layout, rank: int, step: int, tp_rank: int) -> None:
+    layout, tied = whole.of_tp_rank(tp_rank), {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
     tree = {
         "module": OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in [*layout.shapes, *tied]),
         "buffer_names": [],
@@ -121,20 +127,23 @@ def _write_model_states(folder: Path, shape: Shape, layout: Layout, rank: int, s
             OrderedDict((name, torch.Size(layout.shapes[name])) for name in flat.params) for flat in layout.flat_ids
         ],
         "frozen_param_shapes": OrderedDict(),
-        "shared_params": tied if rank == 0 else {},
+        "shared_params": tied if rank == tp_rank == 0 else {},
         "frozen_param_fragments": OrderedDict(),
         "lr_scheduler": None,
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": 0,
         "global_steps": step,
-        "global_samples": step * 2 * layout.world_size,
+        "global_samples": step * 2 * whole.world_size,
         "dp_world_size": layout.world_size,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": whole.tp,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": whole.tp},
         **_deepspeed_facts(layout),
     }
-    torch.save(tree, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    if whole.tp > 1:
+        info = {"affine_map": {"version": 1, "params": affine_map(whole)}, "autotp_unsupported_parameter_patterns": {}}
+        tree["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.4, **info}
+    torch.save(tree, folder / f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02}_model_states.pt")
 
 
 def _deepspeed_facts(layout: Layout) -> dict[str, Any]:

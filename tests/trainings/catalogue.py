@@ -147,6 +147,7 @@ AUTOTP = by_name(
         Loop("tp-2-tied", stage=2, tied=True, **HEADS),
         Loop("tp-3-tied", stage=3, tied=True, **HEADS),
         Loop("tp-2-one-head", stage=2, **HEADS | {"arch": "llama"}),  # the second rank has no head at all
+        Loop("tp-2-fused", stage=2, **HEADS | {"arch": "phi3"}),  # a rank has two boxes of the weight of gate and up
     ]
 )
 LOOPS_SAVED = by_name(
@@ -343,7 +344,7 @@ SHORT = {
     *("zero2-tied", "zero2-extras", "zero2-elastic"),
     *("llama-sub-w3", "zero2-w3", "zero2-rr-w3"),
     *(
-        {*PEFT, *DDP, *FSDP, *LOOPS, "tp-2", "tp-3", *LOOPS_SAVED, *LIGHTNING, *LIGHTNING_SAVED}
+        {*PEFT, *DDP, *FSDP, *LOOPS, "tp-2", "tp-3", "tp-2-fused", *LOOPS_SAVED, *LIGHTNING, *LIGHTNING_SAVED}
         - {"loop-tied", "titan-bf16", "accelerate-fsdp-named", "hsdp-w4"}
     ),
     *("z3", "z3-bf16", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),

@@ -54,6 +54,11 @@ def engine_config(spec: Loop) -> dict[str, Any]:
         config["zero_optimization"]["reduce_scatter"] = False  # which Muon asks for
     if spec.tp > 1:
         config["tensor_parallel"] = {"autotp_size": spec.tp}
+        if spec.arch == "phi3":  # DeepSpeed knows no plan for it: gate and up are cut each, the attention is not
+            fused = {"partition_type": "column", "shape": [2, -1], "partition_dim": 0}
+            specs = [{"patterns": [r".*\.gate_up_proj\.weight$"], **fused}]
+            specs += [{"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"}]
+            config["tensor_parallel"]["partition_config"] = {"use_default_specs": False, "layer_specs": specs}
         if spec.tied:
             config["tensor_parallel"]["vocab_parallel_lm_head"] = True
     if spec.load_universal:

@@ -42,6 +42,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    # gate and up are one weight, and so are queries, keys and values
+    "phi3": (
+        "Phi3",
+        {**COMMON, "hidden_size": 24, "intermediate_size": 26, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
     "qwen2": ("Qwen2", GQA),
     "qwen3": ("Qwen3", GQA),
     "mistral": ("Mistral", GQA),

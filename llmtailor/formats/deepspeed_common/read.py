@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -99,7 +99,7 @@ def read_shards(
     trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if files is None:
         return Draft(problems)
-    read = partial(_read_tp_rank, trees, name=name, problems=problems, client=client, trainer=trainer)
+    read = partial(_read_tp_rank, trees, name=name, problems=problems, client=client, trainer=trainer, alike=_Alike())
     draft, known, facts = read(files)
     if known is None or known.tensor_parallel == 1 + len(files.peers) == 1:
         return draft
@@ -125,6 +125,14 @@ def read_shards(
     return replace(draft, index=joined)
 
 
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """The decoded files of all tensor-parallel ranks, by what they are alike in."""
+
+    model: dict[bytes, ModelShard] = field(default_factory=dict)
+    optim: dict[bytes, OptimShard] = field(default_factory=dict)
+
+
 def _read_tp_rank(
     trees: Trees,
     files: ShardFiles,
@@ -133,6 +141,7 @@ def _read_tp_rank(
     problems: Problems,
     client: str | None,
     trainer: TrainerFiles,
+    alike: _Alike,
     of_first: ModelShard | None = None,
 ) -> tuple[Draft, ModelShard | None, dict[str, object]]:
     """Read the files of one tensor-parallel rank, which are those of a smaller model; without AutoTP all files.
@@ -143,8 +152,9 @@ def _read_tp_rank(
     # before reading, so that no later change goes unnoticed; others are missing, or inside a rank shard
     facts = {path: fact for path in (*files.optim, *files.model) if (fact := file_fact(trees.root / path))}
     found: list[Finding] = []
-    model = read_all(read_model_shard, trees, files, files.model, name, problems, found)
-    optim = read_all(read_optim_shard, trees, files, files.optim, name, problems, found)
+    alike_models = alike.model if files.is_zero3 else {}  # of ZeRO-1/2, each file has its own params
+    model = read_all(read_model_shard, trees, files, files.model, name, problems, found, alike_models)
+    optim = read_all(read_optim_shard, trees, files, files.optim, name, problems, found, alike.optim)
     if of_first and model[0]:  # only the very first file lists tied names
         model[0] = replace(model[0], tied=of_first.tied)
     usual, sample = first_of(model), first_of(optim)

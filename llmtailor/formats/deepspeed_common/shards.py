@@ -529,13 +529,15 @@ def read_all(
     name: str,
     problems: Problems,
     found: list[Finding],
+    known: dict[bytes, AnyShard],
 ) -> list[AnyShard | None]:
     """Read every rank's file; continue after a bad one so that all are reported. Missing ones have been reported.
+
+    ``known`` are files that were read before, such as those of other tensor-parallel ranks, by what they are alike in.
 
     Adds findings on each single file, then reports every fact that differs from most ranks', and puts None for such
     a file. Stock DeepSpeed compares none of this: each rank loads its own file and continues.
     """
-    known: dict[bytes, AnyShard] = {}
 
     def read_one(path: str) -> AnyShard:
         where = PathIn(name, path)

@@ -485,16 +485,19 @@ def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str
 
 def lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
     """Yield the layouts of the shard files of all ranks."""
+    digests: dict[int, bytes] = {}
     for rank in range(tp := target.layout.tp):
         of_rank = replace(train, optim=train.optim[rank::tp], model=train.model[rank::tp])
-        yield from RankFiles(target.on_tp_rank(rank) if tp > 1 else target, of_rank).layouts(target.tag)
+        yield from RankFiles(target.on_tp_rank(rank) if tp > 1 else target, of_rank, digests).layouts(target.tag)
 
 
 class RankFiles:
-    def __init__(self, target: ZeroTarget, train: TrainState):
+    """The files of the data-parallel ranks; tensor-parallel ranks may share their ``digests``, as they share trees."""
+
+    def __init__(self, target: ZeroTarget, train: TrainState, digests: dict[int, bytes] | None = None):
         self.target, self.train = target, train
         self._numels = {name: param.numel for name, param in target.base.params.items()}
-        self._digests: dict[int, bytes] = {}
+        self._digests = {} if digests is None else digests
         self._first: dict[tuple[_TreeOf, bytes], int] = {}
         self._form = lru_cache(_MAX_FORMS)(self._make_form)
 

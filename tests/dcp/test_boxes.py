@@ -1,0 +1,52 @@
+"""Checkpoints of FSDP2 over tensor parallelism, in boxes that are cut along both dimensions, as bases of composites."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from helpers.composing import merge
+from helpers.states import read
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import MASTER, State
+from llmtailor.verify.verify import verify_checkpoint
+from synthetic import SHAPES, make_dcp
+
+SHAPE = replace(SHAPES["tiny"], vocab_size=11, hidden_size=12, intermediate_size=20, num_layers=2, head_dim=3)
+
+
+def make(root: Path, step: int, tp: int, dp: int) -> CheckpointIndex:
+    """Make a checkpoint whose elements are random."""
+    make_dcp(root, SHAPE, tp, dp, step)
+    index = index_checkpoint(root)
+    torch.manual_seed(step)
+    for held in index.held.values():
+        for _, _, extent, _ in held.place.cover(0, held.numel):
+            with (root / extent.path).open("r+b") as file:
+                file.seek(extent.start)
+                file.write(torch.rand(extent.num_bytes // 4).numpy().tobytes())
+    return index
+
+
+@pytest.mark.parametrize(
+    ("mesh", "older_mesh", "ranks"), [((2, 2), (2, 2), 4), ((2, 3), (3, 2), 4), ((2, 2), (1, 3), 1)]
+)
+def test_what_is_cut_by_columns_is_cut_by_rows(mesh, older_mesh, ranks, tmp_path):
+    base, older = make(tmp_path / "step-200", 200, *mesh), make(tmp_path / "step-100", 100, *older_mesh)
+    out = tmp_path / "out"
+    merge(base.root, out, {"layer 0": older.root, "norm": older.root}, world_size=ranks)
+    assert verify_checkpoint(out, deep=True).is_resumable
+    found = index_checkpoint(out)
+    assert found.world_size == ranks
+    for state, held in found.held.items():
+        source = older if ".layers.0." in state.param or state.param == "model.norm.weight" else base
+        assert torch.equal(read(out, held), read(source.root, source.held[state])), state
+    loaded = {"model": {name: torch.zeros(param.shape) for name, param in base.params.items()}}
+    dcp.load(loaded, checkpoint_id=out, no_dist=True)
+    for name, tensor in loaded["model"].items():
+        assert torch.equal(tensor, read(out, found.held[State(name, MASTER)])), name
