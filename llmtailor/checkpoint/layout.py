@@ -427,13 +427,15 @@ def _summarize(plan: Plan) -> Summary:
                 if isinstance(piece, Cast):
                     lines.append(f"{piece.source_dtype} {piece.dtype} {piece.scale!r} {piece.encoding}".encode())
                 key = (state.param if state else None, source)
-                moved[key] = moved.get(key, 0) + piece.num_bytes
+                moved[key] = moved.get(key, 0) + (stop - start if type(piece) is Copy else piece.num_bytes)
                 read.add((source, path))
             elif isinstance(piece, Strided):
-                lines.append(repr(piece).encode())
+                (begin, rows, width, bands), *rest = piece
+                lines.append(f"{begin} {rows} {width} {rest}".encode())
+                lines += [f"{path!r} {start} {size} {stride}".encode() for path, start, size, stride in bands]
                 key = (piece.state.param, piece.source)
                 moved[key] = moved.get(key, 0) + piece.num_bytes
-                read.update((one.source, one.extent.path) for one in piece.reads)
+                read.update((piece.source, band.path) for band in bands)
             elif isinstance(piece, Blend):
                 lines.append(repr(piece).encode())
                 key = (piece.state.param, piece.source)

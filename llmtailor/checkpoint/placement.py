@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -291,26 +291,34 @@ class Boxes:
             yield from (grid,) if grid.rows > 1 and is_short else self.cover(grid.begin, grid.end)
         yield from self.cover(after * width, end)
 
-    def grids(self, begin: int, count: int) -> Iterator[Grid]:
-        """Yield grids that tile whole rows of the last dimension that is cut, and all after it."""
+    def grids(self, begin: int, count: int, low: int = 0, high: int = 0) -> Iterator[Grid]:
+        """Yield grids that tile whole rows of the last dimension that is cut, and all after it; of each row the
+        elements ``low``..``high`` if they are given."""
         last = _last_cut(self.cuts)
         width, edges = math.prod(self.shape[last:]), self.cuts[last]
-        first = begin // width
+        high, tail, first = high or width, width // self.shape[last], begin // width
+        columns = bisect_right(edges, low // tail) - 1, bisect_left(edges, -(-high // tail))
         for box, inside, number in in_boxes(self.shape[:last], self.cuts[:last], first, first + count):
-            columns = []
-            for column, (low, high) in enumerate(itertools.pairwise(edges)):
-                own = (high - low) * (width // self.shape[last])
-                cell = self.cells[box * (len(edges) - 1) + column]
-                columns.append(_grids(cell, inside * own, own, number))
-            for rows, bands in _side_by_side(columns):
-                grid = Grid(begin, rows, width, bands)
-                yield grid
-                begin = grid.end
+            found = []
+            for column in range(*columns):
+                start, stop = edges[column] * tail, edges[column + 1] * tail
+                cell, own = self.cells[box * (len(edges) - 1) + column], stop - start
+                if low <= start and stop <= high:
+                    found.append(_grids(cell, inside * own, own, number))
+                else:
+                    part = max(low - start, 0), min(high, stop) - start
+                    found.append(_parts(cell, inside * own + part[0], part[1] - part[0], number, own))
+            for rows, bands in _side_by_side(found):
+                yield Grid(begin + low, rows, high - low, bands)
+                begin += rows * width
 
 
 def _last_cut(cuts: tuple[tuple[int, ...], ...]) -> int:
     """Return the last dimension with several boxes; 0 if there is none."""
-    return max((at for at, edges in enumerate(cuts) if len(edges) > 2), default=0)
+    at = len(cuts) - 1
+    while at > 0 and len(cuts[at]) == 2:
+        at -= 1
+    return max(at, 0)
 
 
 def in_boxes(
@@ -318,6 +326,9 @@ def in_boxes(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield runs of elements: the box they are in, the first element's number in it, and how many there are."""
     last = _last_cut(cuts)
+    if not last and (not cuts or len(cuts[0]) == 2) and begin < end:  # one box
+        yield 0, begin, end - begin
+        return
     while begin < end:
         box = inside = run = 0
         rest, stride = begin, math.prod(shape)
@@ -359,6 +370,9 @@ def _grids(place: Placement, begin: int, width: int, count: int) -> Iterator[Gri
 
 def _side_by_side(columns: Sequence[Iterator[Grid]]) -> Iterator[tuple[int, tuple[Band, ...]]]:
     """Yield numbers of rows, and the bands of all columns in them."""
+    if len(columns) == 1:
+        yield from ((grid.rows, grid.bands) for grid in columns[0])
+        return
     grids = [next(column) for column in columns]
     while True:
         rows = min(grid.rows for grid in grids)
@@ -406,8 +420,10 @@ class Inside:
     @property
     def _last(self) -> int:
         """The last dimension that the box has only a part of"""
-        cut = (at for at, (own, all_) in enumerate(zip(self.box.sizes, self.shape, strict=True)) if own != all_)
-        return max(cut, default=0)
+        at = len(self.shape) - 1
+        while at > 0 and self.box.sizes[at] == self.shape[at]:
+            at -= 1
+        return max(at, 0)
 
     def _run(self, begin: int, end: int) -> tuple[int, int]:
         """Return which element of the whole tensor ``begin`` is, and how many follow it there as well."""
@@ -489,10 +505,18 @@ def arrange(place: Placement, begin: int, end: int) -> Iterable[Fragment | Grid]
 
 
 def columns(place: Placement, begin: int, width: int, rows: int, stride: int) -> Iterator[Grid]:
-    """Yield grids of ``rows`` runs of ``width`` elements, each ``stride`` elements after the one before it.
+    """Return grids of ``rows`` runs of ``width`` elements, each ``stride`` elements after the one before it.
 
     ``stride`` is the size of a tensor's rows, and no run is in two of them. Each grid begins with one of the runs.
     """
+    if isinstance(place, Boxes) and (last := _last_cut(place.cuts)) and math.prod(place.shape[last:]) == stride:
+        skip = begin % stride
+        return place.grids(begin - skip, rows, skip, skip + width)
+    return _parts(place, begin, width, rows, stride)
+
+
+def _parts(place: Placement, begin: int, width: int, rows: int, stride: int) -> Iterator[Grid]:
+    """Yield what `columns` returns, from the grids of whole rows."""
     skip = begin % stride
     for first, count, _, bands in _grids(place, begin - skip, stride, rows):
         itemsize, at, found = sum(band.width for band in bands) // stride, 0, []

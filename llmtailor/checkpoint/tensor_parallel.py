@@ -7,7 +7,7 @@ fused weights. Several ranks may hold the same box; a param that is not cut is o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmtailor.checkpoint.placement import Box, Boxes, Contiguous, Extent, Inside, Placement, find_grid, in_boxes
@@ -62,16 +62,24 @@ class Cut:
         for shard in self.shards:
             find_grid(shard.shape, [own for _, own in shard.pieces])
 
-    def runs(self, rank: int, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield which elements of the full tensor a rank's elements ``begin``..``end`` are; see `Inside.runs`."""
+    def runs(self, rank: int) -> Callable[[int, int], Iterator[tuple[int, int, int, int]]] | None:
+        """Return a function that yields which elements of the full tensor a rank's elements ``begin``..``end`` are; see
+        `Inside.runs`. None if the rank has the full tensor.
+        """
         shard = self.shards[rank]
         if [box.sizes for box, _ in shard.pieces] == [self.shape]:
-            yield begin, end - begin, 1, 0
-            return
+            return None
         cuts, order = find_grid(shard.shape, [own for _, own in shard.pieces])
         cells = [Inside(_NOWHERE, self.shape, shard.pieces[number][0]) for number in order]
-        for box, inside, count in in_boxes(shard.shape, cuts, begin, end):
-            yield from cells[box].runs(inside, inside + count)
+        if len(cells) == 1 and shard.shape[1:] == self.shape[1:]:  # rows, as of most params
+            before = cells[0].box.offsets[0] * math.prod(self.shape[1:])
+            return lambda begin, end: iter([(before + begin, end - begin, 1, 0)])
+
+        def runs(begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+            for box, inside, count in in_boxes(shard.shape, cuts, begin, end):
+                yield from cells[box].runs(inside, inside + count)
+
+        return runs
 
 
 @dataclass(frozen=True, slots=True)

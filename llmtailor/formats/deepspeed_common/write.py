@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, VERL, CheckpointIndex, TrainState
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros, fill_all
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import (
     OptimizerLayout,
     SubGroup,
@@ -184,17 +184,6 @@ class ZeroTarget:
             layout=replace(usual, sub_groups=tuple(cut)),
             tp_rank=rank,
         )
-
-    def spread(self, piece: Piece) -> Iterator[Piece]:
-        """Yield a piece of a tensor-parallel rank's file, with slots of the full tensors instead of the rank's."""
-        parallel = self.base.zero.tensor_parallel
-        if isinstance(piece, Slot) and parallel and piece.state.param in parallel.cuts:
-            for begin, width, rows, stride in parallel.cuts[piece.state.param].runs(
-                self.tp_rank, piece.begin, piece.end
-            ):
-                yield Slot(piece.state, piece.dtype, begin, begin + width, rows, stride)
-        else:
-            yield piece
 
     @property
     def tag(self) -> str:
@@ -497,6 +486,10 @@ class RankFiles:
     def __init__(self, target: ZeroTarget, train: TrainState, digests: dict[int, bytes] | None = None):
         self.target, self.train = target, train
         self._numels = {name: param.numel for name, param in target.base.params.items()}
+        parallel = target.base.zero.tensor_parallel
+        found = {param: cut.runs(target.tp_rank) for param, cut in parallel.cuts.items()} if parallel else {}
+        self._runs = {param: runs for param, runs in found.items() if runs is not None}
+        """Of the params that the tensor-parallel rank has a part of"""
         self._digests = {} if digests is None else digests
         self._first: dict[tuple[_TreeOf, bytes], int] = {}
         self._form = lru_cache(_MAX_FORMS)(self._make_form)
@@ -509,9 +502,21 @@ class RankFiles:
 
     def _content(self, path: str, rank: int, tree_of: _TreeOf) -> Content:
         pickled, storages = self._content_of_shards(path, rank, tree_of)
-        if not self.target.base.zero.tensor_parallel:
-            return pickled, storages
-        return pickled, [content and fill_all(content, self.target.spread) for content in storages]
+        return pickled, [self._of_full(content) if content else content for content in storages]
+
+    def _of_full(self, content: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """Return a tensor-parallel rank's content, with slots of the full tensors instead of the rank's."""
+        if not self._runs:
+            return content
+        pieces: list[Piece] = []
+        for piece in content:
+            runs = self._runs.get(piece.state.param) if type(piece) is Slot else None
+            if runs is None or type(piece) is not Slot:
+                pieces.append(piece)
+                continue
+            for begin, width, rows, stride in runs(piece.begin, piece.end):
+                pieces.append(Slot(piece.state, piece.dtype, begin, begin + width, rows, stride))
+        return tuple(pieces)
 
     def _content_of_shards(self, path: str, rank: int, tree_of: _TreeOf) -> Content:
         if self.target.layout.stage < 3:
