@@ -35,7 +35,8 @@ def port() -> Iterator[int]:
     with s3_server() as port, pytest.MonkeyPatch.context() as patch:
         for name, value in settings(port).items():
             patch.setenv(name, value)
-        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another module's server
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("dcp-saves")  # moto keeps buckets in this process
         yield port
 
 
@@ -44,7 +45,7 @@ def url(request: Any, tmp_path: Path) -> str:
     if request.param == "memory":
         return f"memory://{tmp_path.name}"
     request.getfixturevalue("port")
-    return f"s3://bucket/{tmp_path.name}"
+    return f"s3://dcp-saves/{tmp_path.name}"
 
 
 def read(url: str) -> dict[str, object]:
@@ -100,7 +101,7 @@ def test_copies_hold_only_what_is_needed(url):
 
 def test_only_what_is_due_goes_up(port, tmp_path):
     """By the bytes on the wire: six tensors, then the two of the model and two moments, of one size."""
-    url, rows = f"s3://bucket/{tmp_path.name}", 20_000
+    url, rows = f"s3://dcp-saves/{tmp_path.name}", 20_000
     saver, tensor = DcpSaver("moments_in_turn:2"), rows * 3 * 4
     proxy, up = Proxy(port), []
     try:
@@ -134,7 +135,7 @@ def test_a_restart_goes_on_from_the_url_that_was_loaded(url, tmp_path):
 
 def test_a_save_in_another_store_is_a_whole_one(port, tmp_path):
     saver = DcpSaver("moments_in_turn:2")
-    urls = [f"memory://{tmp_path.name}", f"s3://bucket/{tmp_path.name}"]
+    urls = [f"memory://{tmp_path.name}", f"s3://dcp-saves/{tmp_path.name}"]
     for step, url in enumerate(urls, 1):
         save(saver, f"{url}/step-{step}", step)
     assert {*ages(f"{urls[1]}/step-2").values()} == {2}
@@ -183,7 +184,7 @@ def test_a_failed_save_publishes_nothing(url, monkeypatch, what):
 
 
 def test_each_rank_copies_its_share(port, tmp_path):
-    run, bucket = tmp_path / "run", f"bucket/{tmp_path.name}"
+    run, bucket = tmp_path / "run", f"dcp-saves/{tmp_path.name}"
     train(run, 2, 3, 1, "sync", "moments_in_turn", bucket, port)
     assert complete_in_store(f"s3://{bucket}") == [f"s3://{bucket}/step-3"]
     check(read(f"s3://{bucket}/step-3"), oracle(run, 3))
@@ -192,7 +193,7 @@ def test_each_rank_copies_its_share(port, tmp_path):
 @pytest.mark.long
 def test_a_restart_on_three_ranks(port, tmp_path):
     """The newest two folders are kept, and the commands read them."""
-    run, bucket = tmp_path / "run", f"bucket/{tmp_path.name}"
+    run, bucket = tmp_path / "run", f"dcp-saves/{tmp_path.name}"
     url = f"s3://{bucket}"
     train(run, 2, 6, 2, "sync", "moments_in_turn", bucket, port)
     train(run, 3, 10, 2, "sync", "moments_in_turn", bucket, port)
@@ -223,7 +224,7 @@ KILLS, SAVES = 20, 30
 @pytest.mark.long
 def test_kills_at_random_moments(port, tmp_path):
     """What has a .metadata is complete, wherever two ranks were killed."""
-    chance, run, bucket = random.Random(3), tmp_path / "run", f"bucket/{tmp_path.name}"
+    chance, run, bucket = random.Random(3), tmp_path / "run", f"dcp-saves/{tmp_path.name}"
     url = f"s3://{bucket}"
     run.mkdir()
     cut_off = 0
