@@ -179,7 +179,7 @@ class Slot(NamedTuple):
     begin: int
     end: int
     rows: int = 1
-    """Times that as many elements follow, each ``stride`` elements after the ones before"""
+    """How many runs of as many elements these are; each begins ``stride`` elements after the one before"""
     stride: int = 0
 
     @property

@@ -158,12 +158,17 @@ def policy(
     precision = Precision(masters, moments)
     for one in made.values():
         precision_of(one, precision)
+    of_model = None
     if mesh is None and not experts:
         try:
-            mesh = mesh_of(model)
+            of_model = mesh_of(model)
         except SourceError as error:
             notify(f"its ranks are not known, so give --mesh: {error.problems[0]}")
-    size = replace(size_of_config(model, experts, mesh), state_bytes=state_bytes, precision=precision)
+    size = replace(size_of_config(model, experts, mesh or of_model), state_bytes=state_bytes, precision=precision)
+    if size.mesh_problems and mesh:
+        raise UsageError(size.mesh_problems)
+    for problem in size.mesh_problems:
+        notify(f"what its ranks have is not known: {problem.what}")
     if size.spread and size.spread.packed:
         notify(f"tensor parallelism cuts {some(size.spread.packed)} into several boxes per rank, which attach refuses")
     machine = Hardware(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)

@@ -57,7 +57,7 @@ the writing and costs no time: the disk has less to do at the end."""
 MIN_DIRECT_BYTES = 4 << 20
 """Smaller files gain nothing by bypassing the page cache"""
 MAX_READ_THROUGH = 4
-"""Times the bytes that are needed"""
+"""How many times the bytes that are needed are read at most, where reading on takes less time than many small reads"""
 CHUNK_ELEMENTS = BUFFER_BYTES // 16
 """So that the fp64 sum and a term fit into a core's cache"""
 _ZEROS = memoryview(bytes(1 << 20))
@@ -131,11 +131,11 @@ def _strided(piece: Strided, sources: SourceFiles, stop: Stop) -> Iterator[bytes
     at_once = min(count, max(1, streams.BUFFER_BYTES // row_bytes // step) * step)
     rows = np.empty((at_once, row_bytes), np.uint8)
     columns = [np.empty(at_once * (band.stride if _is_read_through(band) else band.width), np.uint8) for band in bands]
-    is_same = piece.dtype == piece.source_dtype and piece.scale == 1
+    is_same, reads = piece.dtype == piece.source_dtype and piece.scale == 1, piece.reads
     for first in range(0, count, at_once):
         stop.check()
         number, left = min(at_once, count - first), 0
-        for (_, start, band_width, stride), read, column in zip(bands, piece.reads, columns, strict=True):
+        for (_, start, band_width, stride), read, column in zip(bands, reads, columns, strict=True):
             start, own = start + first * stride, len(column) // at_once
             if own == stride:
                 sources.read_into(read, start, column.data[: (number - 1) * stride + band_width])

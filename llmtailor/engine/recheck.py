@@ -46,9 +46,9 @@ def read_again(
     """Read whole source files again; return their digests.
 
     Every range that was copied or converted is compared by CRC-32 with the written bytes, including those of an earlier
-    run that this one kept, and with the checksums that the sources state (``stated``). Weighted sums are computed
-    again. If several ranks share the files, ``of_all`` are those of all ranks, and one rank makes each piece. Raises
-    SourceError for a changed or damaged file, or StorageError.
+    run that this one kept, and with the checksums that the sources state (``stated``). Pieces that are made from
+    several places are read and made once more. If several ranks share the files, ``of_all`` are those of all ranks, and
+    one rank makes each piece. Raises SourceError for a changed or damaged file, or StorageError.
     """
     asked = files if of_all is None else of_all
     taken: dict[SourcePath, list[_Range]] = defaultdict(list)

@@ -167,9 +167,12 @@ def lay_out_target(
 ) -> OptimizerLayout:
     """Return the optimizer's layout in an output of a format; None keeps the base's ranks or param groups.
 
-    Raises MismatchError for tensor parallelism that the output can't have.
+    Raises MismatchError for a mesh that the output can't have.
     """
     mesh = mesh or Mesh()
+    if mesh.dp_replicate:
+        what = "replicas save no files of their own, so an output has none"
+        raise MismatchError.at("--mesh", what, "omit dp_replicate")
     tp = mesh.tp or (base.tp if family == DEEPSPEED else 1)
     if tp > 1 and (tp != base.tp or family != DEEPSPEED):
         has = f"the base {base.name} has tp={base.tp}" if family == DEEPSPEED else f"{family} has no tensor parallelism"

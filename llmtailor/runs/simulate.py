@@ -16,7 +16,7 @@ from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint
 from llmtailor.checkpoint.optimizer import Mesh
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
-from llmtailor.errors import SourceError, UsageError
+from llmtailor.errors import Problem, SourceError, UsageError
 from llmtailor.formats.common.param_names import describe_config
 from llmtailor.formats.registry import index_checkpoint, is_checkpoint
 from llmtailor.loaders.files import CONFIG
@@ -55,6 +55,8 @@ class ModelSize:
     """Of what partial checkpoints hold; one that rounds moments assumes AdamW"""
     spread: Spread | None = None
     """Over the ranks, if their mesh is known"""
+    mesh_problems: tuple[Problem, ...] = ()
+    """Why the model can't be trained on the mesh that was given"""
 
     @property
     def on_rank_0(self) -> dict[Part, int]:
@@ -163,8 +165,7 @@ def size_of_config(path: Path, experts: bool = False, mesh: Mesh | None = None) 
 
     With ``experts``, each expert of a layer is a part. A ``mesh`` of one rank is none. transformers builds the model
     without data in a process of its own, which takes seconds. Raises SourceError, UnsupportedCheckpoint if transformers
-    does not know the model, Unanswered if it does not answer, and UsageError if the model has no params, or can't be
-    trained on the mesh.
+    does not know the model, Unanswered if it does not answer, and UsageError if the model has no params.
     """
     file = path / CONFIG if path.is_dir() else path
     where = str(file)
@@ -189,7 +190,7 @@ def size_of_config(path: Path, experts: bool = False, mesh: Mesh | None = None) 
     if mesh is None or math.prod((axes := axes_of(mesh)).values()) == 1:
         return size
     if problems := check_mesh(axes, facts.params, facts.tp_plan, config):
-        raise UsageError(problems)
+        return replace(size, mesh_problems=tuple(problems))
     return replace(size, spread=spread(axes, facts.params, facts.tp_plan))
 
 

@@ -19,9 +19,18 @@ _INFINITE = np.uint32(0x7F800000)
 
 
 def _compiled(*types: object, returns: Any = numba.void) -> Callable[[Loop], Loop]:
-    # a division by zero gives what numpy gives; no lock of the interpreter, which the training needs
-    made: Callable[[Loop], Loop] = numba.njit(returns(*types), error_model="numpy", nogil=True, cache=True)
-    return made
+    def compiled(loop: Loop) -> Loop:
+        def made(cache: bool) -> Loop:
+            # a division by zero gives what numpy gives; no lock of the interpreter, which the training needs
+            found: Loop = numba.njit(returns(*types), error_model="numpy", nogil=True, cache=cache)(loop)
+            return found
+
+        try:
+            return made(True)
+        except (RuntimeError, OSError):  # neither the package nor the user's cache folder can be written to
+            return made(False)
+
+    return compiled
 
 
 def _given(dtype: Any, ndim: int) -> object:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from helpers.checkpoints import make
+from helpers.checkpoints import SMALL, make
 from helpers.commands import call
+from synthetic import lay_out, make_checkpoint
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "configs" / "models" / "Llama-3.1-8B.json"
@@ -82,6 +84,17 @@ def test_the_mesh_of_a_checkpoint(tmp_path):
     (root / "latest").write_text("nowhere")
     told = call("policy", root)
     assert "so give --mesh: " in told.stderr and "rank 0" not in told.stdout
+
+
+def test_a_mesh_of_a_checkpoint_that_the_models_plan_does_not_have(tmp_path):
+    """DeepSpeed may cut what transformers' plan can't."""
+    shape = replace(SMALL, num_kv_heads=3, num_heads=6, head_dim=4)
+    root = tmp_path / "checkpoint-100"
+    make_checkpoint(root, shape, lay_out(shape, 2, tp=2), 100, sparse=True)
+    told = call("policy", root)
+    assert "what its ranks have is not known: tp=2 does not divide the 3 heads" in told.stderr
+    assert "parity" in told.stdout and "rank 0" not in told.stdout
+    assert call("policy", root, "--mesh", "tp=2", code=2)
 
 
 @pytest.mark.parametrize(

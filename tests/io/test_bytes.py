@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -186,6 +188,22 @@ def test_numba_rounds_to_the_bytes_that_numpy_rounds_to(monkeypatch):
     with np.errstate(all="ignore"):
         aligned = bits.view("<f4")
         assert found == [made(one) for one in (aligned, aligned[:1], aligned[5:6_000], np.abs(aligned), aligned[:0])]
+
+
+def test_numba_works_where_nothing_can_be_cached():
+    """In a container whose packages and home can't be written to."""
+    code = (
+        "from numba.core import caching\n"
+        "for one in vars(caching).values():\n"
+        "    if isinstance(one, type) and hasattr(one, '_locator_classes'):\n"
+        "        one._locator_classes = []\n"
+        "import numpy\n"
+        "from llmtailor.storage import casts\n"
+        "assert casts.loops() is not None\n"
+        "print(bytes(casts.pack(numpy.float32([1.5] * 9), 'F24')).hex())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "00c03f" * 9 + "\n"), done.stderr
 
 
 @pytest.mark.usefixtures("rounding")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -18,7 +19,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from helpers.commands import call
 from llmtailor.errors import UsageError
+from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.saving import DcpSaver
+from llmtailor.verify.verify import verify_checkpoint
 from saving.dcp_loop import LAYERS, complete, same, spawn, step_of
 from trainings.harness import start_ranks
 
@@ -216,6 +219,19 @@ def test_a_stock_save_over_a_folder_ends_its_record(tmp_path):
     save(saver, tmp_path / "step-1", 1)
     dcp.save({"model": tiny(9)["model"]}, checkpoint_id=tmp_path / "step-1")
     save(saver, tmp_path / "step-2", 2)
+    assert {*ages(tmp_path / "step-2").values()} == {2}
+
+
+@pytest.mark.parametrize("checksum", ["none", 5, [], True, ""])
+def test_a_damaged_record_is_said(tmp_path, checksum):
+    saver = DcpSaver()
+    save(saver, tmp_path / "step-1", 1)
+    path = tmp_path / "step-1" / DCP_RECORD
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "files": dict.fromkeys(record["files"], checksum)}))
+    errors = verify_checkpoint(tmp_path / "step-1").of_severity("error")
+    assert any(one.path == DCP_RECORD and "the checksum of" in one.what for one in errors)
+    save(saver, tmp_path / "step-2", 2)  # everything
     assert {*ages(tmp_path / "step-2").values()} == {2}
 
 

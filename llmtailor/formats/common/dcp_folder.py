@@ -221,8 +221,9 @@ class _Blobs:
         return Extent(self.at(blob.path), tensor.extent.start + shift, tensor.extent.stop + shift)
 
     def _check_save(self, blobs: Sequence[Blob], file: SourceFile, where: PathIn) -> None:
-        checksum = self.linked.get(where.path)
-        if checksum not in (None, checksum_of_save(file, ((blob.start, blob.stop) for blob in blobs))):
+        if (wanted := self.linked.get(where.path)) is None:
+            return
+        if wanted != checksum_of_save(file, ((blob.start, blob.stop) for blob in blobs)):
             what = "another save has overwritten it: it is a hard link, and its other names were saved to"
             raise SourceError.at(where, what, "use another checkpoint", Code.STEPS_DIFFER)
 

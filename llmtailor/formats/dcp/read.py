@@ -59,6 +59,7 @@ from llmtailor.errors import (
     SourceError,
     UnsupportedCheckpoint,
     attempt,
+    damaged,
     some,
 )
 from llmtailor.findings import ERROR, WARNING, Finding
@@ -96,6 +97,7 @@ from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, EXP_AVG, FLOATING, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.storage.local import open_source, read_source
 
+_CHECKSUM = re.compile("[0-9a-f]{8}")
 _MIXED = "silent: copy the whole checkpoint again; its files come from different saves"
 
 
@@ -251,7 +253,10 @@ def _files_of_save(root: Path, name: str, problems: Problems) -> dict[str, int |
         record = read_json(root / DCP_RECORD, where)
         metadata = read_source(root / METADATA, PathIn(name, METADATA), MAX_METADATA_BYTES)
         is_of_this = get(record, "save_id", str, where).encode() in metadata
-        return {path: one and int(one, 16) for path, one in get(record, "files", dict, where).items() if is_of_this}
+        files = get(record, "files", dict, where)
+        if odd := [path for path, one in files.items() if not (one is None or _CHECKSUM.fullmatch(f"{one}"))]:
+            raise damaged(where, f"the checksum of {some(odd)} is none")
+        return {path: one and int(one, 16) for path, one in files.items() if is_of_this}
 
     return (attempt(read, problems) or {}) if (root / DCP_RECORD).is_file() else {}
 
