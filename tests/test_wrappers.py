@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -61,6 +62,14 @@ def start(script: str, *arguments: str, code: int = 0, **variables: object) -> s
 
 def steps(out: Path) -> list[int]:
     return [row["step"] for row in json.loads((out / "llmtailor.json").read_text())["parts"]]
+
+
+def test_a_benchmark_makes_its_checkpoints_and_runs(tmp_path):
+    words = ["--shape", "tiny", "--rounds", 1, "--no-others", "--cases", "3@2:fsdp@1", "--work", tmp_path]
+    command = [sys.executable, SCRIPTS.parent / "benchmarks" / "bench_convert.py", *words]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"3@2 -> fsdp@1 +convert +[0-9]", done.stdout)
 
 
 def test_a_recipe(run, tmp_path):

@@ -416,14 +416,17 @@ def _summarize(plan: Plan) -> Summary:
     shared: Counter[int] = Counter()
     read: set[tuple[int, str]] = set()
     unfilled: list[Slot] = []
+    names: dict[State, str] = {}
     for file in plan.files:
         lines: list[bytes] = [b"link"] if isinstance(file, LinkLayout) else []
         for piece in file.pieces:
             if isinstance(piece, (Copy, Cast)):
                 extent, state, source = piece.extent, piece.state, piece.source
                 path, start, stop = extent
-                of = f"{state.param!r} {state.kind!r} {piece.begin}" if state else ""
-                lines.append(f"{source} {path!r} {start} {stop} {of}".encode())
+                of = ""
+                if state is not None:
+                    of = names.get(state) or names.setdefault(state, f"{state.param!r} {state.kind!r}")
+                lines.append(f"{source} {path!r} {start} {stop} {of} {piece.begin}".encode())
                 if isinstance(piece, Cast):
                     lines.append(f"{piece.source_dtype} {piece.dtype} {piece.scale!r} {piece.encoding}".encode())
                 key = (state.param if state else None, source)

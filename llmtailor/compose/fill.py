@@ -92,9 +92,8 @@ class _Filler:
             return self._rows(slot)
         if self.sources.sums and (found := self.sources.sum_of(state)) is not None:
             return self._sum(slot, *found)
-        supplies = self._of(state, dtype)
         filled: list[Piece] = []
-        for supply in supplies:
+        for supply in self.known.get((state, dtype)) or self._of(state, dtype):
             begin = first if first > supply.begin else supply.begin
             end = last if last < supply.end else supply.end
             if begin >= end:
@@ -137,11 +136,10 @@ class _Filler:
         return [piece for one in each for piece in self.fill(one)]
 
     def _of(self, state: State, dtype: str) -> tuple[_Supply, ...]:
-        supplies = self.known.get((state, dtype))
-        if supplies is None:
+        if (state, dtype) not in self.known:
             cuts = self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),)
-            supplies = self.known[state, dtype] = tuple(self._supplies(state, dtype, cuts))
-        return supplies
+            self.known[state, dtype] = tuple(self._supplies(state, dtype, cuts))
+        return self.known[state, dtype]
 
     def _sum(self, slot: Slot, original: State, weights: Weights) -> Sequence[Piece]:
         """Return the pieces of a weighted sum: each ends where a fragment of any source does."""

@@ -50,7 +50,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"client": "accelerate", "fsdp": True, "tp": 1, "stage": 0},
     ),
 }
-CASES = long_but({"tp 1", "dp 1", "tp 3", "fused, tp 1"}, RESUMED)
+CASES = long_but({"tp 1", "dp 1", "fused, tp 1"}, RESUMED)
 """What is written from a training, and how it is resumed by DeepSpeed, and by accelerate with FSDP2"""
 
 
@@ -205,6 +205,7 @@ def test_refusals(
         ({"mesh": Mesh(tp=2), "to": "fsdp"}, "fsdp has no tensor parallelism"),
         ({"world_size": 5}, "a multiple of 2"),
         ({"world_size": 6, "mesh": Mesh(dp=3)}, "one of them"),
+        ({"mesh": Mesh(dp=2, dp_replicate=2)}, "omit dp_replicate"),
     ],
 )
 def test_meshes_that_cannot_be_written(options: dict[str, Any], says: str, runs: Runs, tmp_path: Path) -> None:
