@@ -11,15 +11,15 @@ cut into equal partitions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
+from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Placement, Sliced
 from llmtailor.errors import counted
 from llmtailor.model.roles import ITEMSIZE
 
-_Key = TypeVar("_Key")
 NAMES_KEY = "lt_params"
 """The names of its params, in a param group that `llmtailor.training` or a writer made: torch itself saves none"""
 NAME_KEYS = (NAMES_KEY, "param_names")
@@ -185,9 +185,36 @@ def _cut_sub_groups(
 
 
 @dataclass(frozen=True, slots=True)
-class Vector:
-    """One group's vector of elements."""
+class Slices:
+    """ZeRO-3: each param is cut on its own."""
 
+    numels: Mapping[str, int]
+    world_size: int
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each slice begins in a rank's tensor, and where the last one ends"""
+        return [*accumulate((part_size(numel, self.world_size) for numel in self.numels.values()), initial=0)]
+
+    def on_rank(self, rank: int) -> Iterator[tuple[str, int, int, int]]:
+        for (param, numel), offset in zip(self.numels.items(), self.offsets, strict=False):
+            begin, end = slice_on(rank, numel, self.world_size)
+            if begin < end:
+                yield param, begin, end, offset
+
+    def length(self, rank: int, is_stripped: bool = False) -> int:
+        return self.offsets[-1]
+
+    def places(self, extents: tuple[Extent, ...], itemsize: int) -> Iterator[Placement]:
+        for offset, after in pairwise(self.offsets):
+            yield Sliced(extents, offset, after - offset, itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """ZeRO-1/2: one vector per group is cut into equal partitions."""
+
+    numels: Mapping[str, int]
     offsets: tuple[int, ...]
     """Where each param begins."""
     total: int
@@ -195,33 +222,65 @@ class Vector:
     partition: int
     """Elements per rank, the same on all; the last ranks may hold padding."""
 
+    @classmethod
+    def of(cls, numels: Mapping[str, int], gaps: Sequence[int], world_size: int) -> Vector:
+        """Return the vector of a group's params; empty ``gaps`` means none."""
+        steps = map(sum, zip(numels.values(), gaps or [0] * len(numels), strict=True))
+        *offsets, total = accumulate(steps, initial=0)
+        return cls(numels, tuple(offsets), total, -(-total // (2 * world_size)) * 2)
+
     def padding(self, rank: int) -> int:
         """Return the number of padding elements at the end of a rank's partition."""
         return min(self.partition, max(0, (rank + 1) * self.partition - self.total))
 
-    def on_rank(self, numels: Mapping[_Key, int], rank: int) -> Iterator[tuple[_Key, int, int, int]]:
-        """Yield (param, begin, end, offset in the partition) of the params that overlap a rank's partition."""
+    def on_rank(self, rank: int) -> Iterator[tuple[str, int, int, int]]:
         low, high = rank * self.partition, (rank + 1) * self.partition
-        for (param, numel), offset in zip(numels.items(), self.offsets, strict=True):
+        for (param, numel), offset in zip(self.numels.items(), self.offsets, strict=True):
             begin, end = max(low, offset), min(high, offset + numel)
             if begin < end:
                 yield param, begin - offset, end - offset, begin - low
 
-    def whole_on_rank(self, numels: Mapping[_Key, int], rank: int) -> dict[_Key, int]:
-        """Return the params that overlap a rank's partition, and where each begins if the rank has them whole, one
-        after the other: as DeepSpeed's Muon keeps its momentum."""
-        params = [param for param, *_ in self.on_rank(numels, rank)]
-        return dict(zip(params, accumulate((numels[param] for param in params), initial=0), strict=False))
+    def length(self, rank: int, is_stripped: bool = False) -> int:
+        return self.partition - (self.padding(rank) if is_stripped else 0)
+
+    def places(self, extents: tuple[Extent, ...], itemsize: int) -> Iterator[Placement]:
+        return (Partitioned(extents, offset, self.partition, itemsize) for offset in self.offsets)
 
 
-def lay_out_vector(numels: Sequence[int], gaps: Sequence[int], world_size: int) -> Vector:
-    """Return the vector of a group's params, given in the order of the vector; empty ``gaps`` means none."""
-    offsets, at = [], 0
-    for number, numel in enumerate(numels):
-        offsets.append(at)
-        at += numel + (gaps[number] if gaps else 0)
-    partition = -(-at // (2 * world_size)) * 2
-    return Vector(tuple(offsets), at, partition)
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """ZeRO-1/2: a rank has the params that overlap its partition whole, as DeepSpeed's Muon keeps its momentum."""
+
+    vector: Vector
+
+    @property
+    def numels(self) -> Mapping[str, int]:
+        return self.vector.numels
+
+    def on_rank(self, rank: int) -> Iterator[tuple[str, int, int, int]]:
+        offset = 0
+        for param, *_ in self.vector.on_rank(rank):
+            yield param, 0, self.numels[param], offset
+            offset += self.numels[param]
+
+    def length(self, rank: int, is_stripped: bool = False) -> int:
+        return sum(end for _, _, end, _ in self.on_rank(rank))
+
+    def places(self, extents: tuple[Extent, ...], itemsize: int) -> Iterable[Placement]:
+        """Return the places; of a param on several ranks that in the first file that can be read."""
+        places = dict.fromkeys(self.numels, Contiguous(extents[0], itemsize))
+        for rank in sorted(range(len(extents)), key=lambda rank: (not extents[rank].num_bytes, rank), reverse=True):
+            path, first, _ = extents[rank]
+            for param, _, numel, offset in self.on_rank(rank):
+                start = first + offset * itemsize
+                places[param] = Contiguous(Extent(path, start, start + numel * itemsize), itemsize)
+        return places.values()
+
+
+FlatLayout = Slices | Vector | Whole
+"""How the params of a sub-group lie in the flat tensors of the ranks. ``on_rank`` yields (param, begin, end, offset in
+the flat tensor) of what a rank has, ``length`` is that of its tensor, without padding at the vector's end if that is
+stripped, and ``places`` are those of the params, given those of the ranks' tensors; an unreadable one is empty."""
 
 
 def alignment_gaps(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -243,3 +302,9 @@ def round_robin(count: int, world_size: int) -> list[int]:
 def part_size(numel: int, world_size: int) -> int:
     """Return the size of each rank's slice of a ZeRO-3 param, in elements, padding included."""
     return -(-numel // world_size)
+
+
+def slice_on(rank: int, numel: int, world_size: int) -> tuple[int, int]:
+    """Return the elements of a rank's slice, without padding."""
+    part = part_size(numel, world_size)
+    return min(rank * part, numel), min((rank + 1) * part, numel)

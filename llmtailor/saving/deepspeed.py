@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from llmtailor.checkpoint.index import DEEPSPEED
-from llmtailor.checkpoint.optimizer import lay_out_vector, part_size
+from llmtailor.checkpoint.optimizer import Slices, Vector, Whole, slice_on
 from llmtailor.errors import Problem, UnsupportedCheckpoint
+from llmtailor.formats.deepspeed_common.files import describe_shards
 from llmtailor.formats.other_optimizers import flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
-from llmtailor.loaders.files import WHOLE_MODEL
 from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.loaders.stock_fields import has_adams_options, is_muons
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER
 from llmtailor.saving.model import is_adapted
+from llmtailor.saving.snapshot import DTYPES
 from llmtailor.saving.training import (
     Constant,
     Fragment,
@@ -140,9 +141,8 @@ class ZeroTraining:
         """Return the first element that this rank has of a param outside the optimizer, and how many."""
         if self.stage < 3:
             return 0, param.numel()
-        part = part_size(param.ds_numel, self.ranks.world_size)
-        begin = min(self.ranks.rank * part, param.ds_numel)
-        return begin, min(part, param.ds_numel - begin)
+        begin, end = slice_on(self.ranks.rank, param.ds_numel, self.ranks.world_size)
+        return begin, end - begin
 
     def _elements(self, param: Any) -> torch.Tensor:
         tensor: torch.Tensor = param.ds_tensor if self.stage == 3 else param
@@ -184,24 +184,14 @@ class ZeroTraining:
         return FrozenFile(self._frozen_file, tensors)
 
     def trees(self) -> Mapping[str, Any]:
-        optim, model = self._stock_names(self.ranks.rank)
-        trees = {optim: self._optim_tree()}
+        shards, rank = self.shards(), self.ranks.rank
+        trees = {shards["optim"][rank]: self._optim_tree()}
         if self.stage == 3 or self.ranks.is_first:
-            trees[model] = self._model_tree()
+            trees[shards["model"][rank]] = self._model_tree()
         return trees
 
     def shards(self) -> Mapping[str, Any]:
-        ranks = range(self.ranks.world_size)
-        names = [self._stock_names(rank) for rank in ranks]
-        model = [name for _, name in names] if self.stage == 3 else [names[0][1]]
-        return {"is_bf16": self._prefix() != "", "optim": [name for name, _ in names], "model": model}
-
-    def _stock_names(self, rank: int) -> tuple[str, str]:
-        model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if self.stage == 3 else WHOLE_MODEL
-        return f"{self.tag}/{self._prefix()}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", f"{self.tag}/{model}"
-
-    def _prefix(self) -> str:
-        return "bf16_" if self.engine.bfloat16_enabled() else ""
+        return describe_shards(self.tag, self.stage, self.ranks.world_size, DTYPES[self.precision])
 
     def _flats(self, saved: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Return this rank's flat tensors by kind, for each sub-group (ZeRO-3) or param group."""
@@ -225,41 +215,18 @@ class ZeroTraining:
         return flats
 
     def _fragments(self, flats: Sequence[Mapping[str, torch.Tensor]], wanted: Collection[str]) -> Iterator[Fragment]:
-        cut = self._slices if self.stage == 3 else self._partitions
+        rank, world_size = self.ranks.rank, self.ranks.world_size
         gaps = getattr(self.zero, "round_robin_bit16_padding", None)
         for flat_id, (shapes, kinds) in enumerate(zip(self._shapes, flats, strict=True)):
             numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
             hyper = self.zero.optimizer.param_groups[self._group_of_flat[flat_id]]
-            whole = self._whole(numels, gaps[flat_id] if gaps else ()) if self.stage < 3 else {}
-            for param, begin, end, offset in cut(numels, gaps[flat_id] if gaps else ()):
+            vector = Vector.of(numels, gaps[flat_id] if gaps else (), world_size)
+            is_cut = self.stage == 3 or getattr(self.zero, "cpu_offload", False)  # also Muon's momentum
+            whole = {} if is_cut else {param: at for param, _, _, at in Whole(vector).on_rank(rank)}
+            for param, begin, end, offset in (Slices(numels, world_size) if self.stage == 3 else vector).on_rank(rank):
                 for kind, flat in kinds.items() if param in wanted else ():
                     at = whole[param] + begin if whole and is_muons(hyper, kind) else offset
                     yield Fragment(param, kind, begin, flat[at : at + end - begin])
-
-    def _slices(self, numels: Mapping[str, int], _: Sequence[int]) -> Iterator[tuple[str, int, int, int]]:
-        """Yield (param, begin, end, offset in the flat tensor) by the rule of ZeRO-3."""
-        rank, world_size, offset = self.ranks.rank, self.ranks.world_size, 0
-        for param, numel in numels.items():
-            part = part_size(numel, world_size)
-            begin, end = min(rank * part, numel), min((rank + 1) * part, numel)
-            if begin < end:
-                yield param, begin, end, offset
-            offset += part
-
-    def _partitions(self, numels: Mapping[str, int], gaps: Sequence[int]) -> Iterator[tuple[str, int, int, int]]:
-        """Yield the same by the rule of ZeRO-1/2."""
-        vector = lay_out_vector(list(numels.values()), gaps, self.ranks.world_size)
-        low, high = self.ranks.rank * vector.partition, (self.ranks.rank + 1) * vector.partition
-        for (param, numel), at in zip(numels.items(), vector.offsets, strict=True):
-            begin, end = max(low, at), min(high, at + numel)
-            if begin < end:
-                yield param, begin - at, end - at, begin - low
-
-    def _whole(self, numels: Mapping[str, int], gaps: Sequence[int]) -> Mapping[str, int]:
-        """Return where this rank has each param of a state that it keeps of whole params; none if Muon is offloaded."""
-        vector = lay_out_vector(list(numels.values()), gaps, self.ranks.world_size)
-        is_offloaded = getattr(self.zero, "cpu_offload", False)
-        return {} if is_offloaded else vector.whole_on_rank(numels, self.ranks.rank)
 
     def _optim_tree(self) -> dict[str, Any]:
         outer = dict(self.zero.state_dict())

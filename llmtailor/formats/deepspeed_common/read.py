@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,15 @@ from llmtailor.checkpoint.index import (
 )
 from llmtailor.checkpoint.optimizer import (
     ParamGroup,
+    Slices,
     SubGroup,
     Vector,
+    Whole,
     ZeroSettings,
-    lay_out_vector,
     part_size,
     round_robin,
 )
-from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Placement, Sliced
+from llmtailor.checkpoint.placement import Extent, Sliced
 from llmtailor.checkpoint.step_names import step_of_tag
 from llmtailor.codes import Code
 from llmtailor.containers.json import Tensor, Trees
@@ -161,11 +162,11 @@ def _read_tp_rank(
     fitted = fit_world_size(files, usual.world_size, name, problems) if usual else None
     if usual is None or fitted is None:
         return Draft(problems), None, {}
-    files, known = fitted, usual
+    files = fitted
     optim, model = _pad(optim, len(files.optim)), _pad(model, len(files.model))
     cuts = [_cut(group, usual, sample) for group in range(len(usual.param_shapes)) if sample is not None]
     if sample is not None and not files.is_zero3:
-        attempt(lambda: _check_mappings(name, files.optim, optim, known, cuts), problems)
+        attempt(lambda: _check_mappings(name, files.optim, optim, cuts), problems)
     whole = _find_whole(optim, cuts)
     optim = _drop(files.optim, optim, _wrong_flats(usual, cuts, whole), name, problems, Code.STATE_SIZE)
     model = fit_models(trees, files, model, name, problems)
@@ -276,46 +277,6 @@ def draft_of_engine(
     return Draft(problems, index, trainer, check)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a sub-group's flat tensors are spread over the ranks."""
-
-    parts: tuple[int, ...]
-    """ZeRO-3: the elements of each param per rank"""
-    vector: Vector
-    """ZeRO-1/2; empty for ZeRO-3"""
-    numels: Mapping[int, int]
-    """Of the params"""
-
-    def length(self, rank: int, is_stripped: bool) -> int:
-        """Return how many elements a rank has, without padding at the vector's end if ``is_stripped``."""
-        return sum(self.parts) + self.vector.partition - (self.vector.padding(rank) if is_stripped else 0)
-
-    def places(self, extents: tuple[Extent, ...], itemsize: int) -> Iterator[Placement]:
-        """Yield the place of each param in the ranks' flat tensors."""
-        for offset, part in zip(accumulate(self.parts, initial=0), self.parts, strict=False):
-            yield Sliced(extents, offset, part, itemsize)
-        for offset in self.vector.offsets:
-            yield Partitioned(extents, offset, self.vector.partition, itemsize)
-
-    def whole_length(self, rank: int) -> int:
-        """Return how many elements a rank of ZeRO-1/2 has of a state that it keeps of whole params."""
-        return sum(self.numels[param] for param in self.vector.whole_on_rank(self.numels, rank))
-
-    def whole_places(self, extents: tuple[Extent, ...], itemsize: int, are_known: Sequence[bool]) -> list[Placement]:
-        """Return the place of each param in the tensors of a state that ranks keep of whole params.
-
-        Of those on several ranks, it is in the first file that is ``known``.
-        """
-        places = dict.fromkeys(self.numels, Contiguous(extents[0], itemsize))
-        for rank in sorted(range(len(extents)), key=lambda rank: (not are_known[rank], rank), reverse=True):
-            path, first, _ = extents[rank]
-            for param, offset in self.vector.whole_on_rank(self.numels, rank).items():
-                start = first + offset * itemsize
-                places[param] = Contiguous(Extent(path, start, start + self.numels[param] * itemsize), itemsize)
-        return [*places.values()]
-
-
 def fit_models(
     trees: Trees, files: ShardFiles, model: Sequence[ModelShard | None], name: str, problems: Problems
 ) -> list[ModelShard | None]:
@@ -363,30 +324,31 @@ def _pad(shards: Sequence[AnyShard | None], count: int) -> list[AnyShard | None]
     return [*shards[:count], *[None] * (count - len(shards))]
 
 
-def _cut(group: int, model: ModelShard, sample: OptimShard) -> _Cut:
-    numels = [math.prod(shape) for shape in model.param_shapes[group].values()]
+def _cut(group: int, model: ModelShard, sample: OptimShard) -> Slices | Vector:
+    numels = {param: math.prod(shape) for param, shape in model.param_shapes[group].items()}
     if sample.stage == 3:
-        return _Cut(tuple(part_size(numel, model.world_size) for numel in numels), lay_out_vector((), (), 1), {})
+        return Slices(numels, model.world_size)
     fits = list(map(len, sample.gaps)) == list(map(len, model.param_shapes))
-    vector = lay_out_vector(numels, sample.gaps[group] if fits else (), model.world_size)
-    return _Cut((), vector, dict(enumerate(numels)))
+    return Vector.of(numels, sample.gaps[group] if fits else (), model.world_size)
 
 
-def _find_whole(optim: Sequence[OptimShard | None], cuts: Sequence[_Cut]) -> frozenset[tuple[int, str]]:
+def _find_whole(optim: Sequence[OptimShard | None], cuts: Sequence[Slices | Vector]) -> frozenset[tuple[int, str]]:
     """Return (sub-group, kind) of the states that ranks of ZeRO-1/2 keep of whole params: their lengths show it."""
     shards = [(rank, shard) for rank, shard in enumerate(optim) if shard is not None and len(shard.flats) == len(cuts)]
     found = set()
-    for flat_id, cut in enumerate(cuts) if shards and shards[0][1].stage < 3 else ():
+    for flat_id, cut in enumerate(cuts if shards else ()):
+        if not isinstance(cut, Vector):
+            continue
         for kind in shards[0][1].flats[flat_id].keys() - {MASTER}:
             have = {rank: shard.flats[flat_id][kind].numel for rank, shard in shards if kind in shard.flats[flat_id]}
-            is_cut = all(numel == cut.vector.partition for numel in have.values())
-            if not is_cut and all(numel == cut.whole_length(rank) for rank, numel in have.items()):
+            is_cut = all(numel == cut.partition for numel in have.values())
+            if not is_cut and all(numel == Whole(cut).length(rank) for rank, numel in have.items()):
                 found.add((flat_id, kind))
     return frozenset(found)
 
 
 def _wrong_flats(
-    model: ModelShard, cuts: Sequence[_Cut], whole: Collection[tuple[int, str]]
+    model: ModelShard, cuts: Sequence[Slices | Vector], whole: Collection[tuple[int, str]]
 ) -> Callable[[int, OptimShard], Iterator[str]]:
     """Return what yields flat tensors of a wrong length by the cutting rule; ``whole`` are states of whole params."""
     counts = list(map(len, model.param_shapes))
@@ -434,7 +396,7 @@ def _check_tied_once(name: str, paths: Sequence[str], model: Sequence[ModelShard
 
 
 def _check_mappings(
-    name: str, paths: Sequence[str], shards: Sequence[OptimShard | None], model: ModelShard, cuts: Sequence[_Cut]
+    name: str, paths: Sequence[str], shards: Sequence[OptimShard | None], cuts: Sequence[Slices | Vector]
 ) -> None:
     """Raise SourceError for a file whose ``param_slice_mappings`` are those of another rank.
 
@@ -442,18 +404,14 @@ def _check_mappings(
     """
     if any(shard and uses_round_robin(shard.ds_config, shard.stage, shard.variant) for shard in shards):
         return
-    groups = [*zip(model.param_shapes, cuts, strict=True)]
-    of_rank = [tuple(_mapping(shapes, cut.vector, rank) for shapes, cut in groups) for rank in range(len(shards))]
+    of_rank = [
+        tuple({param: (end - begin, offset) for param, begin, end, offset in cut.on_rank(rank)} for cut in cuts)
+        for rank in range(len(shards))
+    ]
     for rank, (path, shard) in enumerate(zip(paths, shards, strict=True)):
         if shard is not None and shard.mappings != of_rank[rank] and shard.mappings in of_rank:
             what = f"its param_slice_mappings are those of rank {of_rank.index(shard.mappings)}"
             raise SourceError.at(PathIn(name, path), what, _SWAPPED, Code.FILE_SWAPPED)
-
-
-def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -> dict[str, tuple[int, int]]:
-    """Return what DeepSpeed saves of a group: param -> its elements on a rank, and their start in the partition."""
-    numels = {param: math.prod(shape) for param, shape in shapes.items()}
-    return {param: (end - begin, offset) for param, begin, end, offset in vector.on_rank(numels, rank)}
 
 
 def uses_round_robin(ds_config: Mapping[str, Any], stage: int, variant: str) -> bool:
@@ -516,17 +474,15 @@ def _trained(
     model: ModelShard,
     sample: OptimShard,
     optim: Sequence[OptimShard | None],
-    cuts: Sequence[_Cut],
+    cuts: Sequence[Slices | Vector],
     whole: Collection[tuple[int, str]],
 ) -> _Placed:
-    are_known = [shard is not None for shard in optim]
     for flat_id, (shapes, cut) in enumerate(zip(model.param_shapes, cuts, strict=True)):
         for kind, like in sample.flats[flat_id].items():
             extents = _extents(files.optim, optim, lambda shard: shard.flats[flat_id][kind])  # noqa: B023
             size = ITEMSIZE[like.dtype]
-            is_whole = (flat_id, kind) in whole
-            places = cut.whole_places(extents, size, are_known) if is_whole else cut.places(extents, size)
-            for (param, shape), place in zip(shapes.items(), places, strict=True):
+            layout = Whole(cut) if isinstance(cut, Vector) and (flat_id, kind) in whole else cut
+            for (param, shape), place in zip(shapes.items(), layout.places(extents, size), strict=True):
                 yield Param(param, shape, "trainable"), kind, TensorEntry(like.dtype, shape, place)
 
 

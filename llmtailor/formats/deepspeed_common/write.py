@@ -26,12 +26,15 @@ from typing import Any
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, VERL, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import (
+    FlatLayout,
     OptimizerLayout,
+    Slices,
     SubGroup,
     Vector,
+    Whole,
     lay_out_optimizer,
-    lay_out_vector,
     part_size,
+    slice_on,
 )
 from llmtailor.checkpoint.schema import refuse_cuts
 from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
@@ -119,7 +122,7 @@ def new_engine(base: CheckpointIndex, stage: int, precision: str) -> TrainState:
 
 
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
-_PADDING = "ZeRO-1/2 padding and alignment"
+_PADDING = "ZeRO padding and alignment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,18 +195,16 @@ class ZeroTarget:
             return kept
         return self.client.default_tag.format(self.base.global_step)
 
-    def numels(self, one: SubGroup) -> dict[str, int]:
-        return {param: self.base.params[param].numel for param in one.params}
+    def slices(self, params: Iterable[str]) -> Slices:
+        """Return the layout of params under ZeRO-3."""
+        return Slices({param: self.base.params[param].numel for param in params}, self.layout.world_size)
 
     def vector(self, one: SubGroup) -> Vector:
-        """Return the vector of a group under ZeRO-1/2."""
-        return lay_out_vector([*self.numels(one).values()], one.gaps, self.layout.world_size)
+        """Return the layout of a group under ZeRO-1/2."""
+        return Vector.of(self.slices(one.params).numels, one.gaps, self.layout.world_size)
 
     def keeps_whole(self, one: SubGroup, kind: str) -> bool:
-        """Return whether the ranks of ZeRO-1/2 have a state of all params that overlap their partitions, each whole.
-
-        DeepSpeed's Muon does, unless the optimizer is offloaded.
-        """
+        """Return whether DeepSpeed's ranks have a state as `Whole`; they don't if the optimizer is offloaded."""
         zero = section(self.base.train.ds_config, "zero_optimization")
         is_offloaded = section(zero, "offload_optimizer").get("device") == "cpu"
         return is_muons(self.layout.groups[one.group].hyper, kind) and not is_offloaded
@@ -264,11 +265,11 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
     cut, stage = layout.sub_groups, layout.stage
 
     def flat(one: SubGroup, kind: str) -> Any:
-        if stage < 3 and target.keeps_whole(one, kind):
-            return _whole_on_rank(target, one, kind, rank)
-        if stage < 3:
-            return _partition(target, one, kind, rank, is_stripped=kind == MASTER and not is_bf16)
-        return _flat_tensor(target, [State(param, kind) for param in one.params], rank)
+        if stage == 3:
+            return _flat_tensor(target, target.slices(one.params), kind, rank)
+        vector = target.vector(one)
+        is_stripped = kind == MASTER and not is_bf16
+        return _flat_tensor(target, Whole(vector) if target.keeps_whole(one, kind) else vector, kind, rank, is_stripped)
 
     is_bf16 = base.zero.settings.fp32_gradients and stage == 1
     state = {
@@ -332,7 +333,7 @@ def model_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
         module = Ordered(_placeholders(target, rank, rest["module"]))
         for state in (State(param.name, FROZEN) for param in frozen):
             if state in base.held:
-                fragments[state.param] = _flat_tensor(target, [state], rank)
+                fragments[state.param] = _flat_tensor(target, target.slices([state.param]), FROZEN, rank)
         has_frozen = bool(fragments or not frozen) and not target.excludes_frozen(rest)
     else:
         module = Ordered(_whole_params(target, rest["module"]))
@@ -379,61 +380,34 @@ def _whole(target: ZeroTarget, state: State, begin: int) -> Any:
     return state_tensor(state, dtype, param.shape if param.numel else (0,), begin)
 
 
-def _flat_tensor(target: ZeroTarget, states: Sequence[State], rank: int) -> Any:
-    """Return a flat tensor of ZeRO-3 on one rank: the slices of its params, one after the other."""
-    dtypes, world_size = [target.dtype(state) for state in states], target.layout.world_size
-    content = [
-        piece
-        for state, dtype in zip(states, dtypes, strict=True)
-        for piece in slice_of(state, dtype, target.base.held[state].numel, rank, world_size)
-    ]
-    return _joined(dtypes[0] if dtypes else "F32", content)
-
-
-def _joined(dtype: str, content: Sequence[Piece]) -> Any:
-    return make_tensor(dtype, (sum(piece.num_bytes for piece in content) // ITEMSIZE[dtype],), tuple(content))
-
-
-def slice_of(state: State, dtype: str, numel: int, rank: int, world_size: int) -> Iterator[Piece]:
-    """Yield one rank's slice of a state under ZeRO-3: its elements, then padding."""
-    part = part_size(numel, world_size)
-    begin, end = min(rank * part, numel), min((rank + 1) * part, numel)
-    if begin < end:
-        yield Slot(state, dtype, begin, end)
-    if padding := part - (end - begin):
-        yield Zeros(padding * ITEMSIZE[dtype], "ZeRO-3 padding")
-
-
-def _partition(target: ZeroTarget, one: SubGroup, kind: str, rank: int, is_stripped: bool = False) -> Any:
-    """Return one rank's partition of a group's vector under ZeRO-1/2, without the padding at its end if stripped."""
-    dtype = next((target.dtype(State(param, kind)) for param in one.params), "F32")
-    vector, at = target.vector(one), 0
-    length = vector.partition - (vector.padding(rank) if is_stripped else 0)
-    content: list[Piece] = []
-    for param, begin, end, offset in vector.on_rank(target.numels(one), rank):
+def _flat_tensor(target: ZeroTarget, flat: FlatLayout, kind: str, rank: int, is_stripped: bool = False) -> Any:
+    """Return a rank's flat tensor of a state, without the padding at its end if stripped."""
+    dtype = next((target.dtype(State(param, kind)) for param in flat.numels), "F32")
+    content, at, length = list[Piece](), 0, flat.length(rank, is_stripped)
+    for param, begin, end, offset in flat.on_rank(rank):
         if at < offset:
             content.append(Zeros((offset - at) * ITEMSIZE[dtype], _PADDING))
         content.append(Slot(State(param, kind), dtype, begin, end))
         at = offset + end - begin
     if at < length:
         content.append(Zeros((length - at) * ITEMSIZE[dtype], _PADDING))
-    return _joined(dtype, content)
+    return make_tensor(dtype, (length,), tuple(content))
 
 
-def _whole_on_rank(target: ZeroTarget, one: SubGroup, kind: str, rank: int) -> Any:
-    """Return a rank's tensor of a state of whole params under ZeRO-1/2: see `ZeroTarget.keeps_whole`."""
-    numels = target.numels(one)
-    states = [State(param, kind) for param in target.vector(one).whole_on_rank(numels, rank)]
-    dtypes = [target.dtype(state) for state in states]
-    slots = [Slot(state, dtype, 0, numels[state.param]) for state, dtype in zip(states, dtypes, strict=True)]
-    return _joined(dtypes[0] if dtypes else "F32", slots)
+def slice_of(state: State, dtype: str, numel: int, rank: int, world_size: int) -> Iterator[Piece]:
+    """Yield one rank's slice of a state under ZeRO-3: its elements, then padding."""
+    begin, end = slice_on(rank, numel, world_size)
+    if begin < end:
+        yield Slot(state, dtype, begin, end)
+    if padding := part_size(numel, world_size) - (end - begin):
+        yield Zeros(padding * ITEMSIZE[dtype], _PADDING)
 
 
 def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
     """Return the places of params in a rank's partition; right even with round_robin_gradients, unlike stock's."""
     return Ordered(
         (param, Call(_FRAGMENT, (), new=True, state={"numel": end - begin, "start": offset}, has_state=True))
-        for param, begin, end, offset in target.vector(one).on_rank(target.numels(one), rank)
+        for param, begin, end, offset in target.vector(one).on_rank(rank)
     )
 
 
