@@ -41,6 +41,7 @@ from llmtailor.formats.dcp.read import agree_on_buffers
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import (
     check_base,
+    check_options,
     choose_format,
     default_output,
     display_name,
@@ -211,8 +212,7 @@ def plan_merge(
         collect(partial(check_names, choice, reference))
     about_tokenizer = (recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
     tokenizer = collect(lambda: lay_out_tokenizer(reference, *about_tokenizer, client))
-    writer = writer_of(family, client)
-    collect(lambda: writer.check(recipe.dtype, options.allow_split))
+    collect(lambda: check_options(family, recipe.dtype, options.allow_split))
     regrouping = None
     if options.groups != "keep":
         regrouping = collect(lambda: regroup(reference, structure, options.groups, find_model_order(reference)))
@@ -240,7 +240,7 @@ def plan_merge(
     linkable = Linkable(indexes, unchanged) if options.reference else None
     from_group = regrouping.from_group if regrouping else None
     wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, client, linkable)
-    layouts, about_weights = writer.lay_out(reference, wanted)
+    layouts, about_weights = writer_of(family, client)(reference, wanted)
     layouts += (*tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, reference, [stated_attempt(index.root) for index in indexes], base)
     counted = [one.step for one in target.sub_groups if one.params and one.step is not None]

@@ -25,22 +25,10 @@ from llmtailor.loaders.rng import find_lost_rng
 from llmtailor.loaders.scheduler import compare_scheduler
 from llmtailor.loaders.write import Wanted
 
-
-class Writer(Protocol):
-    """A module that writes one format."""
-
-    def check(self, dtype: str | None, allow_split: bool) -> None:
-        """Raise MismatchError for what this format can't have: a dtype of the weights, split parts."""
-        ...
-
-    def lay_out(self, base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-        """Return the layouts of all files except the tokenizer's, based on a base's, and notices.
-
-        Raises SourceError or UnsupportedCheckpoint for a base that lacks something that the format needs.
-        """
-        ...
-
-
+Writer = Callable[[CheckpointIndex, Wanted], tuple[list[FileLayout], list[Problem]]]
+"""Returns the layouts of all files except the tokenizer's, based on a base's, and notices. Raises SourceError,
+UnsupportedCheckpoint or MismatchError for a base that lacks something that the format needs, or can't be stored in it.
+"""
 _SHOWN = 3
 
 
@@ -120,10 +108,6 @@ def _links_outside(index: CheckpointIndex) -> list[Finding]:
     what = f"{len(outside)} of its files are symbolic links to outside the folder: {', '.join(outside[:_SHOWN])}"
     fix = "check their targets if you did not create them: a composite gets copies"
     return [Finding(index.name, what, fix, Code.LINKS_OUTSIDE, NOTE)]
-
-
-def accept_any(dtype: str | None, allow_split: bool) -> None:
-    """Accept any dtype and split: the `Writer.check` of formats with separate master weights."""
 
 
 def usual_dtype(dtypes: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from llmtailor.formats.common import lightning
 from llmtailor.formats.common.lightning import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
 from llmtailor.formats.common.optimizer import parse_optimizer, read_tree
 from llmtailor.formats.common.param_names import ModelFacts
-from llmtailor.formats.common.states import check_masters, check_steps, index_with_weights, optimizer_tree
+from llmtailor.formats.common.states import check_steps, index_with_weights, optimizer_tree
 from llmtailor.formats.format import Draft
 from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.loader import LOADERS
@@ -112,9 +112,6 @@ def _facts(weights: Mapping[str, TensorEntry], tied: Mapping[str, str]) -> Model
     # norms and biases, which are decayed in no recipe for two groups, are vectors
     matrices = frozenset(name for name, shape in params.items() if len(shape) > 1)
     return ModelFacts(params, matrices, tied, frozenset(buffers))
-
-
-check = check_masters
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:

@@ -27,7 +27,6 @@ from llmtailor.formats.common.optimizer import SavedOptimizer, read_optimizer
 from llmtailor.formats.common.param_names import ModelFacts, describe_model, has_names
 from llmtailor.formats.common.states import (
     NO_STATES,
-    check_masters,
     check_steps,
     index_with_weights,
     keeps_nothing,
@@ -188,9 +187,6 @@ def _ask_model(
         what = f"tied names and buffers are not known ({error.problems[0].what})"
         findings.append(Finding(name, what, fix, Code.MODEL_UNKNOWN))
         return None
-
-
-check = check_masters
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:

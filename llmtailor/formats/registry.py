@@ -29,7 +29,16 @@ from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout, ParamGroup, la
 from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA
-from llmtailor.errors import MismatchError, PathIn, SourceError, UnsupportedCheckpoint, counted, damaged, printable
+from llmtailor.errors import (
+    MismatchError,
+    PathIn,
+    Problem,
+    SourceError,
+    UnsupportedCheckpoint,
+    counted,
+    damaged,
+    printable,
+)
 from llmtailor.formats import lightning, plain, universal, zero
 from llmtailor.formats.common.param_names import describe_model
 from llmtailor.formats.dcp import read as dcp_reader
@@ -55,19 +64,34 @@ READERS: tuple[Reader, ...] = (partial_reader, lightning, megatron_reader, dcp_r
 
 
 _WRITERS: Mapping[str, Writer] = {
-    DEEPSPEED: zero,
-    UNIVERSAL: universal,
-    TRAINER: plain,
-    FSDP: DcpWriter(FSDP),
-    DCP: DcpWriter(DCP),
-    VERL: DcpWriter(VERL),
-    MEGATRON: megatron_writer,
+    DEEPSPEED: zero.lay_out,
+    UNIVERSAL: universal.lay_out,
+    TRAINER: plain.lay_out,
+    FSDP: DcpWriter(FSDP).lay_out,
+    DCP: DcpWriter(DCP).lay_out,
+    VERL: DcpWriter(VERL).lay_out,
+    MEGATRON: megatron_writer.lay_out,
 }
 
 
 def writer_of(family: str, client: str = TRAINER) -> Writer:
     """Return the writer of a family of formats; ``client`` names the loader that will resume from the output."""
-    return lightning if family == TRAINER and LOADERS[client].holds_all else _WRITERS[family]
+    return lightning.lay_out if family == TRAINER and LOADERS[client].holds_all else _WRITERS[family]
+
+
+def check_options(family: str, dtype: str | None, allow_split: bool) -> None:
+    """Raise MismatchError for options that don't apply if the weights of a family are the master weights."""
+    if family in (DEEPSPEED, UNIVERSAL, MEGATRON):
+        return
+    problems = []
+    if dtype not in (None, "F32"):
+        what = "without DeepSpeed the weights are the master weights, and rounding them would lose what was trained"
+        problems.append(Problem("dtype", what, "leave dtype out of the recipe, or use --stage 1, 2 or 3"))
+    if allow_split:
+        what = "without DeepSpeed, weights and master weights are the same and can't come from different checkpoints"
+        problems.append(Problem("--allow-split", what, "leave it out"))
+    if problems:
+        raise MismatchError(problems)
 
 
 def is_checkpoint(root: Path) -> bool:

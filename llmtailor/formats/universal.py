@@ -76,7 +76,7 @@ from llmtailor.formats.deepspeed_common.write import (
     step_nodes,
     unknown,
 )
-from llmtailor.formats.format import Draft, accept_any
+from llmtailor.formats.format import Draft
 from llmtailor.loaders.files import ENGINE_FILES, LATEST, LATEST_UNIVERSAL, MANIFEST
 from llmtailor.loaders.read import file_fact, read_trainer_files
 from llmtailor.loaders.stock_fields import check_fields, facts_of_rank
@@ -324,9 +324,6 @@ class _Reader:
 
 _PARAMS = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
 _MAX_NAME_BYTES = 255
-
-
-check = accept_any
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:

@@ -12,7 +12,7 @@ from llmtailor.errors import Problem, Problems
 from llmtailor.formats.deepspeed_common.files import survey_shard_files
 from llmtailor.formats.deepspeed_common.read import read_shards
 from llmtailor.formats.deepspeed_common.write import ZeroTarget, lay_out_engine, lay_out_shards
-from llmtailor.formats.format import Draft, accept_any
+from llmtailor.formats.format import Draft
 from llmtailor.loaders.files import LATEST
 from llmtailor.loaders.loader import is_tag_alone
 from llmtailor.loaders.write import Wanted
@@ -31,9 +31,6 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     problems = Problems()
     files = survey_shard_files(root, name, problems)
     return read_shards(FileTrees(root), files, name, problems, client)
-
-
-check = accept_any
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:

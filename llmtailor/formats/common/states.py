@@ -25,7 +25,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import STEP_FORMATS, read_strict_json, read_tied
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
 from llmtailor.containers.unpickle import Quantized, make_tensor, state_tensor
-from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
+from llmtailor.errors import PathIn, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer
 from llmtailor.formats.common.param_names import Fitted, ModelFacts, derived_names, fit, has_names, listed_names
@@ -211,19 +211,6 @@ def listed_buffers(root: Path, name: str) -> set[str]:
     """Return the buffers that a composite's weight files list; other files don't distinguish them from params."""
     listed = (file.metadata.get(BUFFERS_KEY, "") for file in read_weights(root, name))
     return {buffer for names in listed for buffer in names.split(",") if buffer}
-
-
-def check_masters(dtype: str | None, allow_split: bool) -> None:
-    """Raise MismatchError for options that don't apply if the weights are the master weights."""
-    problems = []
-    if dtype not in (None, "F32"):
-        what = "without DeepSpeed the weights are the master weights, and rounding them would lose what was trained"
-        problems.append(Problem("dtype", what, "leave dtype out of the recipe, or use --stage 1, 2 or 3"))
-    if allow_split:
-        what = "without DeepSpeed, weights and master weights are the same and can't come from different checkpoints"
-        problems.append(Problem("--allow-split", what, "leave it out"))
-    if problems:
-        raise MismatchError(problems)
 
 
 def kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:

@@ -44,7 +44,6 @@ from llmtailor.formats.common.dcp_builder import FolderBuilder
 from llmtailor.formats.common.dcp_folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.common.states import (
     NO_STATES,
-    check_masters,
     is_adam,
     keeps_nothing,
     kinds_by_param,
@@ -92,10 +91,6 @@ class DcpWriter:
     """The writer of a family: ``fsdp``, ``dcp`` or ``verl``."""
 
     family: str
-
-    def check(self, dtype: str | None, allow_split: bool) -> None:
-        """Raise MismatchError for options that don't apply if the weights are the master weights."""
-        check_masters(dtype, allow_split)
 
     def lay_out(self, base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
         """Return the layouts of a composite's files except the tokenizer's, and notices.

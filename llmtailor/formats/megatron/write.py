@@ -23,7 +23,6 @@ from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, counted, some
 from llmtailor.formats.common.dcp_builder import FolderBuilder
 from llmtailor.formats.common.states import kinds_by_param, step_node
-from llmtailor.formats.format import accept_any
 from llmtailor.formats.megatron.names import (
     EMBEDDING,
     LAYERS,
@@ -41,7 +40,6 @@ from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import Wanted, carry
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, WEIGHT, State
 
-check = accept_any
 _NAMES = {MASTER: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 _GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """What identifies the param groups, besides ``wd_mult``, if a run has no options for some params"""
