@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, TrainState
@@ -11,7 +12,7 @@ from llmtailor.containers.json import FileTrees
 from llmtailor.errors import Problem, Problems
 from llmtailor.formats.deepspeed_common.files import survey_shard_files
 from llmtailor.formats.deepspeed_common.read import read_shards
-from llmtailor.formats.deepspeed_common.write import ZeroTarget, lay_out_engine, lay_out_shards
+from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget, lay_out_engine
 from llmtailor.formats.format import Draft
 from llmtailor.loaders.files import LATEST
 from llmtailor.loaders.loader import is_tag_alone
@@ -44,4 +45,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
 def _lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
     if LATEST not in target.base.files or not target.base.train.optim or target.tag != target.base.zero.tag:
         yield FileLayout(LATEST, (Bytes(target.tag.encode(), "the tag"),))
-    yield from lay_out_shards(target, train)
+    digests: dict[int, bytes] = {}
+    for rank in range(tp := target.layout.tp):
+        of_rank = replace(train, optim=train.optim[rank::tp], model=train.model[rank::tp])
+        yield from RankFiles(target.on_tp_rank(rank) if tp > 1 else target, of_rank, digests).layouts(target.tag)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -207,13 +207,20 @@ def without_tensor_parallel(base: CheckpointIndex) -> CheckpointIndex:
             changed[_DEGREES] = {**degrees, "tp_degree": 1}
         return changed
 
-    optim, model = base.train.optim[:: base.tp], base.train.model[:: base.tp]
-    changed = {id(tree): change(tree) for tree in (*optim, *model) if tree is not None}  # ranks share trees
-    optim, model = (tuple(changed.get(id(tree)) for tree in trees) for trees in (optim, model))
+    optim, model = (each(trees[:: base.tp], change) for trees in (base.train.optim, base.train.model))
     zero, train = replace(base.zero, tensor_parallel=None), replace(base.train, optim=optim, model=model)
     return replace(base, zero=zero, train=train)
 
 
-def _by_rank(trees: Sequence[Sequence[Mapping[str, Any] | None]]) -> tuple[Mapping[str, Any] | None, ...]:
+_Tree = Mapping[str, Any]
+
+
+def each(trees: Sequence[_Tree | None], change: Callable[[_Tree], _Tree]) -> tuple[_Tree | None, ...]:
+    """Return the changed trees of all ranks; ranks that share one share the new one."""
+    changed = {id(tree): change(tree) for tree in trees if tree is not None}
+    return tuple(changed.get(id(tree)) for tree in trees)
+
+
+def _by_rank(trees: Sequence[Sequence[_Tree | None]]) -> tuple[_Tree | None, ...]:
     """Return the trees of all ranks, given those of each tensor-parallel rank: neighbors share a model."""
     return tuple(chain.from_iterable(zip(*trees, strict=True)))

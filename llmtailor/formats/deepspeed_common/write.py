@@ -44,7 +44,7 @@ from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor, st
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.lightning import regrouped
 from llmtailor.formats.common.states import kinds_by_param
-from llmtailor.formats.deepspeed_common.autotp import without_tensor_parallel
+from llmtailor.formats.deepspeed_common.autotp import each, without_tensor_parallel
 from llmtailor.formats.deepspeed_common.files import model_name, optim_name
 from llmtailor.formats.deepspeed_common.shards import section
 from llmtailor.formats.weights import lay_out_missing_weights
@@ -256,31 +256,32 @@ def refuse_states(base: CheckpointIndex, layout: OptimizerLayout) -> None:
         raise MismatchError(problems)
 
 
-def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of one rank's ``optim_states``; ``rest`` is the base's, whose unknown keys are kept.
+def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
+    """Return the tree of a rank's ``optim_states``, with the slices of rank ``cut_as``; unknown keys are the base's.
 
     That of ZeRO-1/2 is plain, or as BF16_Optimizer writes it.
     """
-    base, layout, outer = target.base, target.layout, rest["optimizer_state_dict"]
-    cut, stage = layout.sub_groups, layout.stage
+    base, layout, rest = target.base, target.layout, rest_of(train.optim, rank)
+    outer, cut, stage = rest["optimizer_state_dict"], layout.sub_groups, layout.stage
 
-    def flat(one: SubGroup, kind: str) -> Any:
+    def tensor(one: SubGroup, kind: str) -> Any:
         if stage == 3:
-            return _flat_tensor(target, target.slices(one.params), kind, rank)
+            return _flat_tensor(target, target.slices(one.params), kind, cut_as)
         vector = target.vector(one)
         is_stripped = kind == MASTER and not is_bf16
-        return _flat_tensor(target, Whole(vector) if target.keeps_whole(one, kind) else vector, kind, rank, is_stripped)
+        flat = Whole(vector) if target.keeps_whole(one, kind) else vector
+        return _flat_tensor(target, flat, kind, cut_as, is_stripped)
 
     is_bf16 = base.zero.settings.fp32_gradients and stage == 1
     state = {
         number: {
             **step_nodes(target, number),
             **one.scalars,
-            **{kind: flat(one, kind) for kind in target.kinds_in(one)},
+            **{kind: tensor(one, kind) for kind in target.kinds_in(one)},
         }
         for number, one in enumerate(cut)
     }
-    masters = [flat(one, MASTER) for one in cut]
+    masters = [tensor(one, MASTER) for one in cut]
     groups = [{**group.hyper, "params": layout.of_group(at)} for at, group in enumerate(layout.groups)]
     kept = {number: node for number, node in state.items() if node} if target.kinds else {}
     optimizer = {"state": kept, "param_groups": groups}
@@ -301,10 +302,10 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
         "base_optimizer_state": optimizer,
         "single_partition_of_fp32_groups": masters,
         **({} if is_bf16 else stage_node),
-        "group_paddings": [target.vector(one).padding(rank) for one in cut],
+        "group_paddings": [target.vector(one).padding(cut_as) for one in cut],
         "partition_count": [layout.world_size] * len(layout.groups),
         "ds_version": rest.get("ds_version"),
-        "param_slice_mappings": [_mapping(target, one, rank) for one in cut],
+        "param_slice_mappings": [_mapping(target, one, cut_as) for one in cut],
     }
     made = {**unknown(outer, base.form.stage in (1, 2) and not is_bf16), **made}
     if "param_alignment_paddings" in made or any(one.gaps for one in cut):
@@ -324,16 +325,16 @@ def _step_node(target: ZeroTarget, step: float, number: int) -> Any:
     return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of sub-group {number}"),))
 
 
-def model_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of ``model_states``, one rank's or that of all; ``rest`` is the base's."""
-    base, stage = target.base, target.layout.stage
+def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
+    """Return the tree of a rank's ``model_states``, or of those of all, with the slices of rank ``cut_as``."""
+    base, stage, rest = target.base, target.layout.stage, target.adapted(rest_of(train.model, rank))
     frozen = [param for param in base.params.values() if param.role == "frozen"]
     fragments = Ordered()
     if stage == 3:
-        module = Ordered(_placeholders(target, rank, rest["module"]))
+        module = Ordered(_placeholders(target, cut_as, rest["module"]))
         for state in (State(param.name, FROZEN) for param in frozen):
             if state in base.held:
-                fragments[state.param] = _flat_tensor(target, target.slices([state.param]), FROZEN, rank)
+                fragments[state.param] = _flat_tensor(target, target.slices([state.param]), FROZEN, cut_as)
         has_frozen = bool(fragments or not frozen) and not target.excludes_frozen(rest)
     else:
         module = Ordered(_whole_params(target, rest["module"]))
@@ -345,7 +346,7 @@ def model_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
         "module": module,
         "param_shapes": [target.shapes_node(one.params) for one in target.layout.sub_groups],
         "frozen_param_shapes": target.shapes_node(param.name for param in frozen) if has_frozen else None,
-        "shared_params": dict(base.tied) if rank == 0 else {},
+        "shared_params": dict(base.tied) if rank == target.tp_rank == 0 else {},
         "frozen_param_fragments": fragments if has_frozen else None,
         "dp_world_size": target.layout.world_size,
     }
@@ -416,17 +417,6 @@ _MAX_FORMS = 32
 """More than there are: the files of ranks on GPUs have up to 8 forms, one per GPU of a node, and rank 0's differ."""
 
 
-def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
-    """Return the tree of a rank's ``optim_states``, with the slices of rank ``cut_as``."""
-    return optim_tree(target, cut_as, rest_of(train.optim, rank))
-
-
-def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
-    """Return the tree of a rank's ``model_states``, or of those of all, with the slices of rank ``cut_as``."""
-    tied = dict(target.base.tied) if rank == target.tp_rank == 0 else {}
-    return {**model_tree(target, cut_as, target.adapted(rest_of(train.model, rank))), "shared_params": tied}
-
-
 def shard_files(target: ZeroTarget, folder: str) -> Iterator[tuple[int, str, _TreeOf]]:
     """Yield the rank, the path and the maker of the object tree of each shard file, the optimizer's first."""
     for rank in range(target.layout.world_size):
@@ -444,14 +434,6 @@ def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, st
 def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str, Any]:
     """Return what a base keeps besides states for a rank: its own, or that of another rank."""
     return trees[rank % len(trees)] or next(tree for tree in trees if tree is not None)
-
-
-def lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
-    """Yield the layouts of the shard files of all ranks."""
-    digests: dict[int, bytes] = {}
-    for rank in range(tp := target.layout.tp):
-        of_rank = replace(train, optim=train.optim[rank::tp], model=train.model[rank::tp])
-        yield from RankFiles(target.on_tp_rank(rank) if tp > 1 else target, of_rank, digests).layouts(target.tag)
 
 
 class RankFiles:
@@ -551,14 +533,16 @@ def lay_out_engine(
         train = new_engine(base, target.layout.stage, precision)
     if wanted.from_group is not None:
         where, old = f"{base.name}: lr_scheduler of the model states", len(base.groups)
-        train = _each_model(train, lambda tree: _with_scheduler(tree, where, old, wanted.from_group or ()))
+        from_group = wanted.from_group
+        train = replace(train, model=each(train.model, lambda tree: _with_scheduler(tree, where, old, from_group)))
     notices: list[Problem] = []
     is_without = any(tree is not None and not tree.get("lr_scheduler") for tree in train.model)
     if wanted.client != base.client and is_without:  # an engine that has a scheduler can't load None; others don't look
         scheduler, about = scheduler_for(base, wanted)
         notices += about if wanted.client == DEEPSPEED else []
         given = {"lr_scheduler": scheduler}
-        train = _each_model(train, lambda tree: tree if tree.get("lr_scheduler") else {**tree, **given})
+        model = each(train.model, lambda tree: tree if tree.get("lr_scheduler") else {**tree, **given})
+        train = replace(train, model=model)
     states = [*lay_out_states(target, train)]
     weights: list[FileLayout] = []
     if target.client.saves_model or base.form.is_partial:
@@ -570,12 +554,6 @@ def lay_out_engine(
         what = f"the run that resumes has to train in {precision}, the dtype of the params"
         notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
     return lay_out_trainer_files(base, wanted, [*states, *weights, *made], dtype, leave_out), notices
-
-
-def _each_model(train: TrainState, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> TrainState:
-    """Change each tree of model states; ranks that share one share the new one."""
-    changed = {id(tree): change(tree) for tree in train.model if tree is not None}
-    return replace(train, model=tuple(changed.get(id(tree)) for tree in train.model))
 
 
 def _with_scheduler(tree: Mapping[str, Any], where: str, old: int, from_group: Sequence[int]) -> dict[str, Any]:
