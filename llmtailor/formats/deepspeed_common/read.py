@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -62,6 +62,7 @@ from llmtailor.formats.deepspeed_common.files import ShardFiles, fit_world_size,
 from llmtailor.formats.deepspeed_common.shards import (
     OF_SHARDS,
     AnyShard,
+    Known,
     ModelShard,
     OptimShard,
     read_all,
@@ -100,7 +101,7 @@ def read_shards(
     trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if files is None:
         return Draft(problems)
-    read = partial(_read_tp_rank, trees, name=name, problems=problems, client=client, trainer=trainer, alike=_Alike())
+    read = partial(_read_tp_rank, trees, name=name, problems=problems, client=client, trainer=trainer, known={})
     draft, known, facts = read(files)
     if known is None or known.tensor_parallel == 1 + len(files.peers) == 1:
         return draft
@@ -126,14 +127,6 @@ def read_shards(
     return replace(draft, index=joined)
 
 
-@dataclass(frozen=True, slots=True)
-class _Alike:
-    """The decoded files of all tensor-parallel ranks, by what they are alike in."""
-
-    model: dict[bytes, ModelShard] = field(default_factory=dict)
-    optim: dict[bytes, OptimShard] = field(default_factory=dict)
-
-
 def _read_tp_rank(
     trees: Trees,
     files: ShardFiles,
@@ -142,7 +135,7 @@ def _read_tp_rank(
     problems: Problems,
     client: str | None,
     trainer: TrainerFiles,
-    alike: _Alike,
+    known: Known,
     of_first: ModelShard | None = None,
 ) -> tuple[Draft, ModelShard | None, dict[str, object]]:
     """Read the files of one tensor-parallel rank, which are those of a smaller model; without AutoTP all files.
@@ -153,9 +146,11 @@ def _read_tp_rank(
     # before reading, so that no later change goes unnoticed; others are missing, or inside a rank shard
     facts = {path: fact for path in (*files.optim, *files.model) if (fact := file_fact(trees.root / path))}
     found: list[Finding] = []
-    alike_models = alike.model if files.is_zero3 else {}  # of ZeRO-1/2, each file has its own params
-    model = read_all(read_model_shard, trees, files, files.model, name, problems, found, alike_models)
-    optim = read_all(read_optim_shard, trees, files, files.optim, name, problems, found, alike.optim)
+    # of ZeRO-1/2, each file of model states has its own params
+    model = read_all(
+        read_model_shard, trees, files, files.model, name, problems, found, known if files.is_zero3 else {}
+    )
+    optim = read_all(read_optim_shard, trees, files, files.optim, name, problems, found, known)
     if of_first and model[0]:  # only the very first file lists tied names
         model[0] = replace(model[0], tied=of_first.tied)
     usual, sample = first_of(model), first_of(optim)
@@ -265,8 +260,8 @@ def draft_of_engine(
         yield from _check_folder(index, files, trainer, config)
         if trainer.client.name == LIGHTNING:
             yield from check_engine(usual.rest, first)
-        attempt(lambda: _check_steps(index, trainer.step_lags), problems)
-        yield from _find_contradictions(index, files, config, optim.facts, trainer.step_lags)
+        yield from attempt(lambda: [*_check_steps(index, trainer.step_lags)], problems) or ()
+        yield from _find_contradictions(index, files, config, optim.facts)
         yield from _find_strays(index, files)
         yield from _check_schedulers(index, trainer, first, usual.scheduler, "scheduler" in config)
         if trainer.global_step not in (None, index.global_step):
@@ -294,7 +289,7 @@ def fit_models(
         known, tied = first, kept[0].tied
         if not (trees.root / ADAPTER_CONFIG).exists():  # PEFT leaves out frozen params, but not their other names
             attempt(lambda: _check_tied(tied, known.names, where), problems)
-        attempt(lambda: _check_params(known, known.frozen_shapes, known.buffer_names, tied, where), problems)
+        attempt(lambda: _check_roles(known, known.frozen_shapes, where), problems)
     return kept
 
 
@@ -427,7 +422,7 @@ def _check_whole_module(model: ModelShard, where: str) -> None:
         what = f"module lacks {some(lacking)}; a resume would fail"
         raise SourceError.at(where, what, COPY_FILE, Code.FIELD_MISSING)
     _check_tied(model.tied, model.module, where)
-    _check_params(model, (), model.buffer_names & model.module.keys(), model.module, where)
+    _check_roles(model, (), where)
     pairs = [(name, list(model.module[name].shape), list(shape)) for name, shape in wanted.items()]
     if other := [f"{name} {have} instead of {shape}" for name, have, shape in pairs if have != shape]:
         what = f"module has other shapes than param_shapes: {some(other)}"
@@ -440,19 +435,11 @@ def _check_tied(tied: Mapping[str, str], module: Container[str], where: str) -> 
         raise SourceError.at(where, what, COPY_CHECKPOINT, Code.TIED)
 
 
-def _check_params(
-    model: ModelShard, frozen: Iterable[str], buffers: Iterable[str], others: Iterable[str], where: str
-) -> None:
-    """Raise SourceError if a name has two roles, or the module's names are not those with a role, or ``others``."""
-    known = Counter([*(param for shapes in model.param_shapes for param in shapes), *frozen, *buffers])
-    checks = (
-        ("{} is described twice", [param for param, count in known.items() if count > 1], Code.FIELD_CONFLICT),
-        ("module lacks {}; a resume would fail", known.keys() - {*model.names}, Code.FIELD_MISSING),
-        ("module lists {}, which have no state", {*model.names}.difference(known, others), Code.FIELD_UNKNOWN),
-    )
-    for text, names, code in checks:
-        if names:
-            raise SourceError.at(where, text.format(some(sorted(names))), COPY_CHECKPOINT, code)
+def _check_roles(model: ModelShard, frozen: Iterable[str], where: str) -> None:
+    """Raise SourceError if a name has two roles."""
+    known = Counter([*chain(*model.param_shapes), *frozen, *model.buffer_names])
+    if twice := [param for param, count in known.items() if count > 1]:
+        raise SourceError.at(where, f"{some(sorted(twice))} is described twice", COPY_CHECKPOINT, Code.FIELD_CONFLICT)
 
 
 def _extents(
@@ -550,8 +537,9 @@ def _read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> Ze
     )
 
 
-def _check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
-    """Raise SourceError unless model states and optimizer states come from the same save.
+def _check_steps(index: CheckpointIndex, lags: frozenset[int]) -> Iterator[Finding]:
+    """Raise SourceError unless model states and optimizer states come from the same save; yield a finding if only some
+    of the latter do.
 
     Nothing in the files says so directly: DeepSpeed's own tag counts global steps, and so do the model states, and Adam
     has made a step for each that was not skipped. A composite may mix steps, or reset them; its manifest says which.
@@ -563,14 +551,18 @@ def _check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
         raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
     steps = set(index.steps().values())
     expected = index.global_step - index.zero.skipped_steps  # fp16: no step when the gradients overflow
-    if not steps or any(expected - lag in steps for lag in lags):
-        return
-    made = read_manifest(index.root, index.name)
-    if made is not None and (0 not in steps or 0 in made.steps.values()):
-        return
-    model = f"the model states are from step {expected} (without skipped ones)"
-    what = f"{model}, the optimizer states from step {max(steps):g}"
-    raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
+    usual = {expected - lag for lag in lags}
+    if steps and not steps & usual:
+        made = read_manifest(index.root, index.name)
+        if made is None or (0 in steps and 0 not in made.steps.values()):
+            model = f"the model states are from step {expected} (without skipped ones)"
+            what = f"{model}, the optimizer states from step {max(steps):g}"
+            raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
+    elif expected in steps and not usual.issuperset(steps) and not (index.root / MANIFEST).is_file():
+        listed = ", ".join(f"{step:g}" for step in sorted(steps))  # all flat ids make their steps together
+        what = f"Adam's steps are {listed}, the run has made {expected}"
+        fix = f"silent: the bias is corrected by the wrong step; {_OTHER_SAVE}"
+        yield Finding(place, what, fix, Code.STEPS_DIFFER, ERROR)
 
 
 def _odd_shards(sample: OptimShard, world_size: int, where: str) -> Iterator[Finding]:
@@ -641,26 +633,11 @@ def _check_schedulers(
 
 
 def _find_contradictions(
-    index: CheckpointIndex,
-    files: ShardFiles,
-    config: Mapping[str, Any],
-    facts: Mapping[str, object],
-    step_lags: frozenset[int],
+    index: CheckpointIndex, files: ShardFiles, config: Mapping[str, Any], facts: Mapping[str, object]
 ) -> Iterator[Finding]:
-    """Yield a finding for every two places that say different things.
-
-    ``facts`` are those of the optimizer's file, see `loaders.stock_fields`; Adam may be ``step_lags`` behind the run.
-    """
+    """Yield a finding for every two places that say different things; ``facts`` are those of the optimizer's file."""
     model, optim = (PathIn(index.name, paths[0]) for paths in (files.model, files.optim))
     where = PathIn(index.name, files.tag)
-    steps = sorted(set(index.steps().values()))
-    expected = index.global_step - index.zero.skipped_steps
-    usual = {expected - lag for lag in step_lags}
-    # all flat ids make their steps together; only a composite mixes them
-    if expected in steps and not usual.issuperset(steps) and not (index.root / MANIFEST).is_file():
-        what = f"Adam's steps are {', '.join(f'{step:g}' for step in steps)}, the run has made {expected}"
-        fix = f"silent: the bias is corrected by the wrong step; {_OTHER_SAVE}"
-        yield Finding(where, what, fix, Code.STEPS_DIFFER, ERROR)
     yield from _dtypes(index, config, where)
     yield from _module_dtypes(index, model)
     counted = facts.get("loss_scaler.cur_iter")

@@ -519,6 +519,8 @@ def _refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
 
 AnyShard = TypeVar("AnyShard", bound=Shard)
 _Read = Callable[[TorchFile, Path, str, str, bool], AnyShard]
+Known = dict[bytes, Any]
+"""Files that were read before, such as those of other tensor-parallel ranks, by what they are alike in"""
 
 
 def read_all(
@@ -529,11 +531,9 @@ def read_all(
     name: str,
     problems: Problems,
     found: list[Finding],
-    known: dict[bytes, AnyShard],
+    known: Known,
 ) -> list[AnyShard | None]:
     """Read every rank's file; continue after a bad one so that all are reported. Missing ones have been reported.
-
-    ``known`` are files that were read before, such as those of other tensor-parallel ranks, by what they are alike in.
 
     Adds findings on each single file, then reports every fact that differs from most ranks', and puts None for such
     a file. Stock DeepSpeed compares none of this: each rank loads its own file and continues.
@@ -542,7 +542,7 @@ def read_all(
     def read_one(path: str) -> AnyShard:
         where = PathIn(name, path)
         file = trees.open(path, where)
-        shard = known.get(file.key) if file.key else None
+        shard: AnyShard | None = known.get(file.key) if file.key else None
         if shard is None:
             with naming_others(where) if path in files.optim else nullcontext():
                 decoded = file.decode()
