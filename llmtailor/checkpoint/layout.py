@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.optimizer import NAME_KEYS, ParamGroup
+from llmtailor.checkpoint.optimizer import NAME_KEYS, ParamGroup, differing
 from llmtailor.checkpoint.placement import Extent, Grid
 from llmtailor.errors import MismatchError, Problem, SourceError, some
 from llmtailor.model.parts import ModelStructure, Part
@@ -603,7 +603,7 @@ def _check_agreement(base: CheckpointIndex, origins: Sequence[Sequence[int]], ho
     problems: dict[str, Problem] = {}
     for origin in origins:
         hypers = [base.groups[number].hyper for number in origin]
-        for key in _differing(hypers):
+        for key in differing(hypers):
             if key not in problems and not _is_label(key, [hyper.get(key) for hyper in hypers]):
                 other = next(n for n in origin if base.groups[n].hyper.get(key) != hypers[0].get(key))
                 values = f"{hypers[0].get(key)} and {base.groups[other].hyper.get(key)}"
@@ -616,14 +616,9 @@ def _check_agreement(base: CheckpointIndex, origins: Sequence[Sequence[int]], ho
 
 def _hyper_of(params: tuple[str, ...], hypers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the hyperparameters of a new group, without labels that differ between its old groups."""
-    differing = _differing(hypers)
-    merged = {key: value for key, value in hypers[0].items() if key not in differing or key in NAME_KEYS}
+    unlike = differing(hypers)
+    merged = {key: value for key, value in hypers[0].items() if key not in unlike or key in NAME_KEYS}
     return {key: list(params) if key in NAME_KEYS else value for key, value in merged.items()}
-
-
-def _differing(hypers: Sequence[Mapping[str, Any]]) -> list[str]:
-    keys = dict.fromkeys(key for hyper in hypers for key in hyper)
-    return [key for key in keys if any(key not in hyper or hyper[key] != hypers[0].get(key) for hyper in hypers)]
 
 
 def _is_label(key: str, values: Iterable[Any]) -> bool:

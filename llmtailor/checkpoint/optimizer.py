@@ -42,6 +42,12 @@ def without_names(hyper: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in hyper.items() if key not in NAME_KEYS}
 
 
+def differing(hypers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the hyperparameters in which groups differ, also those that some lack."""
+    keys = dict.fromkeys(key for hyper in hypers for key in hyper)
+    return [key for key in keys if any(key not in hyper or hyper[key] != hypers[0].get(key) for hyper in hypers)]
+
+
 def with_names(group: Mapping[str, Any], params: Sequence[str]) -> dict[str, Any]:
     """Return a param group that lists the names of its params: as it does, or else under `NAMES_KEY`."""
     lists = [group.get(key) for key in NAME_KEYS]

@@ -24,7 +24,7 @@ from llmtailor.errors import Problem, some
 from llmtailor.model.roles import FLOATING, is_optimizer_state
 
 if TYPE_CHECKING:
-    from llmtailor.checkpoint.index import CheckpointIndex
+    from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 
 
 class StateKind(Enum):
@@ -37,10 +37,20 @@ class StateKind(Enum):
     OPAQUE = "opaque"
 
 
-def kinds_of(shape: tuple[int, ...], states: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, StateKind]:
-    """Return what each state of a param is; ``states`` are its tensors by name, as dtype and shape."""
-    has_codes = any(dtype not in FLOATING and math.prod(held) >= math.prod(shape) for dtype, held in states.values())
-    return {name: _kind_of(shape, dtype, held, has_codes) for name, (dtype, held) in states.items()}
+def kinds_by_param(index: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
+    """Return the optimizer's states, besides masters and scalars, by param and kind."""
+    kinds: dict[str, dict[str, TensorEntry]] = {}
+    for state, held in index.held.items():
+        if is_optimizer_state(state.kind):
+            kinds.setdefault(state.param, {})[state.kind] = held
+    return kinds
+
+
+def _kinds_of(shape: tuple[int, ...], states: Mapping[str, TensorEntry]) -> dict[str, StateKind]:
+    """Return what each state of a param is."""
+    dtypes = {name: (held.live_dtype, held.shape) for name, held in states.items()}
+    has_codes = any(dtype not in FLOATING and math.prod(held) >= math.prod(shape) for dtype, held in dtypes.values())
+    return {name: _kind_of(shape, dtype, held, has_codes) for name, (dtype, held) in dtypes.items()}
 
 
 def _kind_of(shape: tuple[int, ...], dtype: str, held: tuple[int, ...], has_codes: bool) -> StateKind:
@@ -58,27 +68,19 @@ def schema_of(index: CheckpointIndex) -> dict[str, StateKind]:
     """Return the optimizer's states by name; of one that params have in several kinds, such as bitsandbytes' state1,
     the first that is not elementwise."""
     found: dict[str, StateKind] = {}
-    for param, states in _states_of(index).items():
-        for name, kind in kinds_of(index.params[param].shape, states).items():
+    for param, states in kinds_by_param(index).items():
+        for name, kind in _kinds_of(index.params[param].shape, states).items():
             if found.get(name, StateKind.ELEMENTWISE) is StateKind.ELEMENTWISE:
                 found[name] = kind
     scalars = (name for one in index.sub_groups for name in one.scalars)
     return dict.fromkeys(scalars, StateKind.SCALAR) | found
 
 
-def _states_of(index: CheckpointIndex) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-    of_param: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    for state, held in index.held.items():
-        if is_optimizer_state(state.kind):
-            of_param.setdefault(state.param, {})[state.kind] = held.live_dtype, held.shape
-    return of_param
-
-
 def units(index: CheckpointIndex) -> dict[str, dict[str, StateKind]]:
     """Return the params with states that are not elementwise, and what these are."""
     found: dict[str, dict[str, StateKind]] = {}
-    for param, states in _states_of(index).items():
-        others = kinds_of(index.params[param].shape, states)
+    for param, states in kinds_by_param(index).items():
+        others = _kinds_of(index.params[param].shape, states)
         others = {name: kind for name, kind in others.items() if kind is not StateKind.ELEMENTWISE}
         if others:
             found[param] = others

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
+from llmtailor.checkpoint.schema import kinds_by_param
 from llmtailor.codes import Code
 from llmtailor.containers.json import FileTrees, read_json
 from llmtailor.containers.safetensors import SINGLE
@@ -30,7 +31,6 @@ from llmtailor.formats.common.states import (
     check_steps,
     index_with_weights,
     keeps_nothing,
-    kinds_by_param,
     lay_out_master_weights,
     listed_buffers,
     listed_ties,

@@ -26,7 +26,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import BF16_OPTIMIZER, PLAIN, UNIVERSAL, CheckpointIndex, TensorEntry, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
-from llmtailor.checkpoint.optimizer import NAME_KEYS, OptimizerLayout
+from llmtailor.checkpoint.optimizer import OptimizerLayout, differing, without_names
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
 from llmtailor.codes import Code
@@ -387,7 +387,7 @@ def _global_state(target: ZeroTarget, rest: Mapping[str, Any]) -> dict[str, Any]
     """
     outer, layout = rest["optimizer_state_dict"], target.layout
     groups = [{**group.hyper, "params": layout.of_group(at)} for at, group in enumerate(layout.groups)]
-    unlike = {"params", *_unlike_options(layout)}
+    unlike = {"params", *differing([group.hyper for group in layout.groups])}
     common = [{key: value for key, value in group.items() if key not in unlike} for group in groups]
     shared = [{**group, "params": own["params"]} for group, own in zip(common, groups, strict=True)]
     is_bf16 = target.base.zero.settings.fp32_gradients and layout.stage == 1  # BF16_Optimizer states no stage
@@ -406,14 +406,6 @@ def _global_state(target: ZeroTarget, rest: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _unlike_options(layout: OptimizerLayout) -> list[str]:
-    first = layout.groups[0].hyper
-    keys = dict.fromkeys(key for group in layout.groups for key in group.hyper)
-    return [
-        key for key in keys if any(key not in group.hyper or group.hyper[key] != first[key] for group in layout.groups)
-    ]
-
-
 def _losses(base: CheckpointIndex, layout: OptimizerLayout) -> Iterator[Problem]:
     """Yield notices on facts that the format can't express."""
     fix = "nothing, if the model of the run that resumes has them; else use --to deepspeed"
@@ -423,7 +415,7 @@ def _losses(base: CheckpointIndex, layout: OptimizerLayout) -> Iterator[Problem]
     if len({one.step for one in layout.sub_groups}) > 1:
         what = f"a resume with ZeRO-3 gives all params one step, {layout.sub_groups[0].step:g}"
         yield Problem(base.name, what, "resume with ZeRO-1 or ZeRO-2, which keep the step of each group")
-    if unlike := [key for key in _unlike_options(layout) if key not in NAME_KEYS]:
+    if unlike := differing([without_names(group.hyper) for group in layout.groups]):
         what = f"the param groups differ in {', '.join(unlike)}, which a resume with ZeRO-3 takes from its own config"
         yield Problem(base.name, what, "resume with the options of the run that saved it")
     if base.zero.settings.round_robin:

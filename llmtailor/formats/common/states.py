@@ -20,6 +20,7 @@ from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEnt
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import SAVED_NAMES, OptimizerLayout, ParamGroup, SubGroup, with_names
 from llmtailor.checkpoint.placement import AllZero
+from llmtailor.checkpoint.schema import kinds_by_param
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import STEP_FORMATS, read_strict_json, read_tied
@@ -211,15 +212,6 @@ def listed_buffers(root: Path, name: str) -> set[str]:
     """Return the buffers that a composite's weight files list; other files don't distinguish them from params."""
     listed = (file.metadata.get(BUFFERS_KEY, "") for file in read_weights(root, name))
     return {buffer for names in listed for buffer in names.split(",") if buffer}
-
-
-def kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
-    """Return the optimizer's states with elements, by param and kind."""
-    kinds: dict[str, dict[str, TensorEntry]] = {}
-    for state, held in base.held.items():
-        if is_optimizer_state(state.kind):
-            kinds.setdefault(state.param, {})[state.kind] = held
-    return kinds
 
 
 def _has_states(index: CheckpointIndex) -> bool:

@@ -33,7 +33,7 @@ from llmtailor.checkpoint.index import (
 from llmtailor.checkpoint.layout import Bytes, FileLayout, LinkLayout
 from llmtailor.checkpoint.optimizer import ParamGroup, with_names, without_names
 from llmtailor.checkpoint.placement import Absent
-from llmtailor.checkpoint.schema import refuse_cuts
+from llmtailor.checkpoint.schema import kinds_by_param, refuse_cuts
 from llmtailor.containers.dcp import KeyPath, cut_rows
 from llmtailor.containers.dtensor import MESH_FIELDS, Mesh
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
@@ -46,7 +46,6 @@ from llmtailor.formats.common.states import (
     NO_STATES,
     is_adam,
     keeps_nothing,
-    kinds_by_param,
     lay_out_master_weights,
     state_nodes,
     step_node,

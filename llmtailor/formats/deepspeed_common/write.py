@@ -36,14 +36,13 @@ from llmtailor.checkpoint.optimizer import (
     part_size,
     slice_on,
 )
-from llmtailor.checkpoint.schema import refuse_cuts
+from llmtailor.checkpoint.schema import kinds_by_param, refuse_cuts
 from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Content, TorchLayout, pickle_content
 from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.lightning import regrouped
-from llmtailor.formats.common.states import kinds_by_param
 from llmtailor.formats.deepspeed_common.autotp import each, without_tensor_parallel
 from llmtailor.formats.deepspeed_common.files import model_name, optim_name
 from llmtailor.formats.deepspeed_common.shards import section

@@ -17,12 +17,12 @@ from llmtailor.checkpoint.index import CheckpointIndex, MegatronLayout
 from llmtailor.checkpoint.layout import Bytes, Cast, Copy, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, without_names
 from llmtailor.checkpoint.placement import Box
-from llmtailor.checkpoint.schema import refuse_cuts
+from llmtailor.checkpoint.schema import kinds_by_param, refuse_cuts
 from llmtailor.containers.dcp import cut_rows
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, counted, some
 from llmtailor.formats.common.dcp_builder import FolderBuilder
-from llmtailor.formats.common.states import kinds_by_param, step_node
+from llmtailor.formats.common.states import step_node
 from llmtailor.formats.megatron.names import (
     EMBEDDING,
     LAYERS,
