@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Placement, Sliced
+from llmtailor.checkpoint.placement import Contiguous, Extent, Placement, Sliced
 from llmtailor.errors import counted
 from llmtailor.model.roles import ITEMSIZE
 
@@ -250,7 +250,7 @@ class Vector:
         return self.partition - (self.padding(rank) if is_stripped else 0)
 
     def places(self, extents: tuple[Extent, ...], itemsize: int) -> Iterator[Placement]:
-        return (Partitioned(extents, offset, self.partition, itemsize) for offset in self.offsets)
+        return (Sliced(extents, 0, self.partition, itemsize, before=offset) for offset in self.offsets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,26 +92,6 @@ class Placement(Protocol):
         ...
 
 
-def _cut(
-    shards: Sequence[Extent], part: int, before: int, skipped: int, itemsize: int, begin: int, end: int
-) -> list[Fragment]:
-    """Return the fragments of elements that are cut into ``part`` per shard.
-
-    ``before`` elements of other params precede them in the vector that is cut, ``skipped`` ones in every shard.
-    """
-    found = []
-    while begin < end:
-        rank, inside = divmod(before + begin, part)
-        until = (rank + 1) * part - before
-        if until > end:
-            until = end
-        path, start, _ = shards[rank]
-        start += (skipped + inside) * itemsize
-        found.append(Fragment(begin, until, Extent(path, start, start + (until - begin) * itemsize)))
-        begin = until
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Contiguous:
     """All elements in one run: a safetensors tensor, a buffer."""
@@ -120,52 +100,48 @@ class Contiguous:
     itemsize: int
 
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:
-        return _cut((self.extent,), max(end, 1), 0, 0, self.itemsize, begin, end)
-
-
-@dataclass(frozen=True, slots=True)
-class Partitioned:
-    """ZeRO-1/2: one vector per param group, cut into equal partitions; params cross the cuts anywhere.
-
-    ::
-
-        vector      | q_proj       | k_proj | gap | ... | norm | padding |
-        on disk     | rank 0    | rank 1    | ...         | rank n       |
-    """
-
-    shards: tuple[Extent, ...]
-    """The partition of each rank; it may end early, where the padding begins."""
-    offset: int
-    """Elements of the vector before this param."""
-    partition: int
-    """Elements per rank."""
-    itemsize: int
-
-    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
-        return _cut(self.shards, self.partition, self.offset, 0, self.itemsize, begin, end)
+        path, start, _ = self.extent
+        extent = Extent(path, start + begin * self.itemsize, start + end * self.itemsize)
+        return (Fragment(begin, end, extent),) if begin < end else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sliced:
-    """ZeRO-3: each param is cut separately into one slice of ``part`` elements per rank.
+    """Cut into slices of ``part`` elements, one per shard: each param on its own (ZeRO-3), or a vector of several
+    (ZeRO-1/2), where params cross the cuts anywhere.
 
     ::
 
         param (8 elements, 3 ranks, part 3)     0 1 2 | 3 4 5 | 6 7 x     x: padding, never addressed
         rank 1's flat tensor                    [other params ...| 3 4 5 | other params ...]
                                                                  ^ offset
+
+        vector      | q_proj       | k_proj | gap | ... | norm | padding |
+        on disk     | rank 0    | rank 1    | ...         | rank n       |
     """
 
     shards: tuple[Extent, ...]
-    """The flat tensor that this param is in, rank by rank."""
+    """The flat tensor that a slice is in, rank by rank. A vector's last ones may end early, where the padding begins.
+    """
     offset: int
-    """Elements before the slice, the same in every rank's flat tensor."""
+    """Elements before the slice, the same in every shard"""
     part: int
-    """ceil(numel / world size)"""
     itemsize: int
+    before: int = 0
+    """Elements of the vector before this param"""
 
-    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
-        return _cut(self.shards, self.part, 0, self.offset, self.itemsize, begin, end)
+    def cover(self, begin: int, end: int) -> list[Fragment]:
+        found, part, before, itemsize = [], self.part, self.before, self.itemsize
+        while begin < end:
+            rank, inside = divmod(before + begin, part)
+            until = (rank + 1) * part - before
+            if until > end:
+                until = end
+            path, start, _ = self.shards[rank]
+            start += (self.offset + inside) * itemsize
+            found.append(Fragment(begin, until, Extent(path, start, start + (until - begin) * itemsize)))
+            begin = until
+        return found
 
 
 @dataclass(frozen=True, slots=True)
