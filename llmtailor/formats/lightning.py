@@ -45,7 +45,7 @@ def detects(root: Path) -> bool:
 
 
 def read(root: Path, name: str, client: str | None = None) -> Draft:
-    """Read a checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
+    """Read a checkpoint; see `Reader`."""
     problems, trees = Problems(), FileTrees(root)
     if root.is_file():
         fact, where = file_fact(root), PathIn(name, ".")
@@ -115,7 +115,7 @@ def _facts(weights: Mapping[str, TensorEntry], tied: Mapping[str, str]) -> Model
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the layouts of a composite's files, and notices. Raises SourceError if its scheduler's lists don't fit."""
+    """Lay out a composite's files; see `Writer`."""
     tree = dict(base.train.trees[CKPT])
     tree[STATE_DICT] = _state_dict(base, tree[STATE_DICT])
     tree[OPTIMIZERS] = [optimizer_tree(base, wanted.layout)]

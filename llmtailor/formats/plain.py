@@ -76,10 +76,7 @@ def detects(root: Path) -> bool:
 
 
 def read(root: Path, name: str, client: str | None = None) -> Draft:
-    """Read a checkpoint without DeepSpeed; no tensor byte is read except the 4 bytes of each ``step``.
-
-    Raises UnsupportedCheckpoint for a PEFT run whose param groups don't list names.
-    """
+    """Read a checkpoint without DeepSpeed; see `Reader`."""
     problems, trees = Problems(), FileTrees(root)
     trainer = read_trainer_files(trees, name, problems, client)
     optimizer = attempt(lambda: read_optimizer(trees, PathIn(name, trainer.client.optimizer)), problems)
@@ -190,11 +187,7 @@ def _ask_model(
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the layouts of a composite's files except the tokenizer's, and notices.
-
-    Raises SourceError for a base that lacks something that a resume needs, UnsupportedCheckpoint for weights in more
-    files than the client reads.
-    """
+    """Lay out a composite's files; see `Writer`."""
     if not (kinds_by_param(base) or keeps_nothing(base)):
         raise SourceError.at(base.name, NO_STATES, "use a later checkpoint as base")
     if wanted.client == ACCELERATE and (skipped := base.zero.skipped_steps):

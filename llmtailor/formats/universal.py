@@ -151,10 +151,7 @@ class _StoredParam:
 
 
 def read(root: Path, name: str, client: str | None = None) -> Draft:
-    """Read a universal checkpoint; no tensor byte is read except those of each ``step``.
-
-    Raises UnsupportedCheckpoint for tensors of another parallelism than ZeRO's; the draft reports damage.
-    """
+    """Read a universal checkpoint; see `Reader`."""
     problems, trees, findings = Problems(), FileTrees(root), list[Finding]()
     tag = read_tag(root, name, LATEST_UNIVERSAL, _tags(root), problems)
     trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
@@ -186,8 +183,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     reader = _Reader(name, trees, f"{tag}/{FOLDER}/", facts, problems)
     stored = {param: reader.read(param, shape) for shapes in usual.param_shapes for param, shape in shapes.items()}
     steps = [reader.step(flat_id, shapes, stored, known.steps) for flat_id, shapes in enumerate(usual.param_shapes)]
-    config = usual.rest.get("ds_config")
-    config = config if isinstance(config, dict) else {}
+    config = section(usual.rest, "ds_config")
     if uses_round_robin(config, known.stage, known.variant) and not (root / MANIFEST).is_file():
         what = "ds_to_universal 0.19.8 mixes up the params of a run with round_robin_gradients"
         fix = "use the checkpoint that it was made from; llmtailor convert --to universal makes another"
@@ -327,10 +323,7 @@ _MAX_NAME_BYTES = 255
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the layouts of a composite's files except the tokenizer's, and notices.
-
-    Raises UnsupportedCheckpoint for a base without moments, or with names that can't be those of folders.
-    """
+    """Lay out a composite's files; see `Writer`."""
     _check_base(base)
     layouts, notices = lay_out_engine(base, wanted, _lay_out_states)
     return [one for one in layouts if one.path not in ENGINE_FILES], [*notices, *_losses(base, wanted.layout)]

@@ -25,20 +25,14 @@ def detects(root: Path) -> bool:
 
 
 def read(root: Path, name: str, client: str | None = None) -> Draft:
-    """Read a checkpoint with DeepSpeed shards; no tensor byte is read except the 4 bytes of each ``step``.
-
-    Raises SourceError or UnsupportedCheckpoint for any other folder; the draft reports damage.
-    """
+    """Read a checkpoint with DeepSpeed shards; see `Reader`."""
     problems = Problems()
     files = survey_shard_files(root, name, problems)
     return read_shards(FileTrees(root), files, name, problems, client)
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the layouts of a composite's files except the tokenizer's, and notices.
-
-    Raises UnsupportedCheckpoint for a base without DeepSpeed that lacks something that its shards need.
-    """
+    """Lay out a composite's files; see `Writer`."""
     return lay_out_engine(base, wanted, _lay_out_shards)
 
 

@@ -93,7 +93,7 @@ def detects(root: Path) -> bool:
 
 
 def read(root: Path, name: str, client: str | None = None) -> Draft:
-    """Read a checkpoint; no tensor byte is read. Raises UnsupportedCheckpoint for other formats of Megatron's."""
+    """Read a checkpoint; see `Reader`."""
     problems = Problems()
     if (root / BACKEND).is_file():
         where = PathIn(name, BACKEND)

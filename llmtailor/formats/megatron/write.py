@@ -64,10 +64,7 @@ _CORE = "self_attention.core_attention"
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the layouts of a composite's files, and notices.
-
-    Raises UnsupportedCheckpoint or MismatchError for a base that Megatron's tensors can't hold.
-    """
+    """Lay out a composite's files; see `Writer`."""
     _check_base(base)
     if wanted.from_group is not None:
         raise MismatchError.at("--groups", "Megatron-core decides its param groups itself", "leave --groups out")
