@@ -190,15 +190,21 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
         problems.add(SourceError.at(place, what, fix))
     are_tensors = [one.step_is_tensor for one in stored.values() if one.step is not None]
     version = known.rest.get("ds_version", usual.rest.get("ds_version"))
+    optim = replace(
+        known,
+        ds_config=config,
+        steps=dict(enumerate(steps)),
+        scalars=({},) * len(steps),
+        step_is_tensor=[*are_tensors, known.step_is_tensor][0],
+    )
     return draft_of_engine(
         UNIVERSAL,
         root,
         name,
         replace(files, is_bf16=section(config, "bf16").get("enabled") is True),
-        replace(known, ds_config=config, step_is_tensor=[*are_tensors, known.step_is_tensor][0]),
+        optim,
         model,
         trained=[*reader.placed(usual.param_shapes, stored)],
-        steps=steps,
         rests=[{"ds_config": config, "ds_version": version, "optimizer_state_dict": known.rest}],
         facts=facts,
         unreadable=reader.unreadable,

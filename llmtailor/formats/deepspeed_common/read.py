@@ -178,8 +178,6 @@ def _read_tp_rank(
         sample,
         model,
         trained=_trained(files, usual, sample, optim, cuts, whole),
-        steps=[*sample.steps.values()],
-        scalars=sample.scalars,
         rests=[None if shard is None else shard.rest for shard in optim],
         facts=facts,
         unreadable={*files.missing, *(path for path, shard in zip(files.optim, optim, strict=True) if shard is None)},
@@ -200,8 +198,6 @@ def draft_of_engine(
     model: Sequence[ModelShard | None],
     *,
     trained: _Placed,
-    steps: Sequence[float | None],
-    scalars: Sequence[Mapping[str, Any]] = (),
     rests: Sequence[Mapping[str, Any] | None],
     facts: Mapping[str, FileFact],
     unreadable: Iterable[str],
@@ -211,8 +207,7 @@ def draft_of_engine(
 ) -> Draft:
     """Return the draft of a checkpoint with DeepSpeed's model states; at least one of them can be used.
 
-    ``trained`` are the places of the trained params' states, ``steps`` and ``scalars`` those of each sub-group,
-    ``rests`` what each rank's ``optim_states`` hold besides states.
+    ``trained`` are the places of the trained params' states, ``rests`` what each rank's ``optim_states`` hold besides.
     """
     usual, config = first_of(model), optim.ds_config
     assert usual is not None, "one can be used"
@@ -222,7 +217,7 @@ def draft_of_engine(
         params[param.name] = param
         if entry is not None:
             held[State(param.name, kind)] = entry
-    groups, sub_groups = _order_groups(optim, usual, steps, scalars or ({},) * len(steps))
+    groups, sub_groups = _order_groups(optim, usual)
     second: set[str] = set()  # ZeRO-1/2's module has second places of trainable params, tied names, frozen fragments
     if framework == DEEPSPEED and not files.is_zero3:
         second = {*chain(*usual.param_shapes), *usual.tied, *usual.fragments}
@@ -501,11 +496,8 @@ def _rest12(model: ModelShard) -> _Placed:
             yield Param(name, tensor.shape, "frozen"), FROZEN, model.fragments.get(name, tensor).entry
 
 
-def _order_groups(
-    optim: OptimShard, model: ModelShard, steps: Sequence[float | None], scalars: Sequence[Mapping[str, Any]]
-) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
-    """Return the param groups, in the optimizer's order, and the sub-groups, which have these steps and
-    scalars.
+def _order_groups(optim: OptimShard, model: ModelShard) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
+    """Return the param groups, in the optimizer's order, and the sub-groups.
 
     If ``round_robin_gradients`` has distributed the params of a group over the ranks, that is undone.
     """
@@ -513,8 +505,8 @@ def _order_groups(
     group_of = {flat_id: group for group, (owned, _) in enumerate(optim.groups) for flat_id in owned}
     gaps = optim.gaps if any(map(any, optim.gaps)) else ((),) * len(model.param_shapes)
     cut = tuple(
-        SubGroup(group_of[flat_id], tuple(params), step, gap, one)
-        for flat_id, (params, step, gap, one) in enumerate(zip(model.param_shapes, steps, gaps, scalars, strict=True))
+        SubGroup(group_of[flat_id], tuple(params), optim.steps[flat_id], gap, scalars)
+        for flat_id, (params, gap, scalars) in enumerate(zip(model.param_shapes, gaps, optim.scalars, strict=True))
     )
     dealt = (zip(round_robin(len(one.params), dealt_to), one.params, strict=True) for one in cut)
     orders = [[name for _, name in sorted(numbered)] for numbered in dealt]
@@ -638,8 +630,7 @@ def _find_contradictions(
     """Yield a finding for every two places that say different things; ``facts`` are those of the optimizer's file."""
     model, optim = (PathIn(index.name, paths[0]) for paths in (files.model, files.optim))
     where = PathIn(index.name, files.tag)
-    yield from _dtypes(index, config, where)
-    yield from _module_dtypes(index, model)
+    yield from _dtypes(index, config, where, model)
     counted = facts.get("loss_scaler.cur_iter")
     if type(counted) is int and counted != index.global_step:
         what = f"the loss scaler has counted {counted} steps, the run {index.global_step}"
@@ -652,39 +643,31 @@ def _find_contradictions(
         yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
 
 
-def _params_by_dtype(index: CheckpointIndex, *kinds: str) -> dict[tuple[str, str], list[str]]:
+def _dtypes(index: CheckpointIndex, config: Mapping[str, Any], where: str, module: str) -> Iterator[Finding]:
+    """Yield findings on dtypes that lose digits; ``module`` is the file of the model states.
+
+    A frozen param has no master: what it was rounded to is all that there is.
+    """
     found: dict[tuple[str, str], list[str]] = {}
-    for (param, kind), held in index.held.items():
-        if kind in kinds:
-            found.setdefault((kind, held.live_dtype), []).append(param)
-    for param, held in index.zero.module.items() if MODULE in kinds else ():
-        found.setdefault((MODULE, held.dtype), []).append(param)
-    return found
-
-
-def _dtypes(index: CheckpointIndex, config: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    for (param, kind), held in (
+        *index.held.items(),
+        *((State(one, MODULE), at) for one, at in index.zero.module.items()),
+    ):
+        found.setdefault((kind, held.live_dtype), []).append(param)
     low = any(section(config, key).get(f"{key}_master_weights_and_grads") is True for key in ("fp16", "bf16"))
-    for (_, dtype), params in _params_by_dtype(index, MASTER).items():
-        if dtype not in ("F32", "F64") and not (low and dtype in ("F16", "BF16")):
-            what = f"the masters of {some(params)} are {dtype}, where DeepSpeed keeps fp32"
-            yield Finding(where, what, _CAST, Code.STATE_DTYPE, ERROR, tuple(params))
-    trained = index.steps()
-    for (kind, dtype), params in _params_by_dtype(index, EXP_AVG, EXP_AVG_SQ, _MAX_SQ, MODULE).items():
-        own = tuple(param for param in params if param in trained)
-        if own and dtype not in _FLOATS:
-            what = f"{kind} of {some(own)} is {dtype}, which is no floating-point type"
-            yield Finding(where, what, _CAST, Code.STATE_DTYPE, ERROR, own)
-
-
-def _module_dtypes(index: CheckpointIndex, where: str) -> Iterator[Finding]:
-    """A frozen param has no master: what it was rounded to is all that there is."""
-    run, found = index.precision, _params_by_dtype(index, FROZEN, MODULE)
+    trained, run = index.steps(), index.precision
     frozen = {param for (kind, _), params in found.items() if kind == FROZEN for param in params}
     for (kind, dtype), params in found.items():
-        own = tuple(one for one in params if kind == FROZEN or one not in frozen)
-        bits, of_run = ITEMSIZE[dtype], ITEMSIZE[run]
-        if not own or dtype not in _FLOATS or dtype == run or bits > of_run:
-            continue
-        severity = ERROR if kind == FROZEN and bits < of_run else WARNING
-        what = f"{some(own)} in the module is {dtype}, the run trained in {run}"
-        yield Finding(where, what, _CAST, Code.STATE_DTYPE, severity, own)
+        own = tuple(param for param in params if param in trained)
+        if kind == MASTER and dtype not in ("F32", "F64") and not (low and dtype in ("F16", "BF16")):
+            what = f"the masters of {some(params)} are {dtype}, where DeepSpeed keeps fp32"
+            yield Finding(where, what, _CAST, Code.STATE_DTYPE, ERROR, tuple(params))
+        if kind in (EXP_AVG, EXP_AVG_SQ, _MAX_SQ, MODULE) and own and dtype not in _FLOATS:
+            what = f"{kind} of {some(own)} is {dtype}, which is no floating-point type"
+            yield Finding(where, what, _CAST, Code.STATE_DTYPE, ERROR, own)
+        own = tuple(param for param in params if kind == FROZEN or param not in frozen)
+        bits, of_run = ITEMSIZE.get(dtype, 0), ITEMSIZE[run]
+        if kind in (FROZEN, MODULE) and own and dtype in _FLOATS and dtype != run and bits <= of_run:
+            severity = ERROR if kind == FROZEN and bits < of_run else WARNING
+            what = f"{some(own)} in the module is {dtype}, the run trained in {run}"
+            yield Finding(module, what, _CAST, Code.STATE_DTYPE, severity, own)
