@@ -649,10 +649,8 @@ def _dtypes(index: CheckpointIndex, config: Mapping[str, Any], where: str, modul
     A frozen param has no master: what it was rounded to is all that there is.
     """
     found: dict[tuple[str, str], list[str]] = {}
-    for (param, kind), held in (
-        *index.held.items(),
-        *((State(one, MODULE), at) for one, at in index.zero.module.items()),
-    ):
+    in_module = {State(param, MODULE): held for param, held in index.zero.module.items()}
+    for (param, kind), held in {**index.held, **in_module}.items():
         found.setdefault((kind, held.live_dtype), []).append(param)
     low = any(section(config, key).get(f"{key}_master_weights_and_grads") is True for key in ("fp16", "bf16"))
     trained, run = index.steps(), index.precision
@@ -666,7 +664,7 @@ def _dtypes(index: CheckpointIndex, config: Mapping[str, Any], where: str, modul
             what = f"{kind} of {some(own)} is {dtype}, which is no floating-point type"
             yield Finding(where, what, _CAST, Code.STATE_DTYPE, ERROR, own)
         own = tuple(param for param in params if kind == FROZEN or param not in frozen)
-        bits, of_run = ITEMSIZE.get(dtype, 0), ITEMSIZE[run]
+        bits, of_run = ITEMSIZE[dtype], ITEMSIZE[run]
         if kind in (FROZEN, MODULE) and own and dtype in _FLOATS and dtype != run and bits <= of_run:
             severity = ERROR if kind == FROZEN and bits < of_run else WARNING
             what = f"{some(own)} in the module is {dtype}, the run trained in {run}"
