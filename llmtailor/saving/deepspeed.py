@@ -16,7 +16,7 @@ import torch
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.checkpoint.optimizer import Slices, Vector, Whole, slice_on
 from llmtailor.errors import Problem, UnsupportedCheckpoint
-from llmtailor.formats.deepspeed_common.files import describe_shards
+from llmtailor.formats.deepspeed_common.files import STATE_KEYS, describe_shards
 from llmtailor.formats.other_optimizers import flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.loaders.loader import LOADERS, Loader
@@ -53,12 +53,7 @@ class ZeroTraining:
         self.loader = loader
         self.zero = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
-        self._keys = (
-            ("fp32_flat_groups", "optimizer_state_dict")
-            if self.stage == 3
-            else ("single_partition_of_fp32_groups", "base_optimizer_state")
-        )
-        """DeepSpeed's keys of the masters, and of the state of torch's optimizer"""
+        self._keys = STATE_KEYS[self.stage == 3]
         self.ranks = Ranks.here()
         refuse(engine)
         self.precision: torch.dtype = engine.get_model_dtype() if hasattr(engine, "get_model_dtype") else _dtype(engine)

@@ -39,6 +39,11 @@ from llmtailor.loaders.loader import LOADERS, is_tag_alone
 from llmtailor.storage.local import read_source
 from llmtailor.storage.remote import open_location
 
+STATE_KEYS = {
+    True: ("fp32_flat_groups", "optimizer_state_dict"),
+    False: ("single_partition_of_fp32_groups", "base_optimizer_state"),
+}
+"""Whether it is ZeRO-3 -> the keys of the masters, and of the state of torch's optimizer, in ``optim_states``"""
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
 _SHOWN = 8

@@ -39,7 +39,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from llmtailor.checkpoint.index import BF16_OPTIMIZER, ELASTIC, PLAIN
 from llmtailor.codes import Code
@@ -50,7 +50,7 @@ from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_te
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, counted, damaged, some
 from llmtailor.findings import Finding
 from llmtailor.formats.deepspeed_common.autotp import has_map, without_map
-from llmtailor.formats.deepspeed_common.files import ShardFiles, check_archive, unsupported_parallelism
+from llmtailor.formats.deepspeed_common.files import STATE_KEYS, ShardFiles, check_archive, unsupported_parallelism
 from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
 from llmtailor.loaders.files import ADAPTER_CONFIG
 from llmtailor.loaders.scheduler import SchedulerFacts, read_scheduler
@@ -121,10 +121,7 @@ MODEL: Table = (
 _EXTRA = "_extra_state"
 """torch's name for what a module keeps besides tensors"""
 STATES = frozenset(
-    (
-        *("optimizer_state_dict", "base_optimizer_state", "fp32_flat_groups", "single_partition_of_fp32_groups"),
-        *("group_paddings", "param_slice_mappings", "partition_count", "zero_stage"),
-    )
+    (*chain(*STATE_KEYS.values()), "group_paddings", "param_slice_mappings", "partition_count", "zero_stage")
 )
 """Keys of ``optimizer_state_dict`` that depend on the layout"""
 OF_SHARDS = frozenset(
@@ -218,23 +215,6 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class _Layout(NamedTuple):
-    """The keys under which an ``optim_states`` file has what all stages have."""
-
-    inner: str
-    masters: str
-    sub_group: str
-    """What messages call it"""
-    table: Table
-
-
-_LAYOUTS = {
-    True: _Layout("optimizer_state_dict", "fp32_flat_groups", "sub-group", ZERO3),
-    False: _Layout("base_optimizer_state", "single_partition_of_fp32_groups", "group", ZERO12),
-}
-"""Whether it is ZeRO-3 -> the keys"""
-
-
 def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero3: bool) -> OptimShard:
     """Return the content of one ``optim_states`` file. Raises SourceError or UnsupportedCheckpoint."""
     tree = file.tree
@@ -242,7 +222,8 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
     outer = get(tree, "optimizer_state_dict", dict, where)
     if is_zero3:
         _check_zero3(outer, where)
-    inner_key, masters_key, sub_group, table = _LAYOUTS[is_zero3]
+    masters_key, inner_key = STATE_KEYS[is_zero3]
+    sub_group, table = ("sub-group", ZERO3) if is_zero3 else ("group", ZERO12)
     nodes = get(outer, masters_key, list, where)
     masters = [read_tensor(node, f"{masters_key}[{number}]", where) for number, node in enumerate(nodes)]
     if odd := [(number, list(one.shape)) for number, one in enumerate(masters) if len(one.shape) != 1]:
