@@ -137,16 +137,14 @@ def lay_out_optimizer(
     settings: ZeroSettings,
     precision: str,
     *,
-    world_size: int | None,
-    stage: int | None,
+    world_size: int,
+    stage: int,
     groups: Sequence[ParamGroup] | None,
 ) -> OptimizerLayout:
-    """Return the optimizer layout of a composite; None keeps what the base has.
+    """Return the optimizer layout of a composite; None keeps the base's param groups.
 
     ``numels`` are the params' elements, ``settings`` and ``precision`` (a safetensors dtype) those of the base's run.
     """
-    world_size = world_size or base.world_size
-    stage = base.stage if stage is None else stage
     wanted = base.groups if groups is None else tuple(groups)
     if stage == 0:  # torch's optimizer stores each param separately
         cut = [SubGroup(number, (param,)) for number, group in enumerate(wanted) for param in group.params]

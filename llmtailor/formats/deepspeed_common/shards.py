@@ -520,33 +520,31 @@ def read_all(
     a file. Stock DeepSpeed compares none of this: each rank loads its own file and continues.
     """
 
-    def read_one(path: str) -> AnyShard:
+    others: dict[str, AnotherOptimizer] = {}
+
+    def read_one(path: str) -> AnyShard | None:
         where = PathIn(name, path)
-        file = trees.open(path, where)
-        shard: AnyShard | None = known.get(file.key) if file.key else None
-        if shard is None:
-            with naming_others(where) if path in files.optim else nullcontext():
-                decoded = file.decode()
-            shard = read(decoded, trees.root, path, where, files.is_zero3)
-            if file.key and not _has_bytes(shard.rest):
-                known[file.key] = shard
-        else:
-            check_archive(file.archive, path, where)
+        try:
+            file = trees.open(path, where)
+            shard: AnyShard | None = known.get(file.key) if file.key else None
+            if shard is None:
+                with naming_others(where) if path in files.optim else nullcontext():
+                    decoded = file.decode()
+                shard = read(decoded, trees.root, path, where, files.is_zero3)
+                if file.key and not _has_bytes(shard.rest):
+                    known[file.key] = shard
+            else:
+                check_archive(file.archive, path, where)
+        except AnotherOptimizer as error:
+            others[path] = error
+            return None
+        except SourceError as error:
+            problems.add(error)
+            return None
         found.extend(replace(finding, where=where) if shard.path != path else finding for finding in shard.findings)
         return shard
 
-    others: dict[str, AnotherOptimizer] = {}
-
-    def read_or_report(path: str) -> AnyShard | None:
-        try:
-            return read_one(path)
-        except AnotherOptimizer as error:
-            others[path] = error
-        except SourceError as error:
-            problems.add(error)
-        return None
-
-    shards = [None if path in files.missing else read_or_report(path) for path in paths]
+    shards = [None if path in files.missing else read_one(path) for path in paths]
     is_damage = any(shard is not None for shard in shards)
     for path, other in others.items():
         if not is_damage:  # all ranks have the same optimizer, which is refused once

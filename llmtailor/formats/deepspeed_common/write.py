@@ -315,13 +315,11 @@ def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) 
 def step_nodes(target: ZeroTarget, number: int) -> dict[str, Any]:
     """Return the step of a sub-group, if it is counted, in the form of torch's AdamW or of DeepSpeedCPUAdam."""
     step = target.layout.sub_groups[number].step
-    return {} if step is None else {"step": _step_node(target, step, number)}
-
-
-def _step_node(target: ZeroTarget, step: float, number: int) -> Any:
+    if step is None:
+        return {}
     if not target.base.train.step_is_tensor:
-        return int(step)
-    return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of sub-group {number}"),))
+        return {"step": int(step)}
+    return {"step": make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of sub-group {number}"),))}
 
 
 def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
