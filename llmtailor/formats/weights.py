@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
-from llmtailor.checkpoint.placement import Contiguous, Extent
+from llmtailor.checkpoint.placement import Absent
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_header
 from llmtailor.errors import COPY_BACK, PathIn, Problem, SourceError, some
 from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG
@@ -46,8 +46,7 @@ def new_weights(
         saved_as = index.partial.saved_as
         known = None if saved_as is None else saved_as.get(name, (SavedAs(name, stored.shape),))  # a tied name has none
         for tensor in on_disk(replace(stored, name=name), naming) if known is None else known:
-            # the layout decides its place in the output
-            tensors[tensor.name] = TensorEntry(held_as, tensor.shape, Contiguous(Extent("", 0, 0), ITEMSIZE[held_as]))
+            tensors[tensor.name] = TensorEntry(held_as, tensor.shape, Absent())
             filled_by[tensor.name] = (State(stored.name, WEIGHT), tensor.begin)
     # the order of the safetensors library, so that the files match those that the Trainer would have written
     ordered = sorted(tensors.items(), key=lambda item: (-ITEMSIZE[item[1].dtype], item[0]))

@@ -154,7 +154,7 @@ SOURCES = [
     (lambda run: from_another(run, make(run.parent / "three", 100, world_size=3)), 4,
      ["dp_world_size differs", "partition_count differs from that of rank 0 (3 and 2)"]),
     (of_another_stage, 4, ["an optimizer shard of ZeRO-1 or ZeRO-2, but its model states are of ZeRO-3", "two runs"]),
-    (edited(lambda tree: state_of(tree)[0].pop("exp_avg")), 4, ["has the state exp_avg, which others lack"]),
+    (edited(lambda tree: state_of(tree)[0].pop("exp_avg")), 4, ["sub-group 0 lacks the state exp_avg, which others have"]),
     (edited(lambda tree: state_of(tree)[0].update(row_factor=torch.zeros(3, 2))), 4,
      ["of another kind than those of the other ranks"]),
     (edited(lambda tree: tree.clear()), 4, ["optimizer_state_dict is missing"]),

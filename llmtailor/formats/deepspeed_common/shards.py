@@ -253,7 +253,6 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
     steps, step_is_tensor = dict[int, float | None](), True
     options = {str(option) for _, hyper in groups for option in hyper}
     scalars: list[Mapping[str, Any]] = []
-    distinct: set[frozenset[str]] = set()
     for flat_id, master in enumerate(masters):
         if not state:  # fp16, and every step so far has overflowed
             flats.append({MASTER: master})
@@ -274,14 +273,11 @@ def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
         if step is not None:
             step_is_tensor = not isinstance(step, (int, float))
         steps[flat_id] = None if step is None else fields.read_step(root, step, flat_id, where)
-        kept = flats[-1].keys()
-        if lacking := next((other - kept for other in distinct if kept < other), ()):
+    distinct = {frozenset(flat) for flat in flats}
+    for flat_id, flat in enumerate(flats):
+        if lacking := next((other - flat.keys() for other in distinct if flat.keys() < other), ()):
             what = f"sub-group {flat_id} lacks the state {some(sorted(lacking))}, which others have"
             raise damaged(where, what, Code.STATE_MISSING)
-        if extra := next((kept - other for other in distinct if other < kept), ()):
-            what = f"sub-group {flat_id} has the state {some(sorted(extra))}, which others lack"
-            raise damaged(where, what, Code.STATE_MISSING)
-        distinct.add(frozenset(kept))
     gaps = () if is_zero3 else outer.get("param_alignment_paddings") or ()
     if not isinstance(gaps, (list, tuple)):
         raise damaged(where, "param_alignment_paddings is not a list", Code.FIELD_TYPE)
