@@ -253,7 +253,7 @@ class ZeroFacts:
     tag: str = ""
     skipped_steps: int = 0
     settings: ZeroSettings = field(default_factory=ZeroSettings)
-    module: Mapping[str, TensorEntry] = field(default_factory=dict)
+    module: Mapping[State, TensorEntry] = field(default_factory=dict)
     """ZeRO-1/2: trainable params and tied names as stored in the model states: the rounded masters, which the first
     step after a resume uses. Never a source of states, so that the two agree."""
     tensor_parallel: TensorParallel | None = None
@@ -404,6 +404,10 @@ class CheckpointIndex:
         if not found:
             return 0.0 if step == self.global_step else None
         return math.fsum(steps for _, steps in found) if all(at == step for at, _ in found) else None
+
+    def all_held(self) -> dict[State, TensorEntry]:
+        """Return every state held, including the module's weights of ZeRO-1/2."""
+        return {**self.held, **self.zero.module}
 
     def steps(self) -> dict[str, float]:
         """Return the optimizer's ``step`` of every trainable param for which it counts steps."""

@@ -156,7 +156,7 @@ def _config(index: CheckpointIndex) -> Iterator[Finding]:
 
 def elements_in(index: CheckpointIndex, is_meant: Callable[[Extent], bool]) -> Iterator[Elements]:
     """Yield the elements of states in chosen byte ranges."""
-    for state, held in all_held(index):
+    for state, held in index.all_held().items():
         for fragment in chain.from_iterable(held.place.cover(*run) for run in held.runs):
             if is_meant(fragment.extent):
                 yield state, (fragment.begin, fragment.end)
@@ -175,12 +175,5 @@ def join(runs: Iterable[Elements]) -> Spans:
     return {state: union(tuple(spans)) for state, spans in found.items()}
 
 
-def all_held(index: CheckpointIndex) -> Iterator[tuple[State, TensorEntry]]:
-    """Yield every state held, including the module's weights of ZeRO-1/2."""
-    yield from index.held.items()
-    for name, held in index.zero.module.items():
-        yield State(name, MODULE), held
-
-
 def held_of(index: CheckpointIndex, state: State) -> TensorEntry:
-    return index.zero.module[state.param] if state.kind == MODULE else index.held[state]
+    return index.zero.module[state] if state.kind == MODULE else index.held[state]

@@ -314,8 +314,8 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
 
 
 def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) -> Iterator[Stream]:
-    if name in index.zero.module:
-        yield Stream(State(name, MODULE), index.zero.module[name], is_copy=True)
+    if rounded := index.zero.module.get(State(name, MODULE)):
+        yield Stream(State(name, MODULE), rounded, is_copy=True)
     for piece in saved_as:
         state = State(piece.name, WEIGHT)
         if state in index.held and index.held[state].shape == piece.shape:

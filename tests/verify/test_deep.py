@@ -21,7 +21,6 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.checksums import Intervals, crc32
 from llmtailor.verify import values as reading
-from llmtailor.verify.structure import all_held
 from llmtailor.verify.values import NEGATIVE, NOT_A_NUMBER, NOT_FINITE, differing, find
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint
 
@@ -108,7 +107,7 @@ def test_any_flipped_bit_of_a_state_is_seen(runs, name, tmp_path):
     index = index_checkpoint(source)
     checkpoint = tmp_path / "checkpoint-4"
     shutil.copytree(source, checkpoint)
-    states = [(state, held) for state, held in all_held(index) if held.numel and state.kind != "buffer"]
+    states = [(state, held) for state, held in index.all_held().items() if held.numel and state.kind != "buffer"]
 
     @settings(max_examples=examples(8, 25))
     @given(st.data())

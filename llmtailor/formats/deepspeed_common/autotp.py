@@ -33,7 +33,7 @@ from llmtailor.checkpoint.tensor_parallel import Cut, Shard, TensorParallel
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_count
 from llmtailor.errors import COPY_CHECKPOINT, SourceError, UnsupportedCheckpoint, damaged, some
-from llmtailor.model.roles import BUFFER, MODULE, State
+from llmtailor.model.roles import BUFFER, State
 
 INFO, MAP = "universal_checkpoint_info", "affine_map"
 SEEN_IN = "0.19.8"
@@ -162,8 +162,8 @@ def join_ranks(indexes: Sequence[CheckpointIndex], cuts: Mapping[str, Cut], wher
         for state, entry in first.held.items()
     }
     module = {
-        name: join(State(name, MODULE), first.tied.get(name, name), [one.zero.module.get(name) for one in indexes])
-        for name in first.zero.module
+        state: join(state, first.tied.get(state.param, state.param), [one.zero.module.get(state) for one in indexes])
+        for state in first.zero.module
     }
     params = first.params.values()
     return replace(

@@ -238,7 +238,7 @@ def draft_of_engine(
             files.tag,
             usual.skipped_steps,
             _read_settings(config, files.is_bf16, optim.variant),
-            {name: tensor.entry for name, tensor in usual.module.items() if name in second},
+            {State(name, MODULE): tensor.entry for name, tensor in usual.module.items() if name in second},
         ),
         unreadable=frozenset((*unreadable, *(one for one, of in zip(files.model, model, strict=True) if of is None))),
         train=TrainState(
@@ -649,8 +649,7 @@ def _dtypes(index: CheckpointIndex, config: Mapping[str, Any], where: str, modul
     A frozen param has no master: what it was rounded to is all that there is.
     """
     found: dict[tuple[str, str], list[str]] = {}
-    in_module = {State(param, MODULE): held for param, held in index.zero.module.items()}
-    for (param, kind), held in {**index.held, **in_module}.items():
+    for (param, kind), held in index.all_held().items():
         found.setdefault((kind, held.live_dtype), []).append(param)
     low = any(section(config, key).get(f"{key}_master_weights_and_grads") is True for key in ("fp16", "bf16"))
     trained, run = index.steps(), index.precision
