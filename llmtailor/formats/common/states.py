@@ -177,7 +177,8 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
     where = PathIn(name, client.optimizer)
     fix = f"copy {client.optimizer} and {client.scheduler} again; they come from different saves"
     if not of_step:
-        if counted > 0 and not (keeps_nothing(index) or _has_states(index)):
+        has_states = any(is_optimizer_state(one.kind) and not held.is_all_zero for one, held in index.held.items())
+        if counted > 0 and not (keeps_nothing(index) or has_states):
             what = f"the optimizer has no states, but the schedule is at step {counted}"
             raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     elif not usual.intersection(of_step):
@@ -212,10 +213,6 @@ def listed_buffers(root: Path, name: str) -> set[str]:
     """Return the buffers that a composite's weight files list; other files don't distinguish them from params."""
     listed = (file.metadata.get(BUFFERS_KEY, "") for file in read_weights(root, name))
     return {buffer for names in listed for buffer in names.split(",") if buffer}
-
-
-def _has_states(index: CheckpointIndex) -> bool:
-    return any(is_optimizer_state(state.kind) and not held.is_all_zero for state, held in index.held.items())
 
 
 NO_STATES = "its optimizer has made no step yet, so it has no states"

@@ -42,17 +42,13 @@ _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _LEAVE_OUT = "leave it out; or train the model with a layout that DeepSpeed's own converter can read too"
 
 
-def has_map(tree: Mapping[str, Any]) -> bool:
-    """Return whether decoded ``model_states`` say where the shards belong."""
+def check_has_map(tree: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedCheckpoint for ``model_states`` that don't say where shards belong: of an older DeepSpeed."""
     info = tree.get(INFO)
-    return isinstance(info, dict) and isinstance(info.get(MAP), dict)
-
-
-def without_map(place: str) -> UnsupportedCheckpoint:
-    """Return the refusal of an AutoTP checkpoint of an older DeepSpeed."""
-    what = f"it is of tensor parallelism, but does not say where the shards belong ({INFO}.{MAP})"
-    fix = f"resume it with DeepSpeed {SEEN_IN} on as many ranks and save again, or leave it out"
-    return UnsupportedCheckpoint.at(place, what, fix)
+    if not (isinstance(info, dict) and isinstance(info.get(MAP), dict)):
+        what = f"it is of tensor parallelism, but does not say where the shards belong ({INFO}.{MAP})"
+        fix = f"resume it with DeepSpeed {SEEN_IN} on as many ranks and save again, or leave it out"
+        raise UnsupportedCheckpoint.at(where, what, fix)
 
 
 def read_cuts(tree: Mapping[str, Any], degree: int, where: str) -> dict[str, Cut]:

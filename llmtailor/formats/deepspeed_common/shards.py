@@ -49,7 +49,7 @@ from llmtailor.containers.torch_file import TorchFile
 from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_tensor, children
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, counted, damaged, some
 from llmtailor.findings import Finding
-from llmtailor.formats.deepspeed_common.autotp import has_map, without_map
+from llmtailor.formats.deepspeed_common.autotp import check_has_map
 from llmtailor.formats.deepspeed_common.files import STATE_KEYS, ShardFiles, check_archive, unsupported_parallelism
 from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
 from llmtailor.loaders.files import ADAPTER_CONFIG
@@ -490,8 +490,8 @@ def _refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
     for present, kind, evidence in signs:
         if present:
             raise unsupported_parallelism(where, kind, evidence)
-    if degree > 1 and not has_map(tree):
-        raise without_map(where)
+    if degree > 1:
+        check_has_map(tree, where)
 
 
 AnyShard = TypeVar("AnyShard", bound=Shard)

@@ -56,7 +56,6 @@ from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.megatron.names import (
     EMBEDDING,
     HEAD,
-    Selection,
     has_decay,
     is_expert,
     is_known,
@@ -162,7 +161,7 @@ class _Indexing:
 
     def draft(self) -> Draft:
         weights, states = self._tensors()
-        groups, vocab = self._facts(weights)
+        groups, vocab = self._facts()
         try:
             selections = select({key: held.shape for key, held in weights.items()}, groups, vocab)
         except (ValueError, KeyError) as error:
@@ -171,7 +170,7 @@ class _Indexing:
         shapes = {key: layer_shape(key, held.shape) for key, held in weights.items()}
         owner = assign(shapes, [identity_of(one) for one in options], self.where)
         held = {
-            State(one.param, kind): _selected(entry, one)
+            State(one.param, kind): TensorEntry(entry.dtype, one.shape, Selected(entry.place, one.cuts, one.offsets))
             for one in selections
             for kind, entry in ((WEIGHT, weights[one.key]), *states[one.key].items())
         }
@@ -255,32 +254,22 @@ class _Indexing:
         matches = ((_STATE.fullmatch(full), full) for full in self.folder.tensors)
         return {(KINDS[match[1]], match[2]) if match else (WEIGHT, full): full for match, full in matches}
 
-    def _facts(self, weights: Mapping[str, TensorEntry]) -> tuple[int, int]:
+    def _facts(self) -> tuple[int, int]:
         """Return the number of query groups, and of words. Raises UnsupportedCheckpoint if they are unknown."""
-        config, args, problems = _read_config(self.root, self.name), _args(self.common), list[Problem]()
-        heads = args.get("num_attention_heads")
-        found = {
-            "query groups": (
-                config.get("num_key_value_heads") or config.get("num_attention_heads"),
-                args.get("num_query_groups") if args.get("group_query_attention") else heads,
-            ),
-            "words": (config.get("vocab_size"), args.get("vocab_size")),
-        }
-        facts = []
-        for what, (first, other) in found.items():
-            fact = first if is_count(first) and first else other
-            if not (is_count(fact) and fact):
-                problems.append(
-                    Problem(self.name, f"the number of {what} is neither in {CONFIG} nor in its args", _GIVE_CONFIG)
-                )
-                continue
-            if is_count(first) and is_count(other) and first != other and what == "query groups":
-                text = f"{CONFIG} says {first} {what}, the args in {COMMON} say {other}"
-                problems.append(Problem(self.name, text, _GIVE_CONFIG, Code.FIELD_CONFLICT))
-            facts.append(fact)
+        path, args = self.root / CONFIG, _args(self.common)
+        config = read_json(path, PathIn(self.name, CONFIG)) if path.is_file() else {}
+        first = config.get("num_key_value_heads") or config.get("num_attention_heads")
+        other = args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_attention_heads")
+        stated = {"query groups": (first, other), "words": (config.get("vocab_size"), args.get("vocab_size"))}
+        known = {what: next((one for one in both if is_count(one) and one), 0) for what, both in stated.items()}
+        lost = [f"the number of {what} is neither in {CONFIG} nor in its args" for what in stated if not known[what]]
+        problems = [Problem(self.name, what, _GIVE_CONFIG) for what in lost]
+        if is_count(first) and is_count(other) and first != other:
+            what = f"{CONFIG} says {first} query groups, the args in {COMMON} say {other}"
+            problems.append(Problem(self.name, what, _GIVE_CONFIG, Code.FIELD_CONFLICT))
         if problems:
             raise UnsupportedCheckpoint(problems)
-        return facts[0], facts[1]
+        return known["query groups"], known["words"]
 
     def _groups(self) -> tuple[list[dict[str, Any]], list[float]]:
         """Return the options of all param groups, and their steps."""
@@ -306,17 +295,9 @@ class _Indexing:
             )
 
 
-def _selected(entry: TensorEntry, one: Selection) -> TensorEntry:
-    return TensorEntry(entry.dtype, one.shape, Selected(entry.place, one.cuts, one.offsets))
-
-
 def _args(common: Mapping[str, Any]) -> Mapping[str, Any]:
     node = common.get("args")
     return node.state if isinstance(node, Call) and node.func == NAMESPACE and isinstance(node.state, dict) else {}
-
-
-def _read_config(root: Path, name: str) -> Mapping[str, Any]:
-    return read_json(root / CONFIG, PathIn(name, CONFIG)) if (root / CONFIG).is_file() else {}
 
 
 def _writable(common: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
