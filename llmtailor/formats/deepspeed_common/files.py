@@ -115,13 +115,11 @@ def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_al
     whole = [match for name in names if (match := UNSHARDED_MODEL.fullmatch(name))]
     degree = max(int(match.groups()[-1]) for match in (*matches, *(models if is_zero3 else whole))) + 1
     files, count = ShardFiles(tag, "bf16_" in prefixes, (), (), is_zero3, is_alone=is_alone), max([*optim, *model]) + 1
-    of_ranks: list[ShardFiles] = []
     if _are_too_many(degree * count, len(names), PathIn(where, tag), problems):
         return None
-    for rank in range(degree):
-        fitted = _of_ranks(replace(files, tp_rank=rank), count, frozenset(names), where, problems)
-        of_ranks += [fitted] if fitted else []
-    return replace(of_ranks[0], peers=tuple(of_ranks[1:])) if of_ranks else None
+    there = frozenset(names)
+    first, *peers = (_of_ranks(replace(files, tp_rank=rank), count, there, where, problems) for rank in range(degree))
+    return replace(first, peers=tuple(peers))
 
 
 def _without_zero(place: str) -> UnsupportedCheckpoint:
@@ -130,15 +128,8 @@ def _without_zero(place: str) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint.at(place, what, fix)
 
 
-def _of_ranks(
-    files: ShardFiles, count: int, names: frozenset[str], where: str, problems: Problems
-) -> ShardFiles | None:
-    """Return the files of ``count`` ranks, and report those that are not among the names in the tag folder.
-
-    None, with a problem, if hardly any of these ranks has files: a stray name or number must not cost memory.
-    """
-    if _are_too_many(count, len(names), PathIn(where, files.tag), problems):
-        return None
+def _of_ranks(files: ShardFiles, count: int, names: frozenset[str], where: str, problems: Problems) -> ShardFiles:
+    """Return the files of ``count`` ranks, and report those that are not among the names in the tag folder."""
     optim = [optim_name(rank, files.is_bf16, files.tp_rank) for rank in range(count)]
     model = [model_name(rank, 3 if files.is_zero3 else 1, files.tp_rank) for rank in range(count)]
     if not files.is_zero3:
@@ -164,7 +155,7 @@ def _of_ranks(
 
 
 def _are_too_many(ranks: int, num_files: int, place: str, problems: Problems) -> bool:
-    """Report whether the files' names are of far more ranks than there are files."""
+    """Report whether hardly any of these ranks has files: a stray name or number must not cost memory."""
     is_so = ranks > _RANKS_PER_FILE * (num_files + 1)
     if is_so:
         what = f"its files are for {ranks} ranks, but there are only {num_files} files"
@@ -228,8 +219,12 @@ def fit_world_size(files: ShardFiles, world_size: int, where: str, problems: Pro
         what = f"there are shards of {counted(have, 'rank')}, but they say that {saved} saved them"
         fix = f"move the shards of ranks {world_size} and up, of another run, out of the folder"
         problems.add(SourceError.at(PathIn(where, files.tag), what, fix, Code.FILE_UNKNOWN))
+    if have == world_size:
+        return files
     there = {path.rpartition("/")[2] for path in (*files.optim, *files.model) if path not in files.missing}
-    return files if have == world_size else _of_ranks(files, world_size, frozenset(there), where, problems)
+    if _are_too_many(world_size, len(there), PathIn(where, files.tag), problems):
+        return None
+    return _of_ranks(files, world_size, frozenset(there), where, problems)
 
 
 def _check_is_checkpoint(root: Path, where: str) -> None:
