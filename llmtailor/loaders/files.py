@@ -172,16 +172,6 @@ def is_sign_of(loader: str, path: str) -> bool:
     return row_of(path).is_sign and owner_of(path) == loader
 
 
-def is_trainer_file(path: str) -> bool:
-    """Return whether only the Trainer saves a file of this name."""
-    return owner_of(path) == TRAINER
-
-
-def is_accelerate_file(path: str) -> bool:
-    """Return whether accelerate saves a file of this name; with FSDP, the Trainer also saves optimizer.bin."""
-    return owner_of(path) == ACCELERATE
-
-
 def is_second_models(name: str) -> bool:
     """Return whether accelerate gives this name to a second model or optimizer."""
     return bool(_SECOND.fullmatch(name))

@@ -35,11 +35,9 @@ from llmtailor.loaders.files import (
     TRAINER_STATE,
     Holds,
     holds,
-    is_accelerate_file,
     is_of_states,
     is_rng_file,
     is_tokenizer_file,
-    is_trainer_file,
     is_weight_file,
     owner_of,
     rng_file,
@@ -75,15 +73,12 @@ def lay_out_trainer_files(
         where = PathIn(base.name, scheduler)
         made.append(lay_out_scheduler(base.train.trees[scheduler], where, len(base.groups), wanted.from_group))
     paths = {".", LOADERS[base.client].optimizer, *(layout.path for layout in made)}
+    others = {ACCELERATE, base.client} & {ACCELERATE, TRAINER, VERL}
 
     def is_left(path: str) -> bool:
         is_ours = path in (MANIFEST, CARD) or (base.form.is_partial and path == PARTIAL_MANIFEST)
         is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path) or is_of_states(path)
-        is_others = not is_same_client and (
-            is_accelerate_file(path)
-            or (base.client == TRAINER and is_trainer_file(path))
-            or (base.client == VERL and owner_of(path) == VERL)
-        )
+        is_others = not is_same_client and owner_of(path) in others
         return "/" in path or is_ours or is_laid_out or is_others or is_tokenizer_file(path) or path in leave_out
 
     layouts = _lay_out_rng(base, wanted.layout.world_size, wanted.client)
@@ -328,10 +323,10 @@ def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[
 def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
     """Return the files, or values, of a base's loader that another loader does not have."""
     if base.client in (ACCELERATE, TRAINER):
-        own = is_accelerate_file if base.client == ACCELERATE else is_trainer_file
+        own = [path for path in base.files if owner_of(path) == base.client]
         known = {loader_of(base).scheduler, loader_of(base).optimizer}
         has_rng = LOADERS[client].saves_rng
-        return [path for path in base.files if own(path) and path not in known and not (is_rng_file(path) and has_rng)]
+        return [path for path in own if path not in known and not (is_rng_file(path) and has_rng)]
     return sorted({str(entry.path[0]) for entry in base.train.others.values()} - {LR_SCHEDULER, "llmtailor"})
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor import __version__
-from llmtailor.checkpoint.index import DCP, FSDP, LIGHTNING, MEGATRON, CheckpointIndex
+from llmtailor.checkpoint.index import ACCELERATE, DCP, FSDP, LIGHTNING, MEGATRON, CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Plan
 from llmtailor.checkpoint.lineage import (
     THINNED,
@@ -73,8 +73,8 @@ from llmtailor.loaders.files import (
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
-    is_accelerate_file,
     is_rng_file,
+    owner_of,
 )
 from llmtailor.loaders.loader import is_partial, loader_of, survey_contents
 from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
@@ -195,7 +195,8 @@ def _is_kept(path: str, index: CheckpointIndex) -> bool:
         return index.form.family == FSDP and path.startswith(f"{MODEL_FOLDER}/")
     if index.form.family == DCP and (path == METADATA or path.endswith(".distcp")):
         return False  # its weights are written to other files
-    return path not in _OF_A_RESUME and not (is_rng_file(path) or is_accelerate_file(path) or _SCRIPT.fullmatch(path))
+    is_of_accelerate = owner_of(path) == ACCELERATE
+    return path not in _OF_A_RESUME and not (is_rng_file(path) or is_of_accelerate or _SCRIPT.fullmatch(path))
 
 
 def plan_weights(index: CheckpointIndex) -> Plan:
