@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -83,6 +83,8 @@ from llmtailor.storage.local import FileFact
 
 _Placed = Iterable[tuple[Param, str, TensorEntry | None]]
 """A param, the kind of a state of it, and the place of that state, if the files hold it"""
+_Wholes = Mapping[tuple[int, str], Whole]
+"""Sub-group and kind -> the layout of a state of whole params"""
 _SWAPPED = "the files of two ranks are swapped: swap them back"
 _MIXED = "copy the whole tag folder again; its files come from different saves"
 _OTHER_SAVE = "copy the checkpoint again, whole, or take another one"
@@ -322,10 +324,10 @@ def _cut(group: int, model: ModelShard, sample: OptimShard) -> Slices | Vector:
     return Vector.of(numels, sample.gaps[group] if fits else (), model.world_size)
 
 
-def _find_whole(optim: Sequence[OptimShard | None], cuts: Sequence[Slices | Vector]) -> frozenset[tuple[int, str]]:
-    """Return (sub-group, kind) of the states that ranks of ZeRO-1/2 keep of whole params: their lengths show it."""
+def _find_whole(optim: Sequence[OptimShard | None], cuts: Sequence[Slices | Vector]) -> _Wholes:
+    """Return the layouts of states that ranks of ZeRO-1/2 keep of whole params: their lengths show which."""
     shards = [(rank, shard) for rank, shard in enumerate(optim) if shard is not None and len(shard.flats) == len(cuts)]
-    found = set()
+    found: dict[tuple[int, str], Whole] = {}
     for flat_id, cut in enumerate(cuts if shards else ()):
         if not isinstance(cut, Vector):
             continue
@@ -333,14 +335,14 @@ def _find_whole(optim: Sequence[OptimShard | None], cuts: Sequence[Slices | Vect
             have = {rank: shard.flats[flat_id][kind].numel for rank, shard in shards if kind in shard.flats[flat_id]}
             is_cut = all(numel == cut.partition for numel in have.values())
             if not is_cut and all(numel == Whole(cut).length(rank) for rank, numel in have.items()):
-                found.add((flat_id, kind))
-    return frozenset(found)
+                found[flat_id, kind] = Whole(cut)
+    return found
 
 
 def _wrong_flats(
-    model: ModelShard, cuts: Sequence[Slices | Vector], whole: Collection[tuple[int, str]]
+    model: ModelShard, cuts: Sequence[Slices | Vector], whole: _Wholes
 ) -> Callable[[int, OptimShard], Iterator[str]]:
-    """Return what yields flat tensors of a wrong length by the cutting rule; ``whole`` are states of whole params."""
+    """Return what yields flat tensors of a wrong length by the cutting rule."""
     counts = list(map(len, model.param_shapes))
 
     def wrong(rank: int, shard: OptimShard) -> Iterator[str]:
@@ -352,8 +354,8 @@ def _wrong_flats(
             for flat_id, (flat, cut) in enumerate(zip(shard.flats, cuts, strict=True)):
                 for kind in flat if shard.stage < 3 else [MASTER]:  # all of ZeRO-3's have the same length
                     stripped = shard.variant == ELASTIC or (shard.variant == PLAIN and kind == MASTER)
-                    have, length = flat[kind].numel, cut.length(rank, stripped)
-                    if have != length and (flat_id, kind) not in whole:
+                    have, length = flat[kind].numel, whole.get((flat_id, kind), cut).length(rank, stripped)
+                    if have != length:
                         yield f"{kind} of sub-group {flat_id} has {have} elements instead of {length}"
 
     return wrong
@@ -457,14 +459,13 @@ def _trained(
     sample: OptimShard,
     optim: Sequence[OptimShard | None],
     cuts: Sequence[Slices | Vector],
-    whole: Collection[tuple[int, str]],
+    whole: _Wholes,
 ) -> _Placed:
     for flat_id, (shapes, cut) in enumerate(zip(model.param_shapes, cuts, strict=True)):
         for kind, like in sample.flats[flat_id].items():
             extents = _extents(files.optim, optim, lambda shard: shard.flats[flat_id][kind])  # noqa: B023
-            size = ITEMSIZE[like.dtype]
-            layout = Whole(cut) if isinstance(cut, Vector) and (flat_id, kind) in whole else cut
-            for (param, shape), place in zip(shapes.items(), layout.places(extents, size), strict=True):
+            places = whole.get((flat_id, kind), cut).places(extents, ITEMSIZE[like.dtype])
+            for (param, shape), place in zip(shapes.items(), places, strict=True):
                 yield Param(param, shape, "trainable"), kind, TensorEntry(like.dtype, shape, place)
 
 
