@@ -66,7 +66,7 @@ def head_of(facts: Mapping[str, str], masters: Iterable[tuple[str, Elements]]) -
 
 
 def table_of(sizes: Sequence[tuple[int, int]]) -> bytes:
-    """Return the end of the file, given the bytes of each frame, the first of which is `head_of`, and of its content."""
+    """Return the end of the file, given the bytes of each frame, with `head_of` as the first, and of its content."""
     entries = b"".join(_ENTRY.pack(*one) for one in sizes)
     return _BEGIN.pack(_TABLE, len(entries) + _END.size) + entries + _END.pack(len(sizes), 0, _SEEKABLE)
 
