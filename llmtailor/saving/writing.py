@@ -60,7 +60,7 @@ from llmtailor.saving.snapshot import (
     storage_of,
 )
 from llmtailor.saving.training import Constant, FrozenFile, Omitted, Ranks, StoredElsewhere, Training
-from llmtailor.storage import frames
+from llmtailor.storage import casts, frames
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_folder, replace_durably
 
@@ -199,13 +199,14 @@ def lay_out_share(
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
     path = differences_name(ranks.rank, ranks.world_size)
-    more = _lay_out_compressed(path, facts, compressed) if compressed else None
+    more = lay_out_compressed(path, facts, compressed) if compressed else None
     return Share(tuple(files), tuple(linked), live, check, samples, moving, before, more)
 
 
-def _lay_out_compressed(
+def lay_out_compressed(
     path: str, facts: Mapping[str, str], found: Sequence[tuple[str, Elements, Copy, memoryview]]
 ) -> Compressed:
+    """Lay out a file of masters: params, which of their elements, the bytes of these, and what they differ from."""
     head = head_of({"schema": SCHEMA_BUNDLE, **facts}, [(name, elements) for name, elements, *_ in found])
     tensors = tuple((piece, base) for *_, piece, base in found)
     return Compressed(FileLayout(path, (Bytes(head, "what it holds"), *(piece for piece, _ in tensors))), tensors)
@@ -258,7 +259,7 @@ def _write_compressed(
             crc, sizes = output.put(head.data), [(head.num_bytes, 0)]
             for piece, older in compressed.tensors:
                 for at, newest in zip(range(0, len(older), size), _in_frames(store, piece, size), strict=True):
-                    frame = compressor.frame(newest, older[at : at + size])
+                    frame = compressor.frame(casts.planes_of(newest, older[at : at + size]))
                     crc = output.put(frame, crc)
                     sizes.append((len(frame), len(newest)))
             crc = output.put(table_of(sizes), crc)

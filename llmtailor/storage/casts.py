@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmtailor.model.roles import BLOCKS, D16, D24, F24, PACKED, Q8_ROOT, Block, Encoding, numel_of, size_of
+from llmtailor.storage import frames
 
 _CACHED: Final = 1 << 15
 """Elements that are packed at once, so that they stay in a core's cache"""
@@ -79,9 +80,7 @@ def refine(
     Where `D16` or `D24`, the ``newest_dtype``, has a difference from the older element, it is the exact sum.
     """
     if newest_dtype == D24:
-        from llmtailor.storage import frames
-
-        sums = frames.add(np.frombuffer(newest, "<u4"), widen(older, older_dtype).view("<u4"))
+        sums = add_codes(np.frombuffer(newest, "<u4"), widen(older, older_dtype).view("<u4"))
         return cast(sums.tobytes(), "F32", target)
     now, before = (widen(data, dtype).view("<u4") for data, dtype in ((newest, newest_dtype), (older, older_dtype)))
     rounded = np.frombuffer(_to_bfloat16(before.view("<f4")), "<u2").astype(np.int64)
@@ -101,9 +100,12 @@ def refine(
 def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
     """Return elements of a floating-point dtype as numpy's; those that numpy does not know as fp32."""
     if source == F24:
-        octets = np.zeros((len(data) // 3, 4), np.uint8)
-        octets[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
-        return octets.reshape(-1).view("<f4")
+        bits = np.empty(len(data) // 3, "<u4")
+        # four bytes each, the last of which is the next element's, are read faster than three
+        bits[:-1] = np.ndarray(max(len(bits) - 1, 0), "<u4", data, 0, 3)
+        bits[-1:] = int.from_bytes(data[-3:], "little")
+        bits <<= np.uint32(8)
+        return bits.view("<f4")
     if source in BLOCKS:
         return _from_blocks(data, source)
     if source != "BF16":
@@ -143,9 +145,7 @@ def _in_blocks(
 
 def _in_row(rest: npt.NDArray[Any], target: str) -> npt.NDArray[Any]:
     """Return a block of a few elements, and zeros behind them."""
-    block = np.zeros((1, BLOCKS[target].elements, *rest.shape[1:]), rest.dtype)
-    block[0, : len(rest)] = rest
-    return block
+    return np.pad(rest, (0, BLOCKS[target].elements - len(rest)))[None]
 
 
 @lru_cache
@@ -195,25 +195,26 @@ def pack_differences(
     """Return the bytes of fp32 elements as ``D16``; ``base`` has the bytes of those of the other save as ``F24``."""
     made = np.empty(size_of(D16, len(values)), np.uint8) if room is None else room
     rows, records, rest = _in_blocks(values, made, D16)
-    older = base[: 3 * rows.size].reshape(*rows.shape, 3)
-    if (compiled := loops()) is not None:
-        compiled.to_differences(rows.view("<u4"), older, records[:, 0], records[:, 1:].reshape(*rows.shape, 2))
-    else:
-        step = _CACHED // rows.shape[1]
-        for begin in range(0, len(rows), step):
-            some = slice(begin, begin + step)
-            _to_differences(rows[some], older[some], records[some])
+    step, width = _CACHED // rows.shape[1], 3 * rows.shape[1]
+    for begin in range(0, len(rows), step):
+        some, target = rows[begin : begin + step], records[begin : begin + step]
+        older = widen(base.data[begin * width :][: len(some) * width], F24).reshape(some.shape)
+        if (compiled := loops()) is None:
+            _to_differences(some, older, target)
+        else:
+            octets = target[:, 1:].reshape(*some.shape, 2)
+            compiled.to_differences(some.view("<u4"), older.view("<u4"), target[:, 0], octets)
     if len(rest):
         last = np.empty((1, BLOCKS[D16].num_bytes), np.uint8)
-        _to_differences(_in_row(rest, D16), _in_row(base[3 * rows.size :].reshape(-1, 3), D16), last)
+        _to_differences(_in_row(rest, D16), _in_row(widen(base.data[3 * rows.size :], F24), D16), last)
         made[records.size :] = last[0, : len(made) - records.size]
     return made
 
 
-def _to_differences(rows: npt.NDArray[Any], base: npt.NDArray[np.uint8], records: npt.NDArray[np.uint8]) -> None:
+def _to_differences(rows: npt.NDArray[Any], base: npt.NDArray[Any], records: npt.NDArray[np.uint8]) -> None:
     off, older = np.empty(rows.shape, np.int32), np.empty(rows.shape, np.int32)
     _number(rows, off)
-    _number(widen(base.reshape(-1).data, F24).reshape(rows.shape), older)
+    _number(base, older)
     off -= older
     off[rows.view("<i4") == -1 << 31] = 1 << 15  # -0.0 has no number of its own
     is_far = (off + np.int32((1 << 15) - 1)).view("<u4") > (1 << 16) - 2
@@ -223,6 +224,36 @@ def _to_differences(rows: npt.NDArray[Any], base: npt.NDArray[np.uint8], records
         codes[~fits] = np.frombuffer(_to_bfloat16(rows), np.uint8).reshape(codes.shape)[~fits]
     records[:, 0] = fits
     records[:, 1:] = codes
+
+
+def planes_of(newest: bytes | memoryview, older: bytes | memoryview) -> npt.NDArray[np.uint8]:
+    """Return the bytes of the differences of ``F24`` elements, in planes; see `frames`."""
+    now, before = (widen(one, F24).view("<u4") for one in (newest, older))
+    planes = np.empty((3, len(now)), np.uint8)
+    if (compiled := loops()) is not None:
+        compiled.to_planes(now, before, planes)
+        return planes
+    codes = _ordered(now) - _ordered(before)
+    codes = (codes << np.uint32(1)) ^ (codes.view("<i4") >> 31).view("<u4")
+    for at, plane in enumerate(planes):
+        plane[:] = (codes >> np.uint32(8 * (at + 1))).astype(np.uint8)
+    return planes
+
+
+def add_codes(codes: npt.NDArray[Any], older: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the patterns of fp32 masters, given what `frames.codes_of` returns and the patterns of the other save."""
+    off = codes >> np.uint32(1)
+    off ^= -(codes & np.uint32(1))
+    off <<= np.uint32(8)
+    off += _ordered(older & np.uint32(0xFFFFFF00))
+    return _ordered(off)
+
+
+def _ordered(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the numbers of ``F24`` patterns in the order of the values, times 256; -0.0 has its own. Of these numbers,
+    it returns the patterns."""
+    numbers: npt.NDArray[Any] = bits ^ (bits >> np.uint32(31)) * np.uint32(0x7FFFFF00)
+    return numbers
 
 
 def _to_records(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> None:
@@ -295,8 +326,6 @@ class Decoder:
         return found.tobytes()
 
     def _from_frames(self, whole: bytes) -> Iterator[bytes]:
-        from llmtailor.storage import frames
-
         at = 0
         while self._frames and at + self._frames[-1] <= len(whole):
             end = at + self._frames.pop()

@@ -105,29 +105,23 @@ def _number(bits: Any) -> Any:
     return -number if bits >> np.uint32(31) else number
 
 
-@_compiled(_BYTE, _BYTE, _BYTE, returns=_WORD)
-def _pattern(low: Any, middle: Any, high: Any) -> Any:
-    return np.uint32(low) << np.uint32(8) | np.uint32(middle) << np.uint32(16) | np.uint32(high) << np.uint32(24)
-
-
 @_compiled(_WORD, returns=_WORD)
 def _ordered(bits: Any) -> Any:
     return bits ^ (np.uint32(np.int32(bits) >> 31) & np.uint32(0x7FFFFF00))  # -0.0 has a number of its own
 
 
-@_compiled(_given(_BYTE, 2), _given(_BYTE, 2), _taken(_BYTE, 2))
+@_compiled(_given(_WORD, 1), _given(_WORD, 1), _taken(_BYTE, 2))
 def to_planes(newest: Any, older: Any, planes: Any) -> None:
-    """Split the differences of patterns of three bytes each into their bytes; see `frames`."""
+    """Split the differences of 24-bit patterns, which are the upper bits, into their bytes; see `frames`."""
     for at in range(len(newest)):
-        now = _ordered(_pattern(newest[at, 0], newest[at, 1], newest[at, 2]))
-        code = np.uint32(now - _ordered(_pattern(older[at, 0], older[at, 1], older[at, 2])))
+        code = np.uint32(_ordered(newest[at]) - _ordered(older[at]))
         code = np.uint32(code << np.uint32(1)) ^ np.uint32(np.int32(code) >> 31)
         planes[0, at] = np.uint8(code >> np.uint32(8))
         planes[1, at] = np.uint8(code >> np.uint32(16))
         planes[2, at] = np.uint8(code >> np.uint32(24))
 
 
-@_compiled(_given(_WORD, 2), _given(_BYTE, 3), _BYTE[:], _BYTE[:, :, :])
+@_compiled(_given(_WORD, 2), _given(_WORD, 2), _BYTE[:], _BYTE[:, :, :])
 def to_differences(rows: Any, base: Any, fits: Any, octets: Any) -> None:
     """Round rows of patterns to the differences of their numbers from those of ``base``, in two bytes, or to bf16."""
     half = np.int32(1 << 15)
@@ -136,9 +130,8 @@ def to_differences(rows: Any, base: Any, fits: Any, octets: Any) -> None:
         row, room = rows[number], octets[number]
         far = np.uint32(0)
         for at in range(len(row)):
-            older = _number(_pattern(base[number, at, 0], base[number, at, 1], base[number, at, 2]))
             # -0.0 has no number of its own
-            off[at] = half if row[at] == np.uint32(1 << 31) else _number(row[at]) - older
+            off[at] = half if row[at] == np.uint32(1 << 31) else _number(row[at]) - _number(base[number, at])
             far = max(far, np.uint32(off[at] + half - np.int32(1)))
         fits[number] = far <= np.uint32((1 << 16) - 2)
         if not fits[number]:

@@ -235,7 +235,7 @@ def test_it_is_named_if_the_package_is_missing(loop, tmp_path, monkeypatch):
 def test_every_pattern_comes_back(by_numba, monkeypatch):
     """Infinities, NaNs of all kinds, subnormals and both zeros, each given some other one."""
     if not by_numba:
-        monkeypatch.setattr(frames, "loops", lambda: None)
+        monkeypatch.setattr(casts, "loops", lambda: None)
     elif casts.loops() is None:
         pytest.skip("numba is not installed")
     every = np.arange(1 << 24, dtype="<u4")
@@ -245,11 +245,11 @@ def test_every_pattern_comes_back(by_numba, monkeypatch):
         for begin in range(0, 1 << 24, 41 * frames.ELEMENTS + 7):
             mine, other = every[begin:][: frames.ELEMENTS], older[begin:][: frames.ELEMENTS]
             octets = [one.view(np.uint8).reshape(-1, 4)[:, :3].tobytes() for one in (mine, other)]
-            frame = compressor.frame(*map(memoryview, octets))
+            frame = compressor.frame(casts.planes_of(*octets))
             assert len(frame) <= casts.size_of("D24", len(mine))
-            assert (frames.add(frames.codes_of(frame), other << 8) >> 8 == mine).all()
+            assert (casts.add_codes(frames.codes_of(frame), other << 8) >> 8 == mine).all()
     zeros = np.float32([0.0, -0.0]).view("<u4")
     for old in zeros:
-        both = [memoryview(casts.pack(one.view("<f4"), "F24")) for one in (zeros, np.full(2, old))]
-        codes = frames.codes_of(compressor.frame(*both)).tobytes()
+        both = [casts.pack(one.view("<f4"), "F24").data for one in (zeros, np.full(2, old))]
+        codes = frames.codes_of(compressor.frame(casts.planes_of(*both))).tobytes()
         assert casts.refine(codes, "D24", np.full(2, old).tobytes(), "F32", "F32") == zeros.tobytes()
