@@ -239,7 +239,7 @@ CHECKED = by_name(
         Job("z3-rounded", policy="moments_in_turn:2", options=COMPRESSED),
         Job("z3-bf16", policy="moments_in_turn:2", options=SIXTEEN, per_device_batch=3, steps=8),
         Job("z2", stage=2),
-        Job("z2-rounded", stage=2, policy="moments_in_turn:2", options=COMPRESSED, per_device_batch=3, steps=8),
+        Job("z2-rounded", stage=2, policy="moments_in_turn:2", options=COMPRESSED | {"moments": "bf16"}),
         Job("z2-layer", stage=2, groups="layer", policy="moments_in_turn:2"),
         Job("z2-rr", stage=2, round_robin=True),
         Job("z2-aligned", stage=2, parameter_alignment=True),
