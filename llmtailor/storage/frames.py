@@ -17,7 +17,7 @@ from llmtailor.model.roles import BLOCKS, D24
 
 ELEMENTS: Final = BLOCKS[D24].elements
 LEVEL: Final = 1
-"""Of zstd: higher ones take more time, for at most one percent fewer bytes"""
+"""Of zstd: higher ones take more time, for at most two percent fewer bytes"""
 
 
 class Compressor:
