@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from helpers.cases import mostly_long
 from helpers.commands import call
 from helpers.files import flip
 from helpers.states import in_24_bits
-from llmtailor.errors import SourceError, UnsupportedCheckpoint, UsageError
+from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.formats.partial import differences
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.saving import SaveFailed, SavingOptions
@@ -202,6 +203,23 @@ def test_a_seek_table_that_is_damaged_is_refused(loop, at):
     if at != -5:  # the descriptor, which says nothing
         with pytest.raises(SourceError, match=FILE):
             index_checkpoint(path)
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(100, marks=pytest.mark.long)])
+def test_any_damage_is_found_or_does_no_harm(loop, tmp_path, rounds):
+    """Also what the manifest knows nothing of."""
+    path, wanted, random = loop.run / "partial/step-00000005" / FILE, rounded(loop, 5), Random(rounds)
+    good, refused = path.read_bytes(), 0
+    for at in range(rounds):
+        bad = bytearray(good)
+        bad[random.randrange(len(bad) if at % 2 else 800)] ^= 1 << random.randrange(8)
+        path.write_bytes(bad)
+        try:
+            index_checkpoint(path.parent)  # else the run goes on without it
+            check_states(loop.compose(5, tmp_path / f"{at}"), wanted)
+        except TailorError:
+            refused += 1
+    assert refused > rounds // 2
 
 
 def test_a_frame_can_not_claim_more_than_a_block():
