@@ -41,6 +41,7 @@ from llmtailor.policies import (
     make_policy,
     precision_of,
     restore_state,
+    saves_masters,
     setbacks,
     state_of,
 )
@@ -175,7 +176,8 @@ class PartialSaver:
             logger.info(what, self.precision.masters, self.precision.moments, self.policy)
         if self.precision != EXACT:
             casts.loops()  # so that they are not compiled during a save
-        self._bases = Bases() if self.precision.has_differences else None
+        differ = self.precision.has_differences and saves_masters(self.policy)
+        self._bases = Bases() if differ else None
         self._based: dict[Part, str] = {}
         """Part -> ``save_id`` of the save that `_bases` has its masters of"""
         self._client = beside

@@ -195,7 +195,7 @@ def pack_differences(
     """Return the bytes of fp32 elements as ``D16``; ``base`` has the bytes of those of the other save as ``F24``."""
     made = np.empty(size_of(D16, len(values)), np.uint8) if room is None else room
     rows, records, rest = _in_blocks(values, made, D16)
-    step, width = _CACHED // rows.shape[1], 3 * rows.shape[1]
+    step, width = 4 * _CACHED // rows.shape[1], 3 * rows.shape[1]
     for begin in range(0, len(rows), step):
         some, target = rows[begin : begin + step], records[begin : begin + step]
         older = widen(base.data[begin * width :][: len(some) * width], F24).reshape(some.shape)
