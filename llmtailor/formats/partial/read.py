@@ -395,9 +395,8 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
             placed[state] = described
             continue
         fragment = partial.fragments.get(state)
-        is_here = (
-            fragment is not None and fragment.stored_as not in DIFFERENCES
-        )  # without the other save these have no values
+        # without the other save, differences have no values
+        is_here = fragment is not None and fragment.stored_as not in DIFFERENCES
         placed[state] = fragment if fragment and is_here else replace(described, place=_ABSENT)
         if fragment and described.dtype == "F32" and fragment.stored_as in ROUNDED_AS.get(state.kind, ()):
             fragment = replace(fragment, rounded_from=described.dtype)
