@@ -155,6 +155,12 @@ def test_nothing_differs_from_a_failed_save(tmp_path, monkeypatch):
         check_states(loop.compose(step, tmp_path / f"{step}"), rounded(loop, step))
 
 
+def test_it_is_copied_with_the_others(tmp_path):
+    loop = Loop(tmp_path / "run", staging_dir=tmp_path / "stage", **IN_TURN).trained(3)
+    call("verify", "--deep", loop.run / "partial/step-00000003")
+    check_states(loop.compose(3, tmp_path / "out"), rounded(loop, 3))
+
+
 # Damage
 
 
