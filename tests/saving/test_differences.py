@@ -111,7 +111,7 @@ def test_gc_keeps_what_they_differ_from(loop, tmp_path):
 def test_keep_composable_keeps_it_too(tmp_path, keep):
     """As many folders as there are groups, and one for each further step."""
     loop = Loop(tmp_path / "run", keep_composable=keep, **IN_TURN).start()
-    for step in range(1, 8):
+    for step in range(1, 6):
         loop.make_saves()
         assert loop.saves == [*range(max(1, step - keep - 1), step + 1)]
         for at in loop.saves[-keep:]:
@@ -211,7 +211,7 @@ def test_a_seek_table_that_is_damaged_is_refused(loop, at):
             index_checkpoint(path)
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [5, pytest.param(100, marks=pytest.mark.long)])
 def test_any_damage_is_found_or_does_no_harm(loop, tmp_path, rounds):
     """Also what the manifest knows nothing of."""
     path, wanted, random = loop.run / "partial/step-00000005" / FILE, rounded(loop, 5), Random(rounds)
