@@ -49,7 +49,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("llmtailor.attest")
 Write = Callable[[Mapping[str, object]], None]
+Say = Callable[[Attestation, Ranks, str], None]
 Attestable = Training | AnyTraining
+
+
+def _write_nothing(found: Mapping[str, object]) -> None:
+    """Where there is no record of the run"""
 
 
 def attest_training(
@@ -96,12 +101,11 @@ def _attest(
 
 
 def attest_loop(
-    find_training: Callable[[], Attestable],
-    checkpoint: Path,
-    options: SavingOptions,
-    scheduler: HasState | None,
-    write: Write,
-    counters: Mapping[str, Any] = {},
+    attest: Callable[[], Attestation],
+    checkpoint: object,
+    on_mismatch: str,
+    write: Write = _write_nothing,
+    say: Say = announce,
 ) -> None:
     """Attest what a loop, or Lightning, has resumed, for the record and the log.
 
@@ -109,11 +113,10 @@ def attest_loop(
     """
     ranks = Ranks.here()
 
-    def run() -> Attestation:
-        found = attest_training(find_training(), checkpoint, options.attest, scheduler, None, counters)
+    def run() -> None:
+        found = attest()
         write(found.to_json())
-        announce(found, ranks, options.on_mismatch)
-        return found
+        say(found, ranks, on_mismatch)
 
     guarded(run, checkpoint, ranks.is_first)
 
@@ -282,10 +285,18 @@ def parts_of(trainer: Trainer) -> Held:
     scheduler = trainer.lr_scheduler
     if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper":
         scheduler = engine.lr_scheduler
-    scaler = getattr(trainer.accelerator, "scaler", None)
+    scaler, counters = getattr(trainer.accelerator, "scaler", None), {"global_step": trainer.state.global_step}
     if engine is not None:
-        return Held(engine, scheduler=scheduler, scaler=scaler)
-    return Held(None, trainer.model, trainer.optimizer, scheduler, scaler)
+        return Held(engine, scheduler=scheduler, scaler=scaler, counters=counters)
+    return Held(None, trainer.model, trainer.optimizer, scheduler, scaler, counters)
+
+
+def callers() -> Iterator[dict[str, Any]]:
+    """Yield the local variables of the functions that are running, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
 
 
 def resumed_from(trainer: Trainer) -> Path | None:
@@ -293,14 +304,11 @@ def resumed_from(trainer: Trainer) -> Path | None:
 
     Nothing keeps it but a local variable of the Trainer's loop, which calls the callbacks.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals
+    for found in callers():
         if found.get("self") is trainer and "resume_from_checkpoint" in found:
             given = found["resume_from_checkpoint"]
             if not isinstance(given, bool):
                 return Path(given) if given is not None else None
-        frame = frame.f_back
     return None
 
 
@@ -309,7 +317,7 @@ class TrainerResume:
     them, and the first losses.
 
     Args:
-        how, on_mismatch: the fields ``attest`` and ``on_mismatch`` of `SavingOptions`.
+        options: decide what of it is compared, and what happens if it differs.
         write: adds a line to the record of the run; called on every rank.
         say: takes each attestation, in place of `announce`.
         is_strict: raise what prevents an attestation; else it is a warning.
@@ -318,15 +326,14 @@ class TrainerResume:
     def __init__(
         self,
         trainer: Trainer,
-        how: str,
-        on_mismatch: str,
-        write: Write | None = None,
+        options: SavingOptions,
+        write: Write = _write_nothing,
         *,
-        say: Callable[[Attestation, Ranks, str], None] = announce,
+        say: Say = announce,
         is_strict: bool = False,
     ) -> None:
-        self._trainer, self._how, self._on_mismatch, self._write = trainer, how, on_mismatch, write
-        self._say, self._is_strict = say, is_strict
+        self._trainer, self._how, self._on_mismatch = trainer, options.attest, options.on_mismatch
+        self._write, self._say, self._is_strict = write, say, is_strict
         self._ranks = Ranks.here()
         self._index: CheckpointIndex | None = None
         self._losses = Losses()
@@ -347,33 +354,28 @@ class TrainerResume:
         if self._index is not None and not trainer.args.ignore_data_skip:
             self._watch_rng(trainer)
 
-    def _begin(self, find_training: Callable[[], Attestable], checkpoint: Path) -> Attestation:
+    def _begin(self, find_training: Callable[[], Attestable], checkpoint: Path) -> None:
         trainer = self._trainer
-        training = find_training()
-        parts = parts_of(trainer)
-        step = trainer.state.global_step
+        training, held = find_training(), parts_of(trainer)
         try:
             opened = open_on_first(training, checkpoint, self._ranks)
         except SourceError as error:
             if not (files := missing_files(error)):
                 raise
-            found = lacking(display_name(checkpoint), files, self._how)
-            self._record({"step": step, "attested": found.to_json()})
-            self._say(found, self._ranks, self._on_mismatch)
-            return found
-        found = _attest(opened, self._ranks, self._how, parts.scheduler, parts.scaler, {"global_step": step})
+            self._report(lacking(display_name(checkpoint), files, self._how))
+            return
+        found = _attest(opened, self._ranks, self._how, held.scheduler, held.scaler, held.counters)
         if trainer.args.ignore_data_skip:
             found = replace(found, notes=(*found.notes, "random states: ignore_data_skip does not restore them"))
         self.found, self._index = found, opened.index
         if self._ranks.is_first:
-            self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), step, trainer.state.log_history))
-        self._record({"step": step, "attested": found.to_json()})
-        self._say(found, self._ranks, self._on_mismatch)
-        return found
+            state = trainer.state
+            self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), state.global_step, state.log_history))
+        self._report(found)
 
-    def _record(self, line: Mapping[str, object]) -> None:
-        if self._write is not None:
-            self._write(line)
+    def _report(self, found: Attestation) -> None:
+        self._write({"step": self._trainer.state.global_step, "attested": found.to_json()})
+        self._say(found, self._ranks, self._on_mismatch)
 
     def _watch_rng(self, trainer: Trainer) -> None:
         """Compare the random states right after the Trainer has restored them: at the start of an epoch it then draws
@@ -413,8 +415,7 @@ class TrainerResume:
                 f"{what} on {len(where)} of {ranks.world_size} ranks", "dropout and the order of the data differ"
             ),
         )
-        self._record({"step": self._trainer.state.global_step, "attested": found.to_json()})
-        self._say(found, ranks, self._on_mismatch)
+        self._report(found)
 
     def step_ended(self) -> None:
         """Call it after each step."""
@@ -425,7 +426,7 @@ class TrainerResume:
             if said and self._ranks.is_first:
                 step = self._trainer.state.global_step
                 logger.warning("resumed from %s: after step %d %s", self._index.name, step, said)
-                self._record({"step": step, "rates": said})
+                self._write({"step": step, "rates": said})
         if self._waits_for_rng:
             self._waits_for_rng = False
             if self._ranks.is_first and self._index is not None:
@@ -435,7 +436,7 @@ class TrainerResume:
         """Call it with each entry of the log."""
         if self._ranks.is_first and (said := self._losses.see(step, logs)):
             logger.warning("%s", said)
-            self._record({"step": step, "losses": said})
+            self._write({"step": step, "losses": said})
 
 
 def abandoned_log(run: Path, step: int, history: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:

@@ -14,13 +14,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -29,18 +27,16 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.attestation.check import announce
-from llmtailor.checkpoint.index import TRAINER
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import unsupported, unsupported_name
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
-from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, attestable_of, make_saver
-from llmtailor.saving.attesting import TrainerResume, parts_of
+from llmtailor.saving.attesting import TrainerResume, callers, parts_of
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
 from llmtailor.saving.options import (
@@ -70,12 +66,10 @@ def find_trainer(callback: TrainerCallback) -> Trainer:
     A callback gets model, optimizer and scheduler, but neither the DeepSpeed engine nor the Trainer; both are needed to
     write what the Trainer would. The Trainer is the ``self`` of the function that runs the callbacks.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("self")
+    for variables in callers():
+        found = variables.get("self")
         if isinstance(found, Trainer) and any(one is callback for one in found.callback_handler.callbacks):
             return found
-        frame = frame.f_back
     what, fix = "it was not called by a Trainer of transformers", "for another loop, use saver_for"
     raise UsageError.at("PartialSaving", what, fix)
 
@@ -366,26 +360,13 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         if self.saver is not None:  # from a training that ended with an error
             self.saver.close()
         self._pending_rng, self._is_last = None, False
-        scheduler = trainer.lr_scheduler
-        engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-        if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper" or (engine and scheduler is engine.lr_scheduler):
-            scheduler = None  # the engine saves it
-        self.saver = make_saver(
-            args.output_dir,
-            engine=engine,
-            model=trainer.model,
-            optimizer=trainer.optimizer,
-            beside=TrainerClient(scheduler),
-            scaler=getattr(trainer.accelerator, "scaler", None),
-            tokenizer=trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None),
-            policy=self.policy,
-            options=self.options,
-            is_tested=True,
-        )
+        held = parts_of(trainer)
+        beside, tokenizer = TrainerClient(held.own_scheduler), getattr(trainer.data_collator, "tokenizer", None)
+        tokenizer = trainer.processing_class or tokenizer
+        self.saver = make_saver(args.output_dir, held, beside, tokenizer, self.policy, self.options, is_tested=True)
         self._agree()
         training = self.saver.live
-        how, on_mismatch = self.options.attest, self.options.on_mismatch
-        resume = TrainerResume(trainer, how, on_mismatch, self.saver.record.append, say=self._say)
+        resume = TrainerResume(trainer, self.options, self.saver.record.append, say=self._say)
         try:
             resume.begin(lambda: training)
         except (TailorError, SystemExit):
@@ -575,8 +556,8 @@ class AttestResume(TrainerCallback):  # type: ignore[misc]
         self._begin(find_trainer(self))
 
     def _begin(self, trainer: Trainer, **how: Any) -> None:
-        self._resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch, **how)
-        self._resume.begin(lambda: attestable_of(parts_of(trainer), LOADERS[TRAINER]))
+        self._resume = TrainerResume(trainer, self.options, **how)
+        self._resume.begin(lambda: attestable_of(parts_of(trainer)))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

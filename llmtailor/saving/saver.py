@@ -47,7 +47,7 @@ from llmtailor.policies import (
 from llmtailor.ranks.board import as_error
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.attesting import attest_loop
+from llmtailor.saving.attesting import attest_loop, attest_training
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.model import (
     Drift,
@@ -267,7 +267,8 @@ class PartialSaver:
         def write(found: Mapping[str, object]) -> None:
             self.record.append({"step": step, "attested": found})
 
-        attest_loop(lambda: self.live, checkpoint, self.options, self._client.scheduler, write)
+        attest = partial(attest_training, self.live, checkpoint, self.options.attest, self._client.scheduler)
+        attest_loop(attest, checkpoint, self.options.on_mismatch, write)
 
     def has_state(self, step: int | None = None) -> bool:
         """Return whether the optimizer has made a step on all ranks, so that there are moments to save.
