@@ -23,7 +23,7 @@ from llmtailor.saving.client_state import AccelerateClient, ClientState, Trainer
 from llmtailor.saving.options import ATTEST, ON_MISMATCH, Arguments, SavingArguments, SavingOptions, from_environment
 from llmtailor.saving.save import PendingSave, SaveFailed
 from llmtailor.saving.saver import PartialSaver
-from llmtailor.saving.torch_training import PlainTraining, ShardedTraining, unwrap
+from llmtailor.saving.torch_training import PlainTraining
 from llmtailor.saving.training import HasState, Held, Pretrained, Ranks, Training
 from llmtailor.saving.writing import owners_of
 from llmtailor.storage.local import as_path
@@ -124,8 +124,7 @@ def training_of(held: Held, loader: Loader = LOADERS[DEEPSPEED]) -> Training:
 
         return ZeroTraining(held.engine, loader)
     assert held.model is not None and held.optimizer is not None, "without an engine"
-    is_sharded = any(hasattr(param, "to_local") for param in held.model.parameters())  # as DTensors
-    return (ShardedTraining if is_sharded else PlainTraining)(unwrap(held.model), held.optimizer, held.scaler)
+    return PlainTraining(held.model, held.optimizer, held.scaler)
 
 
 def attestable_of(held: Held) -> Attestable:

@@ -40,7 +40,7 @@ from llmtailor.saving.any_training import AnyTraining
 from llmtailor.saving.model import is_adapted, saved_names
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import DTYPES, bytes_of
-from llmtailor.saving.torch_training import PlainTraining, ShardedTraining
+from llmtailor.saving.torch_training import NamedTraining
 from llmtailor.saving.training import Fragment, HasState, Held, Ranks, Training, rng_tree
 from llmtailor.training import decaying_names
 
@@ -142,7 +142,7 @@ def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Opene
         index, converted = _index_on_first(training, checkpoint, ranks)
         return Opened(index, converted, training, open_other)
     except UnsupportedCheckpoint:
-        if isinstance(training, ShardedTraining) or not isinstance(training, (PlainTraining, AnyTraining)):
+        if not isinstance(training, NamedTraining) or training.is_sharded:
             raise
         alike = AnyTraining(training.model, training.optimizer)
         read = partial(index_by_position, live=alike.positions)
@@ -237,11 +237,7 @@ def _fragments(training: Attestable) -> Iterator[LiveFragment]:
         if one.tensor.dtype not in DTYPES:
             continue
         weight = training.weight_of(one) if one.kind == "master" else None
-        shape = one.shape  # of a state that is not elementwise
-        if shape is None and isinstance(training, AnyTraining):
-            shape = training.shape_of(one)
-        elif shape is None:
-            shape = training.params[one.param].shape
+        shape = training.params[one.param].shape if one.shape is None else one.shape
         forward = None if weight is None else _fragment(replace(one, tensor=weight), shape)
         yield _fragment(one, shape, forward)
 
