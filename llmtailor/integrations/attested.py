@@ -11,26 +11,25 @@ nothing has changed their states before.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtailor import attestation
 from llmtailor.errors import TailorError, UsageError
+from llmtailor.saving.around import around
 
 if TYPE_CHECKING:
     from llmtailor.attestation.compare import Attestation
     from llmtailor.ranks.group import Team
     from llmtailor.saving.training import Held
 
-logger = logging.getLogger("llmtailor.attest")
+Call = Callable[..., Any]
 ATTESTING = "LLMTAILOR_ATTESTING"
 """The variable that makes a launched program attest instead of save: a JSON object, see `Task`"""
 _FIX_RESUME = "make PROGRAM resume from it, as by --resume_from_checkpoint, with an absolute path"
@@ -74,11 +73,8 @@ def forget() -> None:
 
 
 def _hook_engine(module: ModuleType) -> None:
-    kind = module.DeepSpeedEngine
-    load, step = kind.load_checkpoint, kind.step
-
-    @wraps(load)
-    def loading(self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    @around(module.DeepSpeedEngine, "load_checkpoint")
+    def loading(load: Call, self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         result = load(self, load_dir, tag, *args, **kwargs)
         if result[0] is not None:  # else it has only logged that there is no checkpoint
             folder = Path(load_dir)
@@ -88,20 +84,15 @@ def _hook_engine(module: ModuleType) -> None:
             _loaded.find_held = lambda: _of_engine(self)
         return result
 
-    @wraps(step)
-    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @around(module.DeepSpeedEngine, "step")
+    def stepping(step: Call, *args: Any, **kwargs: Any) -> Any:
         _before_step()
-        return step(self, *args, **kwargs)
-
-    kind.load_checkpoint, kind.step = loading, stepping
+        return step(*args, **kwargs)
 
 
 def _hook_accelerator(module: ModuleType) -> None:
-    kind = module.Accelerator
-    load = kind.load_state
-
-    @wraps(load)
-    def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @around(module.Accelerator, "load_state")
+    def loading(load: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
         folders: list[str] = []  # accelerate may choose the folder itself
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(str(folder)))
         try:
@@ -113,8 +104,6 @@ def _hook_accelerator(module: ModuleType) -> None:
             _loaded.find_held = lambda: _of_accelerator(self)
         return result
 
-    kind.load_state = loading
-
 
 def _hook_optimizer(module: ModuleType) -> None:
     module.register_optimizer_step_pre_hook(lambda *_: _before_step())
@@ -122,18 +111,14 @@ def _hook_optimizer(module: ModuleType) -> None:
         attestation.take, attestation.before_saving = _take, _before_step
 
 
-def _hook_state_dict(module: Any) -> None:
-    make = module._init_optim_state
-
-    @wraps(make)
-    def making(*args: Any, **kwargs: Any) -> Any:
+def _hook_state_dict(module: ModuleType) -> None:
+    @around(module, "_init_optim_state")
+    def making(make: Call, *args: Any, **kwargs: Any) -> Any:
         _loaded.is_making_states = True
         try:
             return make(*args, **kwargs)
         finally:
             _loaded.is_making_states = False
-
-    module._init_optim_state = making
 
 
 def _take(found: Attestation, _: Team) -> None:

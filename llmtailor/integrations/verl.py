@@ -9,10 +9,9 @@ The rest of a checkpoint (schedule, random states, config, weights for Hugging F
 
 from __future__ import annotations
 
-import functools
 import os
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,36 +27,37 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from llmtailor.containers.dcp import METADATA
+from llmtailor.saving.around import around
 from llmtailor.saving.dcp import DcpSaver
 from llmtailor.saving.options import from_environment
 
 FOLDER = "dcp"
 """In the folder of a step"""
 _OURS = ("model", "optimizer")
+Stock = Callable[..., Any]
 
 
 def install(manager: Any, policy: Any) -> None:
     """Let verl's FSDPCheckpointManager save and load through DCP. Raises UsageError for a policy that can't."""
     DcpSaver(policy)
-    stock_save, stock_load = manager.save_checkpoint, manager.load_checkpoint
 
-    @functools.wraps(stock_save)
-    def save_checkpoint(self: Any, local_path: str | None, *args: Any, **options: Any) -> None:
+    @around(manager, "save_checkpoint")
+    def save_checkpoint(stock_save: Stock, self: Any, local_path: str | None, *args: Any, **options: Any) -> Any:
         saved = self.checkpoint_save_contents
         if local_path is None or not {*_OURS} <= {*saved} or self.should_save_lora_only:
-            return stock_save(self, local_path, *args, **options)  # type: ignore[no-any-return]
+            return stock_save(self, local_path, *args, **options)
         step = options.get("global_step", args[1] if len(args) > 1 else 0)
         weights, states = get_state_dict(self.model, self.optimizer)
         writer = _saver(self, policy).writer(FileSystemWriter(Path(local_path) / FOLDER), step)
         save({"model": weights, "optimizer": states}, storage_writer=writer)  # first, as verl's own removes older ones
         with _without(self, "checkpoint_save_contents", _OURS):
-            return stock_save(self, local_path, *args, **options)  # type: ignore[no-any-return]
+            return stock_save(self, local_path, *args, **options)
 
-    @functools.wraps(stock_load)
-    def load_checkpoint(self: Any, local_path: str | None, *args: Any, **options: Any) -> None:
+    @around(manager, "load_checkpoint")
+    def load_checkpoint(stock_load: Stock, self: Any, local_path: str | None, *args: Any, **options: Any) -> Any:
         folder = Path(local_path or "") / FOLDER
         if local_path is None or not (folder / METADATA).is_file():
-            return stock_load(self, local_path, *args, **options)  # type: ignore[no-any-return]
+            return stock_load(self, local_path, *args, **options)
         if self.should_load_optimizer:
             weights, states = get_state_dict(self.model, self.optimizer)
             load({"model": weights, "optimizer": states}, checkpoint_id=folder)
@@ -68,9 +68,7 @@ def install(manager: Any, policy: Any) -> None:
             load({"model": weights}, checkpoint_id=folder)
             set_model_state_dict(self.model, weights)
         with _without(self, "checkpoint_load_contents", _OURS):
-            return stock_load(self, local_path, *args, **options)  # type: ignore[no-any-return]
-
-    manager.save_checkpoint, manager.load_checkpoint = save_checkpoint, load_checkpoint
+            return stock_load(self, local_path, *args, **options)
 
 
 def _saver(manager: Any, policy: Any) -> DcpSaver:

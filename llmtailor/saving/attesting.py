@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.any_training import AnyTraining
+from llmtailor.saving.around import around
 from llmtailor.saving.model import is_adapted, saved_names
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import DTYPES, bytes_of
@@ -376,11 +377,10 @@ class TrainerResume:
     def _watch_rng(self, trainer: Trainer) -> None:
         """Compare the random states right after the Trainer has restored them: at the start of an epoch it then draws
         from them. The method is replaced on this one Trainer, once."""
-        load: Callable[..., Any] = trainer._load_rng_state
         self._waits_for_rng = True
 
-        @wraps(load)
-        def loading(*args: Any, **kwargs: Any) -> Any:
+        @around(trainer, "_load_rng_state")
+        def loading(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = load(*args, **kwargs)
             if self._waits_for_rng:
                 self._waits_for_rng = False
@@ -388,8 +388,6 @@ class TrainerResume:
                 assert self._index is not None
                 guarded(self._attest_rng, self._index.name, self._ranks.is_first, is_strict=self._is_strict)
             return result
-
-        trainer._load_rng_state = loading
 
     def _attest_rng(self) -> None:
         index, ranks = self._index, self._ranks

@@ -10,16 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers.trainer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.loaders.files import TRAINER_STATE
+from llmtailor.saving.around import around
 from llmtailor.saving.options import WHERE, stock_options
 from llmtailor.saving.stock import StockSaver, finish_all
 
@@ -48,7 +48,7 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
         stock_options(options)
         check_stock(trainer)
         self.saver: StockSaver | None = None
-        trainer._save_checkpoint = self._saving(trainer._save_checkpoint)
+        self._save_by_saver()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -61,7 +61,7 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
 
             self.saver = saver_of(trainer.model_wrapped, **self._options)
         else:
-            self.saver = StockSaver(trainer.model, self._optimizers, stock_options(self._options), self._why_not)
+            self.saver = StockSaver(trainer.model, lambda: [trainer.optimizer], stock_options(self._options))
 
     def on_log(
         self,
@@ -80,19 +80,11 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
         if self.saver is not None:
             self.saver.close()
 
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        optimizer = self.trainer.optimizer
-        found = (optimizer, getattr(optimizer, "optimizer", None))  # accelerate's wraps it
-        return [one for one in found if isinstance(one, torch.optim.Optimizer)][-1:]
+    def _save_by_saver(self) -> None:
+        """Put a save around the Trainer's ``_save_checkpoint``."""
 
-    def _why_not(self) -> str | None:
-        return None if self._optimizers() else "the optimizer is not a torch.optim.Optimizer"
-
-    def _saving(self, save: Callable[..., None]) -> Callable[..., None]:
-        """Return the Trainer's ``_save_checkpoint`` with a save around it."""
-
-        @wraps(save)
-        def saving(model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        @around(self.trainer, "_save_checkpoint")
+        def saving(save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
             trainer, saver = self.trainer, self.saver
             assert saver is not None, "training has begun"
             run, state = Path(trainer._get_output_dir(trial=trial)), trainer.state
@@ -109,8 +101,6 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
                     if trainer.args.should_save:
                         state.save_to_json(str(saver.open_at / TRAINER_STATE))
                 limit = partial(self._rotate, run, state.best_model_checkpoint)
-
-        return saving
 
     def _rotate(self, run: Path, best: str | None = None) -> None:
         """Delete what ``save_total_limit`` does not keep."""
