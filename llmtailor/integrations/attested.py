@@ -161,18 +161,17 @@ def _before_step() -> None:
         return
     from llmtailor.saving.api import attest_held
     from llmtailor.saving.attesting import attest_loop
-    from llmtailor.saving.options import from_environment
+    from llmtailor.saving.options import resume_options
 
-    given = from_environment(os.environ)
-    how, on_mismatch = given.get("attest", "sample"), given.get("on_mismatch", "warn")
+    options = resume_options(os.environ)
     forget()
 
     def attest() -> Attestation:
         assert find_held is not None and loaded is not None
-        return attest_held(find_held(), loaded, how)
+        return attest_held(find_held(), loaded, options.attest)
 
     if task().checkpoint is None:
-        attest_loop(attest, loaded, on_mismatch, say=announce_or_leave)
+        attest_loop(attest, loaded, options.on_mismatch, say=announce_or_leave)
     else:
         attest_and_end(loaded, attest)
 

@@ -12,14 +12,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from llmtailor.attestation.check import announce
 from llmtailor.attestation.compare import OFF, Attestation
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
@@ -28,10 +27,10 @@ from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.scan import compose_newest
-from llmtailor.saving.api import SaverCallback, attest_held, make_saver
+from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, make_saver
 from llmtailor.saving.attesting import attest_loop, attest_training
 from llmtailor.saving.client_state import LightningClient
-from llmtailor.saving.options import SavingArguments, SavingOptions, from_environment
+from llmtailor.saving.options import SavingArguments, SavingOptions, resume_options
 from llmtailor.saving.restart import trainer_state_of
 from llmtailor.saving.training import Held
 from llmtailor.storage.local import as_path
@@ -155,24 +154,13 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         return {CALLBACKS: {MARK: self._mark}} if self._mark else None  # of an earlier `fit` of the same Trainer
 
 
-class AttestResume(Callback):  # type: ignore[misc]
+class AttestResume(AttestingCallback, Callback):  # type: ignore[misc]
     """Attests what a Trainer has resumed with ``fit(ckpt_path=...)``, without saving anything::
 
         Trainer(callbacks=[AttestResume()])
 
-    Args:
-        attest: ``sample`` compares some elements of every state with the checkpoint, ``full`` every byte.
-        on_mismatch: ``warn``, or ``stop`` to end the training on all ranks.
-
-    Raises UsageError for other values, and, when training begins, NotTheSame.
+    It has the arguments of `AttestingCallback`.
     """
-
-    _say = staticmethod(announce)
-
-    def __init__(
-        self, attest: Literal["sample", "full"] = "sample", on_mismatch: Literal["warn", "stop"] = "warn"
-    ) -> None:
-        self.options = SavingOptions(attest=attest, on_mismatch=on_mismatch)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _attest(trainer, lambda: self._found(trainer, pl_module), self.options, say=self._say)
@@ -189,8 +177,7 @@ class LaunchedAttest(AttestResume):
     _say = staticmethod(announce_or_leave)
 
     def __init__(self) -> None:
-        given = from_environment(os.environ)
-        super().__init__(given.get("attest", "sample"), given.get("on_mismatch", "warn"))
+        self.options = resume_options(os.environ)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         forget()

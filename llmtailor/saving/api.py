@@ -222,6 +222,25 @@ def attest(
     return attested
 
 
+class AttestingCallback:
+    """The base of the callbacks that attest what a training has resumed, without saving anything.
+
+    Args:
+        attest: ``sample`` compares some elements of every state with the checkpoint, ``full`` every byte.
+        on_mismatch: ``warn``, or ``stop`` to end the training on all ranks.
+
+    Raises UsageError for other values, and, when training begins, NotTheSame.
+    """
+
+    _say = staticmethod(announce)
+    """Takes what an attestation has found"""
+
+    def __init__(
+        self, attest: Literal["sample", "full"] = "sample", on_mismatch: Literal["warn", "stop"] = "warn"
+    ) -> None:
+        self.options = SavingOptions(attest=attest, on_mismatch=on_mismatch)
+
+
 class SaverCallback:
     """The base of the callbacks of all trainers.
 

@@ -426,8 +426,9 @@ class TrainerResume:
             if self._ranks.is_first and self._index is not None:
                 logger.warning("resumed from %s: the random states were not restored", self._index.name)
 
-    def logged(self, step: int, logs: Mapping[str, Any]) -> None:
+    def logged(self, logs: Mapping[str, Any]) -> None:
         """Call it with each entry of the log."""
+        step = self._trainer.state.global_step
         if self._ranks.is_first and (said := self._losses.see(step, logs)):
             logger.warning("%s", said)
             self._write({"step": step, "losses": said})

@@ -35,7 +35,7 @@ from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, attestable_of, make_saver
+from llmtailor.saving.api import FSDP1, FSDP1_FIX, AttestingCallback, SaverCallback, attestable_of, make_saver
 from llmtailor.saving.attesting import TrainerResume, callers, parts_of
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
@@ -278,7 +278,21 @@ def attach_stock(trainer: Trainer, given: Mapping[str, Any]) -> StockSaving:
     return callback
 
 
-class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
+class Resuming(TrainerCallback):  # type: ignore[misc]
+    """Tells what attests a Trainer's resume how the training goes on."""
+
+    _resume: TrainerResume | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
+        if self._resume is not None:
+            self._resume.step_ended()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: object) -> None:
+        if self._resume is not None and logs is not None:
+            self._resume.logged(logs)
+
+
+class PartialSaving(SaverCallback, Resuming):
     """A callback that makes a Trainer save partial checkpoints instead of full ones::
 
         Trainer(..., callbacks=[PartialSaving(save_steps=50)])
@@ -322,7 +336,6 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         """Of the training that began last"""
         self._pending_rng: dict[str, Any] | None = None
         self._is_last = False
-        self._resume: TrainerResume | None = None
 
     def _bind(self, trainer: Trainer) -> None:
         """Take a Trainer as the one to save. With ``on_restart="compose"``, its ``train`` then resumes."""
@@ -343,17 +356,13 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         log_plan(self.trainer.args, self.policy, self.save_steps, self.overhead)
         self._is_checked = True
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_init_end(self, *_: object, **__: object) -> None:
         self._bind(find_trainer(self))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         self._bind(self.trainer or find_trainer(self))
         self._check()
-        trainer = self.trainer
+        trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         # after it ran out of memory, the Trainer begins again within `train`; nothing else shows that
         is_retry = args.auto_find_batch_size and trainer._train_batch_size < self._batch_size
         self._batch_size, self._clock, self._next_decision = trainer._train_batch_size, StepTimer(), FIRST
@@ -396,12 +405,9 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         ledger = self.saver.ledger
         state.stateful_callbacks[MARK] = make_mark(Past(state.global_step, ledger.lineage, ledger.history))
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         self._mark(state)
-        if self._resume is not None:
-            self._resume.step_ended()
+        super().on_step_end(args, state, control)
         if self.saver is not None:
             self.saver.has_state(state.global_step)  # refuses an optimizer now, not at the first save
         every = self.save_steps or state.save_steps
@@ -414,27 +420,17 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             self._is_last = is_last
             self._take(control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, _: object, control: TrainerControl, **__: object) -> None:
         self._settle()
         if args.save_strategy == SaveStrategy.EPOCH:
             control.should_save = False
             if self.save_steps is None and self.overhead is None:
                 self._take(control)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: object) -> None:
+        super().on_log(args, state, control, logs)
         if logs is None:
             return
-        if self._resume is not None:
-            self._resume.logged(state.global_step, logs)
         if "train_loss" in logs:  # the final entry, after which the best model may be loaded
             self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
             self._settle(is_last=True)
@@ -444,28 +440,22 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         elif "loss" in logs and not control.should_evaluate:
             self._settle()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_evaluate(self, *_: object, **__: object) -> None:
         if self._pending_rng is not None:
             self._pending_rng = rng_tree()  # another data set may follow
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         self._settle()
 
     on_epoch_begin = on_step_begin
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         self._settle(is_last=True)
         if self.saver is not None:
             self.saver.close()
-            if (newest := self.saver.newest) is not None and args.process_index == 0:
+            if (newest := self.saver.newest) is not None and self.saver.ranks.is_first:
                 what = "for a full checkpoint of step %d: llmtailor merge --run %s"
-                logger.warning(what, newest.step, args.output_dir)
+                logger.warning(what, newest.step, self.trainer.args.output_dir)
 
     def _log(self) -> None:
         assert self.saver is not None
@@ -532,49 +522,20 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             raise StorageError.at(path, what, "free some space, or check the disk") from error
 
 
-class AttestResume(TrainerCallback):  # type: ignore[misc]
+class AttestResume(AttestingCallback, Resuming):
     """A callback that attests what a Trainer has resumed, for a Trainer without llmtailor's saver::
 
         Trainer(..., callbacks=[AttestResume()])
 
-    Args:
-        attest: ``sample`` compares some elements of every state with the checkpoint, ``full`` every byte.
-        on_mismatch: ``warn``, or ``stop`` to end the training on all ranks.
-
-    Raises UsageError for other values, and, when training begins, NotTheSame.
+    It has the arguments of `AttestingCallback`.
     """
 
-    def __init__(
-        self, attest: Literal["sample", "full"] = "sample", on_mismatch: Literal["warn", "stop"] = "warn"
-    ) -> None:
-        self.options = SavingOptions(attest=attest, on_mismatch=on_mismatch)
-        self._resume: TrainerResume | None = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         self._begin(find_trainer(self))
 
     def _begin(self, trainer: Trainer, **how: Any) -> None:
-        self._resume = TrainerResume(trainer, self.options, **how)
+        self._resume = TrainerResume(trainer, self.options, **{"say": self._say, **how})
         self._resume.begin(lambda: attestable_of(parts_of(trainer)))
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        if self._resume is not None:
-            self._resume.step_ended()
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
-        if self._resume is not None and logs is not None:
-            self._resume.logged(state.global_step, logs)
 
 
 def _savers_of(trainer: Trainer) -> list[PartialSaving | StockSaving]:

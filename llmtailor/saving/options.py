@@ -230,6 +230,11 @@ def stock_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
+def resume_options(environ: Mapping[str, str]) -> SavingOptions:
+    """Return the options of a resume that the environment gives. Raises UsageError."""
+    return SavingOptions(**{name: value for name, value in from_environment(environ).items() if name in RESUME})
+
+
 def check_layout(layout: object) -> None:
     if layout not in (None, *LAYOUTS):
         raise UsageError.at(WHERE, f"layout is {layout!r:.40}", f"give one of {', '.join(LAYOUTS)}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers.trainer
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.loaders.files import TRAINER_STATE
@@ -50,9 +50,7 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
         self.saver: StockSaver | None = None
         self._save_by_saver()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         trainer = self.trainer
         if self.saver is not None:
             self.saver.close()  # of an earlier training
@@ -63,20 +61,11 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
         else:
             self.saver = StockSaver(trainer.model, lambda: [trainer.optimizer], stock_options(self._options))
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, *_: object, logs: Mapping[str, float] | None = None, **__: object) -> None:
         if logs and "train_loss" in logs:  # the final entry, after which the best model may be loaded
             finish_all()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         if self.saver is not None:
             self.saver.close()
 
