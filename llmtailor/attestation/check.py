@@ -158,6 +158,9 @@ def saved_scale(index: CheckpointIndex) -> Mapping[str, Any]:
     return state if isinstance(state, Mapping) and index.form.framework == DEEPSPEED else {}
 
 
+ENGINE_COUNTERS = {f"DeepSpeed's {key}": key for key in ("global_steps", "skipped_steps")}
+
+
 def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
     """Return the counters that the checkpoint states. A step that is only known from the optimizer's is none: it does
     not count steps that a GradScaler has skipped."""
@@ -165,7 +168,7 @@ def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
     counters: dict[str, Any] = {"global_step": index.global_step} if is_stated else {}
     for model in index.train.model[:1]:
         if model:
-            counters |= {f"DeepSpeed's {key}": model.get(key) for key in ("global_steps", "skipped_steps")}
+            counters |= {name: model.get(key) for name, key in ENGINE_COUNTERS.items()}
     return counters
 
 

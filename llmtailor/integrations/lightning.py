@@ -104,7 +104,7 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         record, training = self.saver.record, self.saver.live
 
         def attest() -> Attestation:
-            return attest_training(training, _loaded(trainer), self.options.attest, held.scheduler, None, held.counters)
+            return attest_training(training, _loaded(trainer), self.options.attest, held)
 
         def write(found: Mapping[str, object]) -> None:
             record.append({"step": step, "attested": found})

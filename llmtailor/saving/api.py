@@ -145,10 +145,7 @@ def attestable_of(held: Held) -> Attestable:
 
 def attest_held(held: Held, checkpoint: Path, how: str, *, with_random: bool = False) -> Attestation:
     """Do what `attest_training` does, with what a program holds."""
-    training = attestable_of(held)
-    return attest_training(
-        training, checkpoint, how, held.scheduler, held.scaler, held.counters, with_random=with_random
-    )
+    return attest_training(attestable_of(held), checkpoint, how, held, with_random=with_random)
 
 
 def _held(

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmtailor.attestation.by_position import index_by_position
-from llmtailor.attestation.check import announce, attest_live, guarded, missing_files, open_index
+from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, missing_files, open_index
 from llmtailor.attestation.compare import (
     OFF,
-    SAMPLE,
     Attestation,
     Cause,
     LiveGroup,
@@ -26,7 +25,7 @@ from llmtailor.attestation.compare import (
     lacking,
     rates_off_schedule,
 )
-from llmtailor.attestation.pieces import with_pieces
+from llmtailor.attestation.pieces import aliases_of, with_pieces
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
@@ -42,7 +41,7 @@ from llmtailor.saving.model import is_adapted, saved_names
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import DTYPES, bytes_of
 from llmtailor.saving.torch_training import NamedTraining
-from llmtailor.saving.training import Fragment, HasState, Held, Ranks, Training, rng_tree
+from llmtailor.saving.training import Fragment, Held, Ranks, Training, rng_tree
 from llmtailor.training import decaying_names
 
 if TYPE_CHECKING:
@@ -61,20 +60,19 @@ def _write_nothing(found: Mapping[str, object]) -> None:
 def attest_training(
     training: Attestable,
     checkpoint: Path,
-    how: str = SAMPLE,
-    scheduler: HasState | None = None,
-    scaler: HasState | None = None,
-    counters: Mapping[str, Any] = {},
+    how: str,
+    held: Held,
     *,
     with_random: bool = False,
 ) -> Attestation:
-    """Compare a live training with a checkpoint, on all ranks; ``with_random`` also the random states, whose
-    differences are notes: the program may have drawn from them since.
+    """Compare a live training with a checkpoint, on all ranks, and what is ``held`` beside it: scheduler, scaler and
+    counters; ``with_random`` also the random states, whose differences are notes: the program may have drawn from them
+    since.
 
     Raises SourceError, UnsupportedCheckpoint."""
     ranks = Ranks.here()
     opened = open_on_first(training, checkpoint, ranks)
-    found = _attest(opened, ranks, how, scheduler, scaler, counters)
+    found = _attest(opened, ranks, how, held)
     if not with_random:
         return found
     mine = ranks.together(lambda: compare_random(opened.index, rng_tree(), ranks.rank, ranks.world_size))
@@ -85,16 +83,9 @@ def attest_training(
     return replace(found, notes=(*found.notes, *notes))
 
 
-def _attest(
-    opened: Opened,
-    ranks: Ranks,
-    how: str,
-    scheduler: HasState | None,
-    scaler: HasState | None,
-    counters: Mapping[str, Any],
-) -> Attestation:
+def _attest(opened: Opened, ranks: Ranks, how: str, held: Held) -> Attestation:
     def find_live() -> Live:
-        live = live_of(opened.training, scheduler, scaler, counters)
+        live = live_of(opened.training, held)
         return replace(live, open_other=opened.open_other, converted=opened.converted)
 
     with known_model(_facts_of(opened.training)):
@@ -154,16 +145,8 @@ def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Opene
 def _with_pieces(index: CheckpointIndex, training: Attestable) -> tuple[CheckpointIndex, frozenset[str]]:
     if is_adapted(training.model):
         return index, frozenset()
-    shapes = {name: (fact.role, fact.shape) for name, fact in training.params.items()}
     names = partial(saved_names, training.model, training.params, training.tied)
-    return with_pieces(index, shapes, _aliases(training), names)
-
-
-def _aliases(training: Attestable) -> dict[str, list[str]]:
-    aliases: dict[str, list[str]] = {}
-    for name, stored in training.tied.items():
-        aliases.setdefault(stored, []).append(name)
-    return aliases
+    return with_pieces(index, training.params, training.tied, names)
 
 
 def _folder_of(checkpoint: Path) -> Path:
@@ -191,21 +174,12 @@ def _facts_of(training: Attestable) -> ModelFacts:
     return ModelFacts(params, frozenset(decaying_names(training.model)), tied, frozenset(buffers))
 
 
-def live_of(
-    training: Attestable, scheduler: HasState | None, scaler: HasState | None, counters: Mapping[str, Any]
-) -> Live:
-    """Return what this process holds of a training, for `attestation`."""
+def live_of(training: Attestable, held: Held) -> Live:
+    """Return what this process holds of a training, and beside it, for `attestation`."""
     ranks = Ranks.here()
-    engine = getattr(training, "engine", None)
-    scheduler = scheduler if scheduler is not None else getattr(engine, "lr_scheduler", None)
-    more = (
-        {}
-        if engine is None
-        else {
-            "DeepSpeed's global_steps": engine.global_steps,
-            "DeepSpeed's skipped_steps": engine.skipped_steps,
-        }
-    )
+    engine: Any = getattr(training, "engine", None)
+    scheduler = held.scheduler if held.scheduler is not None else getattr(engine, "lr_scheduler", None)
+    more = {name: getattr(engine, key) for name, key in ENGINE_COUNTERS.items() if engine is not None}
     rates = rates_of(scheduler)
     groups = [
         LiveGroup(tuple(names), hyper, rates[number] if number < len(rates) else None)
@@ -214,7 +188,7 @@ def live_of(
     return Live(
         fragments=lambda: _fragments(training),
         roles={name: fact.role for name, fact in training.params.items()},
-        aliases=_aliases(training),
+        aliases=aliases_of(training.tied),
         steps=training.steps(),
         groups=groups,
         rank=ranks.rank,
@@ -222,8 +196,8 @@ def live_of(
         precision=DTYPES.get(training.precision, ""),
         is_adapter=is_adapted(training.model),
         schedule=scheduler.state_dict() if scheduler is not None else None,
-        counters={**counters, **more},
-        scale=scaler.state_dict() if scaler is not None else _scale_of(engine),
+        counters={**held.counters, **more},
+        scale=held.scaler.state_dict() if held.scaler is not None else _scale_of(engine),
     )
 
 
@@ -361,7 +335,7 @@ class TrainerResume:
                 raise
             self._report(lacking(display_name(checkpoint), files, self._how))
             return
-        found = _attest(opened, self._ranks, self._how, held.scheduler, held.scaler, held.counters)
+        found = _attest(opened, self._ranks, self._how, held)
         if trainer.args.ignore_data_skip:
             found = replace(found, notes=(*found.notes, "random states: ignore_data_skip does not restore them"))
         self.found, self._index = found, opened.index

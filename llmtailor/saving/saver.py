@@ -74,7 +74,7 @@ from llmtailor.saving.save import (
     save_error,
 )
 from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Arena, Bases, Snapshot, StepBarrier, storage_of
-from llmtailor.saving.training import Ranks, Training
+from llmtailor.saving.training import Held, Ranks, Training
 from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish, sample_frozen
 from llmtailor.storage import casts
 from llmtailor.storage.local import as_path
@@ -267,7 +267,8 @@ class PartialSaver:
         def write(found: Mapping[str, object]) -> None:
             self.record.append({"step": step, "attested": found})
 
-        attest = partial(attest_training, self.live, checkpoint, self.options.attest, self._client.scheduler)
+        held = Held(scheduler=self._client.scheduler)
+        attest = partial(attest_training, self.live, checkpoint, self.options.attest, held)
         attest_loop(attest, checkpoint, self.options.on_mismatch, write)
 
     def has_state(self, step: int | None = None) -> bool:
