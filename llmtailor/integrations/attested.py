@@ -75,13 +75,15 @@ def forget() -> None:
 def _hook_engine(module: ModuleType) -> None:
     @around(module.DeepSpeedEngine, "load_checkpoint")
     def loading(load: Call, self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        from llmtailor.saving.training import Held
+
         result = load(self, load_dir, tag, *args, **kwargs)
         if result[0] is not None:  # else it has only logged that there is no checkpoint
             folder = Path(load_dir)
             latest = folder / "latest"
             is_newest = tag is None or (latest.is_file() and latest.read_text().strip() == str(tag))
             _loaded.checkpoint = folder if is_newest else folder / str(tag)
-            _loaded.find_held = lambda: _of_engine(self)
+            _loaded.find_held = lambda: Held(self)
         return result
 
     @around(module.DeepSpeedEngine, "step")
@@ -93,6 +95,8 @@ def _hook_engine(module: ModuleType) -> None:
 def _hook_accelerator(module: ModuleType) -> None:
     @around(module.Accelerator, "load_state")
     def loading(load: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
+        from llmtailor.saving.api import prepared
+
         folders: list[str] = []  # accelerate may choose the folder itself
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(str(folder)))
         try:
@@ -101,7 +105,7 @@ def _hook_accelerator(module: ModuleType) -> None:
             hook.remove()
         if folders:
             _loaded.checkpoint = Path(folders[-1])
-            _loaded.find_held = lambda: _of_accelerator(self)
+            _loaded.find_held = lambda: prepared(self)
         return result
 
 
@@ -142,18 +146,6 @@ HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
 """Module -> what is called once it was imported"""
 
 
-def _of_engine(engine: Any) -> Held:
-    from llmtailor.saving.training import Held
-
-    return Held(engine)
-
-
-def _of_accelerator(accelerator: Any) -> Held:
-    from llmtailor.saving.api import prepared
-
-    return prepared(accelerator)
-
-
 def _before_step() -> None:
     """Attest what was loaded, if anything, before an optimizer step."""
     loaded, find_held = _loaded.checkpoint, _loaded.find_held
@@ -184,14 +176,9 @@ def announce_or_leave(found: Attestation, ranks: Team, on_mismatch: str) -> None
     try:
         announce(found, ranks, on_mismatch)
     except NotTheSame as error:
-        leave(error, ranks)
-
-
-def leave(error: TailorError, ranks: Team) -> NoReturn:
-    """End this process with an error that rank 0 prints."""
-    if ranks.is_first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(error.exit_code) from None
+        if ranks.is_first:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
 
 
 def attest_and_end(loaded: Path | None, attest: Callable[[], Attestation]) -> NoReturn:

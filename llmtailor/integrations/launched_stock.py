@@ -44,10 +44,9 @@ def hook_accelerator(module: ModuleType) -> None:
 
 
 def _options() -> dict[str, Any]:
-    from llmtailor.saving.options import RESUME, from_environment, stock_arguments
+    from llmtailor.saving.options import from_environment, stock_arguments
 
-    given = stock_arguments(from_environment(os.environ))
-    return {name: value for name, value in given.items() if name not in RESUME}
+    return stock_arguments(from_environment(os.environ))[0]
 
 
 HOOKS: Mapping[str, Callable[[ModuleType], None]] = {

@@ -40,11 +40,9 @@ from llmtailor.saving.attesting import TrainerResume, callers, parts_of
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
 from llmtailor.saving.options import (
-    RESUME,
     SAME_FIX,
     WHERE,
     SavingArguments,
-    SavingOptions,
     check_layout,
     from_environment,
     stock_arguments,
@@ -267,10 +265,9 @@ def attach(
 
 def attach_stock(trainer: Trainer, given: Mapping[str, Any]) -> StockSaving:
     """Do what `attach` does with ``layout="stock"`` and these arguments; others are taken from the environment."""
-    options = stock_arguments({**from_environment(os.environ), **given})
+    options, resume = stock_arguments({**from_environment(os.environ), **given})
     if _savers_of(trainer):
         raise UsageError.at(WHERE, "the Trainer already has a saver", "add one of them only")
-    resume = SavingOptions(**{name: options.pop(name) for name in RESUME if name in options})
     callback = StockSaving(trainer, options)
     trainer.add_callback(callback)
     if resume.attest != "off":

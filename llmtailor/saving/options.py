@@ -213,9 +213,11 @@ VARIABLES: Mapping[str, tuple[Callable[[str], object], str]] = {
 """The arguments of `attach` that environment variables may give, what reads each, and what its value is"""
 
 
-def stock_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options among the arguments of `attach` if ``layout`` is ``stock``. Raises UsageError with all
-    problems."""
+def stock_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], SavingOptions]:
+    """Return the options of saves among the arguments of `attach` if ``layout`` is ``stock``, and those of a resume.
+
+    Raises UsageError with all problems.
+    """
     rest = {name: value for name, value in given.items() if name != "layout"}
     policy = rest.pop("policy", "full")
     problems = Problems()
@@ -227,7 +229,8 @@ def stock_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     except UsageError as error:
         problems.add(error)
     problems.raise_if_any()
-    return rest
+    resume = {name: rest.pop(name) for name in RESUME if name in rest}
+    return rest, SavingOptions(**resume)
 
 
 def resume_options(environ: Mapping[str, str]) -> SavingOptions:
