@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtailor import attestation
 from llmtailor.errors import TailorError, UsageError
-from llmtailor.saving.around import around
+from llmtailor.saving.around import around, replaced
 
 if TYPE_CHECKING:
     from llmtailor.attestation.compare import Attestation
@@ -52,7 +52,7 @@ class Task:
         return json.dumps({"checkpoint": self.checkpoint, "result": self.result})
 
 
-@dataclass(slots=True)
+@dataclass
 class _Loaded:
     """What was loaded since the last optimizer step."""
 
@@ -118,11 +118,8 @@ def _hook_optimizer(module: ModuleType) -> None:
 def _hook_state_dict(module: ModuleType) -> None:
     @around(module, "_init_optim_state")
     def making(make: Call, *args: Any, **kwargs: Any) -> Any:
-        _loaded.is_making_states = True
-        try:
+        with replaced(_loaded, "is_making_states", True):
             return make(*args, **kwargs)
-        finally:
-            _loaded.is_making_states = False
 
 
 def _take(found: Attestation, _: Team) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from llmtailor.containers.dcp import METADATA
-from llmtailor.saving.around import around
+from llmtailor.saving.around import around, replaced
 from llmtailor.saving.dcp import DcpSaver
 from llmtailor.saving.options import from_environment
 
@@ -50,7 +49,7 @@ def install(manager: Any, policy: Any) -> None:
         weights, states = get_state_dict(self.model, self.optimizer)
         writer = _saver(self, policy).writer(FileSystemWriter(Path(local_path) / FOLDER), step)
         save({"model": weights, "optimizer": states}, storage_writer=writer)  # first, as verl's own removes older ones
-        with _without(self, "checkpoint_save_contents", _OURS):
+        with replaced(self, "checkpoint_save_contents", _others(saved)):
             return stock_save(self, local_path, *args, **options)
 
     @around(manager, "load_checkpoint")
@@ -67,7 +66,7 @@ def install(manager: Any, policy: Any) -> None:
             weights = get_model_state_dict(self.model)
             load({"model": weights}, checkpoint_id=folder)
             set_model_state_dict(self.model, weights)
-        with _without(self, "checkpoint_load_contents", _OURS):
+        with replaced(self, "checkpoint_load_contents", _others(self.checkpoint_load_contents)):
             return stock_load(self, local_path, *args, **options)
 
 
@@ -78,15 +77,9 @@ def _saver(manager: Any, policy: Any) -> DcpSaver:
     return saver
 
 
-@contextmanager
-def _without(manager: Any, name: str, contents: Collection[str]) -> Iterator[None]:
-    """Let verl's own function leave out what is saved here."""
-    told = getattr(manager, name)
-    setattr(manager, name, [one for one in told if one not in contents])
-    try:
-        yield
-    finally:
-        setattr(manager, name, told)
+def _others(contents: Collection[str]) -> list[str]:
+    """Return what verl's own functions save and load."""
+    return [one for one in contents if one not in _OURS]
 
 
 def plug_in() -> None:

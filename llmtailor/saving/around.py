@@ -1,8 +1,9 @@
-"""Functions of other libraries that are replaced by one that calls them."""
+"""Functions and attributes of other libraries that are replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -20,3 +21,17 @@ def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
         setattr(owner, name, calling)
 
     return replace
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Give an object another attribute in this context."""
+    is_own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)  # that of its class

@@ -194,7 +194,6 @@ def live_of(training: Attestable, held: Held) -> Live:
         rank=ranks.rank,
         world_size=ranks.world_size,
         precision=DTYPES.get(training.precision, ""),
-        is_adapter=is_adapted(training.model),
         schedule=scheduler.state_dict() if scheduler is not None else None,
         counters={**held.counters, **more},
         scale=held.scaler.state_dict() if held.scaler is not None else _scale_of(engine),

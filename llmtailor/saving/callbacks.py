@@ -370,10 +370,10 @@ class PartialSaving(SaverCallback, Resuming):
         beside, tokenizer = TrainerClient(held.own_scheduler), getattr(trainer.data_collator, "tokenizer", None)
         tokenizer = trainer.processing_class or tokenizer
         self.saver = make_saver(args.output_dir, held, beside, tokenizer, self.policy, self.options, is_tested=True)
-        self._agree()
         training = self.saver.live
         resume = TrainerResume(trainer, self.options, self.saver.record.append, say=self._say)
         try:
+            self._agree()
             resume.begin(lambda: training)
         except (TailorError, SystemExit):
             self.saver.close()
@@ -390,11 +390,7 @@ class PartialSaving(SaverCallback, Resuming):
             "policy": (self.policy.name, repr(self.policy.settings())),
             **{name: getattr(self, name) for name in ("save_steps", "overhead", "on_restart")},
         }
-        try:
-            check_same(self.saver.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
-        except UsageError:
-            self.saver.close()
-            raise
+        check_same(self.saver.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
 
     def _mark(self, state: TrainerState) -> None:
         """Record the current attempt in the state, so that the Trainer's own saves state it."""

@@ -18,7 +18,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.loaders.files import LATEST
-from llmtailor.saving.around import around
+from llmtailor.saving.around import around, replaced
 from llmtailor.saving.deepspeed import writes_unseen
 from llmtailor.saving.options import stock_options
 from llmtailor.saving.stock import StockSaver, finish_before
@@ -155,10 +155,7 @@ def _save_by(saver: StockSaver, engine: Any, stock: Any) -> None:
             return result
         if len({*saver.ranks.gather(str(folder / tag))}) > 1:  # which DeepSpeed's checkpoint.tag_validation may permit
             logger.warning("%s: the ranks give different tags, so training stands still for this save", folder)
-            lazy, engine.checkpoint_engine = engine.checkpoint_engine, stock
-            try:
+            with replaced(engine, "checkpoint_engine", stock):
                 return save(*args, **kwargs)
-            finally:
-                engine.checkpoint_engine = lazy
         with saver.saving(folder / tag, engine.global_steps, write_latest) as is_saving:
             return save(*args, **kwargs) if is_saving else False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from llmtailor.errors import Problem, UsageError
-from llmtailor.saving.around import around
+from llmtailor.saving.around import around, replaced
 from llmtailor.saving.options import stock_options
 from llmtailor.saving.stock import StockSaver, finish_before
 
@@ -66,10 +66,6 @@ def _save_by(saver: StockSaver, accelerator: Any) -> None:
             folder = Path(output_dir)
         with saver.saving(folder, accelerator.step, near=near) as is_saving:
             if is_saving:
-                project.automatic_checkpoint_naming = False
-                try:
-                    with saver.taking_over():
-                        save(str(saver.open_at), *args, **kwargs)
-                finally:
-                    project.automatic_checkpoint_naming = named
+                with replaced(project, "automatic_checkpoint_naming", False), saver.taking_over():
+                    save(str(saver.open_at), *args, **kwargs)
         return folder

@@ -15,11 +15,10 @@ from pathlib import Path
 from llmtailor.loaders.files import LATEST
 from llmtailor.runs.folder import files_in
 from llmtailor.saving.retrying import RetryingQueue
-from llmtailor.storage.checksums import crc32
+from llmtailor.storage.local import Files
 from llmtailor.storage.remote import UPLOADING, RemoteFolder
 
 logger = logging.getLogger("llmtailor.saving")
-_CHUNK_BYTES = 1 << 20
 
 
 class StockMirror:
@@ -57,17 +56,11 @@ class StockMirror:
         for name, path in names.items():
             if "/" in name.partition("/")[2]:
                 self._remote.make_folder(name.rpartition("/")[0])
-            self._remote.put(name, path, _crc_of(path))
+            with Files(path.parent) as files:
+                crc = files.crc_of(path.name, 0, path.stat().st_size)
+            self._remote.put(name, path, crc)
             self._queue.progress = time.monotonic()
         self._remote.remove([marker])
         latest = folder.parent / LATEST  # of a DeepSpeed engine
         if latest.is_file() and latest.read_text() == folder.name:
             self._remote.put_bytes(LATEST, folder.name.encode())
-
-
-def _crc_of(path: Path) -> int:
-    found = 0
-    with path.open("rb") as file:
-        while data := file.read(_CHUNK_BYTES):
-            found = crc32(data, found)
-    return found

@@ -8,8 +8,7 @@ deleted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.loaders.files import TRAINER_STATE
-from llmtailor.saving.around import around
+from llmtailor.saving.around import around, replaced
 from llmtailor.saving.options import WHERE, stock_options
 from llmtailor.saving.stock import StockSaver, finish_all
 
@@ -83,7 +82,8 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
                 if not is_saving:
                     return
                 assert saver.open_at is not None
-                with _saves_to(trainer, saver.open_at.parent), saver.taking_over():
+                hidden = f"{saver.open_at.parent}"
+                with replaced(trainer, "_get_output_dir", lambda *_, **__: hidden), saver.taking_over():
                     save(model, trial, *args, **kwargs)
                 if state.best_model_checkpoint == str(saver.open_at):
                     state.best_model_checkpoint = str(folder)
@@ -101,13 +101,3 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
         transformers.trainer.rotate_checkpoints(
             output_dir=str(run), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
         )
-
-
-@contextmanager
-def _saves_to(trainer: Trainer, run: Path) -> Iterator[None]:
-    """Let a Trainer take another folder for that of its run."""
-    trainer._get_output_dir = lambda *args, **kwargs: str(run)
-    try:
-        yield
-    finally:
-        del trainer._get_output_dir
