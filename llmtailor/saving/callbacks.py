@@ -28,7 +28,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.attestation.check import announce
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError, attempt
 from llmtailor.formats.other_optimizers import unsupported, unsupported_name
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
@@ -247,16 +247,15 @@ def attach(
         named = {"policy": policy, "save_steps": save_steps, "overhead": overhead, "on_restart": on_restart}
         return attach_stock(trainer, {name: value for name, value in named.items() if value is not None} | options)
     problems = Problems()
-    try:
+
+    def make() -> PartialSaving:
         check_layout(layout)
-        callback = PartialSaving(policy, save_steps, overhead=overhead, on_restart=on_restart, **options)
-    except UsageError as error:
-        problems.add(error)
-    try:
-        check_arguments(trainer, _savers_of(trainer))
-    except TailorError as error:
-        problems.add(error)
+        return PartialSaving(policy, save_steps, overhead=overhead, on_restart=on_restart, **options)
+
+    callback = attempt(make, problems, UsageError)
+    attempt(lambda: check_arguments(trainer, _savers_of(trainer)), problems, TailorError)
     problems.raise_if_any()
+    assert callback is not None, "else it was raised why"
     callback._bind(trainer)
     callback._check()
     trainer.add_callback(callback)
