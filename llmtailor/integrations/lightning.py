@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,16 +102,9 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         output_dir = self.output_dir or trainer.default_root_dir
         self.saver = make_saver(output_dir, held, beside, None, self.policy, self.options)
         self._saved_step = self._step = step
-        record, training = self.saver.record, self.saver.live
-
-        def attest() -> Attestation:
-            return attest_training(training, _loaded(trainer), self.options.attest, held)
-
-        def write(found: Mapping[str, object]) -> None:
-            record.append({"step": step, "attested": found})
-
+        attest = partial(attest_training, self.saver.live, _loaded(trainer), self.options.attest, held)
         try:
-            _attest(trainer, attest, self.options, write=write)
+            _attest(trainer, attest, self.options, step=step, write=self.saver.record.append)
         except TailorError:
             self._close(trainer)
             raise

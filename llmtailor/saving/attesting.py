@@ -96,10 +96,11 @@ def attest_loop(
     attest: Callable[[], Attestation],
     checkpoint: object,
     on_mismatch: str,
+    step: int = 0,
     write: Write = _write_nothing,
     say: Say = announce,
 ) -> None:
-    """Attest what a loop, or Lightning, has resumed, for the record and the log.
+    """Attest what a loop, or Lightning, has resumed at a step, for the record and the log.
 
     What can't be attested is a warning. Raises NotTheSame if it is another training and ``on_mismatch`` is ``stop``.
     """
@@ -107,7 +108,7 @@ def attest_loop(
 
     def run() -> None:
         found = attest()
-        write(found.to_json())
+        write({"step": step, "attested": found.to_json()})
         say(found, ranks, on_mismatch)
 
     guarded(run, checkpoint, ranks.is_first)
@@ -126,19 +127,27 @@ class Opened:
 
 def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Opened:
     """Return a checkpoint, read by rank 0: by names, or by position if it does not state which params it holds."""
+    folder = checkpoint.parent if checkpoint.name == CKPT else checkpoint
+
+    def open_first() -> CheckpointIndex:
+        try:
+            with known_model(_facts_of(training)):
+                return open_index(folder)
+        except SourceError:  # the live model may be another one
+            return open_index(folder)
 
     def open_other(path: Path) -> CheckpointIndex:
         return _with_pieces(index_checkpoint(path), training)[0]
 
     try:
-        index, converted = _index_on_first(training, checkpoint, ranks)
+        index, converted = ranks.on_first(lambda: _with_pieces(open_first(), training))
         return Opened(index, converted, training, open_other)
     except UnsupportedCheckpoint:
         if not isinstance(training, NamedTraining) or training.is_sharded:
             raise
         alike = AnyTraining(training.model, training.optimizer)
         read = partial(index_by_position, live=alike.positions)
-        index, converted = ranks.on_first(lambda: read(_folder_of(checkpoint)))
+        index, converted = ranks.on_first(lambda: read(folder))
         return Opened(index, converted, alike, lambda path: read(path)[0])
 
 
@@ -147,24 +156,6 @@ def _with_pieces(index: CheckpointIndex, training: Attestable) -> tuple[Checkpoi
         return index, frozenset()
     names = partial(saved_names, training.model, training.params, training.tied)
     return with_pieces(index, training.params, training.tied, names)
-
-
-def _folder_of(checkpoint: Path) -> Path:
-    return checkpoint.parent if checkpoint.name == CKPT else checkpoint
-
-
-def _index_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> tuple[CheckpointIndex, frozenset[str]]:
-    """Return the index of a checkpoint, read by rank 0, which also knows the model already."""
-    folder = _folder_of(checkpoint)
-
-    def read() -> CheckpointIndex:
-        try:
-            with known_model(_facts_of(training)):
-                return open_index(folder)
-        except SourceError:  # the live model may be another one
-            return open_index(folder)
-
-    return ranks.on_first(lambda: _with_pieces(read(), training))
 
 
 def _facts_of(training: Attestable) -> ModelFacts:

@@ -263,13 +263,9 @@ class PartialSaver:
 
     def _attest(self, step: int, checkpoint: Path) -> None:
         """Compare the training with the checkpoint that its loop names, before the first step."""
-
-        def write(found: Mapping[str, object]) -> None:
-            self.record.append({"step": step, "attested": found})
-
         held = Held(scheduler=self._client.scheduler)
         attest = partial(attest_training, self.live, checkpoint, self.options.attest, held)
-        attest_loop(attest, checkpoint, self.options.on_mismatch, write)
+        attest_loop(attest, checkpoint, self.options.on_mismatch, step, self.record.append)
 
     def has_state(self, step: int | None = None) -> bool:
         """Return whether the optimizer has made a step on all ranks, so that there are moments to save.
