@@ -84,12 +84,8 @@ def attest_training(
 
 
 def _attest(opened: Opened, ranks: Ranks, how: str, held: Held) -> Attestation:
-    def find_live() -> Live:
-        live = live_of(opened.training, held)
-        return replace(live, open_other=opened.open_other, converted=opened.converted)
-
     with known_model(_facts_of(opened.training)):
-        return attest_live(opened.index, find_live, ranks, how)
+        return attest_live(opened.index, lambda: live_of(opened, held), ranks, how)
 
 
 def attest_loop(
@@ -165,9 +161,9 @@ def _facts_of(training: Attestable) -> ModelFacts:
     return ModelFacts(params, frozenset(decaying_names(training.model)), tied, frozenset(buffers))
 
 
-def live_of(training: Attestable, held: Held) -> Live:
+def live_of(opened: Opened, held: Held) -> Live:
     """Return what this process holds of a training, and beside it, for `attestation`."""
-    ranks = Ranks.here()
+    training, ranks = opened.training, Ranks.here()
     engine: Any = getattr(training, "engine", None)
     scheduler = held.scheduler if held.scheduler is not None else getattr(engine, "lr_scheduler", None)
     more = {name: getattr(engine, key) for name, key in ENGINE_COUNTERS.items() if engine is not None}
@@ -188,6 +184,8 @@ def live_of(training: Attestable, held: Held) -> Live:
         schedule=scheduler.state_dict() if scheduler is not None else None,
         counters={**held.counters, **more},
         scale=held.scaler.state_dict() if held.scaler is not None else _scale_of(engine),
+        open_other=opened.open_other,
+        converted=opened.converted,
     )
 
 
