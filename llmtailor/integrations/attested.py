@@ -122,18 +122,6 @@ def _hook_state_dict(module: ModuleType) -> None:
             return make(*args, **kwargs)
 
 
-def _hook_lightning(module: ModuleType) -> None:
-    """Add the callback that attests when training begins: only then can its module be imported."""
-
-    @around(module.Trainer, "fit")
-    def fitting(fit: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
-        from llmtailor.integrations.lightning import LaunchedAttest
-
-        if not any(isinstance(one, LaunchedAttest) for one in self.callbacks):
-            self.callbacks.insert(0, LaunchedAttest())  # before savers
-        return fit(self, *args, **kwargs)
-
-
 def _take(found: Attestation, _: Team) -> None:
     """End the program with what it has attested itself."""
     attest_and_end(Path(found.checkpoint), lambda: found)
@@ -151,7 +139,6 @@ HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
     "accelerate.accelerator": _hook_accelerator,
     "torch.optim.optimizer": _hook_optimizer,
     "torch.distributed.checkpoint.state_dict": _hook_state_dict,
-    "lightning.pytorch.trainer.trainer": _hook_lightning,
 }
 """Module -> what is called once it was imported"""
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import ModuleType
+from typing import Any
 
 _TRAINER, _LIGHTNING = "transformers.trainer", "lightning.pytorch.trainer.trainer"
 _ENGINE, _ACCELERATOR = "deepspeed.runtime.engine", "accelerate.accelerator"
@@ -72,6 +73,9 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         try:
+            if self._name == _LIGHTNING:
+                _hook_lightning(module)
+                return
             if self._name == _TRAINER:
                 from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving, LaunchedStock
 
@@ -86,6 +90,19 @@ class _Loader(importlib.abc.Loader):
         except ImportError as error:  # which a script may catch, and train without a saver
             fix = f"install llmtailor[train] for {sys.executable}"
             raise SystemExit(f"llmtailor can't be imported ({error}); {fix}") from error
+
+
+def _hook_lightning(module: ModuleType) -> None:
+    """Add the callback that attests when training begins: only then can its module be imported."""
+    from llmtailor.saving.around import around
+
+    @around(module.Trainer, "fit")
+    def fitting(fit: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        from llmtailor.integrations.lightning import LaunchedAttest
+
+        if not any(isinstance(one, LaunchedAttest) for one in self.callbacks):
+            self.callbacks.insert(0, LaunchedAttest())  # before savers
+        return fit(self, *args, **kwargs)
 
 
 def _import_hidden() -> None:
