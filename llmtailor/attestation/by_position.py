@@ -91,14 +91,10 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
         client=trainer.client.name,
         train=TrainState(trees=trainer.trees),
     )
-    shapes = {one: (param.role, param.shape) for one, param in live.params.items()}
-    aliases: dict[str, list[str]] = {}
-    for one, stored in live.tied.items():
-        aliases.setdefault(stored, []).append(one)
     if live.stored is not None:
         lost = {one for one, param in live.params.items() if param.role == "trainable" and one not in live.stored}
         return index, frozenset(lost)
-    return with_pieces(index, shapes, aliases, lambda: live.saved_as)
+    return with_pieces(index, live.params, live.tied, lambda: live.saved_as)
 
 
 def _counts(groups: Sequence[Sequence[Any]]) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from llmtailor import attestation
 from llmtailor.attestation.compare import (
@@ -39,7 +39,6 @@ from llmtailor.loaders.loader import LOADERS
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, State
 from llmtailor.ranks.group import Team
 
-_T = TypeVar("_T")
 logger = logging.getLogger("llmtailor.attest")
 _FIX = (
     "read the cause; then load the checkpoint completely, or use another one (llmtailor verify lists its problems). To "
@@ -159,6 +158,9 @@ def saved_scale(index: CheckpointIndex) -> Mapping[str, Any]:
     return state if isinstance(state, Mapping) and index.form.framework == DEEPSPEED else {}
 
 
+ENGINE_COUNTERS = {f"DeepSpeed's {key}": key for key in ("global_steps", "skipped_steps")}
+
+
 def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
     """Return the counters that the checkpoint states. A step that is only known from the optimizer's is none: it does
     not count steps that a GradScaler has skipped."""
@@ -166,7 +168,7 @@ def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
     counters: dict[str, Any] = {"global_step": index.global_step} if is_stated else {}
     for model in index.train.model[:1]:
         if model:
-            counters |= {f"DeepSpeed's {key}": model.get(key) for key in ("global_steps", "skipped_steps")}
+            counters |= {name: model.get(key) for name, key in ENGINE_COUNTERS.items()}
     return counters
 
 
@@ -199,13 +201,13 @@ def shout(lines: list[str]) -> None:
     print("\n".join(["", bar, *lines, bar, ""]), file=sys.stderr, flush=True)
 
 
-def guarded(call: Callable[[], _T | None], checkpoint: object, is_first: bool, *, is_strict: bool = False) -> _T | None:
-    """Return what an attestation returns; if it fails, only warn: what can't be attested is not another training.
+def guarded(attest: Callable[[], None], checkpoint: object, is_first: bool, *, is_strict: bool = False) -> None:
+    """Attest; if that fails, only warn: what can't be attested is not another training.
 
     ``is_strict`` raises every error.
     """
     try:
-        return call()
+        attest()
     except NotTheSame:
         raise
     except Exception as error:
@@ -214,4 +216,3 @@ def guarded(call: Callable[[], _T | None], checkpoint: object, is_first: bool, *
         if is_first:
             logger.warning("resumed from %s: not attested: %s", checkpoint, error)
             logger.debug("", exc_info=True)
-        return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -560,11 +560,7 @@ def summarize(
     steps = dict.fromkeys(row.detail for row in rows if row.kind is Kind.ANOTHER_STEP)
     facts = Facts(kinds, totals, mismatches, list(steps), lacks_scheduler)
     made = Attestation(index.name, index.global_step, how, sum(totals.values()), rows, mismatches, notes, None, seconds)
-    if made.is_same:
-        return made
-    return Attestation(
-        index.name, index.global_step, how, made.num_states, rows, mismatches, notes, find_cause(facts), seconds
-    )
+    return made if made.is_same else replace(made, cause=find_cause(facts))
 
 
 def lacking(name: str, files: Sequence[str], how: str) -> Attestation:

@@ -9,34 +9,41 @@ from dataclasses import replace
 from llmtailor.attestation.compare import entry_of
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Bundled, Contiguous
-from llmtailor.model.parts import SavedAs
+from llmtailor.formats.partial.manifest import ParamFact
+from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.roles import ITEMSIZE, KIND_OF_ROLE, WEIGHT, State
 
-Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Param or buffer -> its role and shape in the training"""
 Names = Mapping[str, Sequence[SavedAs]]
+
+
+def aliases_of(tied: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the other names of each tied param."""
+    aliases: dict[str, list[str]] = {}
+    for name, stored in tied.items():
+        aliases.setdefault(stored, []).append(name)
+    return aliases
 
 
 def with_pieces(
     index: CheckpointIndex,
-    live: Shapes,
-    aliases: Mapping[str, Sequence[str]],
+    live: Mapping[str, Param | ParamFact],
+    tied: Mapping[str, str],
     find_names: Callable[[], Names | None],
 ) -> tuple[CheckpointIndex, frozenset[str]]:
     """Return an index that also has the weights that are stored in another form, and the params of which it has none.
 
     ``find_names`` returns what each param is saved as, None if that is unknown; it is called only if needed.
     """
-    lost = []
-    for name, (role, shape) in live.items():
-        entry = entry_of(index, State(name, KIND_OF_ROLE[role]), aliases)
-        if entry is None or (role != "buffer" and entry.shape != shape):
+    lost, aliases = [], aliases_of(tied)
+    for name, one in live.items():
+        entry = entry_of(index, State(name, KIND_OF_ROLE[one.role]), aliases)
+        if entry is None or (one.role != "buffer" and entry.shape != one.shape):
             lost.append(name)
     if not lost:
         return index, frozenset()
     names = find_names()
     files = {state.param: held for state, held in index.held.items() if state.kind == WEIGHT}
-    found, converted = join({name: live[name][1] for name in lost}, files, names)
+    found, converted = join({name: live[name].shape for name in lost}, files, names)
     return replace(index, held={**index.held, **{State(name, WEIGHT): held for name, held in found.items()}}), converted
 
 

@@ -91,8 +91,6 @@ class Live:
     rank: int
     world_size: int
     precision: str
-    is_adapter: bool = False
-    """Whether PEFT wraps the model, so that the base model is not in the checkpoint"""
     schedule: Mapping[str, Any] | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     scale: Mapping[str, Any] | None = None

@@ -11,26 +11,25 @@ nothing has changed their states before.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtailor import attestation
 from llmtailor.errors import TailorError, UsageError
+from llmtailor.saving.around import around, replaced
 
 if TYPE_CHECKING:
     from llmtailor.attestation.compare import Attestation
     from llmtailor.ranks.group import Team
-    from llmtailor.saving.training import Ranks
+    from llmtailor.saving.training import Held
 
-logger = logging.getLogger("llmtailor.attest")
+Call = Callable[..., Any]
 ATTESTING = "LLMTAILOR_ATTESTING"
 """The variable that makes a launched program attest instead of save: a JSON object, see `Task`"""
 _FIX_RESUME = "make PROGRAM resume from it, as by --resume_from_checkpoint, with an absolute path"
@@ -53,12 +52,13 @@ class Task:
         return json.dumps({"checkpoint": self.checkpoint, "result": self.result})
 
 
-@dataclass(slots=True)
+@dataclass
 class _Loaded:
     """What was loaded since the last optimizer step."""
 
     checkpoint: Path | None = None
-    attest: Callable[[Path, str], Attestation] | None = None
+    find_held: Callable[[], Held] | None = None
+    """Returns what holds the training"""
     is_making_states: bool = False
     """Whether torch makes an optimizer's states by a step with a rate of 0, to load them"""
 
@@ -69,38 +69,34 @@ _task: Task | None = None
 
 def forget() -> None:
     """Leave what was loaded to somebody else who attests it."""
-    _loaded.checkpoint, _loaded.attest = None, None
+    _loaded.checkpoint, _loaded.find_held = None, None
 
 
 def _hook_engine(module: ModuleType) -> None:
-    kind = module.DeepSpeedEngine
-    load, step = kind.load_checkpoint, kind.step
+    @around(module.DeepSpeedEngine, "load_checkpoint")
+    def loading(load: Call, self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        from llmtailor.saving.training import Held
 
-    @wraps(load)
-    def loading(self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         result = load(self, load_dir, tag, *args, **kwargs)
         if result[0] is not None:  # else it has only logged that there is no checkpoint
             folder = Path(load_dir)
             latest = folder / "latest"
             is_newest = tag is None or (latest.is_file() and latest.read_text().strip() == str(tag))
             _loaded.checkpoint = folder if is_newest else folder / str(tag)
-            _loaded.attest = lambda checkpoint, how: _attest_engine(self, checkpoint, how)
+            _loaded.find_held = lambda: Held(self)
         return result
 
-    @wraps(step)
-    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @around(module.DeepSpeedEngine, "step")
+    def stepping(step: Call, *args: Any, **kwargs: Any) -> Any:
         _before_step()
-        return step(self, *args, **kwargs)
-
-    kind.load_checkpoint, kind.step = loading, stepping
+        return step(*args, **kwargs)
 
 
 def _hook_accelerator(module: ModuleType) -> None:
-    kind = module.Accelerator
-    load = kind.load_state
+    @around(module.Accelerator, "load_state")
+    def loading(load: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
+        from llmtailor.saving.api import prepared
 
-    @wraps(load)
-    def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
         folders: list[str] = []  # accelerate may choose the folder itself
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(str(folder)))
         try:
@@ -109,40 +105,29 @@ def _hook_accelerator(module: ModuleType) -> None:
             hook.remove()
         if folders:
             _loaded.checkpoint = Path(folders[-1])
-            _loaded.attest = lambda checkpoint, how: _attest_accelerator(self, checkpoint, how)
+            _loaded.find_held = lambda: prepared(self)
         return result
-
-    kind.load_state = loading
 
 
 def _hook_optimizer(module: ModuleType) -> None:
     module.register_optimizer_step_pre_hook(lambda *_: _before_step())
-    if _here().checkpoint is not None:
+    if task().checkpoint is not None:
         attestation.take, attestation.before_saving = _take, _before_step
 
 
-def _hook_state_dict(module: Any) -> None:
-    make = module._init_optim_state
-
-    @wraps(make)
-    def making(*args: Any, **kwargs: Any) -> Any:
-        _loaded.is_making_states = True
-        try:
+def _hook_state_dict(module: ModuleType) -> None:
+    @around(module, "_init_optim_state")
+    def making(make: Call, *args: Any, **kwargs: Any) -> Any:
+        with replaced(_loaded, "is_making_states", True):
             return make(*args, **kwargs)
-        finally:
-            _loaded.is_making_states = False
-
-    module._init_optim_state = making
 
 
-def _take(found: Attestation, ranks: Ranks) -> None:
+def _take(found: Attestation, _: Team) -> None:
     """End the program with what it has attested itself."""
-    task = _here()
-    check_resumed(task, ranks, Path(found.checkpoint))
-    end(task, ranks, found)
+    attest_and_end(Path(found.checkpoint), lambda: found)
 
 
-def _here() -> Task:
+def task() -> Task:
     """Return the task of this process, which its environment does not change."""
     global _task
     _task = _task or Task.here()
@@ -158,56 +143,26 @@ HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
 """Module -> what is called once it was imported"""
 
 
-def _attest_engine(engine: Any, checkpoint: Path, how: str) -> Attestation:
-    from llmtailor.checkpoint.index import DEEPSPEED
-    from llmtailor.loaders.loader import LOADERS
-    from llmtailor.saving.api import training_of
-    from llmtailor.saving.attesting import attest_training
-    from llmtailor.saving.training import Held
-
-    return attest_training(training_of(Held(engine), LOADERS[DEEPSPEED]), checkpoint, how)
-
-
-def _attest_accelerator(accelerator: Any, checkpoint: Path, how: str) -> Attestation:
-    from llmtailor.checkpoint.index import TRAINER
-    from llmtailor.loaders.loader import LOADERS
-    from llmtailor.saving.api import attestable_of, prepared
-    from llmtailor.saving.attesting import attest_training
-
-    one = prepared(accelerator)
-    training = attestable_of(one, LOADERS[TRAINER])
-    return attest_training(training, checkpoint, how, one.scheduler, one.scaler)
-
-
 def _before_step() -> None:
     """Attest what was loaded, if anything, before an optimizer step."""
-    task, loaded, attest = _here(), _loaded.checkpoint, _loaded.attest
-    if _loaded.is_making_states or (attest is None and task.checkpoint is None):
+    loaded, find_held = _loaded.checkpoint, _loaded.find_held
+    if _loaded.is_making_states or (find_held is None and task().checkpoint is None):
         return
-    from llmtailor.attestation.check import guarded
-    from llmtailor.saving.options import from_environment
-    from llmtailor.saving.training import Ranks
+    from llmtailor.saving.api import attest_held
+    from llmtailor.saving.attesting import attest_loop
+    from llmtailor.saving.options import resume_options
 
-    given, ranks = from_environment(os.environ), Ranks.here()
-    how, on_mismatch = given.get("attest", "sample"), given.get("on_mismatch", "warn")
+    options = resume_options(os.environ)
     forget()
-    if task.checkpoint is None:
-        assert attest is not None and loaded is not None
 
-        def run() -> Attestation:
-            found = attest(loaded, how)
-            announce_or_leave(found, ranks, on_mismatch)
-            return found
+    def attest() -> Attestation:
+        assert find_held is not None and loaded is not None
+        return attest_held(find_held(), loaded, options.attest)
 
-        guarded(run, loaded, ranks.is_first)
-        return
-    check_resumed(task, ranks, loaded)
-    assert attest is not None and loaded is not None
-    try:
-        found = attest(loaded, how)
-    except Exception as error:
-        end_with_error(task, ranks, error)
-    end(task, ranks, found)
+    if task().checkpoint is None:
+        attest_loop(attest, loaded, options.on_mismatch, say=announce_or_leave)
+    else:
+        attest_and_end(loaded, attest)
 
 
 def announce_or_leave(found: Attestation, ranks: Team, on_mismatch: str) -> None:
@@ -218,58 +173,65 @@ def announce_or_leave(found: Attestation, ranks: Team, on_mismatch: str) -> None
     try:
         announce(found, ranks, on_mismatch)
     except NotTheSame as error:
-        leave(error, ranks)
+        if ranks.is_first:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
 
 
-def leave(error: TailorError, ranks: Team) -> NoReturn:
-    """End this process with an error that rank 0 prints."""
-    if ranks.is_first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(error.exit_code) from None
+def attest_and_end(loaded: Path | None, attest: Callable[[], Attestation]) -> NoReturn:
+    """End the program with what an attestation returns or raises; or because it has not resumed as it must."""
+    check_resumed(loaded)
+    try:
+        found = attest()
+    except Exception as error:
+        end_with_error(error)
+    end(found)
 
 
-def check_resumed(task: Task, ranks: Ranks, loaded: Path | None) -> None:
+def check_resumed(loaded: Path | None) -> None:
     """End the program if it has not resumed from the checkpoint of its task."""
-    assert task.checkpoint is not None
-    wanted = Path(task.checkpoint).resolve()
+    checkpoint = task().checkpoint
+    assert checkpoint is not None
+    wanted = Path(checkpoint).resolve()
     if loaded is None:
         what = "PROGRAM reached its first optimizer step without resuming"
         fix = f"{_FIX_RESUME}; if it loads in its own way, call llmtailor.attest after loading"
-        end_with_error(task, ranks, UsageError.at(task.checkpoint, what, fix))
+        end_with_error(UsageError.at(checkpoint, what, fix))
     at = loaded.resolve()
     latest = at / "latest"  # DeepSpeed's: a tag folder can be named by the folder around it
     is_tag = wanted.parent == at and latest.is_file() and latest.read_text().strip() == wanted.name
     if at != wanted and not is_tag:
-        end_with_error(
-            task, ranks, UsageError.at(task.checkpoint, f"PROGRAM has resumed from {loaded} instead", _FIX_RESUME)
-        )
+        end_with_error(UsageError.at(checkpoint, f"PROGRAM has resumed from {loaded} instead", _FIX_RESUME))
 
 
-def end(task: Task, ranks: Ranks, found: Attestation) -> NoReturn:
+def end(found: Attestation) -> NoReturn:
     """Write what was found and end the program on all ranks."""
     from llmtailor.attestation.compare import lines_of
 
-    _end(task, ranks, {"is_same": found.is_same, "lines": lines_of(found), "attested": found.to_json()})
+    _end({"is_same": found.is_same, "lines": lines_of(found), "attested": found.to_json()})
 
 
-def end_with_error(task: Task, ranks: Ranks, error: Exception) -> NoReturn:
+def end_with_error(error: Exception) -> NoReturn:
     """Write why nothing could be compared and end the program on all ranks."""
     from llmtailor.ranks.board import to_json
 
     if not isinstance(error, TailorError):
         fix = "check it with llmtailor verify; if it is resumable, this is a bug in llmtailor: please report it"
-        error = TailorError.at(task.checkpoint, f"it can't be attested: {type(error).__name__}: {error}", fix)
-    _end(task, ranks, to_json(error))
+        error = TailorError.at(task().checkpoint, f"it can't be attested: {type(error).__name__}: {error}", fix)
+    _end(to_json(error))
 
 
-def _end(task: Task, ranks: Ranks, result: Mapping[str, object]) -> NoReturn:
+def _end(result: Mapping[str, object]) -> NoReturn:
     """End the process at once, with exit code 0 so that a launcher reports no failure: the program's own handlers could
     catch an exception, and threads could keep it alive."""
+    from llmtailor.saving.training import Ranks
+
+    ranks, to = Ranks.here(), task().result
     with suppress(OSError, RuntimeError):  # another node may lack the folder, and another rank may have died
-        if task.result is not None:  # all ranks write the same, because each node may have a launcher of its own
-            own = Path(f"{task.result}.{ranks.rank}")
+        if to is not None:  # all ranks write the same, because each node may have a launcher of its own
+            own = Path(f"{to}.{ranks.rank}")
             own.write_text(json.dumps(result))
-            own.replace(task.result)
+            own.replace(to)
         ranks.part()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,16 +10,15 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from llmtailor.attestation.compare import Attestation
-from llmtailor.integrations.attested import Task, announce_or_leave, check_resumed, end, end_with_error, forget
+from llmtailor.integrations.attested import announce_or_leave, check_resumed, end, end_with_error, forget, task
 from llmtailor.integrations.report_to import NamedSaving
 from llmtailor.saving.attesting import resumed_from
 from llmtailor.saving.callbacks import AttestResume, PartialSaving, attach_stock, find_trainer
-from llmtailor.saving.options import from_environment
+from llmtailor.saving.options import resume_options
 from llmtailor.saving.stock_trainer import StockSaving
-from llmtailor.saving.training import Ranks
 
 
 class LaunchedSaving(NamedSaving):
@@ -28,15 +27,13 @@ class LaunchedSaving(NamedSaving):
     gives_way = True
     _say = staticmethod(announce_or_leave)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         handler = self.trainer.callback_handler
         if any(isinstance(one, PartialSaving) and not one.gives_way for one in handler.callbacks):
             # a new list: the Trainer is iterating over this one
             handler.callbacks = [one for one in handler.callbacks if one is not self]
             return
-        super().on_train_begin(args, state, control, **kwargs)
+        super().on_train_begin()
 
 
 class LaunchedAttest(AttestResume):
@@ -46,46 +43,40 @@ class LaunchedAttest(AttestResume):
     saved.
     """
 
+    _say = staticmethod(announce_or_leave)
+
     def __init__(self) -> None:
-        given = from_environment(os.environ)
-        super().__init__(given.get("attest", "sample"), given.get("on_mismatch", "warn"))
-        self.task = Task.here()
+        self.options = resume_options(os.environ)
         self._found: list[Attestation] = []
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         forget()
         trainer = find_trainer(self)
         callbacks = trainer.callback_handler.callbacks
-        if self.task.checkpoint is None:
+        if task().checkpoint is None:
             if not any(isinstance(one, (PartialSaving, AttestResume)) and one is not self for one in callbacks):
-                self._begin(trainer, say=announce_or_leave)
+                self._begin(trainer)
             return
         # in place, because the Trainer iterates over this list; savers come later in it
         callbacks[:] = [one for one in callbacks if not isinstance(one, PartialSaving)]
-        check_resumed(self.task, Ranks.here(), resumed_from(trainer))
+        check_resumed(resumed_from(trainer))
         try:
             self._begin(trainer, say=lambda found, *_: self._found.append(found), is_strict=True)
         except Exception as error:
-            end_with_error(self.task, Ranks.here(), error)
+            end_with_error(error)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        if self._found and self.task.checkpoint is not None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        if self._found:
             states, *random = self._found
             more = [one for found in random for one in found.mismatches]
             cause = states.cause or next((found.cause for found in random), None)
-            end(self.task, Ranks.here(), replace(states, mismatches=(*states.mismatches, *more), cause=cause))
+            end(replace(states, mismatches=(*states.mismatches, *more), cause=cause))
 
 
 class LaunchedStock(TrainerCallback):  # type: ignore[misc]
     """Saves a Trainer's own checkpoints in the background. It gives way to a saver of the script."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         trainer = find_trainer(self)
         if not any(isinstance(one, (PartialSaving, StockSaving)) for one in trainer.callback_handler.callbacks):
             attach_stock(trainer, {})  # last in the list that the Trainer is iterating over, so it begins as well

@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from llmtailor.saving.around import around
 
 LAYOUT = "LLMTAILOR_LAYOUT"
 
 
 def hook_engine(module: ModuleType) -> None:
     """Attach a saver to every DeepSpeed engine if the environment, or its config, asks for stock checkpoints."""
-    kind = module.DeepSpeedEngine
-    configure = kind._configure_checkpointing
 
-    @wraps(configure)
-    def configuring(self: Any, *args: Any, **kwargs: Any) -> None:
+    @around(module.DeepSpeedEngine, "_configure_checkpointing")
+    def configuring(configure: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
         configure(self, *args, **kwargs)
         from llmtailor.saving.checkpoint_engine import KEY, attach_engine
 
@@ -30,16 +29,12 @@ def hook_engine(module: ModuleType) -> None:
             with suppress(OSError):  # so that nobody says that there is no saver
                 Path(os.environ.get("LLMTAILOR_UNASKED", "")).unlink()
 
-    kind._configure_checkpointing = configuring
-
 
 def hook_accelerator(module: ModuleType) -> None:
     """Attach a saver to every Accelerator when it saves a state for the first time."""
-    kind = module.Accelerator
-    save = kind.save_state
 
-    @wraps(save)
-    def saving(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @around(module.Accelerator, "save_state")
+    def saving(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         if "save_state" in vars(self):  # its own one, which calls this
             return save(self, *args, **kwargs)
         from llmtailor.saving.stock_accelerate import attach_accelerator
@@ -47,14 +42,11 @@ def hook_accelerator(module: ModuleType) -> None:
         attach_accelerator(self, **_options())
         return self.save_state(*args, **kwargs)
 
-    kind.save_state = saving
-
 
 def _options() -> dict[str, Any]:
-    from llmtailor.saving.options import RESUME, from_environment, stock_arguments
+    from llmtailor.saving.options import from_environment, stock_arguments
 
-    given = stock_arguments(from_environment(os.environ))
-    return {name: value for name, value in given.items() if name not in RESUME}
+    return stock_arguments(from_environment(os.environ))[0]
 
 
 HOOKS: Mapping[str, Callable[[ModuleType], None]] = {

@@ -11,38 +11,35 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from llmtailor.attestation.check import NotTheSame
-from llmtailor.attestation.compare import OFF
-from llmtailor.checkpoint.index import LIGHTNING
+from llmtailor.attestation.compare import OFF, Attestation
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
-from llmtailor.integrations.attested import Task, check_resumed, end, end_with_error, forget, leave
+from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.integrations.attested import announce_or_leave, attest_and_end, forget, task
 from llmtailor.loaders.files import CKPT
-from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.scan import compose_newest
-from llmtailor.saving.api import SaverCallback, attestable_of, make_saver
-from llmtailor.saving.attesting import Attestable, Write, attest_loop, attest_training
+from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, make_saver
+from llmtailor.saving.attesting import attest_loop, attest_training
 from llmtailor.saving.client_state import LightningClient
-from llmtailor.saving.options import SavingArguments, SavingOptions, from_environment
+from llmtailor.saving.options import SavingArguments, SavingOptions, resume_options
 from llmtailor.saving.restart import trainer_state_of
-from llmtailor.saving.training import Held, Ranks
+from llmtailor.saving.training import Held
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("llmtailor.saving")
-_WHERE = "PartialSaving"
 
 
 class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
@@ -74,7 +71,7 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         if self.overhead is not None or self.on_restart == "compose":
             what = "save_steps=auto and on_restart=compose work only with the transformers Trainer"
             fix = "set save_steps to a number; to resume after a restart, pass newest_checkpoint() as ckpt_path"
-            raise UsageError.at(_WHERE, what, fix)
+            raise UsageError.at("PartialSaving", what, fix)
         self.save_steps = self.save_steps or 500
         self.output_dir = output_dir
         self._step = -1
@@ -100,25 +97,14 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close(trainer)
         step = trainer.global_step
-        _check(trainer)
-        held = _parts_of(trainer, pl_module)
-        self.saver = make_saver(
-            self.output_dir or trainer.default_root_dir,
-            engine=held.engine,
-            model=held.model,
-            optimizer=held.optimizer,
-            beside=LightningClient(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False)),
-            scaler=None,  # Lightning saves it
-            tokenizer=None,
-            policy=self.policy,
-            options=self.options,
-        )
+        held = _held(trainer, pl_module)
+        beside = LightningClient(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        output_dir = self.output_dir or trainer.default_root_dir
+        self.saver = make_saver(output_dir, held, beside, None, self.policy, self.options)
         self._saved_step = self._step = step
-        record, training = self.saver.record, self.saver.live
+        attest = partial(attest_training, self.saver.live, _loaded(trainer), self.options.attest, held)
         try:
-            _attest(
-                trainer, lambda: training, self.options, lambda found: record.append({"step": step, "attested": found})
-            )
+            _attest(trainer, attest, self.options, step=step, write=self.saver.record.append)
         except TailorError:
             self._close(trainer)
             raise
@@ -162,26 +148,19 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         return {CALLBACKS: {MARK: self._mark}} if self._mark else None  # of an earlier `fit` of the same Trainer
 
 
-class AttestResume(Callback):  # type: ignore[misc]
+class AttestResume(AttestingCallback, Callback):  # type: ignore[misc]
     """Attests what a Trainer has resumed with ``fit(ckpt_path=...)``, without saving anything::
 
         Trainer(callbacks=[AttestResume()])
 
-    Args:
-        attest: ``sample`` compares some elements of every state with the checkpoint, ``full`` every byte.
-        on_mismatch: ``warn``, or ``stop`` to end the training on all ranks.
-
-    Raises UsageError for other values, and, when training begins, NotTheSame.
+    It has the arguments of `AttestingCallback`.
     """
 
-    def __init__(
-        self, attest: Literal["sample", "full"] = "sample", on_mismatch: Literal["warn", "stop"] = "warn"
-    ) -> None:
-        self.options = SavingOptions(attest=attest, on_mismatch=on_mismatch)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.ckpt_path:
-            _attest(trainer, lambda: _attestable(trainer, pl_module), self.options)
+        _attest(trainer, lambda: self._found(trainer, pl_module), self.options, say=self._say)
+
+    def _found(self, trainer: Trainer, module: LightningModule) -> Attestation:
+        return attest_held(_held(trainer, module, "AttestResume"), _loaded(trainer), self.options.attest)
 
 
 class LaunchedAttest(AttestResume):
@@ -189,68 +168,32 @@ class LaunchedAttest(AttestResume):
     started, and ends one of ``llmtailor attest``, before other callbacks begin. It gives way to those of the program.
     """
 
+    _say = staticmethod(announce_or_leave)
+
     def __init__(self) -> None:
-        given = from_environment(os.environ)
-        super().__init__(given.get("attest", "sample"), given.get("on_mismatch", "warn"))
-        self.task = Task.here()
+        self.options = resume_options(os.environ)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         forget()
-        ranks = Ranks.here()
-        if self.task.checkpoint is not None:
-            self._end(trainer, pl_module, self.task, ranks)
+        if (wanted := task().checkpoint) is not None:
+            loaded = _loaded(trainer) if trainer.ckpt_path else None
+            if loaded is not None and loaded.name == CKPT and Path(wanted).name != CKPT:
+                loaded = loaded.parent
+            attest_and_end(loaded, lambda: self._found(trainer, pl_module))
         own = [one for one in trainer.callbacks if isinstance(one, (PartialSaving, AttestResume)) and one is not self]
         if not own:
-            try:
-                super().on_train_start(trainer, pl_module)
-            except NotTheSame as error:
-                leave(error, ranks)
-
-    def _end(self, trainer: Trainer, module: LightningModule, task: Task, ranks: Ranks) -> NoReturn:
-        loaded = as_path(str(trainer.ckpt_path)) if trainer.ckpt_path else None
-        is_alone = loaded is not None and loaded.name == CKPT and Path(str(task.checkpoint)).name != CKPT
-        check_resumed(task, ranks, loaded.parent if is_alone and loaded is not None else loaded)
-        assert loaded is not None
-        try:
-            scheduler, counters = _beside(trainer)
-            found = attest_training(
-                _attestable(trainer, module), loaded, self.options.attest, scheduler, None, counters
-            )
-        except Exception as error:
-            end_with_error(task, ranks, error)
-        end(task, ranks, found)
+            super().on_train_start(trainer, pl_module)
 
 
-def _beside(trainer: Trainer) -> tuple[Any, dict[str, Any]]:
-    """Return the scheduler, if there is one, and the counters."""
-    schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
-    return schedulers[0] if len(schedulers) == 1 else None, {"global_step": trainer.global_step}
+def _loaded(trainer: Trainer) -> Path:
+    return as_path(str(trainer.ckpt_path))
 
 
-def _parts_of(trainer: Trainer, module: LightningModule) -> Held:
-    strategy = trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy):
-        return Held(strategy.deepspeed_engine)
-    return Held(None, module, trainer.optimizers[0])
-
-
-def _attestable(trainer: Trainer, module: LightningModule) -> Attestable:
-    _check(trainer, "AttestResume")
-    return attestable_of(_parts_of(trainer, module), LOADERS[LIGHTNING])
-
-
-def _attest(
-    trainer: Trainer,
-    find_training: Callable[[], Attestable],
-    options: SavingOptions,
-    write: Write = lambda found: None,
-) -> None:
+def _attest(trainer: Trainer, attest: Callable[[], Attestation], options: SavingOptions, **how: Any) -> None:
     """Compare the training with the checkpoint that ``fit`` has loaded, if any. Lightning restores optimizers and loops
     after ``on_fit_start`` and before ``on_train_start``; it saves no random states."""
-    if not trainer.ckpt_path or options.attest == OFF:
-        return
-    scheduler, counters = _beside(trainer)
-    attest_loop(find_training, as_path(str(trainer.ckpt_path)), options, scheduler, write, counters)
+    if trainer.ckpt_path and options.attest != OFF:
+        attest_loop(attest, _loaded(trainer), options.on_mismatch, **how)
 
 
 def newest_checkpoint(output_dir: str | Path, world_size: int | None = None) -> str | None:
@@ -290,14 +233,18 @@ def _is_first() -> bool:
     return not rank_zero_only.rank and (by_launcher or not LightningEnvironment().node_rank())
 
 
-def _check(trainer: Trainer, where: str = _WHERE) -> None:
-    """Raise UnsupportedCheckpoint, with every reason, for a training whose states can't be read."""
-    problems = []
-    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):  # DeepSpeed's is a DDPStrategy
-        what = f"the states of a {type(trainer.strategy).__name__} can't be read"
-        problems.append(Problem(where, what, "train on one device, with ddp, or with deepspeed"))
-    elif len(trainer.optimizers) != 1:
-        what = f"the training has {len(trainer.optimizers)} optimizers"
-        problems.append(Problem(where, what, "configure one for all params"))
-    if problems:
-        raise UnsupportedCheckpoint(problems)
+def _held(trainer: Trainer, module: LightningModule, where: str = "PartialSaving") -> Held:
+    """Return what Lightning holds. Raises UnsupportedCheckpoint for a training whose states can't be read."""
+    strategy, optimizers = trainer.strategy, trainer.optimizers
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):  # DeepSpeed's is a DDPStrategy
+        what = f"the states of a {type(strategy).__name__} can't be read"
+        raise UnsupportedCheckpoint.at(where, what, "train on one device, with ddp, or with deepspeed")
+    if len(optimizers) != 1:
+        what = f"the training has {len(optimizers)} optimizers"
+        raise UnsupportedCheckpoint.at(where, what, "configure one for all params")
+    schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+    scheduler = schedulers[0] if len(schedulers) == 1 else None
+    counters = {"global_step": trainer.global_step}
+    if isinstance(strategy, DeepSpeedStrategy):
+        return Held(strategy.deepspeed_engine, scheduler=scheduler, counters=counters)
+    return Held(None, module, optimizers[0], scheduler, counters=counters)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from llmtailor.saving.callbacks import PartialSaving
@@ -17,14 +16,11 @@ class NamedSaving(PartialSaving):
     """A saver that the Trainer creates. It reports on stderr that it is active: scripts rarely show the log at level
     INFO."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        if state.is_world_process_zero and self.saver is not None:
-            how = self.save_steps or (
-                "auto" if self.overhead is not None else f"by save_strategy={args.save_strategy.value}"
-            )
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        super().on_train_begin()
+        if self.saver is not None and self.saver.ranks.is_first:
+            by_strategy = f"by save_strategy={self.trainer.args.save_strategy.value}"
+            how = self.save_steps or ("auto" if self.overhead is not None else by_strategy)
             what = f"llmtailor: saving parts ({self.policy.name}, save_steps: {how}) in {self.saver.folder.partial}"
             print(what, file=sys.stderr)
 

@@ -9,11 +9,9 @@ The rest of a checkpoint (schedule, random states, config, weights for Hugging F
 
 from __future__ import annotations
 
-import functools
 import os
 import traceback
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +26,37 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from llmtailor.containers.dcp import METADATA
+from llmtailor.saving.around import around, replaced
 from llmtailor.saving.dcp import DcpSaver
 from llmtailor.saving.options import from_environment
 
 FOLDER = "dcp"
 """In the folder of a step"""
 _OURS = ("model", "optimizer")
+Stock = Callable[..., Any]
 
 
 def install(manager: Any, policy: Any) -> None:
     """Let verl's FSDPCheckpointManager save and load through DCP. Raises UsageError for a policy that can't."""
     DcpSaver(policy)
-    stock_save, stock_load = manager.save_checkpoint, manager.load_checkpoint
 
-    @functools.wraps(stock_save)
-    def save_checkpoint(self: Any, local_path: str | None, *args: Any, **options: Any) -> None:
+    @around(manager, "save_checkpoint")
+    def save_checkpoint(stock_save: Stock, self: Any, local_path: str | None, *args: Any, **options: Any) -> Any:
         saved = self.checkpoint_save_contents
         if local_path is None or not {*_OURS} <= {*saved} or self.should_save_lora_only:
-            return stock_save(self, local_path, *args, **options)  # type: ignore[no-any-return]
+            return stock_save(self, local_path, *args, **options)
         step = options.get("global_step", args[1] if len(args) > 1 else 0)
         weights, states = get_state_dict(self.model, self.optimizer)
         writer = _saver(self, policy).writer(FileSystemWriter(Path(local_path) / FOLDER), step)
         save({"model": weights, "optimizer": states}, storage_writer=writer)  # first, as verl's own removes older ones
-        with _without(self, "checkpoint_save_contents", _OURS):
-            return stock_save(self, local_path, *args, **options)  # type: ignore[no-any-return]
+        with replaced(self, "checkpoint_save_contents", _others(saved)):
+            return stock_save(self, local_path, *args, **options)
 
-    @functools.wraps(stock_load)
-    def load_checkpoint(self: Any, local_path: str | None, *args: Any, **options: Any) -> None:
+    @around(manager, "load_checkpoint")
+    def load_checkpoint(stock_load: Stock, self: Any, local_path: str | None, *args: Any, **options: Any) -> Any:
         folder = Path(local_path or "") / FOLDER
         if local_path is None or not (folder / METADATA).is_file():
-            return stock_load(self, local_path, *args, **options)  # type: ignore[no-any-return]
+            return stock_load(self, local_path, *args, **options)
         if self.should_load_optimizer:
             weights, states = get_state_dict(self.model, self.optimizer)
             load({"model": weights, "optimizer": states}, checkpoint_id=folder)
@@ -67,10 +66,8 @@ def install(manager: Any, policy: Any) -> None:
             weights = get_model_state_dict(self.model)
             load({"model": weights}, checkpoint_id=folder)
             set_model_state_dict(self.model, weights)
-        with _without(self, "checkpoint_load_contents", _OURS):
-            return stock_load(self, local_path, *args, **options)  # type: ignore[no-any-return]
-
-    manager.save_checkpoint, manager.load_checkpoint = save_checkpoint, load_checkpoint
+        with replaced(self, "checkpoint_load_contents", _others(self.checkpoint_load_contents)):
+            return stock_load(self, local_path, *args, **options)
 
 
 def _saver(manager: Any, policy: Any) -> DcpSaver:
@@ -80,15 +77,9 @@ def _saver(manager: Any, policy: Any) -> DcpSaver:
     return saver
 
 
-@contextmanager
-def _without(manager: Any, name: str, contents: Collection[str]) -> Iterator[None]:
-    """Let verl's own function leave out what is saved here."""
-    told = getattr(manager, name)
-    setattr(manager, name, [one for one in told if one not in contents])
-    try:
-        yield
-    finally:
-        setattr(manager, name, told)
+def _others(contents: Collection[str]) -> list[str]:
+    """Return what verl's own functions save and load."""
+    return [one for one in contents if one not in _OURS]
 
 
 def plug_in() -> None:

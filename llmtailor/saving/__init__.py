@@ -33,30 +33,19 @@ if TYPE_CHECKING:
     from llmtailor.saving.saver import PartialSaver as PartialSaver
     from llmtailor.saving.stock_accelerate import attach_accelerator as attach_accelerator
 
-_PUBLIC = {
-    "Adaptive": "llmtailor.policies",
-    "AttestResume": "llmtailor.saving.callbacks",
-    "DcpSaver": "llmtailor.saving.dcp",
-    "Filter": "llmtailor.policies",
-    "Full": "llmtailor.policies",
-    "MomentsInTurn": "llmtailor.policies",
-    "Parity": "llmtailor.policies",
-    "PartialSaver": "llmtailor.saving.saver",
-    "PartialSaving": "llmtailor.saving.callbacks",
-    "Policy": "llmtailor.policies",
-    "RoundRobin": "llmtailor.policies",
-    "PendingSave": "llmtailor.saving.save",
-    "SaveFailed": "llmtailor.saving.save",
-    "SavingOptions": "llmtailor.saving.options",
-    "SaveReport": "llmtailor.saving.save",
-    "Situation": "llmtailor.policies",
-    "attach": "llmtailor.saving.callbacks",
-    "attach_accelerator": "llmtailor.saving.stock_accelerate",
-    "attach_engine": "llmtailor.saving.checkpoint_engine",
-    "make_policy": "llmtailor.policies",
-    "newest_checkpoint": "llmtailor.saving.restart",
-    "saver_for": "llmtailor.saving.api",
+_NAMES = {
+    "llmtailor.policies": "Adaptive Filter Full MomentsInTurn Parity Policy RoundRobin Situation make_policy",
+    "llmtailor.saving.api": "saver_for",
+    "llmtailor.saving.callbacks": "AttestResume PartialSaving attach",
+    "llmtailor.saving.checkpoint_engine": "attach_engine",
+    "llmtailor.saving.dcp": "DcpSaver",
+    "llmtailor.saving.options": "SavingOptions",
+    "llmtailor.saving.restart": "newest_checkpoint",
+    "llmtailor.saving.save": "PendingSave SaveFailed SaveReport",
+    "llmtailor.saving.saver": "PartialSaver",
+    "llmtailor.saving.stock_accelerate": "attach_accelerator",
 }
+_PUBLIC = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [*_PUBLIC]
 
 if not TYPE_CHECKING:  # a type checker reads the imports above, and reports names that do not exist

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,29 +11,23 @@ from llmtailor.attestation.by_position import Positions
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.loaders.files import ADAPTER
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, KIND_OF_ROLE, MASTER
 from llmtailor.saving.model import is_adapted, saved_names
 from llmtailor.saving.snapshot import DTYPES
-from llmtailor.saving.torch_training import innermost, unwrap
-from llmtailor.saving.training import Fragment, describe, dominant, tied_names
+from llmtailor.saving.torch_training import NamedTraining
+from llmtailor.saving.training import describe, dominant, tied_names
 
 
-class AnyTraining:
+class AnyTraining(NamedTraining):
     """Implements the part of `saving.training.Training` that is attested. Raises UnsupportedCheckpoint."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        self.model, self.optimizer = unwrap(model), innermost(optimizer)
-        where = f"the optimizer {type(self.optimizer).__name__}"
-        self._live = dict(self.model.named_parameters())
-        if any(hasattr(param, "to_local") or hasattr(param, "ds_id") for param in self._live.values()):
-            raise UnsupportedCheckpoint.at(where, "its params are sharded", "use an elementwise one, such as AdamW")
-        names = {param: name for name, param in self._live.items()}
-        groups = [[names.get(param, "") for param in group["params"]] for group in self.optimizer.param_groups]
-        if any("" in group for group in groups):
-            raise UnsupportedCheckpoint.at(where, "it has params that are not the model's", "give it only the model's")
-        self._groups = groups
-        self.params = describe(self.model, {name for group in groups for name in group})
-        self.tied: dict[str, str] = tied_names(self.model)
+        super().__init__(model, optimizer)
+        if self.is_sharded or any(hasattr(param, "ds_id") for param in self.model.parameters()):
+            what, fix = "its params are sharded", "use an elementwise one, such as AdamW"
+            raise UnsupportedCheckpoint.at(self._where, what, fix)
+        self._groups = self._find_groups()
+        self.params = describe(self.model, {name for group in self._groups for name in group})
+        self.tied = tied_names(self.model)
         self.precision = dominant([param.dtype for param in self._live.values()])
         self._stored = self._of_adapters() if is_adapted(self.model) else None
 
@@ -59,31 +53,9 @@ class AnyTraining:
         saved_as = None if self._stored is not None else saved_names(self.model, self.params, self.tied)
         return Positions(params, self._groups, self._stored, saved_as, self.tied)
 
-    def present(self) -> Iterator[Fragment]:
-        for name, fact in self.params.items():
-            kind = KIND_OF_ROLE[fact.role]
-            tensor = self.model.get_buffer(name) if kind == BUFFER else self._live[name]
-            yield Fragment(name, kind, 0, tensor.detach().reshape(-1))
-            for state, value in self._state(name).items() if kind == MASTER else ():
-                if type(value) is torch.Tensor and state != "step" and value.dtype in DTYPES and value.numel():
-                    yield Fragment(name, state, 0, value.detach().reshape(-1))
-
-    def _state(self, name: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.optimizer.state.get(self._live[name]) or {}
-        return found
-
-    def shape_of(self, one: Fragment) -> tuple[int, ...]:
-        """Return the shape of a whole state; moments may have another one than their param."""
-        own = self._state(one.param).get(one.kind)
-        return self.params[one.param].shape if own is None else tuple(own.shape)
-
-    def weight_of(self, master: Fragment) -> torch.Tensor | None:
-        return None
-
-    def steps(self) -> Mapping[str, float | None]:
-        names = [name for name, fact in self.params.items() if fact.role == "trainable"]
-        found = {name: self._state(name).get("step") for name in names}
-        return {name: None if step is None else float(step) for name, step in found.items()}
-
-    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
-        return list(zip(self._groups, self.optimizer.param_groups, strict=True))
+    def _compared(self, name: str) -> Mapping[str, torch.Tensor]:
+        return {
+            kind: value
+            for kind, value in self._saved(name).items()
+            if type(value) is torch.Tensor and kind != "step" and value.dtype in DTYPES and value.numel()
+        }

@@ -13,7 +13,7 @@ import torch
 
 from llmtailor.attestation.check import announce
 from llmtailor.attestation.compare import Attestation
-from llmtailor.checkpoint.index import DEEPSPEED, TRAINER
+from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.policies import DEFAULT_POLICY, Policy
@@ -23,7 +23,7 @@ from llmtailor.saving.client_state import AccelerateClient, ClientState, Trainer
 from llmtailor.saving.options import ATTEST, ON_MISMATCH, Arguments, SavingArguments, SavingOptions, from_environment
 from llmtailor.saving.save import PendingSave, SaveFailed
 from llmtailor.saving.saver import PartialSaver
-from llmtailor.saving.torch_training import PlainTraining, ShardedTraining, unwrap
+from llmtailor.saving.torch_training import PlainTraining
 from llmtailor.saving.training import HasState, Held, Pretrained, Ranks, Training
 from llmtailor.saving.writing import owners_of
 from llmtailor.storage.local import as_path
@@ -81,59 +81,53 @@ def saver_for(
         UnsupportedCheckpoint: the accelerator shards with FSDP version 1.
         Also what `PartialSaver` raises.
     """
-    if accelerator is not None:
-        if engine is not None or model is not None or optimizer is not None:
-            raise UsageError.at("saver_for", "the accelerator has the model already", "give the accelerator only")
-        found = prepared(accelerator)
-        engine, model, optimizer = found.engine, found.model, found.optimizer
-        scheduler, scaler = scheduler or found.scheduler, scaler or found.scaler
-    if (engine is None) == (model is None or optimizer is None):
+    if accelerator is not None and (engine is not None or model is not None or optimizer is not None):
+        raise UsageError.at("saver_for", "the accelerator has the model already", "give the accelerator only")
+    held = _held(accelerator, engine, model, optimizer, scheduler, scaler)
+    if (held.engine is None) == (held.model is None or held.optimizer is None):
         raise UsageError.at(
             "saver_for", "it needs a DeepSpeed engine, or a model and its optimizer", "give exactly one of the two"
         )
-    if engine is None and scheduler is None and accelerator is None:
+    if held.engine is None and held.scheduler is None and accelerator is None:
         what = "it needs a scheduler: without one, the Trainer ignores the optimizer's states when it resumes"
         fix = "for a constant learning rate, use torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)"
         raise UsageError.at("saver_for", what, fix)
-    if engine is not None and scheduler is engine.lr_scheduler:
-        scheduler = None  # DeepSpeed saves its own scheduler in the model states
-    beside = TrainerClient(scheduler) if accelerator is None else AccelerateClient(accelerator, scheduler)
-    how = SavingOptions(**options)
-    return make_saver(output_dir, engine, model, optimizer, beside, scaler, tokenizer, policy, how)
+    own = held.own_scheduler
+    beside = TrainerClient(own) if accelerator is None else AccelerateClient(accelerator, own)
+    return make_saver(output_dir, held, beside, tokenizer, policy, SavingOptions(**options))
 
 
 def make_saver(
     output_dir: str | Path,
-    engine: DeepSpeedEngine | None,
-    model: torch.nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
+    held: Held,
     beside: ClientState,
-    scaler: HasState | None,
     tokenizer: Pretrained | None,
     policy: str | Mapping[str, object] | Policy,
     options: SavingOptions,
     is_tested: bool = False,
 ) -> PartialSaver:
     """Return a saver for a DeepSpeed engine, or for a model and its optimizer; see `PartialSaver`."""
-    training = training_of(Held(engine, model, optimizer, scaler=scaler), beside.loader)
+    training = training_of(held, beside.loader)
     carried = owners_of(training.model, tokenizer)
     return PartialSaver(
         output_dir, training, policy, beside=beside, carried=carried, options=options, is_tested=is_tested
     )
 
 
-def training_of(held: Held, loader: Loader) -> Training:
-    """Return the live training of an engine, or of a model and its optimizer. Raises UnsupportedCheckpoint."""
+def training_of(held: Held, loader: Loader = LOADERS[DEEPSPEED]) -> Training:
+    """Return the live training of an engine, or of a model and its optimizer. Raises UnsupportedCheckpoint.
+
+    ``loader`` names the checkpoints of an engine.
+    """
     if held.engine is not None:
         from llmtailor.saving.deepspeed import ZeroTraining
 
         return ZeroTraining(held.engine, loader)
     assert held.model is not None and held.optimizer is not None, "without an engine"
-    is_sharded = any(hasattr(param, "to_local") for param in held.model.parameters())  # as DTensors
-    return (ShardedTraining if is_sharded else PlainTraining)(unwrap(held.model), held.optimizer, held.scaler)
+    return PlainTraining(held.model, held.optimizer, held.scaler)
 
 
-def attestable_of(held: Held, loader: Loader) -> Attestable:
+def attestable_of(held: Held) -> Attestable:
     """Return a live training that is compared only, also one whose states can't be saved in parts.
 
     Raises UnsupportedCheckpoint for one whose states can't be read either.
@@ -142,11 +136,25 @@ def attestable_of(held: Held, loader: Loader) -> Attestable:
     if any(type(one).__name__ == "FullyShardedDataParallel" for one in modules):
         raise UnsupportedCheckpoint.at("attest", "the flat tensors of FSDP version 1 can't be compared", FSDP1_FIX)
     try:
-        return training_of(held, loader)
+        return training_of(held)
     except UnsupportedCheckpoint:
         if held.engine is not None or held.model is None or held.optimizer is None:
             raise
         return AnyTraining(held.model, held.optimizer)
+
+
+def attest_held(held: Held, checkpoint: Path, how: str, *, with_random: bool = False) -> Attestation:
+    """Do what `attest_training` does, with what a program holds."""
+    return attest_training(attestable_of(held), checkpoint, how, held, with_random=with_random)
+
+
+def _held(
+    accelerator: Accelerator | None, engine: Any, model: Any, optimizer: Any, scheduler: Any, scaler: Any
+) -> Held:
+    if accelerator is None:
+        return Held(engine, model, optimizer, scheduler, scaler)
+    found = prepared(accelerator)
+    return replace(found, scheduler=scheduler or found.scheduler, scaler=scaler or found.scaler)
 
 
 def attest(
@@ -201,19 +209,33 @@ def attest(
         problems.append(Problem("attest", f"on_mismatch is {on_mismatch!r}", 'give "warn" or "stop"'))
     if problems:
         raise UsageError(problems)
-    counters: dict[str, Any] = {} if step is None else {"global_step": step}
-    held = Held(engine, model, optimizer, scheduler, scaler)
     if trainer is not None:
-        held, counters = parts_of(trainer), {"global_step": trainer.state.global_step}
-    elif accelerator is not None:
-        one = prepared(accelerator)
-        held = replace(one, scheduler=scheduler or one.scheduler, scaler=scaler or one.scaler)
-    is_engines = engine is not None  # else it is the Trainer's or accelerate's, with files of its own
-    training = attestable_of(held, LOADERS[DEEPSPEED if is_engines else TRAINER])
-    where, with_random = as_path(checkpoint), accelerator is not None
-    attested = attest_training(training, where, how, held.scheduler, held.scaler, counters, with_random=with_random)
+        held = parts_of(trainer)
+    else:
+        held = _held(accelerator, engine, model, optimizer, scheduler, scaler)
+        held = replace(held, counters={} if step is None else {"global_step": step})
+    attested = attest_held(held, as_path(checkpoint), how, with_random=accelerator is not None)
     announce(attested, Ranks.here(), on_mismatch)
     return attested
+
+
+class AttestingCallback:
+    """The base of the callbacks that attest what a training has resumed, without saving anything.
+
+    Args:
+        attest: ``sample`` compares some elements of every state with the checkpoint, ``full`` every byte.
+        on_mismatch: ``warn``, or ``stop`` to end the training on all ranks.
+
+    Raises UsageError for other values, and, when training begins, NotTheSame.
+    """
+
+    _say = staticmethod(announce)
+    """Takes what an attestation has found"""
+
+    def __init__(
+        self, attest: Literal["sample", "full"] = "sample", on_mismatch: Literal["warn", "stop"] = "warn"
+    ) -> None:
+        self.options = SavingOptions(attest=attest, on_mismatch=on_mismatch)
 
 
 class SaverCallback:

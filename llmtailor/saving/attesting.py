@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmtailor.attestation.by_position import index_by_position
-from llmtailor.attestation.check import announce, attest_live, guarded, missing_files, open_index
+from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, missing_files, open_index
 from llmtailor.attestation.compare import (
     OFF,
-    SAMPLE,
     Attestation,
     Cause,
     LiveGroup,
@@ -26,7 +25,7 @@ from llmtailor.attestation.compare import (
     lacking,
     rates_off_schedule,
 )
-from llmtailor.attestation.pieces import with_pieces
+from llmtailor.attestation.pieces import aliases_of, with_pieces
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
@@ -37,11 +36,12 @@ from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.any_training import AnyTraining
+from llmtailor.saving.around import around
 from llmtailor.saving.model import is_adapted, saved_names
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import DTYPES, bytes_of
-from llmtailor.saving.torch_training import PlainTraining, ShardedTraining
-from llmtailor.saving.training import Fragment, HasState, Held, Ranks, Training, rng_tree
+from llmtailor.saving.torch_training import NamedTraining
+from llmtailor.saving.training import Fragment, Held, Ranks, Training, rng_tree
 from llmtailor.training import decaying_names
 
 if TYPE_CHECKING:
@@ -49,26 +49,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("llmtailor.attest")
 Write = Callable[[Mapping[str, object]], None]
+Say = Callable[[Attestation, Ranks, str], None]
 Attestable = Training | AnyTraining
+
+
+def _write_nothing(found: Mapping[str, object]) -> None:
+    """Where there is no record of the run"""
 
 
 def attest_training(
     training: Attestable,
     checkpoint: Path,
-    how: str = SAMPLE,
-    scheduler: HasState | None = None,
-    scaler: HasState | None = None,
-    counters: Mapping[str, Any] = {},
+    how: str,
+    held: Held,
     *,
     with_random: bool = False,
 ) -> Attestation:
-    """Compare a live training with a checkpoint, on all ranks; ``with_random`` also the random states, whose
-    differences are notes: the program may have drawn from them since.
+    """Compare a live training with a checkpoint, on all ranks, and what is ``held`` beside it: scheduler, scaler and
+    counters; ``with_random`` also the random states, whose differences are notes: the program may have drawn from them
+    since.
 
     Raises SourceError, UnsupportedCheckpoint."""
     ranks = Ranks.here()
     opened = open_on_first(training, checkpoint, ranks)
-    found = _attest(opened, ranks, how, scheduler, scaler, counters)
+    found = _attest(opened, ranks, how, held)
     if not with_random:
         return found
     mine = ranks.together(lambda: compare_random(opened.index, rng_tree(), ranks.rank, ranks.world_size))
@@ -79,41 +83,29 @@ def attest_training(
     return replace(found, notes=(*found.notes, *notes))
 
 
-def _attest(
-    opened: Opened,
-    ranks: Ranks,
-    how: str,
-    scheduler: HasState | None,
-    scaler: HasState | None,
-    counters: Mapping[str, Any],
-) -> Attestation:
-    def find_live() -> Live:
-        live = live_of(opened.training, scheduler, scaler, counters)
-        return replace(live, open_other=opened.open_other, converted=opened.converted)
-
+def _attest(opened: Opened, ranks: Ranks, how: str, held: Held) -> Attestation:
     with known_model(_facts_of(opened.training)):
-        return attest_live(opened.index, find_live, ranks, how)
+        return attest_live(opened.index, lambda: live_of(opened, held), ranks, how)
 
 
 def attest_loop(
-    find_training: Callable[[], Attestable],
-    checkpoint: Path,
-    options: SavingOptions,
-    scheduler: HasState | None,
-    write: Write,
-    counters: Mapping[str, Any] = {},
+    attest: Callable[[], Attestation],
+    checkpoint: object,
+    on_mismatch: str,
+    step: int = 0,
+    write: Write = _write_nothing,
+    say: Say = announce,
 ) -> None:
-    """Attest what a loop, or Lightning, has resumed, for the record and the log.
+    """Attest what a loop, or Lightning, has resumed at a step, for the record and the log.
 
     What can't be attested is a warning. Raises NotTheSame if it is another training and ``on_mismatch`` is ``stop``.
     """
     ranks = Ranks.here()
 
-    def run() -> Attestation:
-        found = attest_training(find_training(), checkpoint, options.attest, scheduler, None, counters)
-        write(found.to_json())
-        announce(found, ranks, options.on_mismatch)
-        return found
+    def run() -> None:
+        found = attest()
+        write({"step": step, "attested": found.to_json()})
+        say(found, ranks, on_mismatch)
 
     guarded(run, checkpoint, ranks.is_first)
 
@@ -131,53 +123,35 @@ class Opened:
 
 def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Opened:
     """Return a checkpoint, read by rank 0: by names, or by position if it does not state which params it holds."""
+    folder = checkpoint.parent if checkpoint.name == CKPT else checkpoint
 
-    def open_other(path: Path) -> CheckpointIndex:
-        return _with_pieces(index_checkpoint(path), training)[0]
-
-    try:
-        index, converted = _index_on_first(training, checkpoint, ranks)
-        return Opened(index, converted, training, open_other)
-    except UnsupportedCheckpoint:
-        if isinstance(training, ShardedTraining) or not isinstance(training, (PlainTraining, AnyTraining)):
-            raise
-        alike = AnyTraining(training.model, training.optimizer)
-        read = partial(index_by_position, live=alike.positions)
-        index, converted = ranks.on_first(lambda: read(_folder_of(checkpoint)))
-        return Opened(index, converted, alike, lambda path: read(path)[0])
-
-
-def _with_pieces(index: CheckpointIndex, training: Attestable) -> tuple[CheckpointIndex, frozenset[str]]:
-    if is_adapted(training.model):
-        return index, frozenset()
-    shapes = {name: (fact.role, fact.shape) for name, fact in training.params.items()}
-    names = partial(saved_names, training.model, training.params, training.tied)
-    return with_pieces(index, shapes, _aliases(training), names)
-
-
-def _aliases(training: Attestable) -> dict[str, list[str]]:
-    aliases: dict[str, list[str]] = {}
-    for name, stored in training.tied.items():
-        aliases.setdefault(stored, []).append(name)
-    return aliases
-
-
-def _folder_of(checkpoint: Path) -> Path:
-    return checkpoint.parent if checkpoint.name == CKPT else checkpoint
-
-
-def _index_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> tuple[CheckpointIndex, frozenset[str]]:
-    """Return the index of a checkpoint, read by rank 0, which also knows the model already."""
-    folder = _folder_of(checkpoint)
-
-    def read() -> CheckpointIndex:
+    def open_first() -> CheckpointIndex:
         try:
             with known_model(_facts_of(training)):
                 return open_index(folder)
         except SourceError:  # the live model may be another one
             return open_index(folder)
 
-    return ranks.on_first(lambda: _with_pieces(read(), training))
+    def open_other(path: Path) -> CheckpointIndex:
+        return _with_pieces(index_checkpoint(path), training)[0]
+
+    try:
+        index, converted = ranks.on_first(lambda: _with_pieces(open_first(), training))
+        return Opened(index, converted, training, open_other)
+    except UnsupportedCheckpoint:
+        if not isinstance(training, NamedTraining) or training.is_sharded:
+            raise
+        alike = AnyTraining(training.model, training.optimizer)
+        read = partial(index_by_position, live=alike.positions)
+        index, converted = ranks.on_first(lambda: read(folder))
+        return Opened(index, converted, alike, lambda path: read(path)[0])
+
+
+def _with_pieces(index: CheckpointIndex, training: Attestable) -> tuple[CheckpointIndex, frozenset[str]]:
+    if is_adapted(training.model):
+        return index, frozenset()
+    names = partial(saved_names, training.model, training.params, training.tied)
+    return with_pieces(index, training.params, training.tied, names)
 
 
 def _facts_of(training: Attestable) -> ModelFacts:
@@ -187,21 +161,12 @@ def _facts_of(training: Attestable) -> ModelFacts:
     return ModelFacts(params, frozenset(decaying_names(training.model)), tied, frozenset(buffers))
 
 
-def live_of(
-    training: Attestable, scheduler: HasState | None, scaler: HasState | None, counters: Mapping[str, Any]
-) -> Live:
-    """Return what this process holds of a training, for `attestation`."""
-    ranks = Ranks.here()
-    engine = getattr(training, "engine", None)
-    scheduler = scheduler if scheduler is not None else getattr(engine, "lr_scheduler", None)
-    more = (
-        {}
-        if engine is None
-        else {
-            "DeepSpeed's global_steps": engine.global_steps,
-            "DeepSpeed's skipped_steps": engine.skipped_steps,
-        }
-    )
+def live_of(opened: Opened, held: Held) -> Live:
+    """Return what this process holds of a training, and beside it, for `attestation`."""
+    training, ranks = opened.training, Ranks.here()
+    engine: Any = getattr(training, "engine", None)
+    scheduler = held.scheduler if held.scheduler is not None else getattr(engine, "lr_scheduler", None)
+    more = {name: getattr(engine, key) for name, key in ENGINE_COUNTERS.items() if engine is not None}
     rates = rates_of(scheduler)
     groups = [
         LiveGroup(tuple(names), hyper, rates[number] if number < len(rates) else None)
@@ -210,16 +175,17 @@ def live_of(
     return Live(
         fragments=lambda: _fragments(training),
         roles={name: fact.role for name, fact in training.params.items()},
-        aliases=_aliases(training),
+        aliases=aliases_of(training.tied),
         steps=training.steps(),
         groups=groups,
         rank=ranks.rank,
         world_size=ranks.world_size,
         precision=DTYPES.get(training.precision, ""),
-        is_adapter=is_adapted(training.model),
         schedule=scheduler.state_dict() if scheduler is not None else None,
-        counters={**counters, **more},
-        scale=scaler.state_dict() if scaler is not None else _scale_of(engine),
+        counters={**held.counters, **more},
+        scale=held.scaler.state_dict() if held.scaler is not None else _scale_of(engine),
+        open_other=opened.open_other,
+        converted=opened.converted,
     )
 
 
@@ -234,11 +200,7 @@ def _fragments(training: Attestable) -> Iterator[LiveFragment]:
         if one.tensor.dtype not in DTYPES:
             continue
         weight = training.weight_of(one) if one.kind == "master" else None
-        shape = one.shape  # of a state that is not elementwise
-        if shape is None and isinstance(training, AnyTraining):
-            shape = training.shape_of(one)
-        elif shape is None:
-            shape = training.params[one.param].shape
+        shape = training.params[one.param].shape if one.shape is None else one.shape
         forward = None if weight is None else _fragment(replace(one, tensor=weight), shape)
         yield _fragment(one, shape, forward)
 
@@ -282,10 +244,18 @@ def parts_of(trainer: Trainer) -> Held:
     scheduler = trainer.lr_scheduler
     if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper":
         scheduler = engine.lr_scheduler
-    scaler = getattr(trainer.accelerator, "scaler", None)
+    scaler, counters = getattr(trainer.accelerator, "scaler", None), {"global_step": trainer.state.global_step}
     if engine is not None:
-        return Held(engine, scheduler=scheduler, scaler=scaler)
-    return Held(None, trainer.model, trainer.optimizer, scheduler, scaler)
+        return Held(engine, scheduler=scheduler, scaler=scaler, counters=counters)
+    return Held(None, trainer.model, trainer.optimizer, scheduler, scaler, counters)
+
+
+def callers() -> Iterator[dict[str, Any]]:
+    """Yield the local variables of the functions that are running, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
 
 
 def resumed_from(trainer: Trainer) -> Path | None:
@@ -293,14 +263,11 @@ def resumed_from(trainer: Trainer) -> Path | None:
 
     Nothing keeps it but a local variable of the Trainer's loop, which calls the callbacks.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals
+    for found in callers():
         if found.get("self") is trainer and "resume_from_checkpoint" in found:
             given = found["resume_from_checkpoint"]
             if not isinstance(given, bool):
                 return Path(given) if given is not None else None
-        frame = frame.f_back
     return None
 
 
@@ -309,7 +276,7 @@ class TrainerResume:
     them, and the first losses.
 
     Args:
-        how, on_mismatch: the fields ``attest`` and ``on_mismatch`` of `SavingOptions`.
+        options: decide what of it is compared, and what happens if it differs.
         write: adds a line to the record of the run; called on every rank.
         say: takes each attestation, in place of `announce`.
         is_strict: raise what prevents an attestation; else it is a warning.
@@ -318,15 +285,14 @@ class TrainerResume:
     def __init__(
         self,
         trainer: Trainer,
-        how: str,
-        on_mismatch: str,
-        write: Write | None = None,
+        options: SavingOptions,
+        write: Write = _write_nothing,
         *,
-        say: Callable[[Attestation, Ranks, str], None] = announce,
+        say: Say = announce,
         is_strict: bool = False,
     ) -> None:
-        self._trainer, self._how, self._on_mismatch, self._write = trainer, how, on_mismatch, write
-        self._say, self._is_strict = say, is_strict
+        self._trainer, self._how, self._on_mismatch = trainer, options.attest, options.on_mismatch
+        self._write, self._say, self._is_strict = write, say, is_strict
         self._ranks = Ranks.here()
         self._index: CheckpointIndex | None = None
         self._losses = Losses()
@@ -347,42 +313,36 @@ class TrainerResume:
         if self._index is not None and not trainer.args.ignore_data_skip:
             self._watch_rng(trainer)
 
-    def _begin(self, find_training: Callable[[], Attestable], checkpoint: Path) -> Attestation:
+    def _begin(self, find_training: Callable[[], Attestable], checkpoint: Path) -> None:
         trainer = self._trainer
-        training = find_training()
-        parts = parts_of(trainer)
-        step = trainer.state.global_step
+        training, held = find_training(), parts_of(trainer)
         try:
             opened = open_on_first(training, checkpoint, self._ranks)
         except SourceError as error:
             if not (files := missing_files(error)):
                 raise
-            found = lacking(display_name(checkpoint), files, self._how)
-            self._record({"step": step, "attested": found.to_json()})
-            self._say(found, self._ranks, self._on_mismatch)
-            return found
-        found = _attest(opened, self._ranks, self._how, parts.scheduler, parts.scaler, {"global_step": step})
+            self._report(lacking(display_name(checkpoint), files, self._how))
+            return
+        found = _attest(opened, self._ranks, self._how, held)
         if trainer.args.ignore_data_skip:
             found = replace(found, notes=(*found.notes, "random states: ignore_data_skip does not restore them"))
         self.found, self._index = found, opened.index
         if self._ranks.is_first:
-            self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), step, trainer.state.log_history))
-        self._record({"step": step, "attested": found.to_json()})
-        self._say(found, self._ranks, self._on_mismatch)
-        return found
+            state = trainer.state
+            self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), state.global_step, state.log_history))
+        self._report(found)
 
-    def _record(self, line: Mapping[str, object]) -> None:
-        if self._write is not None:
-            self._write(line)
+    def _report(self, found: Attestation) -> None:
+        self._write({"step": self._trainer.state.global_step, "attested": found.to_json()})
+        self._say(found, self._ranks, self._on_mismatch)
 
     def _watch_rng(self, trainer: Trainer) -> None:
         """Compare the random states right after the Trainer has restored them: at the start of an epoch it then draws
         from them. The method is replaced on this one Trainer, once."""
-        load: Callable[..., Any] = trainer._load_rng_state
         self._waits_for_rng = True
 
-        @wraps(load)
-        def loading(*args: Any, **kwargs: Any) -> Any:
+        @around(trainer, "_load_rng_state")
+        def loading(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = load(*args, **kwargs)
             if self._waits_for_rng:
                 self._waits_for_rng = False
@@ -390,8 +350,6 @@ class TrainerResume:
                 assert self._index is not None
                 guarded(self._attest_rng, self._index.name, self._ranks.is_first, is_strict=self._is_strict)
             return result
-
-        trainer._load_rng_state = loading
 
     def _attest_rng(self) -> None:
         index, ranks = self._index, self._ranks
@@ -413,8 +371,7 @@ class TrainerResume:
                 f"{what} on {len(where)} of {ranks.world_size} ranks", "dropout and the order of the data differ"
             ),
         )
-        self._record({"step": self._trainer.state.global_step, "attested": found.to_json()})
-        self._say(found, ranks, self._on_mismatch)
+        self._report(found)
 
     def step_ended(self) -> None:
         """Call it after each step."""
@@ -425,17 +382,18 @@ class TrainerResume:
             if said and self._ranks.is_first:
                 step = self._trainer.state.global_step
                 logger.warning("resumed from %s: after step %d %s", self._index.name, step, said)
-                self._record({"step": step, "rates": said})
+                self._write({"step": step, "rates": said})
         if self._waits_for_rng:
             self._waits_for_rng = False
             if self._ranks.is_first and self._index is not None:
                 logger.warning("resumed from %s: the random states were not restored", self._index.name)
 
-    def logged(self, step: int, logs: Mapping[str, Any]) -> None:
+    def logged(self, logs: Mapping[str, Any]) -> None:
         """Call it with each entry of the log."""
+        step = self._trainer.state.global_step
         if self._ranks.is_first and (said := self._losses.see(step, logs)):
             logger.warning("%s", said)
-            self._record({"step": step, "losses": said})
+            self._write({"step": step, "losses": said})
 
 
 def abandoned_log(run: Path, step: int, history: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:

@@ -14,13 +14,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -29,26 +27,22 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.attestation.check import announce
-from llmtailor.checkpoint.index import TRAINER
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError, attempt
 from llmtailor.formats.other_optimizers import unsupported, unsupported_name
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
-from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, attestable_of, make_saver
-from llmtailor.saving.attesting import TrainerResume, parts_of
+from llmtailor.saving.api import FSDP1, FSDP1_FIX, AttestingCallback, SaverCallback, attestable_of, make_saver
+from llmtailor.saving.attesting import TrainerResume, callers, parts_of
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
 from llmtailor.saving.options import (
-    RESUME,
     SAME_FIX,
     WHERE,
     SavingArguments,
-    SavingOptions,
     check_layout,
     from_environment,
     stock_arguments,
@@ -70,12 +64,10 @@ def find_trainer(callback: TrainerCallback) -> Trainer:
     A callback gets model, optimizer and scheduler, but neither the DeepSpeed engine nor the Trainer; both are needed to
     write what the Trainer would. The Trainer is the ``self`` of the function that runs the callbacks.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("self")
+    for variables in callers():
+        found = variables.get("self")
         if isinstance(found, Trainer) and any(one is callback for one in found.callback_handler.callbacks):
             return found
-        frame = frame.f_back
     what, fix = "it was not called by a Trainer of transformers", "for another loop, use saver_for"
     raise UsageError.at("PartialSaving", what, fix)
 
@@ -255,16 +247,15 @@ def attach(
         named = {"policy": policy, "save_steps": save_steps, "overhead": overhead, "on_restart": on_restart}
         return attach_stock(trainer, {name: value for name, value in named.items() if value is not None} | options)
     problems = Problems()
-    try:
+
+    def make() -> PartialSaving:
         check_layout(layout)
-        callback = PartialSaving(policy, save_steps, overhead=overhead, on_restart=on_restart, **options)
-    except UsageError as error:
-        problems.add(error)
-    try:
-        check_arguments(trainer, _savers_of(trainer))
-    except TailorError as error:
-        problems.add(error)
+        return PartialSaving(policy, save_steps, overhead=overhead, on_restart=on_restart, **options)
+
+    callback = attempt(make, problems, UsageError)
+    attempt(lambda: check_arguments(trainer, _savers_of(trainer)), problems, TailorError)
     problems.raise_if_any()
+    assert callback is not None, "else it was raised why"
     callback._bind(trainer)
     callback._check()
     trainer.add_callback(callback)
@@ -273,10 +264,9 @@ def attach(
 
 def attach_stock(trainer: Trainer, given: Mapping[str, Any]) -> StockSaving:
     """Do what `attach` does with ``layout="stock"`` and these arguments; others are taken from the environment."""
-    options = stock_arguments({**from_environment(os.environ), **given})
+    options, resume = stock_arguments({**from_environment(os.environ), **given})
     if _savers_of(trainer):
         raise UsageError.at(WHERE, "the Trainer already has a saver", "add one of them only")
-    resume = SavingOptions(**{name: options.pop(name) for name in RESUME if name in options})
     callback = StockSaving(trainer, options)
     trainer.add_callback(callback)
     if resume.attest != "off":
@@ -284,7 +274,21 @@ def attach_stock(trainer: Trainer, given: Mapping[str, Any]) -> StockSaving:
     return callback
 
 
-class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
+class Resuming(TrainerCallback):  # type: ignore[misc]
+    """Tells what attests a Trainer's resume how the training goes on."""
+
+    _resume: TrainerResume | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
+        if self._resume is not None:
+            self._resume.step_ended()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: object) -> None:
+        if self._resume is not None and logs is not None:
+            self._resume.logged(logs)
+
+
+class PartialSaving(SaverCallback, Resuming):
     """A callback that makes a Trainer save partial checkpoints instead of full ones::
 
         Trainer(..., callbacks=[PartialSaving(save_steps=50)])
@@ -328,7 +332,6 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         """Of the training that began last"""
         self._pending_rng: dict[str, Any] | None = None
         self._is_last = False
-        self._resume: TrainerResume | None = None
 
     def _bind(self, trainer: Trainer) -> None:
         """Take a Trainer as the one to save. With ``on_restart="compose"``, its ``train`` then resumes."""
@@ -349,44 +352,27 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         log_plan(self.trainer.args, self.policy, self.save_steps, self.overhead)
         self._is_checked = True
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_init_end(self, *_: object, **__: object) -> None:
         self._bind(find_trainer(self))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         self._bind(self.trainer or find_trainer(self))
         self._check()
-        trainer = self.trainer
+        trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         # after it ran out of memory, the Trainer begins again within `train`; nothing else shows that
         is_retry = args.auto_find_batch_size and trainer._train_batch_size < self._batch_size
         self._batch_size, self._clock, self._next_decision = trainer._train_batch_size, StepTimer(), FIRST
         if self.saver is not None:  # from a training that ended with an error
             self.saver.close()
         self._pending_rng, self._is_last = None, False
-        scheduler = trainer.lr_scheduler
-        engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-        if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper" or (engine and scheduler is engine.lr_scheduler):
-            scheduler = None  # the engine saves it
-        self.saver = make_saver(
-            args.output_dir,
-            engine=engine,
-            model=trainer.model,
-            optimizer=trainer.optimizer,
-            beside=TrainerClient(scheduler),
-            scaler=getattr(trainer.accelerator, "scaler", None),
-            tokenizer=trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None),
-            policy=self.policy,
-            options=self.options,
-            is_tested=True,
-        )
-        self._agree()
+        held = parts_of(trainer)
+        beside, tokenizer = TrainerClient(held.own_scheduler), getattr(trainer.data_collator, "tokenizer", None)
+        tokenizer = trainer.processing_class or tokenizer
+        self.saver = make_saver(args.output_dir, held, beside, tokenizer, self.policy, self.options, is_tested=True)
         training = self.saver.live
-        how, on_mismatch = self.options.attest, self.options.on_mismatch
-        resume = TrainerResume(trainer, how, on_mismatch, self.saver.record.append, say=self._say)
+        resume = TrainerResume(trainer, self.options, self.saver.record.append, say=self._say)
         try:
+            self._agree()
             resume.begin(lambda: training)
         except (TailorError, SystemExit):
             self.saver.close()
@@ -403,11 +389,7 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             "policy": (self.policy.name, repr(self.policy.settings())),
             **{name: getattr(self, name) for name in ("save_steps", "overhead", "on_restart")},
         }
-        try:
-            check_same(self.saver.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
-        except UsageError:
-            self.saver.close()
-            raise
+        check_same(self.saver.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
 
     def _mark(self, state: TrainerState) -> None:
         """Record the current attempt in the state, so that the Trainer's own saves state it."""
@@ -415,12 +397,9 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         ledger = self.saver.ledger
         state.stateful_callbacks[MARK] = make_mark(Past(state.global_step, ledger.lineage, ledger.history))
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         self._mark(state)
-        if self._resume is not None:
-            self._resume.step_ended()
+        super().on_step_end(args, state, control)
         if self.saver is not None:
             self.saver.has_state(state.global_step)  # refuses an optimizer now, not at the first save
         every = self.save_steps or state.save_steps
@@ -433,27 +412,17 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             self._is_last = is_last
             self._take(control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, _: object, control: TrainerControl, **__: object) -> None:
         self._settle()
         if args.save_strategy == SaveStrategy.EPOCH:
             control.should_save = False
             if self.save_steps is None and self.overhead is None:
                 self._take(control)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: object) -> None:
+        super().on_log(args, state, control, logs)
         if logs is None:
             return
-        if self._resume is not None:
-            self._resume.logged(state.global_step, logs)
         if "train_loss" in logs:  # the final entry, after which the best model may be loaded
             self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
             self._settle(is_last=True)
@@ -463,28 +432,22 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         elif "loss" in logs and not control.should_evaluate:
             self._settle()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_evaluate(self, *_: object, **__: object) -> None:
         if self._pending_rng is not None:
             self._pending_rng = rng_tree()  # another data set may follow
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         self._settle()
 
     on_epoch_begin = on_step_begin
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         self._settle(is_last=True)
         if self.saver is not None:
             self.saver.close()
-            if (newest := self.saver.newest) is not None and args.process_index == 0:
+            if (newest := self.saver.newest) is not None and self.saver.ranks.is_first:
                 what = "for a full checkpoint of step %d: llmtailor merge --run %s"
-                logger.warning(what, newest.step, args.output_dir)
+                logger.warning(what, newest.step, self.trainer.args.output_dir)
 
     def _log(self) -> None:
         assert self.saver is not None
@@ -551,49 +514,20 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
             raise StorageError.at(path, what, "free some space, or check the disk") from error
 
 
-class AttestResume(TrainerCallback):  # type: ignore[misc]
+class AttestResume(AttestingCallback, Resuming):
     """A callback that attests what a Trainer has resumed, for a Trainer without llmtailor's saver::
 
         Trainer(..., callbacks=[AttestResume()])
 
-    Args:
-        attest: ``sample`` compares some elements of every state with the checkpoint, ``full`` every byte.
-        on_mismatch: ``warn``, or ``stop`` to end the training on all ranks.
-
-    Raises UsageError for other values, and, when training begins, NotTheSame.
+    It has the arguments of `AttestingCallback`.
     """
 
-    def __init__(
-        self, attest: Literal["sample", "full"] = "sample", on_mismatch: Literal["warn", "stop"] = "warn"
-    ) -> None:
-        self.options = SavingOptions(attest=attest, on_mismatch=on_mismatch)
-        self._resume: TrainerResume | None = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         self._begin(find_trainer(self))
 
     def _begin(self, trainer: Trainer, **how: Any) -> None:
-        self._resume = TrainerResume(trainer, self.options.attest, self.options.on_mismatch, **how)
-        self._resume.begin(lambda: attestable_of(parts_of(trainer), LOADERS[TRAINER]))
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        if self._resume is not None:
-            self._resume.step_ended()
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
-        if self._resume is not None and logs is not None:
-            self._resume.logged(state.global_step, logs)
+        self._resume = TrainerResume(trainer, self.options, **{"say": self._say, **how})
+        self._resume.begin(lambda: attestable_of(parts_of(trainer)))
 
 
 def _savers_of(trainer: Trainer) -> list[PartialSaving | StockSaving]:

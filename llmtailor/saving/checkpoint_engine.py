@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,15 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from llmtailor.errors import Problem, UsageError
+from llmtailor.loaders.files import LATEST
+from llmtailor.saving.around import around, replaced
 from llmtailor.saving.deepspeed import writes_unseen
 from llmtailor.saving.options import stock_options
-from llmtailor.saving.stock import StockSaver, finishing_first
+from llmtailor.saving.stock import StockSaver, finish_before
 from llmtailor.storage.local import fsync_folder, replace_durably
 
 logger = logging.getLogger("llmtailor.saving")
 _WHERE = "DeepSpeed"
-LATEST = "latest"
 KEY = "llmtailor"
 """Of the DeepSpeed config, which leaves it alone"""
 
@@ -81,27 +81,24 @@ def attach_engine(engine: Any, **options: Any) -> StockSaver:
     chosen = stock_options({**configured, **options})
     _refuse(engine)
 
-    def optimizers() -> list[torch.optim.Optimizer]:
+    def optimizers() -> list[object]:
         zero = engine.optimizer
         found = (zero, getattr(zero, "optimizer", None), getattr(zero, "backup_optimizer", None))
-        return [one for one in found if isinstance(one, torch.optim.Optimizer)]
-
-    def why_not() -> str | None:
-        return writes_unseen(engine, optimizers() or [engine.optimizer])
+        return [one for one in found if isinstance(one, torch.optim.Optimizer)] or [zero]
 
     def masters() -> list[torch.Tensor]:
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")  # ZeRO-3, ZeRO-1 and 2
         return [one for name in names for one in getattr(engine.optimizer, name, ()) if one.numel()]
 
-    saver = StockSaver(engine.module, optimizers, chosen, why_not, masters)
+    saver = StockSaver(engine.module, optimizers, chosen, lambda: writes_unseen(engine, optimizers()), masters)
     stock = engine.checkpoint_engine
 
     def detach() -> None:
         del engine.save_checkpoint, engine.load_checkpoint  # the methods of its class remain
         engine.checkpoint_engine = stock
 
-    engine.save_checkpoint = _saving(engine, saver, engine.save_checkpoint, stock)
-    engine.load_checkpoint = finishing_first(engine.load_checkpoint)
+    _save_by(saver, engine, stock)
+    finish_before(engine, "load_checkpoint")
     engine.checkpoint_engine = LazyCheckpointEngine(saver, detach)
     return saver
 
@@ -132,12 +129,12 @@ def _refuse(engine: Any) -> None:
         raise UsageError(problems)
 
 
-def _saving(engine: Any, saver: StockSaver, save: Callable[..., Any], stock: Any) -> Callable[..., Any]:
-    """Return the engine's ``save_checkpoint`` with a save around it; ``stock`` is its own checkpoint engine."""
-    signature = inspect.signature(save)
+def _save_by(saver: StockSaver, engine: Any, stock: Any) -> None:
+    """Put a save around the engine's ``save_checkpoint``; ``stock`` is its own checkpoint engine."""
+    signature = inspect.signature(engine.save_checkpoint)
 
-    @wraps(save)
-    def saving(*args: Any, **kwargs: Any) -> Any:
+    @around(engine, "save_checkpoint")
+    def saving(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
@@ -158,12 +155,7 @@ def _saving(engine: Any, saver: StockSaver, save: Callable[..., Any], stock: Any
             return result
         if len({*saver.ranks.gather(str(folder / tag))}) > 1:  # which DeepSpeed's checkpoint.tag_validation may permit
             logger.warning("%s: the ranks give different tags, so training stands still for this save", folder)
-            lazy, engine.checkpoint_engine = engine.checkpoint_engine, stock
-            try:
+            with replaced(engine, "checkpoint_engine", stock):
                 return save(*args, **kwargs)
-            finally:
-                engine.checkpoint_engine = lazy
         with saver.saving(folder / tag, engine.global_steps, write_latest) as is_saving:
             return save(*args, **kwargs) if is_saving else False
-
-    return saving

@@ -112,7 +112,7 @@ class ZeroTraining:
 
     def present(self) -> Iterator[Fragment]:
         yield from self.fragments(self.params)
-        params = dict(self.model.named_parameters())
+        params = self._named
         for name, fact in self.params.items():
             if fact.role == "buffer":
                 yield Fragment(name, BUFFER, 0, self.model.get_buffer(name).detach().reshape(-1))
@@ -174,7 +174,7 @@ class ZeroTraining:
         names = [name for name, fact in self.params.items() if fact.role == "frozen"]
         if not names or (self.stage < 3 and not self.ranks.is_first):
             return None
-        params: dict[str, Any] = dict(self.model.named_parameters())
+        params = self._named
         tensors = {name: params[name].ds_tensor if self.stage == 3 else params[name] for name in names}
         return FrozenFile(self._frozen_file, tensors)
 

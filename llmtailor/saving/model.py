@@ -22,7 +22,7 @@ from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.mergekit_data import naming_of, on_disk
-from llmtailor.model.parts import ModelStructure, Param, Part, Piece, SavedAs
+from llmtailor.model.parts import ModelStructure, Param, Part, SavedAs
 from llmtailor.model.roles import EXP_AVG_SQ, MASTER
 from llmtailor.policies import Policy, check_policy
 from llmtailor.saving.training import Fragment, Ranks, Training, describe, tied_names
@@ -34,12 +34,9 @@ class _InPieces:
     Has all of `Training`: what is not defined here is that of the training itself.
     """
 
-    def __init__(self, training: Training, pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, training: Training, structure: ModelStructure) -> None:
         self._training = training
-        self._pieces = pieces
-        self._names: dict[str, list[str]] = {}
-        for name, piece in pieces.items():
-            self._names.setdefault(piece.param, []).append(name)
+        self._pieces, self._names = structure.pieces, structure.pieces_of
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._training, name)
@@ -191,7 +188,7 @@ def find_trained_parts(training: Training, ranks: Ranks, experts: str | None) ->
     structure, params_of = _find_parts(training.model, training.params, training.tied, experts)
     names = saved_names(training.model, training.params, training.tied)
     if structure.pieces:
-        training = cast(Training, _InPieces(training, structure.pieces))
+        training = cast(Training, _InPieces(training, structure))
     return weigh(TrainedModel(structure, params_of, {}, names), training, ranks), training
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_type_hints
 
 from llmtailor.attestation.compare import FULL, OFF, SAMPLE, STOP, WARN
-from llmtailor.errors import Problem, Problems, UsageError
+from llmtailor.errors import Problem, Problems, UsageError, attempt
 from llmtailor.formats.partial.differences import FIX, is_installed
 from llmtailor.model.precision import MASTERS, MOMENTS, Masters, Moments, Precision
 from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy, precision_of
@@ -179,16 +179,13 @@ class Arguments:
             wrong.append(Problem(WHERE, f"there is no option {name!r:.40}", f"valid options: {', '.join(VARIABLES)}"))
         if wrong:
             problems.add(UsageError(wrong))
-        made: list[Any] = []
-        for make in (lambda: make_policy(policy), lambda: SavingOptions(**rest)):
-            try:
-                made.append(make())
-            except UsageError as error:
-                problems.add(error)
+        made = attempt(lambda: make_policy(policy), problems, UsageError)
+        options = attempt(lambda: SavingOptions(**rest), problems, UsageError)
         problems.raise_if_any()
-        precision_of(made[0], made[1].precision)
+        assert made is not None and options is not None, "else it was raised why"
+        precision_of(made, options.precision)
         every = save_steps if isinstance(save_steps, int) else None
-        return cls(made[0], every, overhead if save_steps == "auto" else None, on_restart, made[1])
+        return cls(made, every, overhead if save_steps == "auto" else None, on_restart, options)
 
 
 def _number(text: str) -> int | str:
@@ -218,21 +215,26 @@ VARIABLES: Mapping[str, tuple[Callable[[str], object], str]] = {
 """The arguments of `attach` that environment variables may give, what reads each, and what its value is"""
 
 
-def stock_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options among the arguments of `attach` if ``layout`` is ``stock``. Raises UsageError with all
-    problems."""
+def stock_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], SavingOptions]:
+    """Return the options of saves among the arguments of `attach` if ``layout`` is ``stock``, and those of a resume.
+
+    Raises UsageError with all problems.
+    """
     rest = {name: value for name, value in given.items() if name != "layout"}
     policy = rest.pop("policy", "full")
     problems = Problems()
     if getattr(policy, "name", policy) != "full":
         fix = 'give policy="full", or omit it'
         problems.add(UsageError.at(WHERE, f'layout="stock" saves everything, but the policy is {policy!r:.40}', fix))
-    try:
-        stock_options(rest, (*STOCK, *RESUME))
-    except UsageError as error:
-        problems.add(error)
+    attempt(lambda: stock_options(rest, (*STOCK, *RESUME)), problems, UsageError)
     problems.raise_if_any()
-    return rest
+    resume = {name: rest.pop(name) for name in RESUME if name in rest}
+    return rest, SavingOptions(**resume)
+
+
+def resume_options(environ: Mapping[str, str]) -> SavingOptions:
+    """Return the options of a resume that the environment gives. Raises UsageError."""
+    return SavingOptions(**{name: value for name, value in from_environment(environ).items() if name in RESUME})
 
 
 def check_layout(layout: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from llmtailor.model.parts import Part
 from llmtailor.ranks.board import as_error, await_messages, from_json, to_json
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import compose_newest, continues
+from llmtailor.saving.around import around
 from llmtailor.saving.save import abandon_after
 from llmtailor.saving.training import Ranks, Training
 from llmtailor.storage.local import as_path
@@ -74,18 +74,17 @@ def resume_automatically(trainer: Trainer, also: Sequence[str | Path] = ()) -> N
     replaces the method on this one Trainer. A checkpoint that the caller names is kept, unless the newest attempt
     descends from it: a restarted job names the same one again.
     """
-    train: Callable[..., Any] = trainer.train
 
-    @wraps(train)
-    def resuming(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    @around(trainer, "train")
+    def resuming(
+        train: Callable[..., Any], resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         output_dir, given = Path(trainer.args.output_dir), resume_from_checkpoint
         named = None if given is None or isinstance(given, bool) else Path(given)
         is_open = named is None or Ranks.here().on_first(lambda: continues(output_dir, named))
         if is_open and kwargs.get("trial") is None and (newest := newest_checkpoint(output_dir, also)):
             given = str(newest)
         return train(given, *args, **kwargs)
-
-    trainer.train = resuming
 
 
 def trainer_state_of(resumed_from: str | Path | Mapping[str, object] | None) -> Mapping[str, Any] | None:

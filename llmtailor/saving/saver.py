@@ -48,7 +48,7 @@ from llmtailor.policies import (
 from llmtailor.ranks.board import as_error
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.attesting import attest_loop
+from llmtailor.saving.attesting import attest_loop, attest_training
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.model import (
     Drift,
@@ -75,7 +75,7 @@ from llmtailor.saving.save import (
     save_error,
 )
 from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Arena, Bases, Snapshot, StepBarrier, storage_of
-from llmtailor.saving.training import Ranks, Training
+from llmtailor.saving.training import Held, Ranks, Training
 from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish, sample_frozen
 from llmtailor.storage import casts
 from llmtailor.storage.local import as_path
@@ -265,11 +265,9 @@ class PartialSaver:
 
     def _attest(self, step: int, checkpoint: Path) -> None:
         """Compare the training with the checkpoint that its loop names, before the first step."""
-
-        def write(found: Mapping[str, object]) -> None:
-            self.record.append({"step": step, "attested": found})
-
-        attest_loop(lambda: self.live, checkpoint, self.options, self._client.scheduler, write)
+        held = Held(scheduler=self._client.scheduler)
+        attest = partial(attest_training, self.live, checkpoint, self.options.attest, held)
+        attest_loop(attest, checkpoint, self.options.on_mismatch, step, self.record.append)
 
     def has_state(self, step: int | None = None) -> bool:
         """Return whether the optimizer has made a step on all ranks, so that there are moments to save.

@@ -33,6 +33,7 @@ from llmtailor.formats.other_optimizers import unsupported
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import files_in, link_or_copy
+from llmtailor.saving.around import around
 from llmtailor.saving.dcp_writer import LazyWriter
 from llmtailor.saving.options import SAME_FIX, SavingOptions
 from llmtailor.saving.save import (
@@ -54,6 +55,7 @@ from llmtailor.saving.torch_save import (
     masters_of,
     stepped_storages,
 )
+from llmtailor.saving.torch_training import innermost
 from llmtailor.saving.training import Ranks
 from llmtailor.saving.writing import Share
 from llmtailor.storage.local import Lock, LockHeld, fsync_file, fsync_folder, replace_folder
@@ -79,15 +81,13 @@ def finish_all() -> None:
         saver.finish()
 
 
-def finishing_first(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a framework's way of loading that waits for the saves in progress first."""
+def finish_before(owner: Any, name: str) -> None:
+    """Make a framework's way of loading wait for the saves in progress first."""
 
-    @wraps(load)
-    def loading(*args: Any, **kwargs: Any) -> Any:
+    @around(owner, name)
+    def loading(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finish_all()
         return load(*args, **kwargs)
-
-    return loading
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class StockSaver:
 
     Args:
         model: its trained params are weights that only the optimizers' steps write.
-        optimizers: return torch's optimizers.
+        optimizers: return the optimizers that the framework holds.
         options: how to save.
         writes_unseen: see `saving.training.Training.writes_unseen`.
         masters: return masters that the optimizers do not list; this decides the size of the host buffer only.
@@ -166,12 +166,12 @@ class StockSaver:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        optimizers: Callable[[], Sequence[object]],
         options: SavingOptions,
         writes_unseen: Callable[[], str | None] = lambda: None,
         masters: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
-        self._model, self._optimizers, self._masters, self.options = model, optimizers, masters, options
+        self._model, self._held, self._masters, self.options = model, optimizers, masters, options
         self.ranks = Ranks.here()
         mirrors: list[StockMirror] = []
         if options.mirror is not None:
@@ -305,10 +305,17 @@ class StockSaver:
         if self.pending is not None:
             self.pending.finish_until(until)
 
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return torch's optimizers."""
+        return [one for one in map(innermost, self._held()) if isinstance(one, torch.optim.Optimizer)]
+
     def _why_not(self) -> str | None:
         """Return why the optimizers write at other times than in their steps; None if that is not known of them."""
-        found = (unsupported(type(one), one.param_groups) for one in self._optimizers())
-        return next((problem.what for problem in found if problem is not None), None)
+        optimizers = self._optimizers()
+        for one in optimizers:
+            if problem := unsupported(type(one), one.param_groups):
+                return problem.what
+        return "the optimizer is not a torch.optim.Optimizer" if len(optimizers) < len(self._held()) else None
 
     def _needed(self) -> tuple[int, bool]:
         """Return the bytes of masters and two moments, and of the weights."""

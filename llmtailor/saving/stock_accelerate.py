@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmtailor.errors import Problem, UsageError
+from llmtailor.saving.around import around, replaced
 from llmtailor.saving.options import stock_options
-from llmtailor.saving.stock import StockSaver, finishing_first
+from llmtailor.saving.stock import StockSaver, finish_before
 
 
 def attach_accelerator(accelerator: Any, **options: Any) -> StockSaver:
@@ -30,21 +30,10 @@ def attach_accelerator(accelerator: Any, **options: Any) -> StockSaver:
         saver = saver_of(accelerator._models[0], **options)
     else:
         models = torch.nn.ModuleList(accelerator._models)
-        saver = StockSaver(models, lambda: _optimizers(accelerator), chosen, lambda: _why_not(accelerator))
-    accelerator.save_state = _saving(accelerator, saver, accelerator.save_state)
-    accelerator.load_state = finishing_first(accelerator.load_state)
+        saver = StockSaver(models, lambda: accelerator._optimizers, chosen)
+    _save_by(saver, accelerator)
+    finish_before(accelerator, "load_state")
     return saver
-
-
-def _optimizers(accelerator: Any) -> list[torch.optim.Optimizer]:
-    found = [getattr(one, "optimizer", one) for one in accelerator._optimizers]
-    return [one for one in found if isinstance(one, torch.optim.Optimizer)]
-
-
-def _why_not(accelerator: Any) -> str | None:
-    if len(_optimizers(accelerator)) < len(accelerator._optimizers):
-        return "the optimizer is not a torch.optim.Optimizer"
-    return None
 
 
 def _refuse(accelerator: Any) -> None:
@@ -61,11 +50,11 @@ def _refuse(accelerator: Any) -> None:
         raise UsageError(problems)
 
 
-def _saving(accelerator: Any, saver: StockSaver, save: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the accelerator's ``save_state`` with a save around it."""
+def _save_by(saver: StockSaver, accelerator: Any) -> None:
+    """Put a save around the accelerator's ``save_state``."""
 
-    @wraps(save)
-    def saving(output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+    @around(accelerator, "save_state")
+    def saving(save: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         project = accelerator.project_configuration
         named, near = project.automatic_checkpoint_naming, None
         if named:
@@ -77,12 +66,6 @@ def _saving(accelerator: Any, saver: StockSaver, save: Callable[..., Any]) -> Ca
             folder = Path(output_dir)
         with saver.saving(folder, accelerator.step, near=near) as is_saving:
             if is_saving:
-                project.automatic_checkpoint_naming = False
-                try:
-                    with saver.taking_over():
-                        save(str(saver.open_at), *args, **kwargs)
-                finally:
-                    project.automatic_checkpoint_naming = named
+                with replaced(project, "automatic_checkpoint_naming", False), saver.taking_over():
+                    save(str(saver.open_at), *args, **kwargs)
         return folder
-
-    return saving

@@ -8,18 +8,17 @@ deleted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers.trainer
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.loaders.files import TRAINER_STATE
+from llmtailor.saving.around import around, replaced
 from llmtailor.saving.options import WHERE, stock_options
 from llmtailor.saving.stock import StockSaver, finish_all
 
@@ -48,11 +47,9 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
         stock_options(options)
         check_stock(trainer)
         self.saver: StockSaver | None = None
-        trainer._save_checkpoint = self._saving(trainer._save_checkpoint)
+        self._save_by_saver()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         trainer = self.trainer
         if self.saver is not None:
             self.saver.close()  # of an earlier training
@@ -61,38 +58,21 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
 
             self.saver = saver_of(trainer.model_wrapped, **self._options)
         else:
-            self.saver = StockSaver(trainer.model, self._optimizers, stock_options(self._options), self._why_not)
+            self.saver = StockSaver(trainer.model, lambda: [trainer.optimizer], stock_options(self._options))
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, *_: object, logs: Mapping[str, float] | None = None, **__: object) -> None:
         if logs and "train_loss" in logs:  # the final entry, after which the best model may be loaded
             finish_all()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         if self.saver is not None:
             self.saver.close()
 
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        optimizer = self.trainer.optimizer
-        found = (optimizer, getattr(optimizer, "optimizer", None))  # accelerate's wraps it
-        return [one for one in found if isinstance(one, torch.optim.Optimizer)][-1:]
+    def _save_by_saver(self) -> None:
+        """Put a save around the Trainer's ``_save_checkpoint``."""
 
-    def _why_not(self) -> str | None:
-        return None if self._optimizers() else "the optimizer is not a torch.optim.Optimizer"
-
-    def _saving(self, save: Callable[..., None]) -> Callable[..., None]:
-        """Return the Trainer's ``_save_checkpoint`` with a save around it."""
-
-        @wraps(save)
-        def saving(model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        @around(self.trainer, "_save_checkpoint")
+        def saving(save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
             trainer, saver = self.trainer, self.saver
             assert saver is not None, "training has begun"
             run, state = Path(trainer._get_output_dir(trial=trial)), trainer.state
@@ -102,15 +82,14 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
                 if not is_saving:
                     return
                 assert saver.open_at is not None
-                with _saves_to(trainer, saver.open_at.parent), saver.taking_over():
+                hidden = f"{saver.open_at.parent}"
+                with replaced(trainer, "_get_output_dir", lambda *_, **__: hidden), saver.taking_over():
                     save(model, trial, *args, **kwargs)
                 if state.best_model_checkpoint == str(saver.open_at):
                     state.best_model_checkpoint = str(folder)
                     if trainer.args.should_save:
                         state.save_to_json(str(saver.open_at / TRAINER_STATE))
                 limit = partial(self._rotate, run, state.best_model_checkpoint)
-
-        return saving
 
     def _rotate(self, run: Path, best: str | None = None) -> None:
         """Delete what ``save_total_limit`` does not keep."""
@@ -122,13 +101,3 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
         transformers.trainer.rotate_checkpoints(
             output_dir=str(run), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
         )
-
-
-@contextmanager
-def _saves_to(trainer: Trainer, run: Path) -> Iterator[None]:
-    """Let a Trainer take another folder for that of its run."""
-    trainer._get_output_dir = lambda *args, **kwargs: str(run)
-    try:
-        yield
-    finally:
-        del trainer._get_output_dir

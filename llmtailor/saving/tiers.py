@@ -2,9 +2,8 @@
 from the run's folder to an object store.
 
 The first rank of each node copies the files of that node's ranks. Every copy is read back and compared with the
-checksum in the manifest, and the manifest comes last, so a save exists there completely or not at all. If the tier
-can't be reached, copying is retried with growing pauses as long as training runs. Saves are copied in order, so none
-depends on one that is missing there.
+checksum in the manifest, and the manifest comes last, so a save exists there completely or not at all. Saves are copied
+in order, so none depends on one that is missing there.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ import logging
 import math
 import os
 import socket
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,12 +22,13 @@ from typing import Any, NamedTuple
 from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.copy import Context, execute
-from llmtailor.errors import StorageError, TailorError, UsageError
+from llmtailor.errors import StorageError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact, bundle_name, differences_name, frozen_name, read_manifest
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.ranks.board import StoreBoard, await_messages
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.saving.options import SavingOptions
+from llmtailor.saving.retrying import RetryingQueue
 from llmtailor.saving.training import Ranks
 from llmtailor.saving.writing import complete
 from llmtailor.storage.checksums import crc32
@@ -108,9 +106,6 @@ def _in_mirror(step: int, *names: str) -> str:
 
 
 logger = logging.getLogger("llmtailor.saving")
-_PAUSE_S = (1.0, 60.0)
-"""Seconds between two attempts: first and longest"""
-_WAKE_UP_S = 0.2
 Log = Callable[[Mapping[str, Any]], None]
 
 
@@ -175,13 +170,10 @@ class TierCopier:
         self._board = board
         self._log = log
         self._is_staging = is_staging
-        self._queue: deque[Finished | Mapping[str, Any]] = deque()
-        self._progress = time.monotonic()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="llmtailor-copy-tier", daemon=True)
+        self._queue = RetryingQueue("llmtailor-copy-tier", self._take, lambda one: f"step {one.step}")
         self._is_leader = ranks.rank == nodes[self._node][0]
         if self._is_leader:
-            self._thread.start()
+            self._queue.start()
 
     @property
     def elsewhere(self) -> frozenset[str]:
@@ -191,11 +183,10 @@ class TierCopier:
 
     def add(self, item: Finished | Mapping[str, Any]) -> None:
         """Copy a save, or add a line to the log, after everything before it."""
-        if self._thread.ident is not None:
-            self._progress = time.monotonic()
+        if self._is_leader:
             if isinstance(item, Finished) and len(self._nodes) > 1:
                 self._share_manifest(item)
-            self._queue.append(item)
+            self._queue.add(item)
 
     def _share_manifest(self, save: Finished) -> None:
         """Bring the manifest to each node's disk: without it, a later start would remove the files there."""
@@ -212,10 +203,7 @@ class TierCopier:
 
     def close(self, timeout: float) -> None:
         """Finish copying; give up after this number of seconds without progress, and say what is left."""
-        while self._queue and time.monotonic() - self._progress < timeout:
-            time.sleep(_WAKE_UP_S)
-        self._closing.set()
-        if left := [one.step for one in list(self._queue) if isinstance(one, Finished)]:
+        if left := [one.step for one in self._queue.close(timeout) if isinstance(one, Finished)]:
             what = (
                 "the saves of steps %s in %s were not copied. They will be copied when the run resumes on this node; "
                 "to use them now, pass --also."
@@ -275,36 +263,11 @@ class TierCopier:
             found[step] = _LeftOver(manifest.save_id, str(manifest.ledger.get("lineage")), files, here)
         return found
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            if not self._queue:
-                self._closing.wait(_WAKE_UP_S)
-                continue
-            item = self._queue[0]
-            if isinstance(item, Finished):
-                self._copy_until_done(item)
-            elif self._ranks.is_first:
-                self._log(item)
-            if not self._closing.is_set():
-                self._queue.popleft()
-                self._progress = time.monotonic()
-
-    def _copy_until_done(self, save: Finished) -> None:
-        pause, longest = _PAUSE_S
-        has_failed = False
-        while not self._closing.is_set():
-            try:
-                self._copy(save)
-                if has_failed:
-                    logger.warning("step %d copied after retries", save.step)
-                return
-            except Exception as error:
-                if not has_failed:
-                    why = error if isinstance(error, (TailorError, OSError)) else repr(error)
-                    logger.warning("copying step %d failed, retrying: %s", save.step, why)
-                has_failed = True
-                self._closing.wait(pause)
-                pause = min(2 * pause, longest)
+    def _take(self, item: Finished | Mapping[str, Any]) -> None:
+        if isinstance(item, Finished):
+            self._copy(item)
+        elif self._ranks.is_first:
+            self._log(item)
 
     def _copy(self, save: Finished) -> None:
         folder = self.first.at(save.step)
@@ -349,7 +312,7 @@ class TierCopier:
         for fact in manifest.bundles:
             if fact.path in mine:
                 self.last.put(step, folder / fact.path, fact)
-                self._progress = time.monotonic()
+                self._queue.progress = time.monotonic()
 
     def _complete(self, step: int) -> None:
         """Copy the small files, and the manifest last."""
@@ -366,7 +329,7 @@ class TierCopier:
         return await_messages(self._board, [*keys], self._check)[0]
 
     def _check(self) -> None:
-        if self._closing.is_set():
+        if self._queue.closing.is_set():
             raise StorageError.at("saving", "the process is ending", "resume the run to copy the rest")
 
     def _tidy(self, before: float = math.inf) -> None:

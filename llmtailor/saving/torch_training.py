@@ -42,11 +42,100 @@ from llmtailor.saving.training import (
     with_elements,
 )
 
-_PEFT = "PEFT"
+_PEFT, _FSDP = "PEFT", "FSDP"
 
 
-class PlainTraining:
-    """Implements `saving.training.Training`. Raises UnsupportedCheckpoint for an optimizer it can't save."""
+class NamedTraining:
+    """What a model and its optimizer hold, by the names of the model."""
+
+    params: Mapping[str, ParamFact] = {}
+    tied: Mapping[str, str] = {}
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = unwrap(model), innermost(optimizer)
+        self.is_sharded = any(isinstance(param, DTensor) for param in self.model.parameters())
+        self._where = f"the optimizer {type(self.optimizer).__name__}"
+        self._live: dict[str, torch.nn.Parameter] = {}
+        """The params by name, as of the last `_find_groups`"""
+        self._groups: list[list[str]] = []
+
+    def _find_groups(self) -> list[list[str]]:
+        """Return the params of the optimizer's groups. Raises UnsupportedCheckpoint for one that the model lacks."""
+        self._live = dict(self.model.named_parameters())
+        names = {param: name for name, param in self._live.items()}
+        groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
+        known = [[name for name in group if name is not None] for group in groups]
+        if known != groups:
+            what = "it has params that are not the model's"
+            raise UnsupportedCheckpoint.at(self._where, what, "give it only the model's")
+        return known
+
+    def present(self) -> Iterator[Fragment]:
+        for name, begin in self._held(self.params):
+            kind = KIND_OF_ROLE[self.params[name].role]
+            if kind == BUFFER:
+                yield Fragment(name, kind, 0, self._elements(self.model.get_buffer(name)))
+                continue
+            yield self._fragment(name, kind, begin, self._live[name])
+            for state, value in self._compared(name).items() if kind == MASTER else ():
+                yield self._fragment(name, state, begin, value)
+
+    def _compared(self, name: str) -> Mapping[str, torch.Tensor]:
+        """Return the states of a param that can be compared with those of a file."""
+        return {kind: one for kind, one in with_elements(self._saved(name)).items() if is_plain_tensor(one)}
+
+    def _fragment(self, name: str, kind: str, begin: int, value: torch.Tensor) -> Fragment:
+        if value is self._live[name] or (value.shape == self._live[name].shape and value.is_floating_point()):
+            return Fragment(name, kind, begin, self._elements(value), box=self._box(name))
+        return Fragment(name, kind, 0, self._elements(value), tuple(value.shape))
+
+    def _held(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
+        """Yield the params of which this rank has elements, and the first of these."""
+        for name in params:
+            param: Any = self._live.get(name)
+            if not isinstance(param, DTensor):
+                yield name, 0
+            elif (begin := _first_element(param)) is not None:
+                yield name, begin
+
+    def _box(self, name: str) -> Box | None:
+        """Return the elements of a param that this rank has, if they are not adjacent."""
+        param: Any = self._live[name]
+        if not isinstance(param, DTensor):
+            return None
+        box = _box_of(param)
+        cut = [at for at, size in enumerate(box.sizes) if size < param.shape[at]]
+        return box if cut and any(size > 1 for size in box.sizes[: cut[-1]]) else None
+
+    def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements that this rank has of a state, in one dimension."""
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+
+    def _saved(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.optimizer.state.get(self._live[name]) or {}
+        return flattened(found)
+
+    def weight_of(self, master: Fragment) -> torch.Tensor | None:
+        return None  # the optimizer updates the weights themselves
+
+    def steps(self) -> Mapping[str, float | None]:
+        found = {name: self._saved(name).get("step") for name in self._names_of("trainable")}
+        return {name: None if step is None else float(step) for name, step in found.items()}
+
+    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
+        return list(zip(self._groups, self.optimizer.param_groups, strict=True))
+
+    def _names_of(self, role: str) -> list[str]:
+        return [name for name, fact in self.params.items() if fact.role == role]
+
+
+class PlainTraining(NamedTraining):
+    """Implements `saving.training.Training`. Raises UnsupportedCheckpoint, with every reason, for what it can't save.
+
+    Under FSDP2, tensor parallelism or both, a param is a DTensor, and every rank saves its own box of it. Cut along
+    dimension 0 only, the elements of a rank are adjacent. Of replicas (in a hybrid mesh, HSDP, or of params that tensor
+    parallelism does not cut), the first saves. Verified with torch 2.13.
+    """
 
     stage = 0
     rounds_masters = False
@@ -55,33 +144,31 @@ class PlainTraining:
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: HasState | None = None
     ) -> None:
-        self.model = unwrap(model)
-        self.optimizer = innermost(optimizer)
-        self._where = f"the optimizer {type(self.optimizer).__name__}"
+        super().__init__(model, optimizer)
+        problems = []
+        for name, param in self.model.named_parameters():
+            if isinstance(param, DTensor) and not _is_one_box(param):
+                what = f"{name} is sharded as {param.placements}, so that no rank has one box of it"
+                problems.append(Problem(_FSDP, what, "don't shard fused weights by tensor parallelism"))
+        if problems:
+            raise UnsupportedCheckpoint(problems)
         if problem := unsupported(type(self.optimizer), getattr(self.optimizer, "param_groups", ())):
             raise UnsupportedCheckpoint(problem)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise UnsupportedCheckpoint.at(self._where, "it is not a torch.optim.Optimizer", UNSAVED_FIX)
         self.scaler = scaler
         self.ranks = Ranks.here()
-        self.params: Mapping[str, ParamFact] = {}
-        self._live: dict[str, torch.nn.Parameter] = {}
-        """The params by name, as of the last `refresh_params`"""
-        self._groups: list[list[str]] = []
-        self.tied: Mapping[str, str] = {}
         self.refresh_params()
         self.precision = dominant([param.dtype for param in self.model.parameters()])
         self._num_steps = 0
         self.optimizer.register_step_post_hook(not_compiled(self._count))
 
     def refresh_params(self) -> bool:
-        self._live = dict(self.model.named_parameters())
-        names = {param: name for name, param in self._live.items()}
-        groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
-        known = [[name for name in group if name is not None] for group in groups]
-        if known != groups:
-            what = "it has params that are not the model's"
-            raise UnsupportedCheckpoint.at(self._where, what, "give it only the model's")
+        # after a forward without backward, the model has unsharded params in their place
+        for module in self.model.modules() if self.is_sharded else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        known = self._find_groups()
         has_changed, self._groups = known != self._groups, known
         if has_changed:
             params = describe(self.model, {name for group in known for name in group})
@@ -125,66 +212,37 @@ class PlainTraining:
                 yield self._fragment(name, kind, begin, value)
 
     def masters(self) -> Iterator[Fragment]:
-        trained = [name for name, fact in self.params.items() if fact.role == "trainable"]
+        trained = self._names_of("trainable")
         yield from (self._fragment(name, MASTER, at, self._live[name]) for name, at in self._mine(trained))
 
     def present(self) -> Iterator[Fragment]:
         self.refresh_params()
-        for name, begin in self._held(self.params):
-            kind = KIND_OF_ROLE[self.params[name].role]
-            if kind == BUFFER:
-                yield Fragment(name, kind, 0, self._elements(self.model.get_buffer(name)))
-                continue
-            yield self._fragment(name, kind, begin, self._live[name])
-            for state, value in with_elements(self._saved(name)).items() if kind == MASTER else ():
-                if is_plain_tensor(value):
-                    yield self._fragment(name, state, begin, value)
-
-    def _fragment(self, name: str, kind: str, begin: int, value: torch.Tensor) -> Fragment:
-        if value is self._live[name] or (value.shape == self._live[name].shape and value.is_floating_point()):
-            return Fragment(name, kind, begin, self._elements(value), box=self._box(name))
-        return Fragment(name, kind, 0, self._elements(value), tuple(value.shape))
-
-    def _box(self, name: str) -> Box | None:
-        """Return the elements of a param that this rank has, if they are not adjacent."""
-        return None
-
-    def weight_of(self, master: Fragment) -> torch.Tensor | None:
-        return None  # the optimizer updates the weights themselves
-
-    def steps(self) -> Mapping[str, float | None]:
-        names = [name for name, fact in self.params.items() if fact.role == "trainable"]
-        found = {name: self._saved(name).get("step") for name in names}
-        return {name: None if step is None else float(step) for name, step in found.items()}
-
-    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
-        return list(zip(self._groups, self.optimizer.param_groups, strict=True))
-
-    def _held(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
-        """Yield the params of which this rank has elements, and the first of these."""
-        yield from ((name, 0) for name in params)
+        yield from super().present()
 
     def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
         """Yield the params of which this rank saves elements, and the first of these."""
-        numels = {name: self._live[name].numel() for name in sorted(params)}
-        mine = {*deal(numels, self.ranks.world_size)[self.ranks.rank]}
-        yield from ((name, 0) for name in params if name in mine)
-
-    def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements that this rank has of a state, in one dimension."""
-        return tensor.detach().reshape(-1)
+        live = {name: self._live[name] for name in params}
+        whole = {name: live[name].numel() for name in sorted(live) if not isinstance(live[name], DTensor)}
+        shared = {*deal(whole, self.ranks.world_size)[self.ranks.rank]}
+        for name, param in live.items():
+            if not isinstance(param, DTensor):
+                if name in shared:
+                    yield name, 0
+            elif _is_first_replica(param) and (begin := _first_element(param)) is not None:
+                yield name, begin
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return persistent_buffers(self.model) if self.ranks.is_first else {}
 
     def frozen(self) -> FrozenFile | None:
-        names = self._frozen_names()
+        names = self._names_of("frozen")
+        if any(isinstance(self._live[name], DTensor) for name in names):
+            begin = {name: self._box(name) or at for name, at in self._mine(names)}
+            tensors = {f"{FROZEN}/{name}": self._elements(self._live[name]) for name in begin}
+            return FrozenFile(frozen_name(self.ranks.rank, self.ranks.world_size), tensors, begin)
         if not (names and self.ranks.is_first):
             return None
         return FrozenFile(frozen_name(0, 1), {name: self._live[name] for name in names})
-
-    def _frozen_names(self) -> list[str]:
-        return [name for name, fact in self.params.items() if fact.role == "frozen"]
 
     def trees(self) -> Mapping[str, Any]:
         if not self.ranks.is_first:
@@ -195,14 +253,10 @@ class PlainTraining:
         return trees
 
     def shards(self) -> Mapping[str, Any]:
-        return {}
+        return {"framework": FSDP} if self.is_sharded else {}  # which a composite takes the form of
 
     def _count(self, *_: Any) -> None:
         self._num_steps += 1
-
-    def _saved(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.optimizer.state.get(self._live[name]) or {}
-        return flattened(found)
 
     def _first_states(self) -> dict[str, Any]:
         """Return states whose zeros a param that has had no gradient yet starts from: Adam's, if all others have these.
@@ -235,6 +289,12 @@ class PlainTraining:
         """Return why a state of a param can't be saved; None if it can."""
         if not isinstance(value, torch.Tensor):
             return None if is_storable(value) else f"is neither a tensor nor a number ({type(value).__name__})"
+        param = self._live[name]
+        if value.dim() and isinstance(param, DTensor):
+            if type(value) is not DTensor or value.shape != param.shape:
+                return f"has the shape {[*value.shape]}, which can't be cut as the param is"
+            if value.placements != param.placements:
+                return f"is sharded as {value.placements}, the param as {param.placements}"
         if is_quantized(value):
             return None
         if not is_plain_tensor(value):
@@ -287,95 +347,6 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-_FSDP = "FSDP"
-
-
-class ShardedTraining(PlainTraining):
-    """A training under FSDP2, tensor parallelism or both: every rank saves its own box of each param.
-
-    A param is a DTensor. Cut along dimension 0 only, the elements of a rank are adjacent. Of replicas (in a hybrid
-    mesh, HSDP, or of params that tensor parallelism does not cut), the first saves. Verified with torch 2.13.
-
-    Raises UnsupportedCheckpoint, with every reason, for what it can't save.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: HasState | None = None
-    ) -> None:
-        problems = []
-        for name, param in model.named_parameters():
-            if isinstance(param, DTensor) and not _is_one_box(param):
-                what = f"{name} is sharded as {param.placements}, so that no rank has one box of it"
-                problems.append(Problem(_FSDP, what, "don't shard fused weights by tensor parallelism"))
-        if problems:
-            raise UnsupportedCheckpoint(problems)
-        super().__init__(model, optimizer, scaler)
-
-    def refresh_params(self) -> bool:
-        # after a forward without backward, the model has unsharded params in their place
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return super().refresh_params()
-
-    def shards(self) -> Mapping[str, Any]:
-        return {"framework": FSDP}  # which a composite takes the form of
-
-    def frozen(self) -> FrozenFile | None:
-        names = self._frozen_names()
-        if not any(isinstance(self._live[name], DTensor) for name in names):
-            return super().frozen()
-        begin = {name: self._box(name) or at for name, at in self._mine(names)}
-        tensors = {f"{FROZEN}/{name}": self._elements(self._live[name]) for name in begin}
-        return FrozenFile(frozen_name(self.ranks.rank, self.ranks.world_size), tensors, begin)
-
-    def _held(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
-        for name in params:
-            param: Any = self._live.get(name)
-            if not isinstance(param, DTensor):
-                yield name, 0
-            elif (begin := self._first_element(param)) is not None:
-                yield name, begin
-
-    def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
-        live = {name: self._live[name] for name in params}
-        whole = {name: live[name].numel() for name in sorted(live) if not isinstance(live[name], DTensor)}
-        shared = {*deal(whole, self.ranks.world_size)[self.ranks.rank]}
-        for name, param in live.items():
-            if not isinstance(param, DTensor):
-                if name in shared:
-                    yield name, 0
-            elif _is_first_replica(param) and (begin := self._first_element(param)) is not None:
-                yield name, begin
-
-    def _first_element(self, param: DTensor) -> int | None:
-        """Return the first element that this rank has of a param; None if it has none."""
-        box, first = _box_of(param), 0
-        for offset, size in zip(box.offsets, param.shape, strict=True):
-            first = first * size + offset
-        return first if math.prod(box.sizes) else None
-
-    def _box(self, name: str) -> Box | None:
-        param: Any = self._live[name]
-        if not isinstance(param, DTensor):
-            return None
-        box = _box_of(param)
-        cut = [at for at, size in enumerate(box.sizes) if size < param.shape[at]]
-        return box if cut and any(size > 1 for size in box.sizes[: cut[-1]]) else None
-
-    def _why_not(self, name: str, value: Any) -> str | None:
-        param, is_state = self._live[name], isinstance(value, torch.Tensor) and value.dim()
-        if is_state and isinstance(param, DTensor):
-            if type(value) is not DTensor or value.shape != param.shape:
-                return f"has the shape {[*value.shape]}, which can't be cut as the param is"
-            if value.placements != param.placements:
-                return f"is sharded as {value.placements}, the param as {param.placements}"
-        return super()._why_not(name, value)
-
-    def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
-        return super()._elements(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-
-
 def _is_one_box(param: DTensor) -> bool:
     """Return whether what each rank has of a param is a box of it.
 
@@ -398,6 +369,14 @@ def _box_of(param: DTensor) -> Box:
     """Return the box of a param that this rank has."""
     sizes, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return Box(tuple(offsets), tuple(sizes))
+
+
+def _first_element(param: DTensor) -> int | None:
+    """Return the first element that this rank has of a param; None if it has none."""
+    box, first = _box_of(param), 0
+    for offset, size in zip(box.offsets, param.shape, strict=True):
+        first = first * size + offset
+    return first if math.prod(box.sizes) else None
 
 
 def _is_first_replica(param: DTensor) -> bool:

@@ -104,7 +104,7 @@ class HasState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a program holds of a training: an engine, or a model with its optimizer."""
+    """What a program holds of a training: an engine, or a model with its optimizer, and what is attested beside."""
 
     engine: Any = None
     """A DeepSpeedEngine"""
@@ -112,6 +112,13 @@ class Held:
     optimizer: Any = None
     scheduler: HasState | None = None
     scaler: HasState | None = None
+    counters: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def own_scheduler(self) -> HasState | None:
+        """The scheduler, unless DeepSpeed saves it in the model states"""
+        is_engines = self.engine is not None and self.scheduler is self.engine.lr_scheduler
+        return None if is_engines else self.scheduler
 
 
 class Pretrained(Protocol):

@@ -21,6 +21,7 @@ import transformers.trainer  # noqa: E402
 from attestation.test_trainer import ATTACHED, STEP, NoOptimizer, NoRandom  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import call  # noqa: E402
+from llmtailor.integrations import attested  # noqa: E402
 from llmtailor.integrations.attested import ATTESTING, Task  # noqa: E402
 from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving  # noqa: E402
 from trainings.alone import train  # noqa: E402
@@ -154,6 +155,7 @@ def proof(run, monkeypatch, kind, resume_from, attached=None):
     result = run / "result.json"
     with monkeypatch.context() as patch:
         patch.setattr(os, "_exit", leave)
+        patch.setattr(attested, "_task", None)  # each case is a process of its own
         patch.setenv(ATTESTING, Task(str(run / f"checkpoint-{STEP}"), str(result)).to_text())
         with pytest.raises(Ended):
             train(run, kind=kind, attached=attached, resume_from=resume_from, steps=6)

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.commands import call
 from llmtailor.errors import UsageError
-from llmtailor.saving import tiers
+from llmtailor.saving import retrying, tiers
 from llmtailor.storage import remote
 from saving.loop import Loop, log_of
 from trainings.harness import start_ranks
@@ -20,7 +20,7 @@ from trainings.harness import start_ranks
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiers, "_PAUSE_S", (0.05, 0.2))
+    monkeypatch.setattr(retrying, "PAUSE_S", (0.05, 0.2))
     made = []
 
     def start(step=0, **options):

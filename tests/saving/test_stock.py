@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers.trainer_utils import get_last_checkpoint
 
 from llmtailor.errors import UsageError
-from llmtailor.saving import SaveFailed, attach, attach_accelerator, stock_mirror
+from llmtailor.saving import SaveFailed, attach, attach_accelerator, retrying, stock_mirror
 from llmtailor.saving.options import stock_options
 from llmtailor.saving.snapshot import Snapshot
 from llmtailor.storage import remote
@@ -315,7 +315,7 @@ def test_finished_checkpoints_are_copied_to_a_mirror(plain, monkeypatch, caplog)
 
     monkeypatch.setattr(type(fs), "put_file", put)
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(stock_mirror, "_PAUSE_S", (0.01, 0.02))
+    monkeypatch.setattr(retrying, "PAUSE_S", (0.01, 0.02))
     run = plain(mirror=url)
     run.train()
     run.save("one").wait(60)

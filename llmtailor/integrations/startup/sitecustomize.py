@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -73,42 +72,37 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        if self._name == _LIGHTNING:
-            _hook_lightning(module)
-            return
         try:
-            if self._name in (_ENGINE, _ACCELERATOR) and not _IS_ATTESTED:
-                from llmtailor.integrations import launched_stock
-
-                launched_stock.HOOKS[self._name](module)
+            if self._name == _LIGHTNING:
+                _hook_lightning(module)
                 return
-            if self._name != _TRAINER:
+            if self._name == _TRAINER:
+                from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving, LaunchedStock
+
+                launched = LaunchedAttest if _IS_ATTESTED else LaunchedStock if _IS_STOCK else LaunchedSaving
+                module.DEFAULT_CALLBACKS.append(launched)
+                return
+            if _IS_ATTESTED:
                 from llmtailor.integrations.attested import HOOKS
-
-                HOOKS[self._name](module)
-                return
-            from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving, LaunchedStock
+            else:
+                from llmtailor.integrations.launched_stock import HOOKS
+            HOOKS[self._name](module)
         except ImportError as error:  # which a script may catch, and train without a saver
             fix = f"install llmtailor[train] for {sys.executable}"
             raise SystemExit(f"llmtailor can't be imported ({error}); {fix}") from error
-        launched = LaunchedAttest if _IS_ATTESTED else LaunchedStock if _IS_STOCK else LaunchedSaving
-        module.DEFAULT_CALLBACKS.append(launched)
 
 
 def _hook_lightning(module: ModuleType) -> None:
     """Add the callback that attests when training begins: only then can its module be imported."""
-    kind = module.Trainer
-    fit = kind.fit
+    from llmtailor.saving.around import around
 
-    @wraps(fit)
-    def fitting(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @around(module.Trainer, "fit")
+    def fitting(fit: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         from llmtailor.integrations.lightning import LaunchedAttest
 
         if not any(isinstance(one, LaunchedAttest) for one in self.callbacks):
             self.callbacks.insert(0, LaunchedAttest())  # before savers
         return fit(self, *args, **kwargs)
-
-    kind.fit = fitting
 
 
 def _import_hidden() -> None:
