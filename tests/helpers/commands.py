@@ -24,7 +24,9 @@ def run_here(*words: object, cwd: Path | None = None, env: Mapping[str, str] | N
     command = ["llmtailor", *map(str, words)]
     out, err = (TextIOWrapper(BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     code = 0
-    with redirect_stdout(out), redirect_stderr(err), mock.patch.object(sys, "argv", command), as_it_was(cwd, env):
+    package = mock.patch.object(sys.modules["__main__"], "__package__", None)  # by which click names the program
+    argv = mock.patch.object(sys, "argv", command)
+    with redirect_stdout(out), redirect_stderr(err), argv, package, as_it_was(cwd, env):
         try:
             main()
         except SystemExit as end:
