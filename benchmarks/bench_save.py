@@ -17,7 +17,8 @@ Blocks of training steps with saves, which take turns with blocks without: at th
 step and at every fifth, and on a disk that is slowed down, to several steps for each save, with a save at every fifth.
 
 With ``--every N``, there are only such blocks, with a save at every N-th step, and one, two or three saves in progress
-at once (``in_flight``), at the disk's own speed and on a disk whose speed varies.
+at once (``in_flight``), at the disk's own speed and on a disk whose speed varies. Before, the CPU time of a save is
+compared with that of a bare copy and write of the same bytes, while training stands still.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from typing import Any
 from bench_save_runs import (
     ASYNC_SAVE,
     BACKGROUND,
+    BARE,
     COPY,
+    COST,
     EVERY_5TH,
     EVERY_STEP,
     MODES,
@@ -64,6 +67,8 @@ MEANING = {
     EVERY_STEP: "a save at every step; each waits for the one before",
     EVERY_5TH: "a save at every fifth step",
     SLOW_DISK: "each save takes {steps_per_write:g} steps to write; a save at every fifth step",
+    COST: "a background save while training stands still: CPU time of all threads",
+    BARE: "a thread copies and writes as many bytes, without anything else: the price of the bytes themselves",
     UNEVEN_DISK: "for as many steps as between two saves, a save would take 3 times as long to write; then 0.3 times",
 }
 
@@ -85,6 +90,11 @@ def tell(found: Found, title: str, options: argparse.Namespace) -> None:
     if options.every:
         step, save = (statistics.median(one[key] for one in found[BACKGROUND]) for key in ("plain_s", "durable_s"))
         print(f"\n{title}: a step takes {step:.2f} s, a save is durable after {save:.2f} s")
+        steps = options.every * median_of(found, "step", "cpu_s")
+        for name in (COST, BARE):
+            cpu = median_of(found, name, "cpu_s")
+            print(f"{name}: {cpu:.3f} CPU s, {100 * cpu / steps:.1f} % of those of {options.every} steps")
+        print(f"their ratio: {ratio(found, COST, BARE, 'cpu_s')}, median of {options.rounds} rounds")
     else:
         tell_saves(found, title, options)
     tell_blocks(found, title, options)

@@ -32,7 +32,9 @@ COPY, WRITE, BACKGROUND, STOPPED, ASYNC_SAVE, TRAINER = (
 )
 NONE, EVERY_STEP, EVERY_5TH, SLOW_DISK = "no saves", "every step", "every 5th step", "every 5th step, slow disk"
 UNEVEN_DISK, IN_FLIGHT = "uneven disk", "in_flight="
+COST, BARE = "background save, idle", "bare copy and write"
 MODES = (BACKGROUND, STOPPED)
+BLOCK, WRITE_BYTES = 4096, 8 << 20
 
 
 class Bench:
@@ -58,7 +60,7 @@ class Bench:
         kinds: dict[str, dict[str, Any]] = {mode: {"background": mode == BACKGROUND} for mode in MODES}
         if options.every:
             kinds = {BACKGROUND: {}} | {f"{IN_FLIGHT}{number}": {"in_flight": number} for number in (1, 2, 3)}
-        self.savers = {
+        self.savers: dict[str, Any] = {
             mode: saver_for(self.work / str(number), **how, **given) for number, (mode, how) in enumerate(kinds.items())
         }
         saver = self.savers[BACKGROUND]
@@ -70,6 +72,10 @@ class Bench:
             )
             for number, one in enumerate(storages.values())
         }
+        if options.every:
+            self.bare = Bare(self.work, [*self.states.values()])
+            self.bare.save(0)
+            self.bare.finish()
         self.buffers = [torch.zeros_like(one, device="cpu", pin_memory=self.is_cuda) for one in self.states.values()]
         self.gloo = dist.new_group(backend="gloo")
         self.stager = DefaultStager(StagingOptions(self.is_cuda, True, True, self.is_cuda))
@@ -95,10 +101,12 @@ class Bench:
 
     def in_flight(self) -> None:
         """Compare several saves in progress at once with one, and with none."""
-        for _ in range(3):
+        for number in range(self.options.rounds):
             self.plain_step()
             self.save(BACKGROUND)
             self.found[BACKGROUND][-1]["plain_s"] = self.found["step"][-1]["step_s"]
+            for run in rotated([lambda: self.cost(COST), lambda: self.cost(BARE)], number):
+                run()
         every = self.options.every
         runs: list[Callable[[], None]] = [lambda: self.block(NONE)]
         for mode in self.savers:
@@ -162,9 +170,22 @@ class Bench:
 
     def plain_step(self) -> None:
         self.settle()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         self.step()
-        self.add("step", {"step_s": time.perf_counter() - began})
+        self.add("step", {"step_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu})
+
+    def cost(self, name: str) -> None:
+        """Take the CPU time of a save, of all threads, while training stands still."""
+        self.settle()
+        saver = self.bare if name == BARE else self.savers[BACKGROUND]
+        self.saves += 1
+        cpu = time.process_time()
+        saver.save(self.saves)
+        while saver.is_busy:
+            time.sleep(0.05)
+        self.add(name, {"cpu_s": time.process_time() - cpu})
+        saver.finish()
+        saver.reports()
 
     @contextmanager
     def one_save(self, name: str) -> Iterator[dict[str, float]]:
@@ -288,6 +309,56 @@ class Bench:
         if self.is_first:
             shutil.rmtree(folder)
         self.dist.barrier()
+
+
+class Bare:
+    """What the bytes of a save cost at least: a thread copies them to memory in huge pages, which is in use already,
+    and writes that past the page cache, in large requests. Nothing is summed, described or waited for. The file before
+    is deleted, as the savers delete theirs."""
+
+    def __init__(self, work: Path, states: list[Any]) -> None:
+        import torch
+
+        from llmtailor.engine.streams import huge_pages
+
+        self.path, self.states = work / f"bare-{os.getpid()}", states
+        self.num_bytes = sum(state.nbytes for state in states)
+        pages = huge_pages(-(-self.num_bytes // BLOCK) * BLOCK)
+        self.memory, self.pages = torch.frombuffer(pages, dtype=torch.uint8), pages
+        self.memory.zero_()
+        self.thread: threading.Thread | None = None
+
+    def save(self, number: int) -> None:
+        self.finish()
+        self.thread = threading.Thread(target=self.run, args=(number,))
+        self.thread.start()
+
+    def run(self, number: int) -> None:
+        from llmtailor.storage.local import bypass_cache, write_all
+
+        at = 0
+        for state in self.states:
+            self.memory[at : at + state.nbytes].copy_(state.view(self.memory.dtype))
+            at += state.nbytes
+        old, path = [*self.path.parent.glob(f"{self.path.name}.*")], self.path.with_suffix(f".{number}")
+        with path.open("xb", buffering=0) as file:
+            bypass_cache(file.fileno())
+            for start in range(0, len(self.pages), WRITE_BYTES):
+                write_all(file.fileno(), self.pages[start : start + WRITE_BYTES])
+            os.fsync(file.fileno())
+        for one in old:
+            one.unlink()
+
+    @property
+    def is_busy(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def finish(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+
+    def reports(self) -> list[Any]:
+        return []
 
 
 def slow_down(speed: Callable[[float], float]) -> None:

@@ -17,6 +17,7 @@ checked against torch 2.13.
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,6 +40,8 @@ DATA_FILE = re.compile(r"__([0-9]{1,7})_([0-9]{1,7})\.distcp")
 """The groups are the rank and a counter"""
 ELSEWHERE = re.compile(r"(?:\.\./){1,2}(?:(?!\.{1,2}/)[^/\x00]+/){1,2}" + DATA_FILE.pattern)
 """A data file of another checkpoint: torch writes names alone, but loads from ``../checkpoint-1/__0_0.distcp`` too"""
+SHARD_FILE = re.compile(r"(?:shard-([0-9]{5,7})-)?(model-([0-9]{5,7})-of-[0-9]{5,7})\.safetensors")
+"""A file of HuggingFaceStorageWriter. The groups are the rank, from 1, and which file of each rank it is."""
 MAX_METADATA_BYTES = 256 << 20
 """Enough for a million chunks (700 params on 500 ranks) of about 250 bytes each"""
 _BYTES_PER_OPCODE = 2
@@ -92,6 +95,15 @@ def checksum_of_save(file: SourceFile, blobs: Iterable[tuple[int, int]]) -> int:
     for start, stop in [*listed[:: -(-len(listed) // _ENDS)], listed[-1]]:
         crc = zlib.crc32(file.read(max(start, stop - _END_BYTES), stop), crc)
     return crc
+
+
+def checksum_of_shard(file: SourceFile) -> int:
+    """Do the same for a safetensors file, in which there are no checksums: of its bytes at some places.
+
+    An optimizer's step changes nearly all bytes. Those at the end of a file of fp32 states are Adam's ``step``.
+    """
+    cuts = [file.num_bytes * part // _ENDS for part in range(_ENDS + 1)]
+    return checksum_of_save(file, itertools.pairwise(cuts))
 
 
 @dataclass(frozen=True, slots=True)

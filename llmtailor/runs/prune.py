@@ -325,8 +325,6 @@ class PruneAction:
     """The ledger after it, if it is written, or if others will link to it"""
     links_to: RunCheckpoint | None = None
     """The checkpoint that has everything else"""
-    is_written: bool = False
-    """Whether that one must be written; otherwise it already exists"""
     freed: int = 0
     """Bytes freed; negative if the replacement is larger"""
     conversion: Conversion | None = None
@@ -334,6 +332,11 @@ class PruneAction:
     written_bytes: int = 0
     """With links: the bytes that are written, and those of the links"""
     linked_bytes: int = 0
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the successor must be written; otherwise it already exists."""
+        return self.successor is not None and self.ledger is not None
 
     def applied_to(self, checkpoints: Iterable[RunCheckpoint]) -> list[RunCheckpoint]:
         """Return the run's checkpoints after this action."""
@@ -410,8 +413,9 @@ class Pruner:
         before = ledger_before(step, facts.losses, self.thinned, self.new_lineage)
         choice = self.chooser.choose(before, step, facts.num_bytes)
         ledger = before.after(step, choice.parts, self.chooser.trained)
+        action = PruneAction(checkpoint, PARTIAL, parts=choice.parts, masters=choice.masters, ledger=ledger)
         if self.reference:
-            return self._link(checkpoint, there, choice, ledger)
+            return self._with_links(action, there, ledger)
         left_out = set(self.chooser.trained) - choice.parts.keys()  # every partial checkpoint has the frozen params
         held_parts = with_layers([part for part in self.parts if part.whole not in left_out], self.parts)
         successor = RunCheckpoint(
@@ -423,30 +427,21 @@ class Pruner:
             ledger=ledger,
             masters=frozenset(choice.masters),
         )
-        return PruneAction(
-            checkpoint,
-            PARTIAL,
-            parts=choice.parts,
-            masters=choice.masters,
-            successor=successor,
-            ledger=ledger,
-            is_written=True,
-        )
+        return replace(action, successor=successor)
 
-    def _link(
-        self, checkpoint: RunCheckpoint, there: Iterable[RunCheckpoint], choice: PartChoice, ledger: Ledger
-    ) -> PruneAction:
-        """Replace a checkpoint by one with links to the full one before it, of the same attempt."""
+    def _with_links(self, action: PruneAction, there: Iterable[RunCheckpoint], ledger: Ledger) -> PruneAction:
+        """Return the action that keeps a checkpoint full, with links to the one before it, of the same attempt."""
+        checkpoint = action.checkpoint
         losses = self.facts(checkpoint).losses
         able = (one for one in there if not one.is_partial and one.resumable and one.step < checkpoint.step)
         older = [one for one in able if not _contradict(self.facts(one).losses, losses)]
-        old = ledger.held_by.keys() - choice.parts.keys()
+        old = ledger.held_by.keys() - action.parts.keys()
         if not old or not older:
             return PruneAction(checkpoint, STAYS, "it keeps all parts", ledger=ledger)
         before = max(older, key=lambda one: one.step)
         steps = {part: (before if part.whole in old else checkpoint).step_of(part) for part in self.parts}
         of_masters = {
-            part: (before if part.whole in old - {*choice.masters} else checkpoint).master_step_of(part)
+            part: (before if part.whole in old - {*action.masters} else checkpoint).master_step_of(part)
             for part in self.parts
         }
         successor = replace(
@@ -454,16 +449,7 @@ class Pruner:
             part_steps=steps,
             master_steps={part: step for part, step in of_masters.items() if step is not None},
         )
-        return PruneAction(
-            checkpoint,
-            LINKED,
-            parts=choice.parts,
-            masters=choice.masters,
-            successor=successor,
-            ledger=ledger,
-            links_to=before,
-            is_written=True,
-        )
+        return replace(action, becomes=LINKED, successor=successor, links_to=before)
 
     def _check(self, actions: Sequence[PruneAction], promised: set[int], after: Sequence[int]) -> None:
         """Check the outcome independently of the code that decided it."""

@@ -38,9 +38,8 @@ from torch.futures import Future
 
 from llmtailor.balance import deal
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import as_dict
-from llmtailor.errors import SourceError, UsageError, size
+from llmtailor.errors import SourceError, UsageError, size, some
 from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import ModelStructure, Part, condense
@@ -56,15 +55,13 @@ from llmtailor.policies import (
     restore_state,
     state_of,
 )
-from llmtailor.saving.dcp_folders import WHERE, Folder, LocalFolder, folder_of
+from llmtailor.saving.dcp_folders import WHERE, Folder, LocalFolder, ShardsFolder, folder_of, save_id
 from llmtailor.storage.remote import is_url
 
 logger = logging.getLogger("llmtailor.saving")
 
 _STATE_FILES = "9"
 """Begins the counters of files with optimizer states"""
-_FIRST_TAKEN = 1_000_000
-"""The least counter of files that are linked or copied"""
 _KNOWN_SAVES = 16
 
 
@@ -160,9 +157,10 @@ class _Model:
     def keys(self, part: Part) -> list[str]:
         return self.masters[part] + self.states[part]
 
-    def files(self) -> list[list[str]]:
-        """Return the keys that are always saved together."""
-        return [keys for part in self.masters for keys in (self.masters[part], self.states[part])]
+    def number(self, keys: Iterable[str]) -> dict[str, int]:
+        """Return which file each key is in, if those have one of their own that are always saved together."""
+        files = (own for part in self.masters for own in (self.masters[part], self.states[part]))
+        return dict.fromkeys(keys, 1) | {key: number for number, own in enumerate(files, 2) for key in own}
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +185,8 @@ class PartialWriter(StorageWriter):
         self._taken: list[WriteResult] = []
         """Where the data of these keys is in the new folder"""
         self._ledger: Ledger | None = None
+        self._file_of: dict[str, int] = {}
+        """Key -> number of its file in `ShardsFolder`"""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         if checkpoint_id and self.folder.beside(str(checkpoint_id)) != self.folder:
@@ -207,9 +207,12 @@ class PartialWriter(StorageWriter):
         """Choose what is due, and link to the rest, or tell the ranks to copy it. Called on the coordinator."""
         plans = self.inner.prepare_global_plan(plans)
         kinds = {item.index.fqn: _kind_of(item.tensor_data) for plan in plans for item in plan.items}
+        if isinstance(self.folder, ShardsFolder):
+            _check_shards(plans, kinds)
         model = _find_model(kinds)
         base = self.saver._find_base(self.folder, self.step) if model.masters else None
         _clear(self.folder)
+        self._file_of = model.number(kinds)
         copies = None if base is None else self._take_over(base, self._choose(base, model, kinds), len(plans))
         if copies is None:
             self._left_out, self._taken, copies = {}, [], [[] for _ in plans]
@@ -218,7 +221,7 @@ class PartialWriter(StorageWriter):
             replace(
                 plan,
                 items=[item for item in plan.items if item.index.fqn not in self._left_out],
-                storage_data=_Share(plan.storage_data, self._prefixes(plan, model), own),
+                storage_data=_Share(self._inner_data(plan), self._prefixes(plan, model), own),
             )
             for plan, own in zip(plans, copies, strict=True)
         ]
@@ -253,12 +256,10 @@ class PartialWriter(StorageWriter):
         possible."""
         rows = base.rows(keys)
         paths = [*dict.fromkeys(info.relative_path for _, info in rows)]
-        names: dict[str, str] = {}
-        for number, path in enumerate(paths, _FIRST_TAKEN):
-            match = DATA_FILE.fullmatch(Path(path).name)
-            rank = int(match[1]) % ranks if match else 0  # readers take the highest for the number of ranks
-            names[path] = f"__{rank}_{number}.distcp"
+        names = self.folder.rename(paths, ranks)
         try:
+            if not base.folder.has_files(self._file_of, base.metadata):
+                raise OSError(errno.ESTALE, "its files hold other tensors together")
             found = base.folder.checksums(paths, base.metadata.storage_data.values())
             if any(base.checksums.get(path) != one for path, one in found.items()):
                 raise OSError(errno.ESTALE, "it was overwritten")
@@ -275,6 +276,11 @@ class PartialWriter(StorageWriter):
         ]
         return deal(copies, ranks)
 
+    def _inner_data(self, plan: SavePlan) -> Any:
+        """Return the inner writer's data of a plan, with the files of `ShardsFolder`."""
+        data = plan.storage_data
+        return data | {"fqn_to_index_mapping": self._file_of} if isinstance(data, dict) else data
+
     def _prefixes(self, plan: SavePlan, model: _Model) -> dict[str, str]:
         """Return what the names of files of their own begin with, by key; none if all files of a rank are alike."""
         data, is_one_file = plan.storage_data, getattr(self.inner, "single_file_per_rank", False)
@@ -284,7 +290,7 @@ class PartialWriter(StorageWriter):
         keys = [item.index.fqn for item in plan.items]
         if isinstance(self.folder, LocalFolder):
             return {key: f"{data.prefix}{_STATE_FILES}" for key in keys if _STATE.fullmatch(key)}
-        numbers = {key: number for number, own in enumerate(model.files()) for key in own}
+        numbers = {key: number - 2 for key, number in self._file_of.items() if number > 1}
         return {key: f"{data.prefix}{1000 + numbers[key] % 9000}" for key in keys if key in numbers}
 
     def _files(self, plan: SavePlan, planner: SavePlanner) -> list[SavePlan]:
@@ -330,20 +336,24 @@ class PartialWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the save. Called on the coordinator."""
         metadata.state_dict_metadata.update(self._left_out)
+        places = [row.storage_data for rows in (*results, self._taken) for row in rows]
+        calls = [partial(self.inner.finish, metadata, [*results, self._taken])]
         if self._ledger is not None:
-            places = [row.storage_data for rows in (*results, self._taken) for row in rows]
-            paths = sorted({one.relative_path for one in places})
-            record = {
-                "ledger": self._ledger.to_json(),
-                "files": self.folder.checksums(paths, places),
-                "save_id": _save_id(self.inner.storage_meta()),
-            }
-            self.folder.write(DCP_RECORD, json.dumps(record).encode())
+            calls.insert(self.folder.record_is_last, partial(self._record, self._ledger, places))
         if self._taken:
             written = sum(row.size_in_bytes for rows in results for row in rows)
             kept = sum(row.size_in_bytes for row in self._taken)
             logger.info("step %d: wrote %s, %s %s", self.step, size(written), self.folder.took, size(kept))
-        self.inner.finish(metadata, [*results, self._taken])
+        for call in calls:
+            call()
+
+    def _record(self, ledger: Ledger, places: Sequence[Any]) -> None:
+        record = {
+            "ledger": ledger.to_json(),
+            "files": self.folder.checksums(sorted({one.relative_path for one in places}), places),
+            "save_id": save_id(self.inner.storage_meta()),
+        }
+        self.folder.write(DCP_RECORD, json.dumps(record).encode())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -376,24 +386,28 @@ def _read_base(folder: Folder) -> _Base | None:
         record = json.loads(folder.read(DCP_RECORD))
         ledger = Ledger.from_json(record.get("ledger"), f"{folder}/{DCP_RECORD}")
         checksums = as_dict(record.get("files"), "files", f"{folder}/{DCP_RECORD}")
-        metadata = pickle.loads(folder.read(METADATA))
+        metadata = folder.read_save(record)
     except (SourceError, OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError):
         return None
-    is_of_this = record.get("save_id") == _save_id(metadata.storage_meta)
-    return _Base(folder, ledger, metadata, checksums) if is_of_this else None
-
-
-def _save_id(meta: StorageMeta | None) -> str | None:
-    """Return what tells a save from a later one to the same folder that has no record."""
-    return meta.save_id if meta is not None else None
+    return _Base(folder, ledger, metadata, checksums) if metadata is not None else None
 
 
 def _clear(folder: Folder) -> None:
     """Remove an earlier save, so that its data files, which others may link to, are not overwritten in place."""
     there = folder.names()
-    first = [name for name in (METADATA, DCP_RECORD) if name in there]
-    for name in (*first, *filter(DATA_FILE.fullmatch, there)):
+    first = [name for name in (folder.index, DCP_RECORD) if name in there]
+    for name in (*first, *filter(folder.data_file.fullmatch, there)):
         folder.remove(name)
+
+
+def _check_shards(plans: Sequence[SavePlan], kinds: Mapping[str, object]) -> None:
+    """Raise UsageError for what `HuggingFaceStorageWriter` would make unreadable without saying so."""
+    if objects := [key for key, kind in kinds.items() if kind is None]:
+        what = f"{some(objects)} are no tensors, which torch would put before the header of the safetensors file"
+        raise UsageError.at(WHERE, what, "save them as tensors, or by a dcp.save of their own to another folder")
+    if sum(bool(plan.items) for plan in plans) > 1 and "shard_index" not in plans[0].storage_data:
+        what = "several ranks have tensors, and torch would give their files the same names"
+        raise UsageError.at(WHERE, what, "pass save_distributed=True to HuggingFaceStorageWriter")
 
 
 def _kind_of(entry: Any) -> object:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import errno
+import math
+import pickle
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
-from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from llmtailor.containers.dcp import checksum_of_save
+from llmtailor.containers.dcp import DATA_FILE, METADATA, SHARD_FILE, checksum_of_save, checksum_of_shard
+from llmtailor.containers.safetensors import INDEX
 from llmtailor.errors import SourceError, UsageError
-from llmtailor.storage.local import fsync_folder, open_source, replace_durably, try_link
+from llmtailor.storage.local import SourceFile, fsync_folder, open_source, replace_durably, try_link
 from llmtailor.storage.remote import is_url
 
 WHERE = "DcpSaver"
+_FIRST_TAKEN = 1_000_000
+"""The least counter of files that are linked or copied"""
 _READERS = 16
 """How many files are read at once"""
 _SAVE_ALL = "give dcp.save that writer itself, so that every save holds everything"
@@ -31,6 +39,11 @@ class Folder(Protocol):
     """What it does with older files, as a word"""
     at_once: ClassVar[int]
     """How many files are written at a time, and copied"""
+    data_file: ClassVar[re.Pattern[str]]
+    index: ClassVar[str]
+    """The file that the writer writes last"""
+    record_is_last: ClassVar[bool] = False
+    """Whether `DCP_RECORD` is written after that"""
 
     def beside(self, location: str) -> Folder | None:
         """Return the folder of another location, if it can be used with this one."""
@@ -44,6 +57,18 @@ class Folder(Protocol):
         """Replace a small file, durably."""
 
     def remove(self, name: str) -> None: ...
+
+    def read_save(self, record: Mapping[str, Any]) -> Metadata | None:
+        """Return where the data of the save is that ``record`` belongs to, None if another one has followed it.
+
+        Raises what `_read_base` catches.
+        """
+
+    def rename(self, paths: Sequence[str], ranks: int) -> dict[str, str]:
+        """Return the names of an older save's files in a save of so many ranks."""
+
+    def has_files(self, numbers: Mapping[str, int], metadata: Metadata) -> bool:
+        """Return whether the files of a save can be those of one whose keys are in files of these numbers."""
 
     def checksums(self, paths: Sequence[str], places: Iterable[Any]) -> dict[str, str | None]:
         """Return what is recorded of some data files, given where all data of their save is.
@@ -60,8 +85,36 @@ class Folder(Protocol):
     def copy(self, source: str, target: str) -> None: ...
 
 
+class _Blobs:
+    """Files of `FileSystemWriter`, which ``.metadata`` lists."""
+
+    data_file: ClassVar[re.Pattern[str]] = DATA_FILE
+    index: ClassVar[str] = METADATA
+    record_is_last: ClassVar[bool] = False
+
+    def read_save(self, record: Mapping[str, Any]) -> Metadata | None:
+        metadata = cast(Metadata, pickle.loads(cast(Any, self).read(METADATA)))
+        return metadata if record.get("save_id") == save_id(metadata.storage_meta) else None
+
+    def rename(self, paths: Sequence[str], ranks: int) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for number, path in enumerate(paths, _FIRST_TAKEN):
+            match = DATA_FILE.fullmatch(Path(path).name)
+            rank = int(match[1]) % ranks if match else 0  # readers take the highest for the number of ranks
+            names[path] = f"__{rank}_{number}.distcp"
+        return names
+
+    def has_files(self, numbers: Mapping[str, int], metadata: Metadata) -> bool:
+        return True
+
+
+def save_id(meta: StorageMeta | None) -> str | None:
+    """Return what tells a save from a later one to the same folder that has no record."""
+    return meta.save_id if meta is not None else None
+
+
 @dataclass(frozen=True)
-class LocalFolder:
+class LocalFolder(_Blobs):
     path: Path
     took: ClassVar[str] = "linked to"
     at_once: ClassVar[int] = 1
@@ -70,7 +123,7 @@ class LocalFolder:
         return str(self.path)
 
     def beside(self, location: str) -> LocalFolder | None:
-        return None if is_url(location) else LocalFolder(Path(location).absolute())
+        return None if is_url(location) else type(self)(Path(location).absolute())
 
     def names(self) -> list[str]:
         return [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
@@ -93,12 +146,15 @@ class LocalFolder:
         def checksum(path: str) -> str:
             try:
                 with open_source(self.path / path, f"{self.path / path}") as file:
-                    return f"{checksum_of_save(file, blobs[path]):08x}"
+                    return f"{self._checksum(file, blobs[path]):08x}"
             except SourceError as error:
                 raise FileNotFoundError(errno.ENOENT, str(error), path) from error
 
         with ThreadPoolExecutor(_READERS) as pool:  # on a network's file system, each read takes a while
             return dict(zip(paths, pool.map(checksum, paths), strict=True))
+
+    def _checksum(self, file: SourceFile, blobs: Sequence[tuple[int, int]]) -> int:
+        return checksum_of_save(file, blobs)
 
     def take(self, other: Any, names: Mapping[str, str]) -> dict[tuple[str, str], int]:
         for path, name in names.items():
@@ -111,7 +167,44 @@ class LocalFolder:
 
 
 @dataclass(frozen=True)
-class StoreFolder:
+class ShardsFolder(LocalFolder):
+    """Files of `HuggingFaceStorageWriter`, whose reader reads every safetensors file that is there.
+
+    So what is saved together has a file of its own on each rank, with the same name in every save: a new folder gets
+    it written or linked, and no tensor is there twice.
+    """
+
+    data_file: ClassVar[re.Pattern[str]] = SHARD_FILE
+    index: ClassVar[str] = INDEX
+    record_is_last: ClassVar[bool] = True
+
+    def read_save(self, record: Mapping[str, Any]) -> Metadata | None:
+        if {*filter(SHARD_FILE.fullmatch, self.names())} != record["files"].keys():
+            return None
+        try:
+            metadata = HuggingFaceStorageReader(str(self.path)).read_metadata()
+        except SafetensorError as error:
+            raise ValueError(f"{error}") from error
+        for at, info in metadata.storage_data.items():
+            size = math.prod(info.shape) * info.dtype.itemsize
+            metadata.storage_data[at] = _StorageInfo(Path(info.relative_path).name, 0, size)
+        return metadata
+
+    def rename(self, paths: Sequence[str], ranks: int) -> dict[str, str]:
+        return {path: path for path in paths}
+
+    def has_files(self, numbers: Mapping[str, int], metadata: Metadata) -> bool:
+        of = f"-of-{max(numbers.values()):05}"
+        wanted = {key: f"model-{number:05}{of}" for key, number in numbers.items()}
+        rows = ((at.fqn, SHARD_FILE.fullmatch(info.relative_path)) for at, info in metadata.storage_data.items())
+        return all(match is not None and match[2] == wanted.get(key) for key, match in rows)
+
+    def _checksum(self, file: SourceFile, blobs: Sequence[tuple[int, int]]) -> int:
+        return checksum_of_shard(file)
+
+
+@dataclass(frozen=True)
+class StoreFolder(_Blobs):
     """A folder of an object store, or of another file system of fsspec's."""
 
     fs: Any = field(compare=False)
@@ -168,9 +261,18 @@ def folder_of(inner: StorageWriter) -> Folder:
     other: Any = getattr(fs, "fs", None)  # of torch's FsspecWriter
     form = getattr(inner, "serialization_format", SerializationFormat.TORCH_SAVE)
     fix = _SAVE_ALL
-    if isinstance(inner, HuggingFaceStorageWriter) or form != SerializationFormat.TORCH_SAVE:
-        what = "writes safetensors files, which can't hold data of several saves"
-        fix = f"{fix}; or save by FileSystemWriter, and convert with dcp_to_torch_save or llmtailor convert"
+    if isinstance(inner, HuggingFaceStorageWriter):
+        if inner.enable_consolidation:
+            what = "writes every tensor again, as enable_consolidation asks"
+            fix = "omit it, and give the folders that you need to torch's consolidate_safetensors_files"
+        elif inner.fqn_to_index_mapping is not None:
+            what = "has files that fqn_to_index_mapping chooses, but what is saved together must be in one file"
+            fix = "omit it"
+        else:
+            return ShardsFolder(Path(inner.path).absolute())
+    elif form != SerializationFormat.TORCH_SAVE:
+        what = "writes .distcp files in the safetensors format, which can't hold data of several saves"
+        fix = f"{fix}; or use HuggingFaceStorageWriter"
     elif getattr(inner, "use_msc", False):
         what, fix = "writes through multistorageclient, which copies no files within a store", f"{fix}; or omit use_msc"
     elif isinstance(fs, FileSystem) and path:

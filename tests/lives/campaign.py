@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
+from helpers.commands import run_here
 from lives.world import (
     PARTS,
     Holding,
@@ -23,6 +24,7 @@ from lives.world import (
     load,
     part_of,
     step_of,
+    steps_of,
 )
 from llmtailor.saving import DcpSaver, saver_for
 
@@ -242,6 +244,34 @@ def thin(world: World) -> None:
     world.note("thin", f"{how}: exit {result.code}")
 
 
+def thin_reference(world: World) -> None:
+    """Older full checkpoints get links to those before them, in their place."""
+    policy = world.random.choice(["full", "parity", "moments_in_turn:2", "moments_in_turn:3", "round_robin:3"])
+    words = ["thin", world.run, "--reference", "--strategy", policy, "--keep-full-last", world.random.choice([1, 1, 2])]
+    words += ["--trust-unrecorded"] if world.trust else []
+    plan = run_here(*words, "--json")
+    assert plan.returncode in (0, 3, 4, 5), world.story(plan)
+    steps = {path: steps_of(one.loaded) for path, one in world.live.items()}
+    for row in json.loads(plan.stdout)["checkpoints"] if plan.stdout else ():  # oldest first
+        if row["becomes"] == "linked":
+            path, other = Path(row["path"]), Path(row["links_to"])
+            old = world.linked.get(other) or world.live[other].holding
+            new = {key for key in old if part_of(key[0]) in row["parts"]}
+            new |= {key for key in old if part_of(key[0]) in row["masters"] and key[1] == "weight"}
+            world.linked[path] = {key: (world.live[path].holding if key in new else old)[key] for key in old}
+            own = {param for param in steps[path] if part_of(param) in row["parts"]}
+            steps[path] = {param: steps[path if param in own else other][param] for param in steps[path]}
+    result = world.call(*words, "--yes")
+    world.note("thin_reference", f"{policy}: {len(world.linked)} linked, exit {result.code}")
+    assert result.code == plan.returncode, world.story("it was not carried out", result)
+    world.forget_removed("thin")
+    for path, wanted in world.linked.items():
+        one = world.live[path]
+        assert (one.holding, steps_of(one.loaded)) == (wanted, steps[path]), world.story(path, wanted, one.holding)
+        world.note("linked", path.name)
+    world.linked = {}
+
+
 def rotate(world: World) -> None:
     """``save_total_limit`` of the Trainer, ``keep_latest_k`` of torchtitan"""
     if len(folders := world.full()) > 1:
@@ -340,6 +370,7 @@ EVERYTHING: Actions = {
     compose_run: 3,
     gc: 2,
     thin: 1,
+    thin_reference: 1.5,
     rotate: 2,
     remove: 1,
     rename: 1,

@@ -11,7 +11,20 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 from helpers.cases import examples
-from lives.campaign import EVERYTHING, Actions, compose, convert, copy, overwrite, play, save_linked, save_stock
+from lives.campaign import (
+    EVERYTHING,
+    Actions,
+    compose,
+    compose_run,
+    convert,
+    copy,
+    overwrite,
+    play,
+    rotate,
+    save_linked,
+    save_stock,
+    thin_reference,
+)
 from lives.world import Training, World, holding_of, load
 from llmtailor.saving import DcpSaver
 from llmtailor.verify.verify import NOT_RESUMABLE, verify_checkpoint
@@ -19,6 +32,7 @@ from llmtailor.verify.verify import NOT_RESUMABLE, verify_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
 
 OVERWRITTEN = "another save has overwritten it: it is a hard link, and its other names were saved to"
+THINNING: Actions = {save_stock: 5, compose: 1, compose_run: 1, thin_reference: 3, rotate: 1, copy: 1}
 OVERWRITING: Actions = {save_stock: 2, save_linked: 3, compose: 3, convert: 1, copy: 1, overwrite: 3}
 
 
@@ -46,18 +60,24 @@ def test_a_stock_save_over_linked_files_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("actions", "lives", "needed"),
+    ("actions", "first", "lives", "needed"),  # the first lives have what is needed
     [
-        (EVERYTHING, examples(2, 200), ("compose", "save_linked", "gc", "rotate", "kill")),
-        (OVERWRITING, examples(1, 50), ("compose", "overwrite", "damaged")),
+        (EVERYTHING, 4, examples(2, 200), ("compose", "save_linked", "gc", "rotate", "kill")),
+        (OVERWRITING, 0, examples(1, 50), ("compose", "overwrite", "damaged")),
+        (THINNING, 0, examples(1, 100), ("linked", "kill", "rotate")),
     ],
-    ids=["everything", "overwriting"],
+    ids=["everything", "overwriting", "thinning"],
 )
 def test_random_lives(
-    tmp_path: Path, actions: Actions, lives: int, needed: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    actions: Actions,
+    first: int,
+    lives: int,
+    needed: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     total: Counter[str] = Counter()
-    for seed in range(lives):
+    for seed in range(first, first + lives):
         world = World(tmp_path / f"{seed}", seed)
         play(world, 25, actions)
         total.update(world.counts)

@@ -129,6 +129,12 @@ def holding_of(loaded: Mapping[str, Any]) -> Holding:
     return found
 
 
+def steps_of(loaded: Mapping[str, Any]) -> dict[str, float]:
+    """Return Adam's step of each param."""
+    found = {key.rpartition("state.")[2]: value for key, value in loaded.items() if key.endswith(".step")}
+    return {key.removesuffix(".step"): float(value) for key, value in found.items()}
+
+
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     def equal(mine: Any, its: Any) -> bool:
         return torch.equal(mine, its) if isinstance(mine, torch.Tensor) else bool(mine == its)
@@ -174,6 +180,8 @@ class World:
     event: int = 0
     step: int = 0
     names: int = 0
+    linked: dict[Path, Holding] = field(default_factory=dict)
+    """Full checkpoint that ``thin --reference`` may replace -> what the new one holds"""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -307,7 +315,11 @@ class World:
     def thinned(self, path: Path) -> None:
         """A full checkpoint that has become a partial one, or weights alone."""
         one = self.live[path]
-        if not path.exists():
+        if path in self.linked:
+            if signature(path) != one.seen and not same(loaded := load(path), one.loaded):
+                assert holding_of(loaded) == self.linked[path], self.story(f"{path} was thinned", holding_of(loaded))
+                self.live[path] = Checkpoint(loaded, holding_of(loaded))
+        elif not path.exists():
             del self.live[path]
             self.partial[step_of(path)] = one.holding
         elif not one.is_damaged and (left := load(path)).keys() < one.loaded.keys():

@@ -1,7 +1,8 @@
 """A training under fully_shard that saves through dcp.save in turns, and keeps what it held at each save.
 
 ``python -m saving.dcp_loop FOLDER UNTIL KEEP`` is one rank of it: it loads the newest complete folder and goes on. With
-the policy ``stock``, it saves everything, without llmtailor. With a bucket of S3, it saves there.
+the policy ``stock``, it saves everything, without llmtailor. With a bucket of S3, it saves there; with the bucket
+``shards``, it saves safetensors files, which hold tensors only.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from helpers.s3 import settings
+from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.saving import DcpSaver
 
 LAYERS = 4
@@ -60,8 +63,9 @@ def train_step(model: Any, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-def state_of(model: Any, optimizer: Any, step: int) -> dict[str, Any]:
-    weights, states = get_state_dict(model, optimizer)
+def state_of(model: Any, optimizer: Any, step: int, is_flat: bool = False) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    weights, states = get_state_dict(model, optimizer, options=options)
     return {"model": weights, "optim": states, "train": {"step": step}}
 
 
@@ -88,9 +92,22 @@ def step_of(folder: Path | str) -> int:
     return int(str(folder).rpartition("step-")[2])
 
 
-def complete(run: Path) -> list[Path]:
+def tensors_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a state, nested as they are, and its numbers as tensors."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found[key] = tensors_of(value)
+        elif isinstance(value, torch.Tensor):
+            found[key] = value
+        elif isinstance(value, int | float | tuple):
+            found[key] = torch.tensor(value)
+    return found
+
+
+def complete(run: Path, file: str = ".metadata") -> list[Path]:
     """The complete folders, oldest first."""
-    return sorted((one.parent for one in run.glob("step-*/.metadata")), key=step_of)
+    return sorted((one.parent for one in run.glob(f"step-*/{file}")), key=step_of)
 
 
 def complete_in_store(url: str) -> list[str]:
@@ -100,16 +117,21 @@ def complete_in_store(url: str) -> list[str]:
     return sorted((f"{url}/{one.split('/')[-2]}" for one in found if one.endswith("/.metadata")), key=step_of)
 
 
-def load(model: Any, optimizer: Any, folder: Path | str) -> dict[str, Any]:
+def load(model: Any, optimizer: Any, folder: Path | str, shards: bool = False) -> dict[str, Any]:
     """Load with stock functions alone; return what the folder holds."""
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()  # makes the states
     optimizer.zero_grad()
-    state = state_of(model, optimizer, -1)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    return state
+    state = state_of(model, optimizer, -1, is_flat=shards)
+    if shards:
+        loaded = tensors_of(state)  # those of the training, and new ones for numbers
+        dcp.load(loaded, storage_reader=HuggingFaceStorageReader(f"{folder}"))
+    else:
+        dcp.load(state, checkpoint_id=folder)
+    options = StateDictOptions(flatten_optimizer_state_dict=shards)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options)
+    return loaded if shards else state
 
 
 def spawn(command: list[str], ranks: int, **options: Any) -> list[subprocess.Popen[bytes]]:
@@ -136,17 +158,19 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(settings(int(str(port))))
-    url = f"s3://{bucket}" if bucket else ""
+    shards = str(bucket) == "shards"
+    url = f"s3://{bucket}" if bucket and not shards else ""
     run, until, keep, how, policy = Path(folder), int(str(until)), int(str(keep)), str(how), str(policy)
     dist.init_process_group("cpu:gloo" if how != "sync" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, optimizer = build(ranks)
     saver, step = DcpSaver() if policy == "stock" else DcpSaver(policy), 0
-    there = complete_in_store(url) if url else complete(run)
+    mark = DCP_RECORD if shards else ".metadata"
+    there = complete_in_store(url) if url else complete(run, mark)
     newest: Path | str | None = max(there, key=step_of, default=None)
     if newest is not None:
-        state = load(model, optimizer, newest)
-        step = state["train"]["step"]
+        state = load(model, optimizer, newest, shards)
+        step = step_of(newest)
         saver.resumed_from(newest)
         loaded = flat(state)
         if rank == 0:
@@ -160,14 +184,16 @@ def main(
     while step < until:
         step += 1
         train_step(model, optimizer, step)
-        state = state_of(model, optimizer, step)
+        state = state_of(model, optimizer, step, is_flat=shards)
+        state = tensors_of(state) if shards else state
         truth = flat(state)
         if rank == 0:
             after = f"step-{step_of(newest)}" if newest is not None else ""
             torch.save({"after": after, "state": truth}, run / f"truth-{step}.tmp")
             (run / f"truth-{step}.tmp").rename(run / f"truth-{step}.pt")
         path = f"{url}/step-{step}" if url else run / f"step-{step}"
-        inner = FsspecWriter(path) if url else FileSystemWriter(path)
+        inner = HuggingFaceStorageWriter(f"{path}", save_distributed=True) if shards else FileSystemWriter(path)
+        inner = FsspecWriter(path) if url else inner
         writer = inner if policy == "stock" else saver.writer(inner, step)
         if how == "sync":
             dcp.save(state, storage_writer=writer)
@@ -177,7 +203,7 @@ def main(
             pending.result()
         newest = path
         if rank == 0 and keep:
-            for old in complete_in_store(url)[:-keep] if url else complete(run)[:-keep]:
+            for old in complete_in_store(url)[:-keep] if url else complete(run, mark)[:-keep]:
                 url_to_fs(url)[0].rm(old, recursive=True) if url else shutil.rmtree(old)
     dist.barrier()
     dist.destroy_process_group()

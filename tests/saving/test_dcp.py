@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from helpers.commands import call
 from llmtailor.errors import UsageError
@@ -250,8 +251,9 @@ def test_a_model_alone_is_saved_whole(tmp_path):
 
 def test_what_is_refused(tmp_path):
     saver = DcpSaver()
-    with pytest.raises(UsageError, match=r"HuggingFaceStorageWriter writes safetensors.*\n.*llmtailor convert"):
-        saver.writer(HuggingFaceStorageWriter(f"{tmp_path}/step-1"), 1)
+    in_blobs = FileSystemWriter(tmp_path / "step-1", serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(UsageError, match=r"in the safetensors format.*\n.*HuggingFaceStorageWriter"):
+        saver.writer(in_blobs, 1)
     other = FileSystemWriter(tmp_path / "step-1")
     other.use_msc = True
     with pytest.raises(UsageError, match="through multistorageclient"):

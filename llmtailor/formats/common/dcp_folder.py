@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import posixpath
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +31,13 @@ from llmtailor.codes import Code
 from llmtailor.containers.dcp import (
     DATA_FILE,
     METADATA,
+    SHARD_FILE,
     Blob,
     Chunk,
     Entry,
     KeyPath,
     checksum_of_save,
+    checksum_of_shard,
     read_metadata,
 )
 from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count, read_tensor
@@ -49,7 +50,6 @@ from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
 
-_SHARD = re.compile(r"shard-([0-9]{5})-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MODEL_FILE = "pytorch_model_fsdp.bin"
 """All weights, with FULL_STATE_DICT"""
 SHARDING = "DCP_SHARDING_INFO"
@@ -221,11 +221,8 @@ class _Blobs:
         return Extent(self.at(blob.path), tensor.extent.start + shift, tensor.extent.stop + shift)
 
     def _check_save(self, blobs: Sequence[Blob], file: SourceFile, where: PathIn) -> None:
-        if (wanted := self.linked.get(where.path)) is None:
-            return
-        if wanted != checksum_of_save(file, ((blob.start, blob.stop) for blob in blobs)):
-            what = "another save has overwritten it: it is a hard link, and its other names were saved to"
-            raise SourceError.at(where, what, "use another checkpoint", Code.STEPS_DIFFER)
+        if (wanted := self.linked.get(where.path)) is not None:
+            _check_save(wanted, checksum_of_save(file, ((blob.start, blob.stop) for blob in blobs)), where)
 
     def _check_places(self, blobs: Sequence[Blob], num_bytes: int, where: PathIn) -> None:
         at = gaps = 0
@@ -241,6 +238,12 @@ class _Blobs:
         if gaps + num_bytes - at and where.path not in self.linked and not where.path.startswith("../"):
             what = f"{METADATA} does not mention {gaps + num_bytes - at:,} of its {num_bytes:,} bytes"
             self.findings.append(Finding(where, what, f"silent: {_STALE}", Code.STEPS_DIFFER, WARNING))
+
+
+def _check_save(wanted: int, found: int, where: str) -> None:
+    if wanted != found:
+        what = "another save has overwritten it: it is a hard link, and its other names were saved to"
+        raise SourceError.at(where, what, "use another checkpoint", Code.STEPS_DIFFER)
 
 
 _Grid = tuple[tuple[tuple[int, ...], ...], tuple[Chunk, ...]]
@@ -281,25 +284,40 @@ def _placement(
 
 def is_of_fsdp(path: str) -> bool:
     """Return whether a file in the root has weights that only an FSDP run saves, and resumes from."""
-    return bool(_SHARD.fullmatch(path)) or path == MODEL_FILE
+    return path == MODEL_FILE or _is_of_rank(path)
+
+
+def _is_of_rank(path: str) -> bool:
+    match = SHARD_FILE.fullmatch(path)
+    return match is not None and match[1] is not None
 
 
 def list_shards(root: Path) -> list[str]:
     """Return the names of the safetensors files that the ranks have saved."""
-    return sorted(path.name for path in root.iterdir() if _SHARD.fullmatch(path.name)) if root.is_dir() else []
+    return sorted(path.name for path in root.iterdir() if _is_of_rank(path.name)) if root.is_dir() else []
 
 
-def read_shards(root: Path, name: str, problems: Problems) -> Folder | None:
-    """Read the safetensors files of all ranks; None if they can't be used. Damage is added to ``problems``."""
-    paths = list_shards(root)
+def read_shards(
+    root: Path, name: str, problems: Problems, linked: Mapping[str, int | None] = MappingProxyType({})
+) -> Folder | None:
+    """Read the safetensors files of all ranks; None if they can't be used. Damage is added to ``problems``.
+
+    ``linked`` lists the files of a partial save, with the `checksum_of_shard` that each must have.
+    """
+    paths = sorted(linked) or list_shards(root)
     parts: dict[str, list[tuple[Chunk, TensorEntry]]] = {}
-    ranks = [int(match[1]) for path in paths if (match := _SHARD.fullmatch(path))]
-    if lost := sorted(set(range(1, max(ranks) + 1)) - set(ranks)):
+    ranks = [int(match[1] or 1) for path in paths if (match := SHARD_FILE.fullmatch(path))]
+    if not linked and (lost := sorted(set(range(1, max(ranks) + 1)) - set(ranks))):
         what = f"the weights of {counted(len(lost), 'rank')} are missing, first of rank {lost[0] - 1}"
         problems.add(SourceError.at(name, what, COPY_CHECKPOINT, Code.FILE_MISSING))
+    there = {path.name for path in root.iterdir() if SHARD_FILE.fullmatch(path.name)}
+    if linked and (others := sorted(there - linked.keys())):
+        what = f"another save wrote {some(others)} to the same folder"
+        problems.add(SourceError.at(name, what, _KEEP_ONE, Code.STEPS_DIFFER))
     sound = len(problems.errors)
     for path in paths:
-        in_shard = attempt(lambda: [*_in_shard(root, path, PathIn(name, path))], problems)  # noqa: B023
+        where = PathIn(name, path)
+        in_shard = attempt(lambda: [*_in_shard(root, path, where, linked.get(path))], problems)  # noqa: B023
         for key, offsets, held in in_shard or ():
             parts.setdefault(key, []).append((Chunk(offsets, held.shape, Blob(path, 0, 0)), held))
     if len(problems.errors) > sound:
@@ -309,8 +327,13 @@ def read_shards(root: Path, name: str, problems: Problems) -> Folder | None:
     return Folder(tensors, ranks=max(ranks), files=tuple(paths))
 
 
-def _in_shard(root: Path, path: str, where: str) -> Iterator[tuple[str, tuple[int, ...], TensorEntry]]:
+def _in_shard(
+    root: Path, path: str, where: str, checksum: int | None
+) -> Iterator[tuple[str, tuple[int, ...], TensorEntry]]:
     file = read_header(root, path, where)
+    if checksum is not None:
+        with open_source(root / path, where) as source:
+            _check_save(checksum, checksum_of_shard(source), where)
     try:
         stated = json.loads(file.metadata.get(SHARDING, "{}"))
         offsets = {key: tuple(about["saved_offsets"]) for key, about in stated.items()}
@@ -341,7 +364,14 @@ def join_pieces(key: str, found: Sequence[tuple[Chunk, TensorEntry]], where: str
     cuts, chunks = _grid(key, Entry((key,), dtype, shape, tuple(chunk for chunk, _ in first.values())), where)
     entries = (first[chunk.offsets][1] for chunk in chunks)
     extents = [one.extent for held in entries for one in held.place.cover(0, held.numel)]
-    return Stored((key,), TensorEntry(dtype, shape, _placement(shape, cuts, extents, ITEMSIZE[dtype])))
+    held = TensorEntry(dtype, shape, _placement(shape, cuts, extents, ITEMSIZE[dtype]))
+    return Stored(_path(key), held, tuple(zip(chunks, extents, strict=True)))
+
+
+def _path(key: str) -> KeyPath:
+    """Return the path of a key in safetensors files, as far as it tells the optimizer from the model."""
+    first, _, rest = key.partition(".")
+    return (first, rest) if first == "model" or rest.startswith(("state.", "param_groups.")) else (key,)
 
 
 OPTIMIZER_FILE = "optimizer.bin"

@@ -47,7 +47,7 @@ from llmtailor.checkpoint.index import (
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
-from llmtailor.containers.dcp import DATA_FILE, MAX_METADATA_BYTES, METADATA
+from llmtailor.containers.dcp import DATA_FILE, MAX_METADATA_BYTES, METADATA, SHARD_FILE
 from llmtailor.containers.json import FileTrees, Tensor, get, read_json, read_option, read_step, read_tied
 from llmtailor.containers.unpickle import SmallTensor
 from llmtailor.errors import (
@@ -196,7 +196,8 @@ def detects(root: Path) -> bool:
     if not root.is_dir():
         return False
     names = {path.name for path in root.iterdir()}
-    is_bare = METADATA in names or any(DATA_FILE.fullmatch(name) or _RANK_METADATA.fullmatch(name) for name in names)
+    is_listed = METADATA in names or DCP_RECORD in names
+    is_bare = is_listed or any(DATA_FILE.fullmatch(name) or _RANK_METADATA.fullmatch(name) for name in names)
     # beside an optimizer.pt, the first folder is a stray one, which the plain format reports
     has_model = (root / MODEL_FOLDER).is_dir() and OPTIMIZER not in names
     has_folder = is_bare or has_model or (root / OPTIMIZER_FOLDER).is_dir()
@@ -230,6 +231,9 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
         raise UnsupportedCheckpoint.at(name, what, f"name one of them: {name}/{models[0]}")
     elif is_of_verl(root):
         folders = _of_ranks(read_verl(root, name, problems))
+    elif any(map(SHARD_FILE.fullmatch, linked)):
+        folder = read_shards(root, name, problems, linked)
+        folders = Folders(folder) if folder else None
     elif not (root / METADATA).exists():
         what = "the file is missing: the save was not finished, or it was lost in a copy"
         problems.add(SourceError.at(PathIn(name, METADATA), what, COPY_BACK, Code.FILE_MISSING))
@@ -246,14 +250,16 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
 
 
 def _files_of_save(root: Path, name: str, problems: Problems) -> dict[str, int | None]:
-    """Return the data files of a partial save in a DCP folder, own ones and links, with their checksums, if any."""
+    """Return the data files of a partial save through DCP, own ones and links, with their checksums, if any."""
     where = PathIn(name, DCP_RECORD)
 
     def read() -> dict[str, int | None]:
         record = read_json(root / DCP_RECORD, where)
-        metadata = read_source(root / METADATA, PathIn(name, METADATA), MAX_METADATA_BYTES)
-        is_of_this = get(record, "save_id", str, where).encode() in metadata
         files = get(record, "files", dict, where)
+        is_of_this = any(map(SHARD_FILE.fullmatch, files))  # without .metadata
+        if not is_of_this:
+            metadata = read_source(root / METADATA, PathIn(name, METADATA), MAX_METADATA_BYTES)
+            is_of_this = get(record, "save_id", str, where).encode() in metadata
         if odd := [path for path, one in files.items() if not (one is None or _CHECKSUM.fullmatch(f"{one}"))]:
             raise damaged(where, f"the checksum of {some(odd)} is none")
         return {path: one and int(one, 16) for path, one in files.items() if is_of_this}
