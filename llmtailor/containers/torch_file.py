@@ -717,11 +717,10 @@ class AlikeBlobs(Generic[T]):
         self._read: tuple[int, bytes] = (0, b"")
         """The last bytes read of it, and where they begin"""
 
-    def find(self, blob: Window, file: SourceFile) -> T | None:
-        """Return what was added for a similar blob; this one is a window of ``file``."""
-        stop = blob.start + blob.num_bytes
-        for form in self._forms.get(blob.num_bytes, ()):
-            has_head = self._bytes(file, blob.start, blob.start + len(form.head)) == form.head
+    def find(self, file: SourceFile, start: int, stop: int) -> T | None:
+        """Return what was added for a similar blob; this one is bytes ``start``..``stop`` of ``file``."""
+        for form in self._forms.get(stop - start, ()):
+            has_head = self._bytes(file, start, start + len(form.head)) == form.head
             if has_head and form.is_like(self._bytes(file, stop - len(form.tail), stop)):
                 return form.found
         return None
