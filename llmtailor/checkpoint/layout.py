@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -222,32 +222,33 @@ class FileLayout:
     checksum of bytes after it.
     """
 
-    def __init__(self, path: str, pieces: tuple[Piece, ...] | Callable[[], tuple[Piece, ...]]):
+    def __init__(self, path: str, pieces: tuple[Piece, ...] | Callable[[], Iterable[Piece]]):
         if not all(word not in ("", ".", "..") for word in path.split("/")):
             raise ValueError(f"not a path below the output: {path!r}")
         self.path = path
         self._pieces = pieces
         self._num_bytes: int | None = None
         if not callable(pieces):
-            self._check(pieces)
+            _ = self.num_bytes
 
-    def _check(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    def each(self) -> Iterator[Piece]:
+        """Yield the pieces, without having all of them in memory if they are made now."""
         at = 0
-        for piece in pieces:
+        for piece in self._pieces() if callable(self._pieces) else self._pieces:
             if type(piece) is Crc and piece.stop > at:
                 raise ValueError(f"{self.path}: a checksum at byte {at} covers bytes after it: {piece}")
             at += piece.num_bytes
+            yield piece
         self._num_bytes = at
-        return pieces
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        return self._check(self._pieces()) if callable(self._pieces) else self._pieces
+        return tuple(self.each()) if callable(self._pieces) else self._pieces
 
     @property
     def num_bytes(self) -> int:
         if self._num_bytes is None:
-            _ = self.pieces
+            deque(self.each(), maxlen=0)
         assert self._num_bytes is not None, "checking counts the bytes"
         return self._num_bytes
 
@@ -258,13 +259,13 @@ class FileLayout:
     def placed(self) -> Iterator[tuple[int, Piece]]:
         """Yield each piece with its byte offset in the file."""
         at = 0
-        for piece in self.pieces:
+        for piece in self.each():
             yield at, piece
             at += piece.num_bytes
 
     def filled(self, fill: Fill) -> FileLayout:
         """Return the layout with every piece replaced. A container may adjust its padding to the new pieces."""
-        return FileLayout(self.path, lambda: fill_all(self.pieces, fill))
+        return FileLayout(self.path, lambda: chain.from_iterable(map(fill, self.each())))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileLayout) and (self.path, self.pieces) == (other.path, other.pieces)
@@ -419,7 +420,7 @@ def _summarize(plan: Plan) -> Summary:
     names: dict[State, str] = {}
     for file in plan.files:
         lines: list[bytes] = [b"link"] if isinstance(file, LinkLayout) else []
-        for piece in file.pieces:
+        for piece in file.each():
             if isinstance(piece, (Copy, Cast)):
                 extent, state, source = piece.extent, piece.state, piece.source
                 path, start, stop = extent
@@ -448,6 +449,8 @@ def _summarize(plan: Plan) -> Summary:
                 read.update((one.source, one.extent.path) for one in piece.terms)
             elif isinstance(piece, Bytes):  # its data may be large, and a repr four times that
                 lines += (b"Bytes %d" % len(piece.data), piece.data)
+            elif isinstance(piece, Crc):
+                lines.append(b"Crc %d %d" % (piece.start, piece.stop))
             elif isinstance(piece, Slot):
                 unfilled.append(piece)
             else:

@@ -29,9 +29,16 @@ from typing import Any, overload
 
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.codes import Code
-from llmtailor.containers.dcp_pickle import FILESYSTEM, MODULE, SIZE, Box, MetadataMachine, Places
+from llmtailor.containers.dcp_pickle import (
+    FILESYSTEM,
+    MODULE,
+    SIZE,
+    Box,
+    MetadataMachine,
+    Places,
+)
 from llmtailor.containers.json import check_name, is_count
-from llmtailor.containers.pickle_writer import write_pickle
+from llmtailor.containers.pickle_writer import STOP, Writer
 from llmtailor.containers.torch_file import Record, list_blob_records
 from llmtailor.containers.unpickle import MAX_OPCODES, TORCH_DTYPES, TORCH_NAMES, Call, Global, as_shape, read_pickle
 from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
@@ -124,6 +131,23 @@ class Chunks(Sequence[Chunk]):
 
         form = len(self), self.dimensions
         return np.array(self.offsets).reshape(form), np.array(self.sizes).reshape(form)
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> Chunks:
+        """Return any chunks in columns."""
+        if isinstance(chunks, cls):
+            return chunks
+        files = {chunk.blob.path: None for chunk in chunks}
+        number_of = {path: number for number, path in enumerate(files)}
+        return cls(
+            (*files,),
+            len(chunks[0].offsets) if chunks else 0,
+            array("q", chain.from_iterable(chunk.offsets for chunk in chunks)),
+            array("q", chain.from_iterable(chunk.sizes for chunk in chunks)),
+            array("q", (number_of[chunk.blob.path] for chunk in chunks)),
+            array("q", (chunk.blob.start for chunk in chunks)),
+            array("q", (chunk.blob.stop - chunk.blob.start for chunk in chunks)),
+        )
 
     def sizes_of(self, at: int) -> tuple[int, ...]:
         return tuple(self.sizes[at * self.dimensions : (at + 1) * self.dimensions])
@@ -231,7 +255,7 @@ def _is(node: Any, name: str) -> bool:
     return isinstance(node, Call) and node.func == Global(MODULE, name)
 
 
-def _ints(node: Any) -> tuple[int, ...]:
+def _as_size(node: Any) -> tuple[int, ...]:
     shape = as_shape(node) if isinstance(node, Call) else None
     if shape is None or not all(map(is_count, shape)):
         raise ValueError("a size is not a shape")
@@ -244,7 +268,7 @@ def _pack(chunks: list[Any]) -> list[Any]:
     for one in chunks:
         if type(one) is not Box:
             fields = _fields(one, "ChunkStorageMetadata")
-            one = Box(_ints(fields.get("offsets")), _ints(fields.get("sizes")))
+            one = Box(_as_size(fields.get("offsets")), _as_size(fields.get("sizes")))
         found.append(one)
     dimensions = {len(size) for one in found for size in one}
     if len(dimensions) > 1:
@@ -268,7 +292,7 @@ def _read_storage(node: Any, places: Places, where: str) -> dict[str, Blob]:
         if not (is_count(start) and is_count(length) and isinstance(path, str) and isinstance(fqn, str)):
             raise ValueError(f"{fqn} has no valid place in {path}")
         if offset is not None:
-            places.add(fqn, _ints(offset), path, start, length)
+            places.add(fqn, _as_size(offset), path, start, length)
         elif fqn in objects:
             raise ValueError(f"{fqn} is stored twice")
         else:
@@ -297,7 +321,7 @@ def _read_entries(node: Any, paths: Any, objects: Mapping[str, Blob], places: Pl
             lost -= {key} if key not in places.of_key else set()
             continue
         fields = _fields(about, "TensorStorageMetadata")
-        shape = _ints(fields["size"])
+        shape = _as_size(fields["size"])
         match fields["chunks"]:
             case [_Packed() as packed]:
                 pass
@@ -379,24 +403,139 @@ def cut_rows(rows: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def lay_out_metadata(path: str, entries: Mapping[str, Entry]) -> FileLayout:
-    """Return the layout of a ``.metadata`` that torch's own loader reads."""
-    about = {key: _entry_node(entry) for key, entry in entries.items()}
-    storage: dict[Any, Any] = {}
+    """Return the layout of a ``.metadata`` that torch's own loader reads; its pieces are made tensor by tensor."""
+    why = "the metadata of the distributed checkpoint"
+    return FileLayout(path, lambda: (Bytes(data, why) for data in _pickled(entries)))
+
+
+def _pickled(entries: Mapping[str, Entry]) -> Iterator[bytes]:
+    writer = Writer()
+    properties: dict[str, Call] = {}
+    _begin(writer, "Metadata")
+    writer.save("state_dict_metadata")
+    writer.out += b"}("
     for key, entry in entries.items():
-        for number, chunk in enumerate(entry.chunks):
-            place = {"fqn": key, "offset": _size(chunk.offsets), "index": number} if entry.is_tensor else {"fqn": key}
-            blob = chunk.blob
-            at = {"relative_path": blob.path, "offset": blob.start, "length": blob.stop - blob.start}
-            storage[_object("MetadataIndex", {"offset": None, "index": None} | place)] = _object("_StorageInfo", at)
-    content = {
-        "state_dict_metadata": about,
-        "planner_data": {key: entry.path for key, entry in entries.items()},
-        "storage_data": storage,
-        "storage_meta": None,  # torch fills it in
-        "version": "1.0.0",
-    }
-    data, _ = write_pickle(_object("Metadata", content))
-    return FileLayout(path, (Bytes(data, "the metadata of the distributed checkpoint"),))
+        writer.save(key)
+        if not entry.is_tensor:
+            writer.save(writer.keep(Call(Global(MODULE, "BytesStorageMetadata"), (), new=True)))
+            continue
+        _begin(writer, "TensorStorageMetadata")
+        about = properties.setdefault(entry.dtype, _properties(entry.dtype))
+        for word, value in (("properties", about), ("size", writer.keep(_size(entry.shape)))):
+            writer.save(word)
+            writer.save(value)
+        writer.save("chunks")
+        writer.out += b"]("
+        _write_chunks(writer, Chunks.of(entry.chunks))
+        writer.out += b"eub"
+        yield writer.taken()
+    writer.out += b"u"
+    writer.save("planner_data")
+    writer.save(writer.keep({key: entry.path for key, entry in entries.items()}))
+    writer.save("storage_data")
+    writer.out += b"}"
+    for key, entry in entries.items():
+        writer.out += b"("
+        if entry.is_tensor:
+            _write_places(writer, key, Chunks.of(entry.chunks))
+        else:
+            [chunk] = entry.chunks
+            _write_place(writer, {"fqn": key, "index": None, "offset": None}, chunk.blob)
+        writer.out += b"u"
+        yield writer.taken()
+    for word, value in (("storage_meta", None), ("version", "1.0.0")):  # torch fills the first one in
+        writer.save(word)
+        writer.save(value)
+    yield writer.taken() + b"ub" + STOP
+
+
+def _begin(writer: Writer, name: str) -> None:
+    writer.save(Global(MODULE, name))
+    writer.out += _NEW
+
+
+def _write_chunks(writer: Writer, chunks: Chunks) -> None:
+    classes, words = (Global(MODULE, "ChunkStorageMetadata"), SIZE), ("offsets", "sizes")
+    first = 0
+    while first < len(chunks) and not writer.memo.keys() >= {*classes, *words}:
+        about = {"offsets": _size(chunks[first].offsets), "sizes": _size(chunks[first].sizes)}
+        writer.save(writer.keep(_object("ChunkStorageMetadata", about)))
+        first += 1
+    if first < len(chunks):
+        new, size, *names = map(writer.got, (*classes, *words))
+        parts = [new + _NEW]
+        for name, matrix in zip(names, chunks.boxes, strict=True):
+            parts += [name + size, *_sizes(matrix[first:])]
+        writer.out += _records(len(chunks) - first, [*parts, b"ub"])
+
+
+def _write_places(writer: Writer, key: str, chunks: Chunks) -> None:
+    import numpy as np
+
+    classes = Global(MODULE, "MetadataIndex"), Global(FILESYSTEM, "_StorageInfo"), SIZE
+    words = ("fqn", key, "index", "offset", "relative_path", "length")
+    left = []
+    for number, file in enumerate(chunks.file):
+        if writer.memo.keys() >= {*classes, *words, chunks.files[file]}:
+            left.append(number)
+        else:
+            chunk = chunks[number]
+            _write_place(writer, {"fqn": key, "index": number, "offset": _size(chunk.offsets)}, chunk.blob)
+    if left:
+        new, info, size, fqn, own, index, offset, path, length = map(writer.got, (*classes, *words))
+        known = np.array([writer.memo.get(path, 0) for path in chunks.files])
+        parts = [new + _NEW + fqn + own + index, _ints(np.array(left)), offset + size, *_sizes(chunks.boxes[0][left])]
+        parts += [b"ub" + info + _NEW + path + b"j", known[np.array(chunks.file)[left]].astype("<u4"), offset]
+        parts += [_ints(np.array(chunks.starts)[left]), length, _ints(np.array(chunks.lengths)[left]), b"ub"]
+        writer.out += _records(len(left), parts)
+
+
+def _write_place(writer: Writer, index: dict[str, Any], blob: Blob) -> None:
+    at = {"relative_path": blob.path, "offset": blob.start, "length": blob.stop - blob.start}
+    writer.save(writer.keep(_object("MetadataIndex", index)))
+    writer.save(writer.keep(_object("_StorageInfo", at)))
+
+
+_INTEGERS = ((b"K", 1, 1 << 8), (b"M", 2, 1 << 16), (b"J", 4, 1 << 31), (b"\x8a\x08", 8, 1 << 63))
+"""The opcodes of integers, how many bytes follow them, and what these do not reach"""
+_NEW = b")\x81}("
+
+
+def _ints(column: Any) -> Any:
+    """Return the opcodes of integers, each with as many bytes, as a matrix of bytes."""
+    import numpy as np
+
+    most = int(column.max())
+    code, size = next((code, size) for code, size, limit in _INTEGERS if most < limit)
+    octets = column.astype("<i8").view(np.uint8).reshape(len(column), 8)[:, :size]
+    return np.concatenate((np.broadcast_to(np.frombuffer(code, np.uint8), (len(column), len(code))), octets), axis=1)
+
+
+def _sizes(matrix: Any) -> list[Any]:
+    """Return the parts of the arguments of ``torch.Size``, and its call."""
+    dimensions = matrix.shape[1]
+    before = b"(" if dimensions > 3 else b""
+    after = (b")", b"\x85", b"\x86", b"\x87")[dimensions] if dimensions < 4 else b"t"
+    return [before, *(_ints(matrix[:, at]) for at in range(dimensions)), after + b"\x85R"]
+
+
+def _records(count: int, parts: Sequence[Any]) -> bytes:
+    """Return records that consist of the same bytes or of each row of a matrix."""
+    import numpy as np
+
+    columns = []
+    for part in parts:
+        if isinstance(part, bytes):
+            columns.append(np.broadcast_to(np.frombuffer(part, np.uint8), (count, len(part))))
+        else:
+            columns.append(part.view(np.uint8).reshape(count, -1))
+    return np.concatenate(columns, axis=1).tobytes()
+
+
+def _properties(dtype: str) -> Call:
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Call(Global(MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+    return _object("TensorProperties", (Global("torch", TORCH_NAMES[dtype]), layout, False, contiguous, False))
 
 
 def _object(name: str, state: Any) -> Call:
@@ -406,17 +545,3 @@ def _object(name: str, state: Any) -> Call:
 
 def _size(shape: Iterable[int]) -> Call:
     return Call(SIZE, (tuple(shape),))
-
-
-def _entry_node(entry: Entry) -> Call:
-    if not entry.is_tensor:
-        return Call(Global(MODULE, "BytesStorageMetadata"), (), new=True)
-    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = Call(Global(MODULE, "_MEM_FORMAT_ENCODING"), (0,))
-    dtype = Global("torch", TORCH_NAMES[entry.dtype])
-    chunks = [
-        _object("ChunkStorageMetadata", {"offsets": _size(chunk.offsets), "sizes": _size(chunk.sizes)})
-        for chunk in entry.chunks
-    ]
-    properties = _object("TensorProperties", (dtype, layout, False, contiguous, False))
-    return _object("TensorStorageMetadata", {"properties": properties, "size": _size(entry.shape), "chunks": chunks})

@@ -27,6 +27,7 @@ _BUFFER = 64 << 10
 _MAX_KNOWN = 1 << 16
 """Sizes that are remembered by their bytes"""
 
+_MEMOIZE = b"\x94"
 _INT = rb"(?:K.|M..|J...[\x00-\x7f]|\x8a(?:\x05.{4}|\x06.{5}|\x07.{6}|\x08.{7})[\x00-\x7f])"
 """An integer that is not negative"""
 _INTS = rb"(\(?" + _INT + rb"*[)\x85-\x87t])"
@@ -84,7 +85,7 @@ class MetadataMachine(Machine):
         self.places = Places()
         self.stored: Any = None
         """The dict that the places belong to"""
-        self._forms: dict[Global, re.Pattern[bytes] | None] = {}
+        self._forms: dict[Global, list[re.Pattern[bytes]]] = {}
         self._sizes: dict[bytes, tuple[int, ...] | None] = {}
         self._firsts, self._starts, self._lengths = array("q"), array("q"), array("I")
         """Of each chunk or place that was recognized, its first number in the memo, and where its bytes are"""
@@ -120,19 +121,21 @@ class MetadataMachine(Machine):
 
     def _take(self, kind: Global, before: int) -> None:
         """Decode the chunks or places that follow, the first of which has been read up to its class."""
-        form, window = self._form(kind), self.stream.peek()
+        forms, window = self._form(kind), self.stream.peek()
         at = start = self.stream.tell()
         stop = 0
         take = self._take_chunk if kind == _CHUNK else self._take_place if self._is_in_storage() else None
-        while form is not None and take is not None and (match := form.match(window, stop)):
-            first = len(self.memo) + self.not_kept
-            count = take(match, first)
-            if not count:
+        while forms and take is not None:
+            is_memoized = window[stop + 2 : stop + 3] == _MEMOIZE
+            match, first = forms[is_memoized].match(window, stop), len(self.memo) + self.not_kept
+            if match is None or (count := take(match, first)) is None:
                 break
-            self._firsts.append(first)
-            self._starts.append(at - before)
             stop = match.end("record")
-            self._lengths.append(start + stop - at + before)
+            if is_memoized:
+                self.not_kept = first + count - len(self.memo)
+                self._firsts.append(first)
+                self._starts.append(at - before)
+                self._lengths.append(start + stop - at + before)
             following = match["next"]
             if following is None:
                 self.file.read(stop)
@@ -150,30 +153,25 @@ class MetadataMachine(Machine):
         self.stored = outer[-1] if self.stored is None else self.stored
         return self.stored is outer[-1]
 
-    def _take_chunk(self, match: re.Match[bytes], first: int) -> int:
-        """Return how many items the memo would get; 0 if it has to be decoded by opcodes."""
+    def _take_chunk(self, match: re.Match[bytes], first: int) -> int | None:
+        """Return how many items the memo would get; None if it has to be decoded by opcodes."""
         offsets, sizes = self._size(match[2]), self._size(match[3])
         if offsets is None or sizes is None:
-            return 0
+            return None
         self.stack.append(Box(offsets, sizes))
-        count = 2 + (3 if offsets else 2) + (3 if sizes else 2)
-        self.not_kept += count
-        return count
+        return 2 + (3 if offsets else 2) + (3 if sizes else 2)
 
-    def _take_place(self, match: re.Match[bytes], first: int) -> int:
+    def _take_place(self, match: re.Match[bytes], first: int) -> int | None:
         key_text, key_get, offset, path_text, path_get, start, length = match.groups()[1:8]
         key = self._text(key_text, key_get)
         offsets, path = self._size(offset), self._text(path_text, path_get)
         if key is None or offsets is None or path is None:
-            return 0
+            return None
         at_path = first + 2 + (key_get is None) + (3 if offsets else 2) + 2
         self.places.add(key, offsets, path, _number(start), _number(length))
-        count = at_path - first + (path_get is None)
-        self.not_kept += count
         if path_get is None:  # others refer to it
             self.memo[at_path] = path
-            self.not_kept -= 1
-        return count
+        return at_path - first + (path_get is None)
 
     def _text(self, text: bytes | None, got: bytes | None) -> str | None:
         if got is not None:
@@ -196,13 +194,16 @@ class MetadataMachine(Machine):
         self._sizes[data] = found
         return found
 
-    def _form(self, kind: Global) -> re.Pattern[bytes] | None:
-        """Return what matches objects of a class, up to the class of the next; None while parts of it are unknown."""
-        if self._forms.get(kind) is None:
+    def _form(self, kind: Global) -> list[re.Pattern[bytes]]:
+        """Return what matches objects of a class, up to the class of the next; nothing while parts are unknown.
+
+        First if nothing of them gets into the memo, as llmtailor writes them, then as torch does.
+        """
+        if not self._forms.get(kind):
             self._forms[kind] = self._compile(kind)
         return self._forms[kind]
 
-    def _compile(self, kind: Global) -> re.Pattern[bytes] | None:
+    def _compile(self, kind: Global) -> list[re.Pattern[bytes]]:
         words = ["offsets", "sizes"] if kind == _CHUNK else ["fqn", "index", "offset", "relative_path", "length"]
         classes = [SIZE, kind, *([] if kind == _CHUNK else [Global(FILESYSTEM, "_StorageInfo")])]
         numbers: dict[Any, list[bytes]] = {value: [] for value in (*words, *classes)}
@@ -211,18 +212,21 @@ class MetadataMachine(Machine):
                 code = b"h" + number.to_bytes(1, "little") if number < 256 else b"j" + number.to_bytes(4, "little")
                 numbers[value].append(re.escape(code))
         if not all(numbers.values()):
-            return None
+            return []
         get = {value: b"(?:" + b"|".join(codes) + b")" for value, codes in numbers.items()}
-        new, size = rb"\)\x81\x94}\x94\(", get[SIZE] + _INTS
-        end = rb"(?:(?<=\))|(?<!\))\x94)\x85\x94R\x94"
-        if kind == _CHUNK:
-            record = new + get["offsets"] + size + end + get["sizes"] + size + end + b"ub"
-        else:
-            record = new + get["fqn"] + _TEXT + get["index"] + b"(?:N|" + _INT + b")" + get["offset"] + size + end
-            record += b"ub" + get[classes[2]] + new + get["relative_path"] + _TEXT + get["offset"]
-            record += b"(" + _INT + b")" + get["length"] + b"(" + _INT + b")ub"
         following = rb"(?P<next>(?:\x95.{8})?(?P<class>" + get[kind] + b"))?"
-        return re.compile(b"(?P<record>" + record + b")" + following, re.DOTALL)
+        forms, size = [], get[SIZE] + _INTS
+        for put in (b"", _MEMOIZE):
+            new = rb"\)\x81" + put + b"}" + put + rb"\("
+            end = (rb"(?:(?<=\))|(?<!\))\x94)" if put else b"") + rb"\x85" + put + b"R" + put
+            if kind == _CHUNK:
+                record = new + get["offsets"] + size + end + get["sizes"] + size + end + b"ub"
+            else:
+                record = new + get["fqn"] + _TEXT + get["index"] + b"(?:N|" + _INT + b")" + get["offset"] + size + end
+                record += b"ub" + get[classes[2]] + new + get["relative_path"] + _TEXT + get["offset"]
+                record += b"(" + _INT + b")" + get["length"] + b"(" + _INT + b")ub"
+            forms.append(re.compile(b"(?P<record>" + record + b")" + following, re.DOTALL))
+        return forms
 
     # --- what is not kept ---
 
