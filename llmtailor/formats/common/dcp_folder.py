@@ -96,8 +96,8 @@ def read_folder(
 ) -> Folder | None:
     """Read ``root/folder`` (``""`` is the root itself); None if its ``.metadata`` can't be used.
 
-    Damage is added to ``problems``. Of the tensors only the zip headers are read. Files in ``linked``
-    may be links to those of another save, so parts of them may be unused, and they must still have the
+    Damage is added to ``problems``. Of the tensors only some zip headers are read, see `check_blobs`. Files in
+    ``linked`` may be links to those of another save, so parts of them may be unused, and they must still have the
     `checksum_of_save` that is given. Without ``decodes``, other objects are the `Extent` of their pickle.
     """
     prefix = f"{folder}/" if folder else ""
@@ -129,6 +129,17 @@ def read_folder(
         len(tensors) + len(objects) == len(entries),
         (*_strays(root, prefix, name, blobs.used), *_elsewhere(blobs, name), *blobs.findings),
     )
+
+
+def check_blobs(root: Path, path: str, name: str, problems: Problems) -> set[str]:
+    """Read the headers of all blobs that the ``.metadata`` at ``root/path`` lists. Damage is added to ``problems``.
+
+    Returns the files that can't be read.
+    """
+    entries = attempt(lambda: read_metadata(root, path, PathIn(name, path)), problems)
+    blobs = _Blobs(root, path.removesuffix(METADATA), name, problems, {}, decodes=False)
+    blobs.read(entries or {}, all_blobs=True)
+    return {blobs.at(path) for path in blobs.bad}
 
 
 def rank_of_file(path: str) -> int:
@@ -181,7 +192,12 @@ class _Blobs:
         self.at = cache(lambda path: posixpath.normpath(prefix + path))
         """Returns a data file's path relative to the checkpoint"""
 
-    def read(self, entries: Mapping[str, Entry]) -> None:
+    def read(self, entries: Mapping[str, Entry], *, all_blobs: bool = False) -> None:
+        """Find the elements of all tensors, and decode the other objects.
+
+        A file's blobs of the same size, for chunks of the same dtype and sizes, are alike: one of them is read, as long
+        as `check_blobs` does not ask for all. That is a million reads less with a thousand ranks.
+        """
         self.starts = {key: one.chunks.starts[:] for key, one in entries.items() if isinstance(one.chunks, Chunks)}
         keys = [*entries]
         for path, owners in _by_file(entries):
@@ -192,11 +208,14 @@ class _Blobs:
                     places = [(start, stop) for start, stop, *_ in owners]
                     self._check_places(places, file.num_bytes, where)
                     self._check_save(places, file, where)
+                    before: dict[tuple[int, str, tuple[int, ...]], int] = {}
                     for start, stop, at, number in owners:
                         key = keys[at]
                         if isinstance(chunks := entries[key].chunks, Chunks):
-                            sizes = chunks.sizes_of(number)
-                            self.starts[key][number] = self._place(file, start, stop, key, entries[key].dtype, sizes)
+                            form = stop - start, entries[key].dtype, chunks.sizes_of(number)
+                            if all_blobs or form not in before:
+                                before[form] = self._place(file, start, stop, key, *form[1:]) - start
+                            self.starts[key][number] = start + before[form]
                         elif not self.decodes:
                             self.objects[key] = Extent(where.path, start, stop)
                         else:
