@@ -411,6 +411,9 @@ class Summary:
     """Slots that no source could fill; a plan with any can't be carried out"""
 
 
+_LINES = 100
+
+
 def _summarize(plan: Plan) -> Summary:
     digest = hashlib.sha256(repr(tuple(f"{one}" for one in plan.sources)).encode())
     moved: dict[tuple[str | None, int], int] = {}
@@ -419,8 +422,11 @@ def _summarize(plan: Plan) -> Summary:
     unfilled: list[Slot] = []
     names: dict[State, str] = {}
     for file in plan.files:
-        lines: list[bytes] = [b"link"] if isinstance(file, LinkLayout) else []
+        lines = [f"{file.path!r}".encode(), *([b"link"] if isinstance(file, LinkLayout) else [])]
         for piece in file.each():
+            if len(lines) >= _LINES:  # the pieces of a file may take more memory than all else
+                digest.update(b"\n".join([*lines, b""]))
+                lines.clear()
             if isinstance(piece, (Copy, Cast)):
                 extent, state, source = piece.extent, piece.state, piece.source
                 path, start, stop = extent
@@ -455,7 +461,7 @@ def _summarize(plan: Plan) -> Summary:
                 unfilled.append(piece)
             else:
                 lines.append(repr(piece).encode())
-        digest.update(b"\n".join([f"{file.path!r} {file.num_bytes}".encode(), *lines, b""]))
+        digest.update(b"\n".join([*lines, f"{file.num_bytes}".encode(), b""]))
     return Summary(digest.hexdigest(), tuple(sorted(read)), moved, shared, tuple(unfilled))
 
 

@@ -320,11 +320,13 @@ class Boxes:
         if not last or self.encoded or after - first < 2:
             yield from self.cover(begin, end)
             return
-        yield from self.cover(begin, first * width)
+        if begin < first * width:
+            yield from self.cover(begin, first * width)
         for grid in self.grids(first * width, after - first):
             is_short = sum(band.width for band in grid.bands) < SHORT_BYTES * len(grid.bands)
-            yield from (grid,) if grid.rows > 1 and is_short else self.cover(grid.begin, grid.end)
-        yield from self.cover(after * width, end)
+            yield from (grid,) if grid.rows > 1 and is_short else _runs_of(grid)
+        if after * width < end:
+            yield from self.cover(after * width, end)
 
     def grids(self, begin: int, count: int, low: int = 0, high: int = 0) -> Iterator[Grid]:
         """Yield grids that tile whole rows of the last dimension that is cut, and all after it; of each row the
@@ -346,6 +348,16 @@ class Boxes:
             for rows, bands in _side_by_side(found):
                 yield Grid(begin + low, rows, high - low, bands)
                 begin += rows * width
+
+
+def _runs_of(grid: Grid) -> Iterator[Fragment]:
+    """Yield each run of each row."""
+    itemsize, begin = sum(band.width for band in grid.bands) // grid.width, grid.begin
+    for row in range(grid.rows):
+        for path, start, width, stride in grid.bands:
+            end = begin + width // itemsize
+            yield Fragment(begin, end, Extent(path, start + row * stride, start + row * stride + width))
+            begin = end
 
 
 def _last_cut(cuts: tuple[tuple[int, ...], ...]) -> int:

@@ -54,6 +54,7 @@ MAX_METADATA_BYTES = 1 << 30
 _BYTES_PER_OPCODE = 2
 """torch writes 2.4 to 5. A file with fewer is not torch's, and may need far more memory than its size suggests."""
 
+_BLOCK = 1 << 20
 _ENDS, _END_BYTES = 8, 1024
 """Of how many blobs of a file `checksum_of_save` reads the end, and how much of it"""
 
@@ -214,6 +215,19 @@ def read_metadata(root: Path, path: str, where: str) -> dict[str, Entry]:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"it is not the metadata of a distributed checkpoint ({error})"
             raise SourceError.at(where, what, COPY_FILE, Code.FILE_DAMAGED) from error
+
+
+def mentions(root: Path, path: str, where: str, text: str) -> bool:
+    """Return whether a text is somewhere in the ``.metadata`` at ``root/path``. Raises SourceError."""
+    wanted, before = text.encode(), b""
+    with open_source(root / path, where) as file:
+        check_size(file, MAX_METADATA_BYTES)
+        for at in range(0, file.num_bytes, _BLOCK):
+            block = before + file.read(at, min(at + _BLOCK, file.num_bytes))
+            if wanted in block:
+                return True
+            before = block[-len(wanted) :]
+    return False
 
 
 @contextmanager
