@@ -231,10 +231,13 @@ class FileLayout:
         if not callable(pieces):
             _ = self.num_bytes
 
+    def _made(self) -> Iterable[Piece]:
+        return self._pieces() if callable(self._pieces) else self._pieces
+
     def each(self) -> Iterator[Piece]:
         """Yield the pieces, without having all of them in memory if they are made now."""
         at = 0
-        for piece in self._pieces() if callable(self._pieces) else self._pieces:
+        for piece in self._made():
             if type(piece) is Crc and piece.stop > at:
                 raise ValueError(f"{self.path}: a checksum at byte {at} covers bytes after it: {piece}")
             at += piece.num_bytes
@@ -265,7 +268,7 @@ class FileLayout:
 
     def filled(self, fill: Fill) -> FileLayout:
         """Return the layout with every piece replaced. A container may adjust its padding to the new pieces."""
-        return FileLayout(self.path, lambda: chain.from_iterable(map(fill, self.each())))
+        return FileLayout(self.path, lambda: chain.from_iterable(map(fill, self._made())))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileLayout) and (self.path, self.pieces) == (other.path, other.pieces)
@@ -427,7 +430,11 @@ def _summarize(plan: Plan) -> Summary:
             if len(lines) >= _LINES:  # the pieces of a file may take more memory than all else
                 digest.update(b"\n".join([*lines, b""]))
                 lines.clear()
-            if isinstance(piece, (Copy, Cast)):
+            if type(piece) is Bytes:  # its data may be large, and a repr four times that
+                lines += (b"Bytes %d" % len(piece.data), piece.data)
+            elif type(piece) is Crc:
+                lines.append(b"Crc %d %d" % (piece.start, piece.stop))
+            elif isinstance(piece, (Copy, Cast)):
                 extent, state, source = piece.extent, piece.state, piece.source
                 path, start, stop = extent
                 of = ""
@@ -453,10 +460,6 @@ def _summarize(plan: Plan) -> Summary:
                 if not piece.refines:
                     shared.update(dict.fromkeys({one.source for one in piece.terms} - {key[1]}, piece.num_bytes))
                 read.update((one.source, one.extent.path) for one in piece.terms)
-            elif isinstance(piece, Bytes):  # its data may be large, and a repr four times that
-                lines += (b"Bytes %d" % len(piece.data), piece.data)
-            elif isinstance(piece, Crc):
-                lines.append(b"Crc %d %d" % (piece.start, piece.stop))
             elif isinstance(piece, Slot):
                 unfilled.append(piece)
             else:
