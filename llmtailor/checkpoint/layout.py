@@ -127,9 +127,7 @@ class Strided(NamedTuple):
     @property
     def reads(self) -> tuple[Copy, ...]:
         """The bytes of each band"""
-        last = self.grid.rows - 1
-        extents = (Extent(path, start, start + last * stride + width) for path, start, width, stride in self.grid.bands)
-        return tuple(Copy(extent, self.source) for extent in extents)
+        return tuple(Copy(extent, self.source) for extent in self.grid.extents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,12 @@ class Grid(NamedTuple):
     def end(self) -> int:
         return self.begin + self.rows * self.width
 
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """The bytes of each band, with those between its runs"""
+        last = self.rows - 1
+        return tuple(Extent(path, start, start + last * stride + width) for path, start, width, stride in self.bands)
+
 
 SHORT_BYTES = 64 << 10
 """Longer runs take as little time one by one, and file systems can share their blocks"""

@@ -21,6 +21,7 @@ from functools import partial, reduce
 from pathlib import Path
 from threading import BoundedSemaphore
 
+from llmtailor.checkpoint.elements import gather
 from llmtailor.checkpoint.layout import (
     Blend,
     Bytes,
@@ -37,7 +38,6 @@ from llmtailor.checkpoint.layout import (
     consecutive,
     summed_parts,
 )
-from llmtailor.checkpoint.placement import Band
 from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
 from llmtailor.engine.moving import Clone, RangeCopier, Upload
@@ -56,8 +56,6 @@ MARK_BYTES = 256 << 20
 the writing and costs no time: the disk has less to do at the end."""
 MIN_DIRECT_BYTES = 4 << 20
 """Smaller files gain nothing by bypassing the page cache"""
-MAX_READ_THROUGH = 4
-"""How many times the bytes that are needed are read at most, where reading on takes less time than many small reads"""
 CHUNK_ELEMENTS = BUFFER_BYTES // 16
 """So that the fp64 sum and a term fit into a core's cache"""
 _ZEROS = memoryview(bytes(1 << 20))
@@ -114,37 +112,23 @@ def gathered(piece: Strided | Blend, sources: SourceFiles, stop: Stop) -> Iterat
     return _strided(piece, sources, stop) if isinstance(piece, Strided) else _blended(piece, sources, stop)
 
 
-def _is_read_through(band: Band) -> bool:
-    """Return whether reading what is between the runs of a band, too, takes less time than reading each by itself."""
-    return band.stride <= MAX_READ_THROUGH * band.width and band.stride < BUFFER_BYTES
-
-
 def _strided(piece: Strided, sources: SourceFiles, stop: Stop) -> Iterator[bytes | memoryview]:
-    import numpy as np  # which takes a while
-
-    from llmtailor.storage.casts import cast
+    from llmtailor.storage.casts import cast  # numpy takes a while
 
     _, count, width, bands = piece.grid
     row_bytes = sum(band.width for band in bands)
     whole = BLOCKS[piece.dtype].elements if piece.dtype in BLOCKS else 1
     step = whole // math.gcd(whole, width)  # no block is cut
     at_once = min(count, max(1, streams.BUFFER_BYTES // row_bytes // step) * step)
-    rows = np.empty((at_once, row_bytes), np.uint8)
-    columns = [np.empty(at_once * (band.stride if _is_read_through(band) else band.width), np.uint8) for band in bands]
-    is_same, reads = piece.dtype == piece.source_dtype and piece.scale == 1, piece.reads
+    rows = memoryview(bytearray(at_once * row_bytes))
+    is_same = piece.dtype == piece.source_dtype and piece.scale == 1
+    reads = {one.extent.path: one for one in piece.reads}
     for first in range(0, count, at_once):
         stop.check()
-        number, left = min(at_once, count - first), 0
-        for (_, start, band_width, stride), read, column in zip(bands, reads, columns, strict=True):
-            start, own = start + first * stride, len(column) // at_once
-            if own == stride:
-                sources.read_into(read, start, column.data[: (number - 1) * stride + band_width])
-            else:
-                for row in range(number):
-                    sources.read_into(read, start + row * stride, column.data[row * own : (row + 1) * own])
-            rows[:number, left : left + band_width] = column.reshape(at_once, own)[:number, :band_width]
-            left += band_width
-        data = rows[:number].data.cast("B")
+        number = min(at_once, count - first)
+        data = rows[: number * row_bytes]
+        later = [band._replace(start=band.start + first * band.stride) for band in bands]
+        gather(later, number, data, lambda band, start, room: sources.read_into(reads[band.path], start, room))
         yield data if is_same else cast(data, piece.source_dtype, piece.dtype, piece.scale)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from llmtailor.checkpoint.elements import read_elements
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, Copy, Piece
 from llmtailor.checkpoint.optimizer import without_names
@@ -573,14 +574,10 @@ class _StateReader:
         if len(self._own.__dict__.get("buffer", b"")) < size:
             self._own.buffer = bytearray(max(size, CHUNK_ELEMENTS * itemsize))
         room = memoryview(self._own.buffer)[:size]
-        if held.is_all_zero:
-            room[:] = bytes(size)
-        for fragment in held.place.cover(begin, end):
-            low, high = ((element - begin) * itemsize for element in (fragment.begin, fragment.end))
-            try:
-                self._files.read_elements(*fragment.extent, fragment.encoding, room[low:high])
-            except OSError as error:
-                raise cannot_read(f"{self._index.name}/{fragment.extent.path}", error) from error
+        try:
+            read_elements(self._files, held, begin, end, room)
+        except OSError as error:
+            raise cannot_read(f"{self._index.name}/{error.filename}", error) from error
         self._on_progress(size)
         return room
 

@@ -17,8 +17,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from llmtailor.checkpoint.elements import gather
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.placement import Extent, Fragment, Runs
+from llmtailor.checkpoint.placement import Band, Extent, Fragment, Grid, Runs, arrange
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import read_json
@@ -46,7 +47,7 @@ from llmtailor.model.roles import (
     WEIGHT,
     State,
 )
-from llmtailor.storage.casts import cast, widen
+from llmtailor.storage.casts import Decoder, cast, widen
 from llmtailor.storage.checksums import Intervals, crc32, part_digest
 from llmtailor.storage.local import Files
 from llmtailor.verify.structure import ON_PURPOSE, Elements, Spans, elements_in, held_of, join, lost_elements
@@ -322,6 +323,10 @@ def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) ->
             yield Stream(state, index.held[state], begin=piece.begin, is_copy=True)
 
 
+class _Unreadable(Exception):
+    """A file can't be read; it is noted already."""
+
+
 @dataclass
 class Reading:
     index: CheckpointIndex
@@ -412,34 +417,58 @@ class Reading:
         """
         itemsize = ITEMSIZE[stream.held.dtype]
         view, lost = self._buffer(is_original, (end - begin) * itemsize), []
-        for fragment in stream.held.place.cover(begin, end):
-            extent, low, high = fragment.extent, fragment.begin - begin, fragment.end - begin
-            part = view[low * itemsize : high * itemsize]
-            if not self._fill(part, fragment):
-                part[:] = bytes(len(part))
-                lost.append((low, high))
-            elif not stream.is_again and (self.sum_states or extent.path in self.sum_files):
-                crc = crc32(part)
-                if fragment.encoding is None:
-                    self.by_file.add(extent.path, extent.start, extent.stop, crc)
-                if self.sum_states:
-                    self.by_state.add(stream.state, fragment.begin * itemsize, fragment.end * itemsize, crc)
+        for have in arrange(stream.held.place, begin, end):
+            is_there = self._fill(view, have, begin, stream)
+            pieces: list[tuple[Fragment | Grid, bool]] = [(have, is_there)]
+            if isinstance(have, Grid) and not is_there:  # maybe only one of its files can't be read
+                cover = stream.held.place.cover(have.begin, have.end)
+                pieces = [(one, self._fill(view, one, begin, stream)) for one in cover]
+            for one, is_read in pieces:
+                low, high = one.begin - begin, one.end - begin
+                part = view[low * itemsize : high * itemsize]
+                if not is_read:
+                    part[:] = bytes(len(part))
+                    lost.append((low, high))
+                elif self.sum_states and not stream.is_again:
+                    self.by_state.add(stream.state, one.begin * itemsize, one.end * itemsize, crc32(part))
         if not stream.is_again:
             self.on_progress(len(view))
         return view, lost
 
-    def _fill(self, room: memoryview, fragment: Fragment) -> bool:
-        """Read elements; return whether that succeeded."""
-        path = fragment.extent.path
-        if path in self.left_out or path in self.unreadable:
-            return False
+    def _fill(self, view: memoryview, have: Fragment | Grid, begin: int, stream: Stream) -> bool:
+        """Read elements into a view that starts at element ``begin``; return whether that succeeded."""
+        itemsize = ITEMSIZE[stream.held.dtype]
+        room = view[(have.begin - begin) * itemsize : (have.end - begin) * itemsize]
+
+        def read(band: Band, start: int, some: memoryview) -> None:
+            # two bands of a file may lie in each other's gaps
+            self._read(band.path, start, some, is_summed=not stream.is_again and band.width in (band.stride, len(some)))
+
         try:
-            self.files.read_elements(*fragment.extent, fragment.encoding, room)
+            if isinstance(have, Grid):
+                gather(have.bands, have.rows, room, read)
+            elif have.encoding is None:
+                self._read(have.extent.path, have.extent.start, room, is_summed=not stream.is_again)
+            else:
+                data = bytearray(have.extent.num_bytes)
+                self._read(have.extent.path, have.extent.start, memoryview(data), is_summed=False)
+                room[:] = Decoder(have.encoding).feed(data)
+        except _Unreadable:
+            return False
+        return True
+
+    def _read(self, path: str, start: int, room: memoryview, *, is_summed: bool) -> None:
+        """Read bytes of a file, and sum them if need be. Raises _Unreadable."""
+        if path in self.left_out or path in self.unreadable:
+            raise _Unreadable
+        try:
+            self.files.read_into(path, start, room)
         except OSError as error:
             with self._lock:
                 self.unreadable.setdefault(path, error.strerror or str(error))
-            return False
-        return True
+            raise _Unreadable from error
+        if is_summed and (self.sum_states or path in self.sum_files):
+            self.by_file.add(path, start, start + len(room), crc32(room))
 
     def _buffer(self, is_original: bool, num_bytes: int) -> memoryview:
         """Return one of this thread's two buffers: allocating one for every chunk would take longer than reading it."""
@@ -450,11 +479,11 @@ class Reading:
 
     def _announce(self, stream: Stream, begin: int, end: int) -> None:
         """Have the system fetch bytes ahead: a chunk's states are far apart, so it can't predict the next ones."""
-        for fragment in stream.held.place.cover(begin, end):
-            extent = fragment.extent
-            if extent.num_bytes >= _WORTH_ANNOUNCING:
-                with suppress(OSError):
-                    self.files.will_need(extent.path, extent.start, extent.stop)
+        for have in arrange(stream.held.place, begin, end):
+            for extent in have.extents if isinstance(have, Grid) else (have.extent,):
+                if extent.num_bytes >= _WORTH_ANNOUNCING:
+                    with suppress(OSError):
+                        self.files.will_need(extent.path, extent.start, extent.stop)
 
 
 def _parts(bundle: StateBundle, begin: int, end: int) -> list[tuple[Stream, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,12 @@ from helpers.composing import convert, convert_to_resume, merge
 from helpers.files import flip
 from helpers.states import assert_same_states, loaded_by, read
 from llmtailor.checkpoint.optimizer import Mesh
+from llmtailor.checkpoint.placement import count, union
 from llmtailor.codes import Code
 from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER
+from llmtailor.storage.local import Files
 from llmtailor.verify.verify import verify_checkpoint
 from oracle.deepspeed_tools import universal
 from trainings.catalogue import AUTOTP, long_but
@@ -235,3 +238,34 @@ def test_verify_compares_what_several_ranks_hold(kind: str, runs: Runs, tmp_path
     found = verify_checkpoint(root, deep=True).findings
     [about] = [finding for finding in found if finding.code == Code.RANKS_DIFFER]
     assert NORM in about.what and "1 of 24 elements" in about.what
+
+
+def test_a_file_that_fails_while_columns_are_read(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other ranks hold of the same rows is read; no state is read row by row, unless it is in that file."""
+    root, read_into, reads = runs.checkpoint("tp-2"), Files.read_into, list[str]()
+    index = index_checkpoint(root)
+    lost = f"{TAG}/zero_pp_rank_0_mp_rank_01_optim_states.pt"
+
+    def fails(self: Files, path: str, offset: int, room: memoryview) -> None:
+        reads.append(path)
+        if path == lost:
+            raise OSError(errno.EIO, "an input or output error")
+        read_into(self, path, offset, room)
+
+    monkeypatch.setattr(Files, "read_into", fails)
+    verdict = verify_checkpoint(root, deep=True)
+    [found] = verdict.findings
+    assert (found.path, found.code) == (lost, Code.FILE_UNREADABLE)
+    wanted, num_fragments = {}, 0
+    for state, held in index.held.items():
+        there = [*held.place.cover(0, held.numel)]
+        num_fragments += len(there)
+        if of_file := union([(one.begin, one.end) for one in there if one.extent.path == lost]):
+            wanted[state] = of_file
+    assert verdict.damage.states == wanted
+    assert any(0 < count(runs) < index.held[state].numel for state, runs in wanted.items())
+    assert reads.count(lost) == 1
+    reads.clear()
+    lost = ""
+    verify_checkpoint(root, deep=True)
+    assert len(reads) < num_fragments / 2, (len(reads), num_fragments)

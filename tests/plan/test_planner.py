@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.indexes import make_index
+from llmtailor.checkpoint.elements import gather
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Bytes, Cast, Crc, FileLayout, Slot
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
@@ -216,9 +217,13 @@ def cells_of(data, whole, cuts, stored, depth=0):
 
 
 def bytes_of(grid, stored):
+    def read(band, start, some):
+        some[:] = stored[start : start + len(some)]
+
     assert all(band.stride >= band.width > 0 for band in grid.bands)
-    starts = ((band.start + row * band.stride, band.width) for row in range(grid.rows) for band in grid.bands)
-    return b"".join(bytes(stored[start : start + width]) for start, width in starts)
+    room = bytearray(grid.rows * sum(band.width for band in grid.bands))
+    gather(grid.bands, grid.rows, memoryview(room), read)
+    return room
 
 
 @given(grids(), st.data())
