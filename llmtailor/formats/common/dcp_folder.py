@@ -117,7 +117,7 @@ def read_folder(
         key: _stored(entry, chunks, grids.pop(key), blobs.starts.pop(key), blobs.at)
         for key, (entry, chunks) in cut.items()
     }
-    objects = {key: (entries[key].path, value) for key, value in blobs.objects.items()}
+    objects = {key: (entry.path, blobs.objects[key]) for key, entry in entries.items() if key in blobs.objects}
     there = [path.name for path in (root / prefix).iterdir() if DATA_FILE.fullmatch(path.name)]
     own = {*blobs.used, *(path for path in there if not _size(root / prefix / path))}  # a rank may have nothing to save
     return Folder(
