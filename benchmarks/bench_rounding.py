@@ -24,12 +24,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from llmtailor.checkpoint.layout import Plan
-from llmtailor.engine.copy import Context, execute
+from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.model.precision import Precision
-from llmtailor.model.roles import D16, EXP_AVG, EXP_AVG_SQ, F24, MASTER
-from llmtailor.saving.snapshot import SOURCE, Arena, LiveTensors, Snapshot
+from llmtailor.model.roles import D24, DIFFERENCES, EXP_AVG, EXP_AVG_SQ, F24, MASTER
+from llmtailor.saving.snapshot import Arena, LiveTensors, Snapshot, bytes_of
+from llmtailor.saving.writing import Share, lay_out_compressed, write_share
 from llmtailor.storage import casts
 
 TENSOR = 1 << 22
@@ -52,9 +52,11 @@ CASES = (
     Case("exact masters", Precision(), {MASTER: 1.0}),
     Case("24-bit masters", Precision("24bit"), {MASTER: 1.0}),
     Case("16-bit differences", Precision("bf16"), {MASTER: 1.0}),
+    Case("compressed differences", Precision("24bit-zstd"), {MASTER: 1.0}),
     Case("8-bit moments", Precision(moments="8bit"), {EXP_AVG: 1.0, EXP_AVG_SQ: 1.0}),
     Case("24-bit masters, 8-bit moments in 3 groups", Precision("24bit", "8bit"), IN_TURN),
     Case("bf16 masters, 8-bit moments in 3 groups", Precision("bf16", "8bit"), IN_TURN),
+    Case("compressed masters, 8-bit moments in 3 groups", Precision("24bit-zstd", "8bit"), IN_TURN),
     Case("24-bit masters, 8-bit moments in 3 groups, by numpy", Precision("24bit", "8bit"), IN_TURN, numba=False),
     Case("bf16 masters, 8-bit moments in 3 groups, by numpy", Precision("bf16", "8bit"), IN_TURN, numba=False),
 )
@@ -76,30 +78,36 @@ class Bench:
             self.states[MASTER].append(drawn * 0.02)
             self.states[EXP_AVG].append(drawn * 1e-5)
             self.states[EXP_AVG_SQ].append(drawn.square() * 1e-10)
-        self.bases = [torch.from_numpy(casts.numbers_of(one.numpy())) for one in self.states[MASTER]]
-        for one in self.states[MASTER]:
-            one *= 1 + 1e-5  # a few steps of fine-tuning later
+        self.bases = [torch.from_numpy(casts.pack(one.numpy(), F24)) for one in self.states[MASTER]]
+        for one in self.states[MASTER]:  # a few steps of fine-tuning later
+            one.add_(torch.randn(TENSOR, generator=generator), alpha=1e-6)
         self.room = torch.zeros(4 * count, TENSOR)
         self.arena = Arena(256 << 20, pinned=False)
 
-    def live(self, case: Case) -> tuple[LiveTensors, list, list[torch.Tensor]]:
-        """Return the tensors of a save, their entries in its file, and all that is read."""
-        live, entries, read = LiveTensors(), [], []
+    def live(self, case: Case) -> tuple[Share, list[torch.Tensor]]:
+        """Return what is saved, and all that is read."""
+        live, entries, read, compressed = LiveTensors(), [], [], []
         for kind, share in case.kinds.items():
             tensors = self.states[kind]
             whole = case.kinds.get(EXP_AVG, 0) * len(tensors)
             for number, tensor in enumerate(tensors[: round(len(tensors) * share)]):
                 dtype = case.precision.dtypes(with_moments=number < round(whole))[kind]
-                base = self.bases[number].clone() if dtype == D16 else None
-                if dtype == F24 and case.precision.masters == "bf16":
+                base = self.bases[number].clone() if dtype in DIFFERENCES else None
+                if dtype == F24 and case.precision.has_differences:
                     base = torch.empty_like(self.bases[number])
-                entries.append(live.entry(f"{kind}.{number}", tensor, dtype, base=base))
-                read += [tensor] if dtype != D16 else [tensor, base.view(torch.float32)]
-        return live, entries, read
+                read += [tensor] if dtype not in DIFFERENCES else [tensor, base.view(torch.float32)]
+                if dtype == D24:
+                    [piece] = live.entry(f"{number}", tensor, F24).content
+                    compressed.append((f"{number}", (0, TENSOR), piece, bytes_of(base)))
+                else:
+                    entries.append(live.entry(f"{kind}.{number}", tensor, dtype, base=base))
+        files = (lay_out_tensors("states.safetensors", entries, {}),) if entries else (FileLayout("empty", ()),)
+        more = lay_out_compressed("masters.zst", {}, compressed) if compressed else None
+        return Share(files, (), live, lambda: None, compressed=more), read
 
     def copy(self, read: list[torch.Tensor]) -> None:
         for room, tensor in zip(self.room, read, strict=False):
-            room.copy_(tensor)
+            room[: len(tensor)].copy_(tensor)
 
     def compute(self, live: LiveTensors) -> None:
         """What the thread that copies does."""
@@ -109,11 +117,10 @@ class Bench:
                 end = min(at + len(room), one.num_bytes)
                 one.fill(at, end, room[: end - at])
 
-    def save(self, live: LiveTensors, entries: list, folder: Path) -> None:
-        file = lay_out_tensors("states.safetensors", entries, {})
-        snapshot = Snapshot(live, [file], self.arena, 600, time.monotonic())
+    def save(self, share: Share, folder: Path) -> None:
+        snapshot = Snapshot(share.live, share.copied, self.arena, 600, time.monotonic())
         snapshot.start()
-        execute(Plan((SOURCE,), (file,)), folder, Context(stores={SOURCE: snapshot}, inline=True))
+        write_share(folder, share, snapshot)
         snapshot.close()
 
 
@@ -133,11 +140,12 @@ def main() -> None:
     for number in range(options.rounds + 1):
         for case in CASES:
             casts.loops = loops if case.numba else lambda: None
-            live, entries, read = bench.live(case)
-            copied, computed = cpu_of(bench.copy, read), cpu_of(bench.compute, live)
+            share, read = bench.live(case)
+            copied, computed = cpu_of(bench.copy, read), cpu_of(bench.compute, share.live)
             with tempfile.TemporaryDirectory(dir=options.work) as folder:
-                saved = cpu_of(bench.save, live, entries, Path(folder))
-            sizes[case.title] = (sum(one.nbytes for one in read), sum(one.num_bytes for one in live.tensors))
+                saved = cpu_of(bench.save, share, Path(folder))
+                written = sum(path.stat().st_size for path in Path(folder).iterdir())
+            sizes[case.title] = sum(one.nbytes for one in read), written
             if number:  # the first round warms up
                 found[case.title].append((copied, computed, saved))
     print(f"{numel / 1e6:.0f} M params, medians of {options.rounds} rounds; bytes and nanoseconds of CPU per param\n")

@@ -1,4 +1,4 @@
-"""Measures how small a lossless stream of newer masters would be, given those of an earlier save.
+"""Measures how large masters of 24 bits are as compressed differences from those of an earlier save.
 
 python -m study.stream [SEED]
 """
@@ -7,50 +7,72 @@ from __future__ import annotations
 
 import sys
 import time
-import zlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from study.precision import SETTINGS, numbers_of, to_24_bits
+from llmtailor.storage import casts
+from llmtailor.storage.frames import ELEMENTS, Compressor, codes_of
+from study.precision import SETTINGS
 from study.train import Training
+
+AGES = (8, 4, 2, 1, 0)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    columns = "saves apart | bf16 weights that changed, % | bf16 weights | zlib | ns | 24-bit masters | zlib | ns"
+    casts.loops()
+    columns = "saves apart | bf16 weights that changed, % | entropy | bytes per param | ns to compress | to decompress"
     print(f"| setting | {columns} |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for setting in SETTINGS.values():
         training = Training(setting, seed=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
         masters = {}
-        for age in (8, 1, 0):
+        for age in AGES:
             training.run_to(setting.crash - age * setting.every)
             masters[age] = torch.cat([one.flatten() for one, *_ in training.state().params.values()])
-        for age in (1, 8):
-            weights, rest = (_codes(masters[at].bfloat16().float(), 16) for at in (0, age))
-            newer, older = (_codes(to_24_bits(masters[at]), 8) for at in (0, age))
-            changed = (weights != rest).mean()
-            found = [text for change in (weights - rest, newer - older) for text in _bytes(change)]
-            print(f"| {setting.name} | {age} | {100 * changed:.0f} | {' | '.join(found)} |", flush=True)
+        for age in sorted({*AGES} - {0}):
+            changed = (masters[0].bfloat16() != masters[age].bfloat16()).float().mean()
+            measured = " | ".join(
+                f"{one:.2f}" if at < 2 else f"{one:.0f}" for at, one in enumerate(_measure(masters, age))
+            )
+            print(f"| {setting.name} | {age} | {100 * changed:.0f} | {measured} |", flush=True)
 
 
-def _codes(values: torch.Tensor, bits: int) -> np.ndarray:
-    """Return the numbers of values in their order, in units of the last bit that is kept."""
-    return numbers_of(values).numpy().astype(np.int64) >> (bits - 8)
+def _measure(masters: dict[int, torch.Tensor], age: int) -> tuple[float, ...]:
+    """Return the bytes per param of the entropy of single differences and of what is stored, and the nanoseconds of CPU
+    time per param to compress and to decompress them."""
+    newest, older = (casts.pack(masters[at].numpy(), "F24") for at in (0, age))
+    compressor, numel, step = Compressor(), masters[0].numel(), 3 * ELEMENTS
+    starts = range(0, len(newest), step)
 
+    def compress() -> list[bytes]:
+        return [
+            compressor.frame(casts.planes_of(newest.data[at : at + step], older.data[at : at + step])) for at in starts
+        ]
 
-def _bytes(change: np.ndarray) -> tuple[str, str]:
-    """Return the bytes per param of changes: their order-0 entropy, and what zlib makes of their bytes in planes, with
-    the nanoseconds of CPU time that it takes."""
-    _, counts = np.unique(change, return_counts=True)
+    def decompress() -> list[np.ndarray]:
+        patterns = [casts.widen(older.data[at : at + step], "F24").view("<u4") for at in starts]
+        return [casts.add_codes(codes_of(frame), before) for frame, before in zip(frames, patterns, strict=True)]
+
+    frames, spent = _timed(compress)
+    found, spent_again = _timed(decompress)
+    assert (np.concatenate(found) == casts.widen(newest.data, "F24").view("<u4")).all()
+    _, counts = np.unique(np.concatenate([codes_of(frame) for frame in frames]), return_counts=True)
     share = counts / counts.sum()
     entropy = -(share * np.log2(share)).sum() / 8
-    planes = change.astype("<i4").view(np.uint8).reshape(-1, 4).T.tobytes()
-    began = time.process_time()
-    packed = zlib.compress(planes, 9)
-    spent = 1e9 * (time.process_time() - began) / len(change)
-    return f"{entropy:.2f}", f"{len(packed) / len(change):.2f} | {spent:.0f}"
+    return entropy, sum(map(len, frames)) / numel, 1e9 * spent / numel, 1e9 * spent_again / numel
+
+
+def _timed(call: Callable[[], list]) -> tuple[list, float]:
+    call()
+    spent = []
+    for _ in range(3):
+        began = time.process_time()
+        made = call()
+        spent.append(time.process_time() - began)
+    return made, min(spent)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from llmtailor.checkpoint.tensor_parallel import TensorParallel
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.parts import Param, Part, SavedAs, step_of
-from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State, size_of
+from llmtailor.model.roles import BUFFER, D24, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State, size_of
 from llmtailor.storage.local import FileFact
 
 DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL = "deepspeed", "universal", "trainer", "fsdp", "dcp", "verl"
@@ -160,6 +160,8 @@ class TensorEntry:
     @property
     def num_bytes(self) -> int:
         """Size of the elements in the file, without any padding."""
+        if self.stored_as == D24 and isinstance(self.place, (Bundled, Boxes)):
+            return self.place.framed_bytes
         return size_of(self.stored_as, self.numel)
 
     @property

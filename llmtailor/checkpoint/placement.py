@@ -191,6 +191,13 @@ class Bundled:
     """Where each fragment ends; empty if each ends where the next one begins"""
     encoded: str = ""
     """The dtype of `Encoding`, if the elements are stored so: each fragment begins with a new block"""
+    frames: tuple[Sequence[int], ...] = ()
+    """Of `roles.D24`: where each block of each fragment begins in its file, and where the last one ends"""
+
+    @property
+    def framed_bytes(self) -> int:
+        """The size of the elements that the checkpoint holds, if they are in `frames`"""
+        return sum(one[-1] - one[0] for one in self.frames)
 
     @property
     def runs(self) -> Runs:
@@ -217,6 +224,11 @@ class Bundled:
         block, start, size = BLOCKS[self.encoded], self.starts[at], size_of(self.encoded, numel)
         first, skip = divmod(begin - self.cuts[at], block.elements)
         last = -(-(end - self.cuts[at]) // block.elements)
+        if self.frames:
+            edges = self.frames[at][first : last + 1]
+            sizes = tuple(stop - start for start, stop in itertools.pairwise(edges))
+            extent = Extent(self.paths[at], edges[0], edges[-1])
+            return Fragment(begin, end, extent, Encoding(self.encoded, skip, end - begin, sizes))
         extent = Extent(self.paths[at], start + first * block.num_bytes, start + min(last * block.num_bytes, size))
         return Fragment(begin, end, extent, Encoding(self.encoded, skip, end - begin))
 
@@ -310,6 +322,10 @@ class Boxes:
         """The dtype of `Encoding`, if the elements are stored so"""
         cells = () if isinstance(self.cells, Cells) else self.cells
         return next((one.encoded for one in cells if isinstance(one, Bundled)), "")
+
+    @property
+    def framed_bytes(self) -> int:
+        return sum(one.framed_bytes for one in self.cells if isinstance(one, Bundled))
 
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:
         for box, inside, count in in_boxes(self.shape, self.cuts, begin, end):

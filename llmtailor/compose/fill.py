@@ -16,7 +16,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Strided, Term
 from llmtailor.checkpoint.placement import Absent, AllZero, Grid, Placement, Runs, arrange, columns, without
 from llmtailor.checkpoint.sources import Cut, Sources, Weights
-from llmtailor.model.roles import BUFFER, D16, EXP_AVG, MASTER, MODULE, PACKED, WEIGHT, State, is_moment
+from llmtailor.model.roles import BUFFER, DIFFERENCES, EXP_AVG, MASTER, MODULE, PACKED, WEIGHT, State, is_moment
 
 
 def plan_composite(
@@ -173,18 +173,19 @@ class _Filler:
                 held = found.entry
             runs = None if held.is_whole else held.runs
             supply = _Supply(cut.begin, cut.end, cut.source, held.place, held.dtype, held.stored_as, held.numel, runs)
-            if held.rounded_from and held.stored_as in ("BF16", D16) and not is_moment(state.kind):
+            if held.rounded_from and held.stored_as in ("BF16", *DIFFERENCES) and not is_moment(state.kind):
                 yield from self._refined_supplies(state, supply)
             else:
                 yield supply
 
     def _refined_supplies(self, state: State, supply: _Supply) -> Iterator[_Supply]:
-        """Yield a supply of 16-bit masters with the more exact ones: of differences those that they differ from, else
-        those of the sources of the moments."""
+        """Yield a supply of 16-bit masters, or of differences, with the more exact ones: those that they differ from,
+        else those of the sources of the moments."""
         param = self.indexes[supply.source].tied.get(state.param, state.param)
         base = self.sources.bases.get((supply.source, param))
         cuts = self.sources.spans(State(param, EXP_AVG), supply.begin, min(supply.end, supply.numel))
-        if supply.stored_as == D16:
+        differs = supply.stored_as in DIFFERENCES
+        if differs:
             if base is None:
                 yield replace(supply, numel=0)  # which holds nothing
                 return
@@ -194,4 +195,5 @@ class _Filler:
             is_finer = finer is not None and cut.source != supply.source and finer.dtype != "BF16"
             held = finer is not None and not without(((cut.begin, cut.end),), finer.runs)
             by = (cut.source, finer.place, finer.dtype) if finer is not None and is_finer and held else None
-            yield replace(supply, begin=cut.begin, end=cut.end, refined_by=by)
+            numel = 0 if differs and by is None else supply.numel
+            yield replace(supply, begin=cut.begin, end=cut.end, refined_by=by, numel=numel)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Cast, Copy, Plan, Term
 from llmtailor.engine.pool import Stop
-from llmtailor.errors import SourceError, StorageError
+from llmtailor.errors import COPY_FILE, SourceError, StorageError
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import Changed, FileFact, Files, OpenFile, bypass_cache, chunks, write_all
 from llmtailor.storage.remote import EndsEarly
@@ -89,8 +89,12 @@ class SourceFiles:
         from llmtailor.storage.casts import Decoder  # numpy takes a while
 
         decoder = Decoder(piece.encoding)
-        for some in read:
-            yield memoryview(decoder.feed(some))
+        try:
+            for some in read:
+                yield memoryview(decoder.feed(some))
+        except ValueError as error:
+            fix = f"llmtailor verify lists damaged files; {COPY_FILE}"
+            raise SourceError.at(self.where(piece), f"a frame of zstd is damaged: {error}", fix) from error
 
     def stream(self, piece: Copy | Cast | Term, stop: int, size: int = 0) -> Iterator[memoryview]:
         """Yield the bytes of the piece's file from the piece's start to ``stop``; see `OpenFile.stream`."""

@@ -6,18 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from llmtailor.model.roles import D16, EXP_AVG, EXP_AVG_SQ, F24, MASTER, Q8, Q8_ROOT, size_of
+from llmtailor.model.roles import D16, D24, DIFFERENCES, EXP_AVG, EXP_AVG_SQ, F24, MASTER, Q8, Q8_ROOT, size_of
 
-Masters = Literal["fp32", "24bit", "bf16"]
+Masters = Literal["fp32", "24bit", "24bit-zstd", "bf16"]
 Moments = Literal["fp32", "bf16", "8bit"]
-_MASTERS: Mapping[str, tuple[str, str]] = {"fp32": ("F32", "F32"), "24bit": (F24, F24), "bf16": (F24, D16)}
-"""The dtypes of masters whose moments are saved with them, and of the others. Without earlier ones, `D16` is bf16."""
+_MASTERS: Mapping[str, tuple[str, str]] = {
+    "fp32": ("F32", "F32"),
+    "24bit": (F24, F24),
+    "24bit-zstd": (F24, D24),
+    "bf16": (F24, D16),
+}
+"""The dtypes of masters whose moments are saved with them, and of the others"""
+WITHOUT_BASE: Mapping[str, str] = {D16: "BF16", D24: F24}
+"""The dtypes of those that would be differences, if there are none that they could differ from"""
 _MOMENTS = {"fp32": ("F32", "F32"), "bf16": ("BF16", "BF16"), "8bit": (Q8, Q8_ROOT)}
 """The dtypes of exp_avg and exp_avg_sq"""
-_MANY = 128
+_MANY = 1 << 16
 """Elements: whole blocks of every encoding"""
 MASTERS, MOMENTS = (*_MASTERS,), (*_MOMENTS,)
-ROUNDED_AS = {MASTER: (F24, "BF16", D16), EXP_AVG: ("BF16", Q8), EXP_AVG_SQ: ("BF16", Q8_ROOT)}
+ROUNDED_AS = {MASTER: (F24, "BF16", D16, D24), EXP_AVG: ("BF16", Q8), EXP_AVG_SQ: ("BF16", Q8_ROOT)}
 """Kind of fp32 state -> what it may have been rounded to"""
 
 
@@ -26,9 +33,10 @@ class Precision:
     """What a save stores of each fp32 state. States of other dtypes and other kinds are stored as they are."""
 
     masters: Masters = "fp32"
-    """``24bit`` drops the last 8 bits; rounding to bf16 or fp16 still gives what the exact master gives. ``bf16`` keeps
-    24 bits of masters that are saved with their moments. Of the others it keeps 16 bits: their differences from those,
-    or the bf16 weights."""
+    """``24bit`` drops the last 8 bits; rounding to bf16 or fp16 still gives what the exact master gives. With
+    ``24bit-zstd``, masters that are saved without their moments are compressed differences from those that were saved
+    with them. ``bf16`` keeps 24 bits of the latter. Of the former it keeps 16 bits: differences, or the bf16 weights.
+    """
     moments: Moments = "fp32"
     """``8bit`` are blocks of 8-bit codes, see `storage.casts`."""
 
@@ -39,8 +47,13 @@ class Precision:
         return {MASTER: whole if with_moments else alone, EXP_AVG: mean, EXP_AVG_SQ: square}
 
     def master_bytes(self, *, with_moments: bool) -> float:
-        """Return the bytes per param of a master."""
+        """Return the bytes per param of a master, at most, if it is compressed."""
         return _per_element(self.dtypes(with_moments=with_moments)[MASTER])
+
+    @property
+    def has_differences(self) -> bool:
+        """Whether masters refer to those of earlier saves"""
+        return self.dtypes(with_moments=False)[MASTER] in DIFFERENCES
 
     @property
     def moment_bytes(self) -> float:

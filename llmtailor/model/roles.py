@@ -260,6 +260,9 @@ Q8_ROOT: Literal["Q8_ROOT"] = "Q8_ROOT"
 """fp32 in blocks of 8-bit codes, or the squares of these, see `storage.casts`. Only partial checkpoints hold them."""
 D16: Literal["D16"] = "D16"
 """`F24` masters as differences from those of an earlier save, or as bf16, see `storage.casts`"""
+D24: Literal["D24"] = "D24"
+"""All bits of `F24` masters, as compressed differences from those of an earlier save, see `storage.frames`"""
+DIFFERENCES = (D16, D24)
 PACKED = (F24, Q8, Q8_ROOT, D16)
 """What safetensors files hold as ``U8``"""
 
@@ -270,7 +273,7 @@ SAFETENSORS = ITEMSIZE.keys() - {F24}
 
 class Block(NamedTuple):
     """The layout of an encoding: ``head`` bytes, then ``code`` bytes for each of so many elements. The last block of a
-    tensor may be shorter."""
+    tensor may be shorter. A block of `D24` has at most so many bytes."""
 
     elements: int
     head: int
@@ -281,11 +284,16 @@ class Block(NamedTuple):
         return self.head + self.elements * self.code
 
 
-BLOCKS: Mapping[str, Block] = {Q8: Block(128, 4, 1), Q8_ROOT: Block(128, 4, 1), D16: Block(32, 1, 2)}
+BLOCKS: Mapping[str, Block] = {
+    Q8: Block(128, 4, 1),
+    Q8_ROOT: Block(128, 4, 1),
+    D16: Block(32, 1, 2),
+    D24: Block(1 << 16, 1 << 10, 3),
+}
 
 
 def size_of(dtype: str, numel: int) -> int:
-    """Return the bytes that elements take in a file."""
+    """Return the bytes that elements take in a file, of `D24` at most."""
     if (block := BLOCKS.get(dtype)) is not None:
         return numel * block.code + block.head * -(-numel // block.elements)
     return numel * ITEMSIZE[dtype]
@@ -305,6 +313,8 @@ class Encoding(NamedTuple):
     """One of `BLOCKS`"""
     skip: int
     numel: int
+    frames: tuple[int, ...] = ()
+    """Of `D24`: the bytes of each block"""
 
 
 ADAM_BYTES = 8.0

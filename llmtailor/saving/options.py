@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from llmtailor.attestation.compare import FULL, OFF, SAMPLE, STOP, WARN
 from llmtailor.errors import Problem, Problems, UsageError
+from llmtailor.formats.partial.differences import FIX, is_installed
 from llmtailor.model.precision import MASTERS, MOMENTS, Masters, Moments, Precision
 from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy, precision_of
 
@@ -81,10 +82,11 @@ class SavingOptions:
     the background."""
     mirror: str | None = field(default=None, metadata={"value": "a URL"})
     """A URL that fsspec knows, such as ``s3://bucket/run``, to which finished saves are copied in the background"""
-    masters: Masters = field(default="fp32", metadata={"value": "fp32, 24bit or bf16"})
+    masters: Masters = field(default="fp32", metadata={"value": "fp32, 24bit, 24bit-zstd or bf16"})
     """``24bit``: store fp32 master weights without their last 8 bits, 3 instead of 4 bytes per param. bf16 and fp16
-    weights that are rounded from them are those of the training. ``bf16``: store 24 bits of masters that are saved with
-    their moments, and the bf16 weights of the others, 2 bytes. ``fp32`` stores masters as they are."""
+    weights that are rounded from them are those of the training. ``24bit-zstd``: the same; masters that are saved
+    without their moments are compressed differences from those that were saved with them. ``bf16``: store 24 bits of
+    masters that are saved with their moments, and 16 bits of the others. ``fp32`` stores masters as they are."""
     moments: Moments = field(default="fp32", metadata={"value": "fp32, bf16 or 8bit"})
     """``bf16``, ``8bit``: store Adam's fp32 moments rounded to bf16, 4 instead of 8 bytes per param, or in blocks of
     8-bit numbers, 2.1 bytes. ``fp32`` stores moments as they are."""
@@ -119,7 +121,10 @@ class SavingOptions:
             what = "saves can be copied to only one other place"
             problems.append(Problem("mirror", what, "omit staging_dir, or omit mirror"))
         if self.masters not in MASTERS:
-            problems.append(Problem("masters", f"it is {self.masters!r}", 'give "fp32", "24bit" or "bf16"'))
+            fix = f"give one of {', '.join(MASTERS)}"
+            problems.append(Problem("masters", f"it is {self.masters!r}", fix))
+        if self.masters == "24bit-zstd" and not is_installed():
+            problems.append(Problem("masters", "24bit-zstd needs the package zstandard", FIX))
         if self.moments not in MOMENTS:
             problems.append(Problem("moments", f"it is {self.moments!r}", 'give "fp32", "bf16" or "8bit"'))
         if self.experts not in (None, "parts"):

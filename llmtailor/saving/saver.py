@@ -41,6 +41,7 @@ from llmtailor.policies import (
     make_policy,
     precision_of,
     restore_state,
+    saves_masters,
     setbacks,
     state_of,
 )
@@ -175,7 +176,8 @@ class PartialSaver:
             logger.info(what, self.precision.masters, self.precision.moments, self.policy)
         if self.precision != EXACT:
             casts.loops()  # so that they are not compiled during a save
-        self._bases = Bases() if self.precision.masters == "bf16" else None
+        differ = self.precision.has_differences and saves_masters(self.policy)
+        self._bases = Bases() if differ else None
         self._based: dict[Part, str] = {}
         """Part -> ``save_id`` of the save that `_bases` has its masters of"""
         self._client = beside
@@ -524,7 +526,7 @@ class PartialSaver:
         share = work.share
         if share is None or arena is None:
             return None
-        snapshot = Snapshot(share.live, share.files, arena, self.options.write_timeout, work.began, share.check)
+        snapshot = Snapshot(share.live, share.copied, arena, self.options.write_timeout, work.began, share.check)
         if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
             self._masters = frozenset(storage_of(one.tensor) for one in self.live.masters())
         self._barrier.arm(snapshot, self.live.optimizers(), self._masters)

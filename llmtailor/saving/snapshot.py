@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.engine.streams import huge_pages
+from llmtailor.engine.streams import Store, huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import Entry
 from llmtailor.model.roles import BLOCKS, D16, F24, ITEMSIZE, PACKED, Q8_ROOT, size_of
@@ -68,8 +68,8 @@ class LiveTensor:
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
     params, which a user's code may change at each step; 0 for a private copy."""
     base: torch.Tensor | None = None
-    """Of masters: the numbers of their `roles.F24` patterns (`casts.numbers_of`) as of the save that `roles.D16` is a
-    difference from, in host memory; of `roles.F24` where to keep them"""
+    """In host memory, of `roles.D16`: the bytes of the masters that it differs from, as `roles.F24`; of `roles.F24`:
+    where to keep its bytes, see `Keeping`"""
 
     @property
     def num_bytes(self) -> int:
@@ -95,24 +95,23 @@ class LiveTensor:
             if at % size == 0 and until == end:
                 self._pack(some, target, non_blocking=non_blocking)
             else:  # the range cuts this block
-                device = self.flat.device if self.base is None else None
+                device = self.flat.device if self.packed != D16 else None
                 made = torch.empty(end - first * size, dtype=torch.uint8, device=device)
                 self._pack(some, made)
                 target.copy_(made[at - first * size :][: len(target)], non_blocking=non_blocking)
             at = until
 
     def _pack(self, some: slice, room: torch.Tensor, *, non_blocking: bool = False) -> None:
-        if self.base is None and self.flat.device.type != "cpu":
+        if self.packed != D16 and self.flat.device.type != "cpu":
             room.copy_(pack_by_torch(self.flat[some], self.packed), non_blocking=non_blocking)
             return
         values, target = self.flat[some].cpu().contiguous().numpy(), room.numpy()
-        base = None if self.base is None else self.base[some].numpy()
-        if base is not None and self.packed == D16:
-            casts.pack_differences(values, base, target)
-            return
-        if base is not None:
-            casts.numbers_of(values, base)
-        casts.pack(values, self.packed, target)
+        if self.packed == D16:
+            assert self.base is not None, "what it differs from"
+            size = ITEMSIZE[F24]
+            casts.pack_differences(values, self.base[size * some.start : size * some.stop].numpy(), target)
+        else:
+            casts.pack(values, self.packed, target)
 
 
 class LiveTensors:
@@ -189,8 +188,8 @@ def pack_by_torch(elements: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 class Bases:
-    """What masters are differences from: their numbers as of the newest save that held them with their moments, in
-    host memory, 4 bytes per param."""
+    """What masters are differences from: their `roles.F24` bytes as of the newest save that held them with their
+    moments, in host memory."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
@@ -198,17 +197,31 @@ class Bases:
 
     def of(self, name: str, begin: int, numel: int) -> torch.Tensor | None:
         found = self._kept.get((name, begin))
-        return found if found is not None and found.numel() == numel else None
+        return found if found is not None and found.numel() == numel * ITEMSIZE[F24] else None
 
     def coming(self, name: str, begin: int, numel: int) -> torch.Tensor:
         """Return room for those of the save that is being made."""
-        self._coming[name, begin] = room = torch.empty(numel, dtype=torch.int32)
+        self._coming[name, begin] = room = torch.empty(numel * ITEMSIZE[F24], dtype=torch.uint8)
         return room
 
     def settle(self, is_published: bool) -> None:
         """Take the outcome of that save into account."""
         self._kept |= self._coming if is_published else {}
         self._coming = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """The tensors of a save, as they are read from another store; keeps those that later saves differ from."""
+
+    live: LiveTensors
+    store: Store
+
+    def read(self, path: str, start: int, stop: int) -> memoryview:
+        data, live = self.store.read(path, start, stop), self.live.tensors[int(path)]
+        if live.packed == F24 and live.base is not None:
+            bytes_of(live.base)[start : start + len(data)] = data
+        return data
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -26,7 +26,7 @@ from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.copy import Context, execute
 from llmtailor.errors import StorageError, TailorError, UsageError
-from llmtailor.formats.partial.manifest import BundleFact, bundle_name, frozen_name, read_manifest
+from llmtailor.formats.partial.manifest import BundleFact, bundle_name, differences_name, frozen_name, read_manifest
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.ranks.board import StoreBoard, await_messages
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
@@ -118,7 +118,7 @@ def tensor_files(ranks: Collection[int], world_size: int) -> set[str]:
     """Return the names of the tensor files that these ranks write."""
     names = {frozen_name(0, 1)} if 0 in ranks else set()
     for rank in ranks:
-        names |= {bundle_name(rank, world_size), frozen_name(rank, world_size)}
+        names |= {of(rank, world_size) for of in (bundle_name, frozen_name, differences_name)}
     return names
 
 

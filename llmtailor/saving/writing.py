@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import os
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache
@@ -19,19 +21,21 @@ from typing import Any
 import torch
 
 from llmtailor import __version__
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Plan
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Plan
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.placement import Box
 from llmtailor.containers.safetensors import read_header
-from llmtailor.engine.copy import Context, execute
-from llmtailor.engine.streams import Store
+from llmtailor.engine.copy import MIN_DIRECT_BYTES, Context, execute
+from llmtailor.engine.streams import Output, Store, cannot_write, direct_bytes
 from llmtailor.errors import SourceError, StorageError, UnsupportedCheckpoint
+from llmtailor.formats.partial.differences import Elements, head_of, table_of
 from llmtailor.formats.partial.json_trees import encode, lay_out_tensors, placeholder, stored, to_text
 from llmtailor.formats.partial.manifest import (
     SCHEMA_BUNDLE,
     BundleFact,
     Manifest,
     bundle_name,
+    differences_name,
     manifest_json,
     read_manifest,
 )
@@ -39,8 +43,8 @@ from llmtailor.formats.partial.write import Bundle
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
-from llmtailor.model.precision import EXACT, Precision
-from llmtailor.model.roles import BUFFER, D16, F24, MASTER, is_moment
+from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
+from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.snapshot import (
@@ -50,16 +54,28 @@ from llmtailor.saving.snapshot import (
     DTYPES,
     SOURCE,
     Bases,
+    Keeping,
     LiveTensors,
     bytes_of,
     storage_of,
 )
 from llmtailor.saving.training import Constant, FrozenFile, Omitted, Ranks, StoredElsewhere, Training
+from llmtailor.storage import casts, frames
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_folder, replace_durably
 
 _SAMPLES = 1 << 20
 """Bytes sampled from each frozen param to detect changes since it was written"""
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """The masters of one rank that are compressed when they are written."""
+
+    layout: FileLayout
+    """The file, with the `F24` bytes of the masters in place of the frames: what is copied, and more than is written"""
+    tensors: tuple[tuple[Copy, memoryview], ...]
+    """Each of them, and what it differs from"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +95,12 @@ class Share:
     """Frozen params in ``files`` that training changes at unknown times"""
     before: Path | None = None
     """The previous save"""
+    compressed: Compressed | None = None
+
+    @property
+    def copied(self) -> tuple[FileLayout, ...]:
+        """What is read of the tensors, in this order"""
+        return self.files if self.compressed is None else (*self.files, self.compressed.layout)
 
 
 def lay_out_share(
@@ -109,6 +131,7 @@ def lay_out_share(
     written_with: dict[str, int] = {}
     groups: dict[int, int] = {}
     kinds: dict[str, int] = {}
+    compressed: list[tuple[str, Elements, Copy, memoryview]] = []
     without_moments = {*masters}
     dtypes = [precision.dtypes(with_moments=one) for one in (True, False)]
     for one in training.fragments([*params, *masters]):
@@ -123,9 +146,17 @@ def lay_out_share(
             # an expert's master is a piece of a tensor, which has one dtype
             dtype = dtypes[one.param in without_moments and piece is None].get(one.kind)
         base = None
-        if dtype == D16:
+        if dtype in DIFFERENCES:
             base = bases.of(name, begin, one.tensor.numel()) if bases and one.param in based else None
-            dtype = "BF16" if base is None else D16
+            dtype = WITHOUT_BASE[dtype] if base is None else dtype
+            if dtype == D24 and not math.prod(training.params[name].shape):
+                dtype = F24  # there is nothing to compress
+            if dtype == D24 and base is not None:
+                for content in live.entry(name, one.tensor, F24, written_with[name]).content:
+                    assert isinstance(content, Copy), "of a tensor"
+                    elements = one.box or (begin, begin + one.tensor.numel())
+                    compressed.append((name, elements, content, bytes_of(base)))
+                continue
         elif dtype == F24 and bases is not None and piece is None:
             base = bases.coming(name, begin, one.tensor.numel())
         # the states of a sub-group after each other, as the optimizer writes them
@@ -167,7 +198,18 @@ def lay_out_share(
         if len(files) > 1 and sample_frozen(frozen) != samples:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
-    return Share(tuple(files), tuple(linked), live, check, samples, moving, before)
+    path = differences_name(ranks.rank, ranks.world_size)
+    more = lay_out_compressed(path, facts, compressed) if compressed else None
+    return Share(tuple(files), tuple(linked), live, check, samples, moving, before, more)
+
+
+def lay_out_compressed(
+    path: str, facts: Mapping[str, str], found: Sequence[tuple[str, Elements, Copy, memoryview]]
+) -> Compressed:
+    """Lay out a file of masters: params, which of their elements, the bytes of these, and what they differ from."""
+    head = head_of({"schema": SCHEMA_BUNDLE, **facts}, [(name, elements) for name, elements, *_ in found])
+    tensors = tuple((piece, base) for *_, piece, base in found)
+    return Compressed(FileLayout(path, (Bytes(head, "what it holds"), *(piece for piece, _ in tensors))), tensors)
 
 
 def check_trees(trees: Mapping[str, Any]) -> None:
@@ -183,8 +225,9 @@ def write_share(
 
     Raises OSError, or StorageError.
     """
+    source = Keeping(share.live, store or share.live)
     context = Context(
-        stores={SOURCE: store or share.live},
+        stores={SOURCE: source},
         on_progress=on_progress,
         inline=True,
         direct=store is not None,  # a copy in memory that lies as the disk needs it
@@ -194,7 +237,55 @@ def write_share(
         assert share.before is not None, "the previous save, which has the file"
         link_or_copy(share.before / fact.path, folder / fact.path)
     facts = [BundleFact(result.path, result.num_bytes, result.crc) for result in results]
-    return [*facts[-1:], *facts[:-1], *share.linked]
+    facts = [*facts[-1:], *facts[:-1], *share.linked]
+    if share.compressed is not None:
+        facts.append(_write_compressed(folder, share.compressed, source, on_progress, direct=store is not None))
+    return facts
+
+
+def _write_compressed(
+    folder: Path, compressed: Compressed, store: Store, on_progress: Callable[[int], None], *, direct: bool
+) -> BundleFact:
+    """Write the differences of masters, fsynced. Raises StorageError."""
+    layout, compressor = compressed.layout, frames.Compressor()
+    path, (head, *_) = folder / layout.path, layout.pieces
+    size = frames.ELEMENTS * ITEMSIZE[F24]
+    assert isinstance(head, Bytes), "what it holds comes first"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            is_large = direct and layout.num_bytes >= MIN_DIRECT_BYTES
+            output = Output(fd, on_progress, None, direct_bytes(1) if is_large else 0)
+            crc, sizes = output.put(head.data), [(head.num_bytes, 0)]
+            for piece, older in compressed.tensors:
+                for at, newest in zip(range(0, len(older), size), _in_frames(store, piece, size), strict=True):
+                    frame = compressor.frame(casts.planes_of(newest, older[at : at + size]))
+                    crc = output.put(frame, crc)
+                    sizes.append((len(frame), len(newest)))
+            crc = output.put(table_of(sizes), crc)
+            output.end()
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return BundleFact(layout.path, output.at, crc)
+
+
+def _in_frames(store: Store, piece: Copy, size: int) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, ``size`` at a time; each stays as it is until the next one."""
+    path, at, stop = piece.extent
+    room, filled = memoryview(bytearray(min(size, stop))), 0
+    while at < stop:
+        some = store.read(path, at, stop)
+        at += len(some)
+        while some:
+            part = some[: size - filled]
+            room[filled : filled + len(part)] = part
+            some, filled = some[len(part) :], filled + len(part)
+            if filled == size or (at == stop and not some):
+                yield room[:filled]
+                filled = 0
 
 
 def publish(

@@ -18,7 +18,7 @@ not fit, the first byte is 0, and the block has its values rounded to bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, Final
@@ -26,7 +26,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.model.roles import BLOCKS, D16, F24, PACKED, Q8_ROOT, Block, Encoding, numel_of, size_of
+from llmtailor.model.roles import BLOCKS, D16, D24, F24, PACKED, Q8_ROOT, Block, Encoding, numel_of, size_of
+from llmtailor.storage import frames
 
 _CACHED: Final = 1 << 15
 """Elements that are packed at once, so that they stay in a core's cache"""
@@ -76,8 +77,11 @@ def refine(
 
     Each is the ``older``, more exact element, moved into the range that rounds to the newest value if it rounded to a
     neighbor of that; else the newest value itself. Where both are of one value of bf16, that is the older element.
-    Where `D16` has a difference from the older element, it is the exact sum.
+    Where `D16` or `D24`, the ``newest_dtype``, has a difference from the older element, it is the exact sum.
     """
+    if newest_dtype == D24:
+        sums = add_codes(np.frombuffer(newest, "<u4"), widen(older, older_dtype).view("<u4"))
+        return cast(sums.tobytes(), "F32", target)
     now, before = (widen(data, dtype).view("<u4") for data, dtype in ((newest, newest_dtype), (older, older_dtype)))
     rounded = np.frombuffer(_to_bfloat16(before.view("<f4")), "<u2").astype(np.int64)
     is_difference = now >> np.uint32(16) == _DIFFERENCE
@@ -96,9 +100,12 @@ def refine(
 def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
     """Return elements of a floating-point dtype as numpy's; those that numpy does not know as fp32."""
     if source == F24:
-        octets = np.zeros((len(data) // 3, 4), np.uint8)
-        octets[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
-        return octets.reshape(-1).view("<f4")
+        bits = np.empty(len(data) // 3, "<u4")
+        # four bytes each, the last of which is the next element's, are read faster than three
+        bits[:-1] = np.ndarray(max(len(bits) - 1, 0), "<u4", data, 0, 3)
+        bits[-1:] = int.from_bytes(data[-3:], "little")
+        bits <<= np.uint32(8)
+        return bits.view("<f4")
     if source in BLOCKS:
         return _from_blocks(data, source)
     if source != "BF16":
@@ -169,18 +176,8 @@ def _packed_by_numba(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], tar
     return len(rows)
 
 
-def numbers_of(values: npt.NDArray[Any], room: npt.NDArray[np.int32] | None = None) -> npt.NDArray[np.int32]:
-    """Return the numbers of the ``F24`` patterns of fp32 elements in the order of the values, in ``room`` if any."""
-    made = np.empty(len(values), np.int32) if room is None else room
-    if (compiled := loops()) is not None:
-        compiled.to_numbers(values.view("<u4"), made)
-        return made
-    for begin in range(0, len(values), _CACHED):
-        _number(values[begin : begin + _CACHED], made[begin : begin + _CACHED])
-    return made
-
-
 def _number(values: npt.NDArray[Any], room: npt.NDArray[np.int32]) -> None:
+    """Fill ``room`` with the numbers of the ``F24`` patterns of fp32 elements in the order of the values."""
     bits = values.view("<i4")
     np.bitwise_and(bits, 0xFF, out=room)
     room += 0xFF  # has bit 8 if any bit was set
@@ -193,30 +190,32 @@ def _number(values: npt.NDArray[Any], room: npt.NDArray[np.int32]) -> None:
 
 
 def pack_differences(
-    values: npt.NDArray[Any], base: npt.NDArray[np.int32], room: npt.NDArray[np.uint8] | None = None
+    values: npt.NDArray[Any], base: npt.NDArray[np.uint8], room: npt.NDArray[np.uint8] | None = None
 ) -> npt.NDArray[np.uint8]:
-    """Return the bytes of fp32 elements as ``D16``; ``base`` has what `numbers_of` returned of the other save."""
+    """Return the bytes of fp32 elements as ``D16``; ``base`` has the bytes of those of the other save as ``F24``."""
     made = np.empty(size_of(D16, len(values)), np.uint8) if room is None else room
     rows, records, rest = _in_blocks(values, made, D16)
-    older = base[: rows.size].reshape(rows.shape)
-    if (compiled := loops()) is not None:
-        compiled.to_differences(rows.view("<u4"), older, records[:, 0], records[:, 1:].reshape(*rows.shape, 2))
-    else:
-        step = _CACHED // rows.shape[1]
-        for begin in range(0, len(rows), step):
-            some = slice(begin, begin + step)
-            _to_differences(rows[some], older[some], records[some])
+    step, width = 4 * _CACHED // rows.shape[1], 3 * rows.shape[1]
+    for begin in range(0, len(rows), step):
+        some, target = rows[begin : begin + step], records[begin : begin + step]
+        older = widen(base.data[begin * width :][: len(some) * width], F24).reshape(some.shape)
+        if (compiled := loops()) is None:
+            _to_differences(some, older, target)
+        else:
+            octets = target[:, 1:].reshape(*some.shape, 2)
+            compiled.to_differences(some.view("<u4"), older.view("<u4"), target[:, 0], octets)
     if len(rest):
         last = np.empty((1, BLOCKS[D16].num_bytes), np.uint8)
-        _to_differences(_in_row(rest, D16), _in_row(base[rows.size :], D16), last)
+        _to_differences(_in_row(rest, D16), _in_row(widen(base.data[3 * rows.size :], F24), D16), last)
         made[records.size :] = last[0, : len(made) - records.size]
     return made
 
 
-def _to_differences(rows: npt.NDArray[Any], base: npt.NDArray[np.int32], records: npt.NDArray[np.uint8]) -> None:
-    off = np.empty(rows.shape, np.int32)
+def _to_differences(rows: npt.NDArray[Any], base: npt.NDArray[Any], records: npt.NDArray[np.uint8]) -> None:
+    off, older = np.empty(rows.shape, np.int32), np.empty(rows.shape, np.int32)
     _number(rows, off)
-    off -= base
+    _number(base, older)
+    off -= older
     off[rows.view("<i4") == -1 << 31] = 1 << 15  # -0.0 has no number of its own
     is_far = (off + np.int32((1 << 15) - 1)).view("<u4") > (1 << 16) - 2
     fits = np.bitwise_or.reduce(is_far.view("<u8"), axis=1) == 0  # eight at once
@@ -225,6 +224,36 @@ def _to_differences(rows: npt.NDArray[Any], base: npt.NDArray[np.int32], records
         codes[~fits] = np.frombuffer(_to_bfloat16(rows), np.uint8).reshape(codes.shape)[~fits]
     records[:, 0] = fits
     records[:, 1:] = codes
+
+
+def planes_of(newest: bytes | memoryview, older: bytes | memoryview) -> npt.NDArray[np.uint8]:
+    """Return the bytes of the differences of ``F24`` elements, in planes; see `frames`."""
+    now, before = (widen(one, F24).view("<u4") for one in (newest, older))
+    planes = np.empty((3, len(now)), np.uint8)
+    if (compiled := loops()) is not None:
+        compiled.to_planes(now, before, planes)
+        return planes
+    codes = _ordered(now) - _ordered(before)
+    codes = (codes << np.uint32(1)) ^ (codes.view("<i4") >> 31).view("<u4")
+    for at, plane in enumerate(planes):
+        plane[:] = (codes >> np.uint32(8 * (at + 1))).astype(np.uint8)
+    return planes
+
+
+def add_codes(codes: npt.NDArray[Any], older: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the patterns of fp32 masters, given what `frames.codes_of` returns and the patterns of the other save."""
+    off = codes >> np.uint32(1)
+    off ^= -(codes & np.uint32(1))
+    off <<= np.uint32(8)
+    off += _ordered(older & np.uint32(0xFFFFFF00))
+    return _ordered(off)
+
+
+def _ordered(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the numbers of ``F24`` patterns in the order of the values, times 256; -0.0 has its own. Of these numbers,
+    it returns the patterns."""
+    numbers: npt.NDArray[Any] = bits ^ (bits >> np.uint32(31)) * np.uint32(0x7FFFFF00)
+    return numbers
 
 
 def _to_records(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> None:
@@ -273,22 +302,40 @@ def _from_blocks(data: bytes | bytearray | memoryview, source: str) -> npt.NDArr
 
 
 class Decoder:
-    """Decodes the bytes of an encoding as they come, to fp32."""
+    """Decodes the bytes of an encoding as they come, to fp32, of ``D24`` to the codes of differences."""
 
     def __init__(self, encoding: Encoding):
-        self._dtype, self._skip, self._left = encoding
+        self._dtype, self._skip, self._left, frames = encoding
+        self._frames = [*reversed(frames)]
         self._rest = b""
         """The start of a block that the last chunk cut"""
 
     def feed(self, data: bytes | bytearray | memoryview) -> bytes:
-        """Return the elements of the blocks that are complete now, and of the last one if all wanted ones are there."""
+        """Return the elements of the blocks that are complete now, and of the last one if all wanted ones are there.
+
+        Raises ValueError for a damaged frame.
+        """
         whole = self._rest + bytes(data)
+        if self._dtype == D24:
+            return b"".join(self._from_frames(whole))
         enough = size_of(self._dtype, self._skip + self._left)
         end = enough if len(whole) >= enough else len(whole) - len(whole) % BLOCKS[self._dtype].num_bytes
         self._rest = whole[end:]
         found = _from_blocks(whole[:end], self._dtype)[self._skip :][: self._left]
         self._skip, self._left = 0 if end else self._skip, self._left - len(found)
         return found.tobytes()
+
+    def _from_frames(self, whole: bytes) -> Iterator[bytes]:
+        at = 0
+        while self._frames and at + self._frames[-1] <= len(whole):
+            end = at + self._frames.pop()
+            codes = frames.codes_of(memoryview(whole)[at:end])
+            found = codes[self._skip :][: self._left]
+            if len(found) < min(self._left, frames.ELEMENTS - self._skip):
+                raise ValueError(f"it has {len(codes)} elements")
+            at, self._skip, self._left = end, 0, self._left - len(found)
+            yield found.tobytes()
+        self._rest = whole[at:]
 
 
 def _to_bfloat16(values: npt.NDArray[Any]) -> bytes:

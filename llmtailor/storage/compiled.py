@@ -105,15 +105,25 @@ def _number(bits: Any) -> Any:
     return -number if bits >> np.uint32(31) else number
 
 
-@_compiled(_given(_WORD, 1), _taken(_INTEGER, 1))
-def to_numbers(bits: Any, room: Any) -> None:
-    for at in range(len(bits)):
-        room[at] = _number(bits[at])
+@_compiled(_WORD, returns=_WORD)
+def _ordered(bits: Any) -> Any:
+    return bits ^ (np.uint32(np.int32(bits) >> 31) & np.uint32(0x7FFFFF00))  # -0.0 has a number of its own
 
 
-@_compiled(_given(_WORD, 2), _given(_INTEGER, 2), _BYTE[:], _BYTE[:, :, :])
+@_compiled(_given(_WORD, 1), _given(_WORD, 1), _taken(_BYTE, 2))
+def to_planes(newest: Any, older: Any, planes: Any) -> None:
+    """Split the differences of 24-bit patterns, which are the upper bits, into their bytes; see `frames`."""
+    for at in range(len(newest)):
+        code = np.uint32(_ordered(newest[at]) - _ordered(older[at]))
+        code = np.uint32(code << np.uint32(1)) ^ np.uint32(np.int32(code) >> 31)
+        planes[0, at] = np.uint8(code >> np.uint32(8))
+        planes[1, at] = np.uint8(code >> np.uint32(16))
+        planes[2, at] = np.uint8(code >> np.uint32(24))
+
+
+@_compiled(_given(_WORD, 2), _given(_WORD, 2), _BYTE[:], _BYTE[:, :, :])
 def to_differences(rows: Any, base: Any, fits: Any, octets: Any) -> None:
-    """Round rows of patterns to the differences of their numbers from ``base``, in two bytes, or to bf16."""
+    """Round rows of patterns to the differences of their numbers from those of ``base``, in two bytes, or to bf16."""
     half = np.int32(1 << 15)
     off = np.empty(rows.shape[1], np.int32)
     for number in range(len(rows)):
@@ -121,7 +131,7 @@ def to_differences(rows: Any, base: Any, fits: Any, octets: Any) -> None:
         far = np.uint32(0)
         for at in range(len(row)):
             # -0.0 has no number of its own
-            off[at] = half if row[at] == np.uint32(1 << 31) else _number(row[at]) - base[number, at]
+            off[at] = half if row[at] == np.uint32(1 << 31) else _number(row[at]) - _number(base[number, at])
             far = max(far, np.uint32(off[at] + half - np.int32(1)))
         fits[number] = far <= np.uint32((1 << 16) - 2)
         if not fits[number]:

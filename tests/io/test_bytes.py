@@ -16,7 +16,7 @@ from llmtailor.checkpoint.placement import Bundled
 from llmtailor.model.roles import Encoding, State, size_of
 from llmtailor.saving.snapshot import Bases, pack_by_torch
 from llmtailor.storage import casts
-from llmtailor.storage.casts import Decoder, cast, numbers_of, pack, pack_differences, refine
+from llmtailor.storage.casts import Decoder, cast, pack, pack_differences, refine
 from llmtailor.storage.checksums import part_digest
 from llmtailor.storage.local import AHEAD_BYTES, Ahead
 
@@ -175,11 +175,11 @@ def test_numba_rounds_to_the_bytes_that_numpy_rounds_to(monkeypatch):
     bits = generator.integers(0, 1 << 32, 100_001, np.uint32)
     bits[:50_000] = bits[:50_000] & 0x807FFFFF | generator.integers(0, 20, 50_000).astype(np.uint32) << 23  # subnormals
     unaligned = np.frombuffer(b"-" + bits.tobytes(), "<f4", offset=1)
-    base = numbers_of((bits + generator.integers(0, 1 << 17, len(bits), np.uint32)).view("<f4"))
+    base = pack((bits + generator.integers(0, 1 << 17, len(bits), np.uint32)).view("<f4"), "F24")
 
     def made(values):
         packed = [pack(values, dtype).tobytes() for dtype in ("F24", "Q8", "Q8_ROOT")]
-        return [*packed, numbers_of(values).tobytes(), pack_differences(values, base[: len(values)]).tobytes()]
+        return [*packed, pack_differences(values, base[: 3 * len(values)]).tobytes()]
 
     found = [
         made(values) for values in (unaligned, unaligned[:1], unaligned[5:6_000], np.abs(unaligned), unaligned[:0])
@@ -227,7 +227,7 @@ def test_differences_from_older_masters(scale, numel):
     older = torch.randn(numel, generator=generator)
     newest = older + scale * torch.randn(numel, generator=generator)
     newest[:: numel // 2 + 1], older[:: numel // 2 + 1] = -0.0, 0.0
-    packed = pack_differences(newest.numpy(), numbers_of(older.numpy())).tobytes()
+    packed = pack_differences(newest.numpy(), pack(older.numpy(), "F24")).tobytes()
     assert len(packed) == size_of("D16", numel)
     place, wanted = Bundled(("file",), (0,), (0, numel), 4, (), "D16"), of_16_bits(newest, older, 1)
     for begin, end in {(0, numel), (numel // 3, numel // 3 + 1), (numel // 2, numel)}:
@@ -248,7 +248,7 @@ def test_differences_of_any_patterns(every):
     newest = torch.from_numpy(bits.view("<f4"))
     for shift in (0, 1, 300 << 8, 1 << 31):
         older = torch.from_numpy((bits + np.uint32(shift)).view("<f4"))
-        packed = pack_differences(newest.numpy(), numbers_of(older.numpy())).tobytes()
+        packed = pack_differences(newest.numpy(), pack(older.numpy(), "F24")).tobytes()
         data = Decoder(Encoding("D16", 0, len(bits))).feed(packed)
         found = refine(data, "F32", cast(older.numpy().tobytes(), "F32", "F24"), "F24", "BF16")
         wanted = cast(newest.numpy().tobytes(), "F32", "BF16")
@@ -263,4 +263,4 @@ def test_a_failed_save_is_no_base():
     bases.settle(True)
     bases.coming("a", 0, 2).fill_(8)
     bases.settle(False)
-    assert bases.of("a", 0, 2).tolist() == [7, 7] and bases.of("a", 0, 3) is None and bases.of("a", 2, 2) is None
+    assert bases.of("a", 0, 2).tolist() == [7] * 6 and bases.of("a", 0, 3) is None and bases.of("a", 2, 2) is None

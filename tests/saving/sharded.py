@@ -146,6 +146,23 @@ def train(kind: str, folder: Path, rank: int) -> None:
         saver.save(STEPS)
         saver.close()
         resume(kind, folder, 2, losses, rank)
+        compress(folder, *new_training(kind), rank)
+
+
+def compress(folder: Path, model: Any, optimizer: Any, rank: int) -> None:
+    """Save masters as differences from those of the save before."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    how = {"policy": "moments_in_turn:2", "masters": "24bit-zstd"}
+    saver = saver_for(folder / "compressed", model=model, optimizer=optimizer, scheduler=scheduler, **how)
+    saver.start(0)
+    truth = {}
+    for step in range(1, 4):
+        step_once(model, optimizer, step, rank // 2)
+        saver.save(step)
+        truth[step] = as_truth(held(model, optimizer))
+    saver.close()
+    if rank == 0:
+        torch.save(truth, folder / "compressed.pt")
 
 
 def batch(step: int, rank: int) -> dict[str, torch.Tensor]:

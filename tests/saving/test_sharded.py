@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoModelForCausalLM
 
 from helpers.commands import call
-from helpers.states import read
+from helpers.states import in_24_bits, read
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.safetensors import read_header
 from llmtailor.errors import SourceError
@@ -101,6 +101,15 @@ def test_boxes_may_be_rounded(trained, tmp_path):
                 error = (found.sqrt() - exact.sqrt() if root else found - exact).abs().max()
                 most = exact.sqrt().max() / 255 if root else exact.abs().max() / (127 if kind == "exp_avg" else 1 << 15)
                 assert 0 < error <= most, (name, kind)
+
+
+def test_boxes_may_be_differences(trained, tmp_path):
+    run, truth = trained / "mesh" / "compressed", torch.load(trained / "mesh" / "compressed.pt")
+    assert {len([*path.glob("*.zst")]) for path in run.glob("partial/step-*")} == {0, RANKS["mesh"]}
+    for step in (2, 3):
+        call("merge", "--run", run, "--at", step, "--to", "trainer", out := tmp_path / f"{step}")
+        wanted = fold(truth, manifests([run], step))
+        check_states(out, {key: in_24_bits(one) if key[1] == "master" else one for key, one in wanted.items()})
 
 
 def test_boxes_that_leave_something_out_are_refused(trained, tmp_path):

@@ -217,6 +217,7 @@ LIGHTNING_SAVED = by_name(
 # With the saver attached to the Trainer
 
 SIXTEEN = {"moments": "bf16", "masters": "bf16"}
+COMPRESSED = {"moments": "8bit", "masters": "24bit-zstd"}
 CHECKED = by_name(
     [
         Job("z3", per_device_batch=3, steps=8),
@@ -235,9 +236,10 @@ CHECKED = by_name(
         Job("z3-mixtral", "mixtral"),
         Job("z3-lora", "llama+lora"),
         Job("z2-lora", "qwen2+lora", tied=True, stage=2),
-        Job("z3-rounded", options={"moments": "8bit", "masters": "24bit"}),
+        Job("z3-rounded", policy="moments_in_turn:2", options=COMPRESSED),
         Job("z3-bf16", policy="moments_in_turn:2", options=SIXTEEN, per_device_batch=3, steps=8),
         Job("z2", stage=2),
+        Job("z2-rounded", stage=2, policy="moments_in_turn:2", options=COMPRESSED | {"moments": "bf16"}),
         Job("z2-layer", stage=2, groups="layer", policy="moments_in_turn:2"),
         Job("z2-rr", stage=2, round_robin=True),
         Job("z2-aligned", stage=2, parameter_alignment=True),

@@ -6,6 +6,7 @@
       manifest.json                         written last: without it the checkpoint does not exist
       rank-00003-of-00008.safetensors       a rank shard: the rank's fragments of the chosen parts, and object trees
       frozen-00003-of-00008.safetensors     frozen params; a hard link to the same file of the previous save
+      differences-00003-of-00008.zst        masters as compressed differences, see `differences`
       trainer_state.json, config.json, ..   as the Trainer writes them; unchanged ones are hard links
 
 A rank shard's tensors are ``master/FQN``, ``exp_avg/FQN``, .. (one dimension: the elements that this rank has of it,
@@ -79,6 +80,8 @@ def _shape(value: Any) -> tuple[int, ...]:
 SCHEMA = "llmtailor.partial/1"
 SCHEMA_MASTERS = "llmtailor.partial/2"
 """Of a save with ``masters``: readers of the other schema would miss these parts"""
+SCHEMA_DIFFERENCES = "llmtailor.partial/3"
+"""Of a save that also has files of differences"""
 SCHEMA_BUNDLE = "llmtailor.bundle/1"
 TREE = "tree:"
 KEY_LAYOUT = "dcp/style"
@@ -106,6 +109,10 @@ def bundle_name(rank: int, world_size: int) -> str:
 
 def frozen_name(rank: int, world_size: int) -> str:
     return f"frozen-{rank:05}-of-{world_size:05}.safetensors"
+
+
+def differences_name(rank: int, world_size: int) -> str:
+    return f"differences-{rank:05}-of-{world_size:05}.zst"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +158,7 @@ class Manifest:
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None
     """Param -> the tensors that the run would save it as, none for what PEFT does not save; None if unknown"""
     bundles: tuple[BundleFact, ...]
-    """The rank shards in rank order, then the files of frozen params"""
+    """The rank shards in rank order, then the files of frozen params, and of differences"""
     shards: Mapping[str, Any]
     """DeepSpeed's ``is_bf16``, and the stock names of the ``optim`` and ``model`` files"""
     ledger: Mapping[str, Any]
@@ -225,7 +232,8 @@ def manifest_json(
         "ledger": dict(manifest.ledger),
     }
     if manifest.masters:
-        content |= {"schema": SCHEMA_MASTERS}
+        has_files = any(one.path.endswith(".zst") for one in manifest.bundles)
+        content |= {"schema": SCHEMA_DIFFERENCES if has_files else SCHEMA_MASTERS}
         bases = {part: {"base": base} for part, base in manifest.bases.items()}
         content["masters"] = [
             {"part": part, **_params_of(part, manifest), **bases.get(part, {})} for part in manifest.masters
@@ -252,15 +260,15 @@ _PLAIN = {
 
 
 def _parse(data: Any) -> Manifest:
-    if data["schema"] not in (SCHEMA, SCHEMA_MASTERS):
-        raise ValueError(f"schema {data['schema']!r:.80} instead of {SCHEMA!r} or {SCHEMA_MASTERS!r}")
+    if data["schema"] not in (SCHEMA, SCHEMA_MASTERS, SCHEMA_DIFFERENCES):
+        raise ValueError(f"schema {data['schema']!r:.80} instead of {SCHEMA!r} to {SCHEMA_DIFFERENCES!r}")
     plain = {key: check(data[key]) for key, check in _PLAIN.items()}
     params = {
         _name(name): ParamFact(_shape(one["shape"]), _role(one["role"]), _dtype(one["dtype"]))
         for name, one in data["params"].items()
     }
     chosen = {Part(_name(one["part"])): one for one in data["parts"]}
-    with_masters = data["masters"] if data["schema"] == SCHEMA_MASTERS else ()
+    with_masters = data["masters"] if data["schema"] != SCHEMA else ()
     masters = {Part(_name(one["part"])): one for one in with_masters}
     held = chosen | masters
     params_of = {part: tuple(map(_name, _list(one["params"]))) for part, one in held.items()}
@@ -304,14 +312,16 @@ def _pieces(data: Any, params: Mapping[str, ParamFact]) -> dict[str, tuple[int, 
 
 
 def _bundles(data: Any, world_size: int) -> tuple[BundleFact, ...]:
-    """Return one rank shard per rank, then the files of frozen params: one, or one per rank; each once."""
+    """Return one rank shard per rank, then the files of frozen params: one, or one per rank; each once. There may be
+    one of differences for each rank."""
     listed = _list(data)
     if not 0 < world_size <= len(listed):  # checked before building the names of all ranks
         raise ValueError(f"it lists {len(listed)} rank shards for {world_size} ranks")
     ranks = {bundle_name(rank, world_size) for rank in range(world_size)}
     frozen = {frozen_name(rank, world_size) for rank in range(world_size)}
     names = [one["path"] for one in listed]
-    if len(names) != len(set(names)) or set(names) - ranks not in (set(), {frozen_name(0, 1)}, frozen):
+    others = set(names) - ranks - {differences_name(rank, world_size) for rank in range(world_size)}
+    if len(names) != len(set(names)) or not ranks <= set(names) or others not in (set(), {frozen_name(0, 1)}, frozen):
         raise ValueError(f"it does not list the rank shards of {world_size} ranks, each once")
     return tuple(BundleFact(one["path"], _count(one["num_bytes"]), int(_crc(one["crc32"]), 16)) for one in listed)
 

@@ -53,6 +53,7 @@ from llmtailor.formats.common.states import make_index
 from llmtailor.formats.deepspeed_common.files import ShardFiles
 from llmtailor.formats.deepspeed_common.read import read_shards
 from llmtailor.formats.format import Draft
+from llmtailor.formats.partial.differences import DifferencesFile, read_differences
 from llmtailor.formats.partial.json_trees import PADDING, decode
 from llmtailor.formats.partial.manifest import (
     KEY_LAYOUT,
@@ -61,6 +62,7 @@ from llmtailor.formats.partial.manifest import (
     BundleFact,
     Manifest,
     bundle_name,
+    differences_name,
     frozen_name,
     read_manifest,
 )
@@ -71,6 +73,8 @@ from llmtailor.model.precision import ROUNDED_AS
 from llmtailor.model.roles import (
     BUFFER,
     D16,
+    D24,
+    DIFFERENCES,
     F24,
     FROZEN,
     ITEMSIZE,
@@ -145,9 +149,13 @@ def open_partial(root: Path, name: str) -> Partial:
     manifest = read_manifest(root, name)
     problems = Problems()
     files: dict[str, WeightFile] = {}
-    ranks = {bundle_name(rank, manifest.world_size): rank for rank in range(manifest.world_size)}
+    differences: list[DifferencesFile] = []
+    ranks = {of(rank, manifest.world_size): rank for rank in range(manifest.world_size) for of in _OF_RANK}
     for fact in manifest.bundles:
-        if file := attempt(lambda: _read_bundle(root, fact, manifest, ranks, name), problems):  # noqa: B023
+        file = attempt(lambda: _read_bundle(root, fact, manifest, ranks, name), problems)  # noqa: B023
+        if isinstance(file, DifferencesFile):
+            differences.append(file)
+        elif file:
             files[fact.path] = file
     problems.raise_if_any()
     tree_of = {
@@ -156,13 +164,19 @@ def open_partial(root: Path, name: str) -> Partial:
     if unexpected := [path for path in tree_of if not is_path_below(path)]:
         what = f"it contains an unknown file {unexpected[0]!r:.80}"
         raise SourceError.at(PathIn(name, tree_of[unexpected[0]]), what, _FIX)
-    return Partial(root, name, manifest, files, tree_of, _collect(manifest, files, name))
+    return Partial(root, name, manifest, files, tree_of, _collect(manifest, files, differences, name))
 
 
-def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mapping[str, int], name: str) -> WeightFile:
-    """Return a file's header, checked against the manifest; ``ranks`` are those of the rank shards by name."""
+_OF_RANK = (bundle_name, differences_name)
+
+
+def _read_bundle(
+    root: Path, fact: BundleFact, manifest: Manifest, ranks: Mapping[str, int], name: str
+) -> WeightFile | DifferencesFile:
+    """Return a file's header, checked against the manifest; ``ranks`` are those of the ranks' own files by name."""
     where = PathIn(name, fact.path)
-    file = read_header(root, fact.path, where)
+    read = read_differences if fact.path.endswith(".zst") else read_header
+    file = read(root, fact.path, where)
     size = (root / fact.path).stat().st_size
     if size != fact.num_bytes:
         raise SourceError.at(where, f"it has {size} bytes, but its save wrote {fact.num_bytes}", _FIX)
@@ -180,9 +194,11 @@ def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mappin
     return file
 
 
-def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> dict[State, TensorEntry]:
+def _collect(
+    manifest: Manifest, files: Mapping[str, WeightFile], differences: Sequence[DifferencesFile], name: str
+) -> dict[State, TensorEntry]:
     """Join the ranks' fragments of each state. Raises SourceError for those that do not tile what the save holds."""
-    found: dict[State, list[tuple[int, int, str, int, str]]] = {}
+    found: dict[State, list[tuple[int, int, str, int, str, Sequence[int]]]] = {}
     boxes: dict[State, list[tuple[Box, TensorEntry]]] = {}
     whole: dict[State, TensorEntry] = {}
     for path, file in files.items():
@@ -216,20 +232,29 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
                     boxes.setdefault(State(param, kind), []).append((box, one))
                     continue
                 for begin, end in _runs(begins.get(key, begins[param]), held.num_bytes, dtype):
-                    found.setdefault(State(param, kind), []).append((begin, end, path, start, dtype))
+                    found.setdefault(State(param, kind), []).append((begin, end, path, start, dtype, ()))
                     start += size_of(dtype, end - begin)
         except (ValueError, RecursionError) as error:
             raise SourceError.at(PathIn(name, path), f"its metadata is damaged ({error})", _FIX) from error
+    for file_of_rank in differences:
+        for param, elements, place in file_of_rank.masters:
+            state = State(param, MASTER)
+            if isinstance(elements, Box):
+                boxes.setdefault(state, []).append((elements, TensorEntry("F32", elements.sizes, place)))
+            else:
+                row = (*elements, file_of_rank.path, place.starts[0], D24, place.frames[0])
+                found.setdefault(state, []).append(row)
     joined = dict(whole)
     problems: list[Problem] = []
     wanted = {kind: manifest.runs_of(kind) for kind in dict.fromkeys(state.kind for state in found)}
     for state, fragments in found.items():
         fragments.sort(key=lambda one: one[:2])
-        begins, ends, paths, starts, dtypes = zip(*fragments, strict=True)
+        begins, ends, paths, starts, dtypes, frames = zip(*fragments, strict=True)
         shape = manifest.params[state.param].shape if state.param in manifest.params else (-1,)
         is_whole = (0, *ends) == (*begins, math.prod(shape))
         dtype, encoded = (dtypes[0], "") if dtypes[0] in ITEMSIZE else ("F32", dtypes[0])
-        place = Bundled(paths, starts, (*begins, ends[-1]), ITEMSIZE[dtype], () if is_whole else ends, encoded)
+        framed = frames if encoded == D24 and all(frames) else ()
+        place = Bundled(paths, starts, (*begins, ends[-1]), ITEMSIZE[dtype], () if is_whole else ends, encoded, framed)
         joined[state] = TensorEntry(dtype, shape, place)
         runs = wanted[state.kind].get(state.param, ((0, math.prod(shape)),))
         overlap = any(begin < end for begin, end in zip(begins[1:], ends, strict=False))
@@ -312,7 +337,8 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     saved = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
     setback = {part: (saved[part], steps) for part, steps in manifest.setback.items() if part in saved}
     found = {(state.kind == MASTER, one.stored_as) for state, one in held.items() if one.rounded_from}
-    found |= {(True, "BF16")} if manifest.bases else set()
+    differences = _differences(partial)
+    found |= {(True, "BF16") for one in differences.values() if one.entry.stored_as == D16}
     rounded = tuple(
         Finding(name, what, fix, Code.STATE_DTYPE)
         for what, fix in (_ROUNDED[one] for one in sorted(found) if one in _ROUNDED)
@@ -323,9 +349,7 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
         held=held,
         findings=(*index.findings, *rounded),
         files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
-        partial=PartialFacts(
-            frozenset(partial.tree_of), manifest.saved_as, setback, manifest.save_id, _differences(partial)
-        ),
+        partial=PartialFacts(frozenset(partial.tree_of), manifest.saved_as, setback, manifest.save_id, differences),
         zero=replace(index.zero, module={}),
     )
     return replace(draft, index=index)
@@ -342,7 +366,7 @@ _ROUNDED = {
     ),
     (True, F24): (
         "its master weights were saved in 24 bits; composites widen them again, without the lost digits",
-        "for exact ones, use a save that was made without masters=24bit or masters=bf16",
+        "for exact ones, use a save that was made without masters=24bit, 24bit-zstd or bf16",
     ),
     (True, "BF16"): (
         "some master weights were saved in 16 bits; composites add digits of masters that were saved with the moments",
@@ -359,7 +383,7 @@ def _differences(partial: Partial) -> dict[str, Difference]:
     for part, save_id in partial.manifest.bases.items():
         base_of |= dict.fromkeys(partial.manifest.params_of.get(part, ()), save_id)
     for state, entry in partial.fragments.items():
-        if entry.stored_as == D16:
+        if entry.stored_as in DIFFERENCES:
             if state.param not in base_of or state.kind != MASTER:
                 what = f"its manifest does not say from which save {state.kind} of {state.param} differs"
                 raise SourceError.at(partial.name, what, _FIX)
@@ -382,7 +406,8 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
             placed[state] = described
             continue
         fragment = partial.fragments.get(state)
-        is_here = fragment is not None and fragment.stored_as != D16  # without the other save these have no values
+        # without the other save, differences have no values
+        is_here = fragment is not None and fragment.stored_as not in DIFFERENCES
         placed[state] = fragment if fragment and is_here else replace(described, place=_ABSENT)
         if fragment and described.dtype == "F32" and fragment.stored_as in ROUNDED_AS.get(state.kind, ()):
             fragment = replace(fragment, rounded_from=described.dtype)

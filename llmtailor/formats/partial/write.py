@@ -66,7 +66,7 @@ from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, Part, SavedAs
-from llmtailor.model.precision import Precision
+from llmtailor.model.precision import WITHOUT_BASE, Precision
 from llmtailor.model.roles import (
     BLOCKS,
     BUFFER,
@@ -337,7 +337,7 @@ def _add_fragments(
                 bundles[0].add_whole(Entry(f"{state.kind}/{param}", held.dtype, held.shape, slots))
                 continue
             dtype = dtypes.get(state.kind, held.dtype) if held.dtype == "F32" else held.dtype
-            dtype = "BF16" if dtype == D16 else dtype
+            dtype = WITHOUT_BASE.get(dtype, dtype)
             for rank, first, last in cut(held):
                 parts = [(first, last)]
                 if dtype in BLOCKS and not held.is_all_zero:  # blocks are made within a fragment of the source
