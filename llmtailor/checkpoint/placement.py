@@ -7,6 +7,7 @@ ranks. Sets of elements are ascending runs that do not touch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
