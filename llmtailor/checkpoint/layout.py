@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -220,32 +220,36 @@ class FileLayout:
     checksum of bytes after it.
     """
 
-    def __init__(self, path: str, pieces: tuple[Piece, ...] | Callable[[], tuple[Piece, ...]]):
+    def __init__(self, path: str, pieces: tuple[Piece, ...] | Callable[[], Iterable[Piece]]):
         if not all(word not in ("", ".", "..") for word in path.split("/")):
             raise ValueError(f"not a path below the output: {path!r}")
         self.path = path
         self._pieces = pieces
         self._num_bytes: int | None = None
         if not callable(pieces):
-            self._check(pieces)
+            _ = self.num_bytes
 
-    def _check(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    def _made(self) -> Iterable[Piece]:
+        return self._pieces() if callable(self._pieces) else self._pieces
+
+    def each(self) -> Iterator[Piece]:
+        """Yield the pieces, without having all of them in memory if they are made now."""
         at = 0
-        for piece in pieces:
+        for piece in self._made():
             if type(piece) is Crc and piece.stop > at:
                 raise ValueError(f"{self.path}: a checksum at byte {at} covers bytes after it: {piece}")
             at += piece.num_bytes
+            yield piece
         self._num_bytes = at
-        return pieces
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        return self._check(self._pieces()) if callable(self._pieces) else self._pieces
+        return tuple(self.each()) if callable(self._pieces) else self._pieces
 
     @property
     def num_bytes(self) -> int:
         if self._num_bytes is None:
-            _ = self.pieces
+            deque(self.each(), maxlen=0)
         assert self._num_bytes is not None, "checking counts the bytes"
         return self._num_bytes
 
@@ -256,13 +260,13 @@ class FileLayout:
     def placed(self) -> Iterator[tuple[int, Piece]]:
         """Yield each piece with its byte offset in the file."""
         at = 0
-        for piece in self.pieces:
+        for piece in self.each():
             yield at, piece
             at += piece.num_bytes
 
     def filled(self, fill: Fill) -> FileLayout:
         """Return the layout with every piece replaced. A container may adjust its padding to the new pieces."""
-        return FileLayout(self.path, lambda: fill_all(self.pieces, fill))
+        return FileLayout(self.path, lambda: chain.from_iterable(map(fill, self._made())))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileLayout) and (self.path, self.pieces) == (other.path, other.pieces)
@@ -408,6 +412,9 @@ class Summary:
     """Slots that no source could fill; a plan with any can't be carried out"""
 
 
+_LINES = 100
+
+
 def _summarize(plan: Plan) -> Summary:
     digest = hashlib.sha256(repr(tuple(f"{one}" for one in plan.sources)).encode())
     moved: dict[tuple[str | None, int], int] = {}
@@ -416,9 +423,16 @@ def _summarize(plan: Plan) -> Summary:
     unfilled: list[Slot] = []
     names: dict[State, str] = {}
     for file in plan.files:
-        lines: list[bytes] = [b"link"] if isinstance(file, LinkLayout) else []
-        for piece in file.pieces:
-            if isinstance(piece, (Copy, Cast)):
+        lines = [f"{file.path!r}".encode(), *([b"link"] if isinstance(file, LinkLayout) else [])]
+        for piece in file.each():
+            if len(lines) >= _LINES:  # the pieces of a file may take more memory than all else
+                digest.update(b"\n".join([*lines, b""]))
+                lines.clear()
+            if type(piece) is Bytes:  # its data may be large, and a repr four times that
+                lines += (b"Bytes %d" % len(piece.data), piece.data)
+            elif type(piece) is Crc:
+                lines.append(b"Crc %d %d" % (piece.start, piece.stop))
+            elif isinstance(piece, (Copy, Cast)):
                 extent, state, source = piece.extent, piece.state, piece.source
                 path, start, stop = extent
                 of = ""
@@ -444,13 +458,11 @@ def _summarize(plan: Plan) -> Summary:
                 if not piece.refines:
                     shared.update(dict.fromkeys({one.source for one in piece.terms} - {key[1]}, piece.num_bytes))
                 read.update((one.source, one.extent.path) for one in piece.terms)
-            elif isinstance(piece, Bytes):  # its data may be large, and a repr four times that
-                lines += (b"Bytes %d" % len(piece.data), piece.data)
             elif isinstance(piece, Slot):
                 unfilled.append(piece)
             else:
                 lines.append(repr(piece).encode())
-        digest.update(b"\n".join([f"{file.path!r} {file.num_bytes}".encode(), *lines, b""]))
+        digest.update(b"\n".join([*lines, f"{file.num_bytes}".encode(), b""]))
     return Summary(digest.hexdigest(), tuple(sorted(read)), moved, shared, tuple(unfilled))
 
 

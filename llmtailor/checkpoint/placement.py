@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 from llmtailor.model.roles import BLOCKS, Encoding, size_of
 
@@ -157,11 +157,11 @@ class Bundled:
     Between fragments, elements may be left out: those of experts that the save does not hold.
     """
 
-    paths: tuple[str, ...]
+    paths: Sequence[str]
     """The file of each fragment, in the order of the elements."""
-    starts: tuple[int, ...]
+    starts: Sequence[int]
     """Where each fragment begins in its file, in bytes."""
-    cuts: tuple[int, ...]
+    cuts: Sequence[int]
     """The first element of each fragment, ascending, and where the last one ends."""
     itemsize: int
     ends: tuple[int, ...] = ()
@@ -218,26 +218,61 @@ class Box:
     sizes: tuple[int, ...]
 
 
-def find_grid(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-    """Return the cuts along each dimension, and the numbers of the boxes in the order of the cells.
+def corners(boxes: Iterable[Box]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the offsets and the sizes of boxes."""
+    listed = [*boxes]
+    return [box.offsets for box in listed], [box.sizes for box in listed]
+
+
+def find_grid(
+    shape: tuple[int, ...], offsets: Sequence[Any], sizes: Sequence[Any]
+) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+    """Return the cuts along each dimension, and the numbers of boxes in the order of the cells.
 
     Boxes without elements are left out. Raises ValueError unless the others tile the tensor as a grid.
     """
+    import numpy as np  # takes a while, and most checkpoints have no boxes
+
     if 0 in shape:
         return (), []
-    there = {
-        tuple((low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)): number
-        for number, box in enumerate(boxes)
-        if 0 not in box.sizes
-    }
-    cuts = tuple(tuple(sorted({box[at][0] for box in there} | {size})) for at, size in enumerate(shape))
-    count = sum(0 not in box.sizes for box in boxes)
-    if count != math.prod(len(cut) - 1 for cut in cuts) or any(cut[0] for cut in cuts):
-        raise ValueError(f"the {count} boxes do not tile it")
-    cells = [*itertools.product(*(itertools.pairwise(cut) for cut in cuts))]
-    if there.keys() != set(cells):
+    lows, lengths = (np.asarray(one, np.int64).reshape(len(offsets), len(shape)) for one in (offsets, sizes))
+    numbers = np.flatnonzero((lengths > 0).all(axis=1))
+    lows, lengths = lows[numbers], lengths[numbers]
+    edges = [np.unique(np.append(lows[:, at], size)) for at, size in enumerate(shape)]
+    counts = [len(one) - 1 for one in edges]
+    if len(lows) != math.prod(counts) or any(one[0] for one in edges):
+        raise ValueError(f"the {len(lows)} boxes do not tile it")
+    cell, is_in_grid = np.zeros(len(lows), np.int64), np.full(len(lows), True)
+    for at, edge in enumerate(edges):
+        number = np.minimum(np.searchsorted(edge, lows[:, at]), counts[at] - 1)
+        is_in_grid &= (edge[number] == lows[:, at]) & (edge[number + 1] == lows[:, at] + lengths[:, at])
+        cell = cell * counts[at] + number
+    order = np.argsort(cell)
+    if not is_in_grid.all() or (cell[order] != np.arange(len(lows))).any():
         raise ValueError("its boxes leave elements out or overlap")
-    return cuts, [there[cell] for cell in cells]
+    return tuple(tuple(one.tolist()) for one in edges), numbers[order].tolist()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells(Sequence[Contiguous]):
+    """The cells of `Boxes` in columns, for a thousand boxes of a thousand tensors."""
+
+    paths: Sequence[str]
+    starts: Sequence[int]
+    stops: Sequence[int]
+    itemsize: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, at: int) -> Contiguous: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Contiguous]: ...
+    def __getitem__(self, at: int | slice) -> Contiguous | Sequence[Contiguous]:
+        if isinstance(at, slice):
+            return tuple(self[each] for each in range(*at.indices(len(self))))
+        return Contiguous(Extent(self.paths[at], self.starts[at], self.stops[at]), self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +291,14 @@ class Boxes:
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, ...], ...]
     """For each dimension, where its boxes begin, ascending from 0, and the size at the end"""
-    cells: tuple[Placement, ...]
+    cells: Sequence[Placement]
     """The boxes, the last dimension counting fastest; the elements of each count from 0"""
 
     @property
     def encoded(self) -> str:
         """The dtype of `Encoding`, if the elements are stored so"""
-        return next((one.encoded for one in self.cells if isinstance(one, Bundled)), "")
+        cells = () if isinstance(self.cells, Cells) else self.cells
+        return next((one.encoded for one in cells if isinstance(one, Bundled)), "")
 
     @property
     def framed_bytes(self) -> int:
@@ -283,11 +319,13 @@ class Boxes:
         if not last or self.encoded or after - first < 2:
             yield from self.cover(begin, end)
             return
-        yield from self.cover(begin, first * width)
+        if begin < first * width:
+            yield from self.cover(begin, first * width)
         for grid in self.grids(first * width, after - first):
             is_short = sum(band.width for band in grid.bands) < SHORT_BYTES * len(grid.bands)
-            yield from (grid,) if grid.rows > 1 and is_short else self.cover(grid.begin, grid.end)
-        yield from self.cover(after * width, end)
+            yield from (grid,) if grid.rows > 1 and is_short else _runs_of(grid)
+        if after * width < end:
+            yield from self.cover(after * width, end)
 
     def grids(self, begin: int, count: int, low: int = 0, high: int = 0) -> Iterator[Grid]:
         """Yield grids that tile whole rows of the last dimension that is cut, and all after it; of each row the
@@ -309,6 +347,16 @@ class Boxes:
             for rows, bands in _side_by_side(found):
                 yield Grid(begin + low, rows, high - low, bands)
                 begin += rows * width
+
+
+def _runs_of(grid: Grid) -> Iterator[Fragment]:
+    """Yield each run of each row."""
+    itemsize, begin = sum(band.width for band in grid.bands) // grid.width, grid.begin
+    for row in range(grid.rows):
+        for path, start, width, stride in grid.bands:
+            end = begin + width // itemsize
+            yield Fragment(begin, end, Extent(path, start + row * stride, start + row * stride + width))
+            begin = end
 
 
 def _last_cut(cuts: tuple[tuple[int, ...], ...]) -> int:

@@ -10,7 +10,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmtailor.checkpoint.placement import Box, Boxes, Contiguous, Extent, Inside, Placement, find_grid, in_boxes
+from llmtailor.checkpoint.placement import (
+    Box,
+    Boxes,
+    Contiguous,
+    Extent,
+    Inside,
+    Placement,
+    corners,
+    find_grid,
+    in_boxes,
+)
 from llmtailor.model.roles import State
 
 _NOWHERE = Contiguous(Extent("", 0, 0), 1)
@@ -49,7 +59,7 @@ class Cut:
             for box, own in shard.pieces:
                 is_all = own.sizes == shard.shape
                 holders.setdefault(box, []).append(place if is_all else Inside(place, shard.shape, own))
-        cuts, order = find_grid(self.shape, [*holders])
+        cuts, order = find_grid(self.shape, *corners(holders))
         found = [[*holders.values()][number] for number in order] or [[places[0]]]
         if len(found) == 1:
             return tuple(found[0])
@@ -60,7 +70,7 @@ class Cut:
         """Raise ValueError unless the ranks hold every element, and each of a shard's elements is one of the tensor."""
         self.join([_NOWHERE] * len(self.shards))
         for shard in self.shards:
-            find_grid(shard.shape, [own for _, own in shard.pieces])
+            find_grid(shard.shape, *corners(own for _, own in shard.pieces))
 
     def runs(self, rank: int) -> Callable[[int, int], Iterator[tuple[int, int, int, int]]] | None:
         """Return a function that yields which elements of the full tensor a rank's elements ``begin``..``end`` are; see
@@ -69,7 +79,7 @@ class Cut:
         shard = self.shards[rank]
         if [box.sizes for box, _ in shard.pieces] == [self.shape]:
             return None
-        cuts, order = find_grid(shard.shape, [own for _, own in shard.pieces])
+        cuts, order = find_grid(shard.shape, *corners(own for _, own in shard.pieces))
         cells = [Inside(_NOWHERE, self.shape, shard.pieces[number][0]) for number in order]
         if len(cells) == 1 and shard.shape[1:] == self.shape[1:]:  # rows, as of most params
             before = cells[0].box.offsets[0] * math.prod(self.shape[1:])

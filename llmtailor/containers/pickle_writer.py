@@ -24,7 +24,7 @@ from llmtailor.containers.unpickle import (
 from llmtailor.model.roles import ITEMSIZE
 
 _M, _J = struct.Struct("<cH").pack, struct.Struct("<ci").pack
-_PROTO, _STOP = b"\x80\x02", b"."
+_PROTO, STOP = b"\x80\x02", b"."
 
 
 def write_pickle(tree: Any) -> tuple[bytes, list[Storage]]:
@@ -32,20 +32,30 @@ def write_pickle(tree: Any) -> tuple[bytes, list[Storage]]:
 
     Storage number n is written with the key ``str(n)``, so its record is ``data/n``.
     """
-    writer = _Writer()
-    writer.out += _PROTO
+    writer = Writer()
     writer.save(tree)
-    writer.out += _STOP
-    return bytes(writer.out), writer.storages
+    return writer.taken() + STOP, writer.storages
 
 
-class _Writer:
+class Writer:
+    """A pickle being written, piece by piece."""
+
     def __init__(self) -> None:
-        self.out = bytearray()
+        self.out = bytearray(_PROTO)
         self.memo: dict[Any, int] = {}
         self.alive: list[Any] = []  # temporaries whose id() is in the memo must not be collected
         self.storages: list[Storage] = []
         self.keys: dict[int, str] = {}
+
+    def taken(self) -> bytes:
+        """Return what has been written since the last call."""
+        data, self.out = bytes(self.out), bytearray()
+        return data
+
+    def got(self, key: Any) -> bytes:
+        """Return the reference to what has been written: by a text or name, or the ``id`` of anything else."""
+        index = self.memo[key]
+        return b"h%c" % index if index < 256 else b"j" + struct.pack("<I", index)
 
     def save(self, node: Any) -> None:
         if type(node) is int and 0 <= node < 1 << 31:  # by the million, where tensor-parallel shards are described
@@ -54,10 +64,9 @@ class _Writer:
         key = node if isinstance(node, (str, Global)) else id(node)
         if node is None or isinstance(node, (bool, int, float)):
             plain = node if node is None or isinstance(node, bool) else (int if isinstance(node, int) else float)(node)
-            self.out += pickle.dumps(plain, 2)[len(_PROTO) : -len(_STOP)]
+            self.out += pickle.dumps(plain, 2)[len(_PROTO) : -len(STOP)]
         elif key in self.memo:
-            index = self.memo[key]
-            self.out += b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)
+            self.out += self.got(key)
         elif isinstance(node, str):
             data = node.encode("utf-8", "surrogatepass")
             self.out += b"X" + struct.pack("<I", len(data)) + data

@@ -485,16 +485,16 @@ def lay_out_torch_file(path: str, tree: Any) -> TorchLayout:
     return TorchLayout(path, lambda: content)
 
 
-def lay_out_torch_blob(path: str, tree: Any, at: int) -> list[Piece]:
-    """Return the pieces of a file that ``torch.load`` opens as ``tree``, to be placed at byte ``at`` of another file.
+def lay_out_torch_blob(path: str, tree: Any) -> tuple[Piece, ...]:
+    """Return the pieces of a file that ``torch.load`` opens as ``tree``, to be placed in another file.
 
-    Alignment counts from the start of the blob, as torch writes it.
+    Alignment counts from the start of the blob, as torch writes it, and so do its checksums.
     """
-    return place_torch_blob(pickle_content(path, tree), at)
+    return _zip("archive", *pickle_content(path, tree), as_torch=True)
 
 
 def place_torch_blob(content: Content, at: int) -> list[Piece]:
-    """Return the pieces of a file around a pickle and its storages, as `lay_out_torch_blob` does."""
+    """Return the pieces of a file around a pickle and its storages, to be placed at byte ``at`` of another file."""
     pieces = _zip("archive", *content, as_torch=True)
     return [Crc(at + piece.start, at + piece.stop) if isinstance(piece, Crc) else piece for piece in pieces]
 
@@ -717,11 +717,10 @@ class AlikeBlobs(Generic[T]):
         self._read: tuple[int, bytes] = (0, b"")
         """The last bytes read of it, and where they begin"""
 
-    def find(self, blob: Window, file: SourceFile) -> T | None:
-        """Return what was added for a similar blob; this one is a window of ``file``."""
-        stop = blob.start + blob.num_bytes
-        for form in self._forms.get(blob.num_bytes, ()):
-            has_head = self._bytes(file, blob.start, blob.start + len(form.head)) == form.head
+    def find(self, file: SourceFile, start: int, stop: int) -> T | None:
+        """Return what was added for a similar blob; this one is bytes ``start``..``stop`` of ``file``."""
+        for form in self._forms.get(stop - start, ()):
+            has_head = self._bytes(file, start, start + len(form.head)) == form.head
             if has_head and form.is_like(self._bytes(file, stop - len(form.tail), stop)):
                 return form.found
         return None

@@ -20,7 +20,8 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from types import MappingProxyType
+from typing import Any, BinaryIO
 
 from llmtailor.checkpoint.layout import Bytes, Piece, Slot
 from llmtailor.codes import Code
@@ -309,7 +310,7 @@ MAX_INT_BYTES = 64
 MAX_KEY = 1 << 60
 """Keys are texts or integers below this, because others can be crafted to all have the same hash."""
 
-_LOOKED_AT = 10_000
+_LOOKED_AT, _LOOKED_INTO = 10_000, 1 << 20
 FindStorage = Callable[[str, str, int, str], Storage]
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _ENCODE = Global("_codecs", "encode")
@@ -330,23 +331,32 @@ _MEMBERS = {
 class Machine:
     """A decoder of one pickle; afterwards ``globals`` holds every global that the pickle names, in order."""
 
+    opcodes: Mapping[bytes, Callable[[Any], object]] = MappingProxyType({})
+    """What each opcode does; set below"""
+
     def __init__(
-        self, data: bytes, find_storage: FindStorage | None, object_keys: bool = False, max_opcodes: int = MAX_OPCODES
+        self,
+        data: bytes | BinaryIO,
+        find_storage: FindStorage | None = None,
+        object_keys: bool = False,
+        max_opcodes: int = MAX_OPCODES,
     ):
         """``object_keys`` permits objects as keys; these nodes compare by identity, so equal ones stay apart."""
         self.object_keys = object_keys
         self.max_opcodes = max_opcodes
-        self.file = io.BytesIO(data)
+        self.file = io.BytesIO(data) if isinstance(data, bytes) else data
         self.find_storage = find_storage
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
         """The stack below each open mark, as in CPython: nothing can reach through a mark."""
         self.memo: dict[int, Any] = {}
+        self.not_kept = 0
+        """Items that the memo has numbers for, and does not hold"""
         self.globals: dict[Global, None] = {}
 
     def run(self) -> Any:
         """Return the object. Raises ValueError and the like for anything but a complete pickle of data."""
-        read, opcodes, stop = self.file.read, _OPCODES, _CODES["STOP"]
+        read, opcodes, stop = self.file.read, self.opcodes, _CODES["STOP"]
         for _ in range(self.max_opcodes):
             code = read(1)
             if (do := opcodes.get(code)) is not None:
@@ -364,7 +374,7 @@ class Machine:
         if not code:
             raise ValueError("it ends in the middle of an object")
         with contextlib.suppress(ValueError, AttributeError, OverflowError):  # the rest may be damaged as well
-            for opcode, arg, _ in itertools.islice(pickletools.genops(code + self.file.read()), _LOOKED_AT):
+            for opcode, arg, _ in itertools.islice(pickletools.genops(code + self.file.read(_LOOKED_INTO)), _LOOKED_AT):
                 if opcode.name in ("GLOBAL", "INST"):
                     self.name(*str(arg).split(" ", 1))
         raise ValueError(f"opcode {code[0]:#04x} does not belong in a checkpoint")
@@ -536,7 +546,7 @@ _WITHOUT: dict[str, Callable[[Machine], object]] = {
     "NONE": lambda self: self.push(None),
     "NEWTRUE": lambda self: self.push(True),
     "NEWFALSE": lambda self: self.push(False),
-    "MEMOIZE": lambda self: self.put(len(self.memo)),
+    "MEMOIZE": lambda self: self.put(len(self.memo) + self.not_kept),
     "MARK": Machine.mark,
     "EMPTY_DICT": lambda self: self.push({}),
     "EMPTY_LIST": lambda self: self.push([]),
@@ -591,6 +601,7 @@ def _memo(size: int, is_get: bool) -> Callable[[Machine], None]:
 # half of all opcodes of large pickles, at a third of the time
 _OPCODES |= {_CODES["BINGET"]: _memo(1, True), _CODES["LONG_BINGET"]: _memo(4, True)}
 _OPCODES |= {_CODES["BINPUT"]: _memo(1, False), _CODES["LONG_BINPUT"]: _memo(4, False)}
+Machine.opcodes = MappingProxyType(_OPCODES)
 
 
 _NUMPY = {
@@ -647,7 +658,7 @@ _DO_NOT_LOAD = (
 
 
 def read_pickle(
-    data: bytes,
+    data: bytes | Machine,
     where: str,
     find_storage: FindStorage | None = None,
     any_names: bool = False,
@@ -656,7 +667,7 @@ def read_pickle(
     object_keys: bool = False,
     max_opcodes: int = MAX_OPCODES,
 ) -> Any:
-    """Return a pickle decoded into plain values and nodes.
+    """Return a pickle, or what a machine makes of it, decoded into plain values and nodes.
 
     ``find_storage(dtype, key, numel, location)`` turns a torch persistent id into a `Storage`; without it
     persistent ids are refused. ``any_names`` accepts globals that are not on the list ``allowed``, as names.
@@ -664,7 +675,8 @@ def read_pickle(
     Raises UnsafePickle, with every name, for globals not on the allow-list, ObjectKeys for a dict with objects as
     keys, and SourceError for a pickle that is incomplete, damaged or crafted to exhaust memory or time.
     """
-    machine, damage = Machine(data, find_storage, object_keys, max_opcodes), None
+    machine = data if isinstance(data, Machine) else Machine(data, find_storage, object_keys, max_opcodes)
+    damage = None
     try:
         tree = machine.run()
         check_tree(tree)

@@ -521,10 +521,15 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
 def read_source(path: Path, where: str, max_bytes: int) -> bytes:
     """Return the content of a regular file of up to ``max_bytes``. Raises SourceError for anything else."""
     with open_source(path, where) as file:
-        if file.num_bytes > max_bytes:
-            what = f"the file has {file.num_bytes:,} bytes, but should never need more than {max_bytes:,}"
-            raise damaged(where, what)
+        check_size(file, max_bytes)
         return file.read(0, file.num_bytes)
+
+
+def check_size(file: SourceFile, max_bytes: int) -> None:
+    """Raise SourceError for a file of more than ``max_bytes``."""
+    if file.num_bytes > max_bytes:
+        what = f"the file has {file.num_bytes:,} bytes, but should never need more than {max_bytes:,}"
+        raise damaged(file.where, what)
 
 
 def check_regular(mode: int, where: str) -> None:

@@ -15,12 +15,13 @@ from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.checkpoint.optimizer import count_ranks
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
+from llmtailor.containers.dcp import METADATA
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_file import list_records
 from llmtailor.documents import document
-from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, counted
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, counted
 from llmtailor.findings import ERROR, NOTE, SEVERITIES, WARNING, Finding, folded
-from llmtailor.formats.common.dcp_folder import is_of_fsdp
+from llmtailor.formats.common.dcp_folder import check_blobs, is_of_fsdp
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.plain import detects as is_plain
@@ -266,7 +267,7 @@ def verify_surveyed(
     findings = [
         Finding.of(problem, _severity(problem, root)) for error in survey.problems.errors for problem in error.problems
     ]
-    index, states, holding, manifest = survey.index, {}, None, None
+    index, states, holding, manifest, unreadable = survey.index, {}, None, None, {*survey.unreadable}
     values: tuple[Finding, ...] = ()
     if index is not None:
         with _noting(findings, WARNING):
@@ -283,13 +284,19 @@ def verify_surveyed(
                 holding = Holding(held, lacking, tuple(part for part in lacking if part not in no_masters))
         else:
             findings += [*check_index(index), *(check_manifest(index, manifest) if manifest else ())]
+            problems = Problems()
+            for path in (path for path in index.files if path.rpartition("/")[2] == METADATA):
+                unreadable |= check_blobs(index.root, path, index.name, problems)
+            reported = {(finding.path, finding.what) for finding in findings}
+            more = [Finding.of(problem, ERROR) for error in problems.errors for problem in error.problems]
+            findings += [one for one in more if (one.path, one.what) not in reported]
         if deep:
             from llmtailor.verify.values import read_everything  # numpy takes a while
 
-            found = read_everything(index, survey.unreadable, manifest, on_progress)
+            found = read_everything(index, frozenset(unreadable), manifest, on_progress)
             findings, values, states = [*findings, *found.findings], found.values, found.states
         else:
-            states = join(lost_elements(index, survey.unreadable))
+            states = join(lost_elements(index, frozenset(unreadable)))
     in_the_way = {finding.path for finding in findings if finding.code is Code.NOT_A_FILE}
     # a file is not missing where a folder, pipe or the like has its name
     findings = [one for one in findings if one.code not in _MISSING or one.path not in in_the_way]

@@ -108,7 +108,7 @@ def blob_of(*tensors: torch.Tensor) -> bytes:
 
 def find(alike: AlikeBlobs[str], data: bytes, before: int = 0) -> str | None:
     file = Held(bytes(before) + data + b"the next one", "file")
-    return alike.find(Within(file, before, before + len(data)), file)
+    return alike.find(file, before, before + len(data))
 
 
 class Within(Window):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.containers import torch_file
+from llmtailor.containers.dcp import METADATA, read_metadata
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget, make_shards
 from llmtailor.formats.registry import index_checkpoint, survey_checkpoint
 from llmtailor.model.roles import BUFFER, FROZEN, State
 from llmtailor.recipe import Recipe
-from synthetic import SHAPES, lay_out, make_checkpoint
+from llmtailor.verify.verify import verify_checkpoint
+from synthetic import SHAPES, lay_out, make_checkpoint, make_dcp
 
 WORLDS = (12, 48)
 LARGE = replace(SHAPES["1b"], num_layers=2)
@@ -182,3 +185,64 @@ def test_a_plan_of_tensor_parallel_ranks_does_not_list_rows(tmp_path, stage, mes
         assert any(isinstance(piece, Strided) for file in files for piece in file.pieces)
         planned.append(sum(len(file.pieces) for file in files))
     assert planned[1] < 1.1 * planned[0]  # slices cut other rows
+
+
+# --- torch.distributed.checkpoint: a chunk of each tensor for each rank -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """Folders of FSDP2 over two tensor-parallel ranks, with different numbers of ranks."""
+    roots = {world: tmp_path_factory.mktemp("dcp") / "checkpoint-100" for world in WORLDS}
+    for world, root in roots.items():
+        make_dcp(root, LARGE, 2, world // 2, 100)
+    return roots
+
+
+def test_a_chunk_takes_few_bytes(sharded):
+    peaks, chunks = [], []
+    for root in sharded.values():
+        gc.collect()
+        tracemalloc.start()
+        chunks.append(sum(len(entry.chunks) for entry in read_metadata(root, METADATA, "x").values()))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert chunks[1] > 3 * chunks[0]
+    assert peaks[1] - peaks[0] < 500 * (chunks[1] - chunks[0]), "as objects, a chunk takes several thousand"
+
+
+def test_planning_reads_a_few_headers_of_a_file(sharded, tmp_path, monkeypatch):
+    reads = Counter()
+    real = os.pread
+
+    def counted(fd, size, at):
+        reads[Path(f"/proc/self/fd/{fd}").readlink().name] += 1
+        return real(fd, size, at)
+
+    monkeypatch.setattr(os, "pread", counted)
+    plan_merge(Recipe("test", "", sharded[48], (), None, None), tmp_path / "out", Options())
+    blobs = Counter(
+        chunk.blob.path for entry in read_metadata(sharded[48], METADATA, "x").values() for chunk in entry.chunks
+    )
+    assert sum(reads[path] < blobs[path] / 3 for path in blobs) > 40, "the others have forms that are new"
+
+
+def test_a_plan_of_sharded_tensors_holds_no_pieces_of_ranks(sharded, tmp_path):
+    held = []
+    for world, root in sharded.items():
+        composition = plan_merge(Recipe("test", "", root, (), None, None), tmp_path / f"out-{world}", Options())
+        held.append(copies_held(composition.plan))
+        del composition
+    assert held[1] == held[0]
+
+
+def test_verify_reads_the_header_of_each_blob(tmp_path):
+    root = tmp_path / "checkpoint-100"
+    make_dcp(root, SMALL, 1, 2, 100)
+    key = "model.model.layers.1.input_layernorm.weight"
+    blob = read_metadata(root, METADATA, "x")[key].chunks[1].blob
+    with (root / blob.path).open("r+b") as file:
+        file.seek(blob.start)
+        file.write(b"XX")
+    assert not verify_checkpoint(root).is_intact
+    assert [one.path for one in verify_checkpoint(root).findings if one.severity == "error"] == [blob.path]

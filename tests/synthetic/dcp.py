@@ -11,6 +11,7 @@ import json
 import math
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,9 +77,10 @@ def make_dcp(root: Path, shape: Shape, tp: int, dp: int, step: int) -> None:
     """Write a checkpoint ``{"model", "optim"}``, with one param group."""
     root.mkdir(parents=True)
     files: list[BinaryIO] = [(root / f"__{rank}_0.distcp").open("wb") for rank in range(tp * dp)]
+    names = [Path(file.name).name for file in files]
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: list[dict[MetadataIndex, _StorageInfo]] = [{} for _ in files]
     properties = TensorProperties(dtype=torch.float32)
 
     def put(rank: int, index: MetadataIndex, head: bytes, hole: int, tail: bytes) -> None:
@@ -87,7 +89,9 @@ def make_dcp(root: Path, shape: Shape, tp: int, dp: int, step: int) -> None:
         file.write(head)
         file.seek(hole, 1)
         file.write(tail)
-        places[index] = _StorageInfo(f"__{rank}_0.distcp", start, file.tell() - start)
+        # the rank that writes the file gets this from each other rank, with texts of its own
+        own = replace(index, fqn="".join([*index.fqn]))
+        places[rank][own] = _StorageInfo(names[rank], start, file.tell() - start)
 
     def add(path: tuple[str | int, ...], size: tuple[int, ...], chunks: Iterator[_Chunk]) -> None:
         key, listed = ".".join(map(str, path)), []
@@ -126,5 +130,5 @@ def make_dcp(root: Path, shape: Shape, tp: int, dp: int, step: int) -> None:
         file.truncate()
         file.close()
     with (root / ".metadata").open("wb") as out:
-        pickle.dump(Metadata(tensors, paths, places), out)
+        pickle.dump(Metadata(tensors, paths, {index: at for own in places for index, at in own.items()}), out)
     (root / "config.json").write_text(json.dumps(shape.config()))

@@ -650,7 +650,7 @@ def without(*endings: str) -> Change:
         entries = read_metadata(root, ".metadata", "x")
         kept = {key: entry for key, entry in entries.items() if not key.endswith(endings)}
         assert len(kept) < len(entries)
-        (root / ".metadata").write_bytes(lay_out_metadata(".metadata", kept).pieces[0].data)
+        (root / ".metadata").write_bytes(b"".join(one.data for one in lay_out_metadata(".metadata", kept).each()))
 
     return change
 

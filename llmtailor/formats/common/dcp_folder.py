@@ -19,14 +19,17 @@ from __future__ import annotations
 import json
 import math
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from operator import add
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
-from llmtailor.checkpoint.placement import Box, Boxes, Bundled, Contiguous, Extent, Placement, find_grid
+from llmtailor.checkpoint.placement import Boxes, Bundled, Cells, Contiguous, Extent, Placement, find_grid
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import (
     DATA_FILE,
@@ -34,6 +37,7 @@ from llmtailor.containers.dcp import (
     SHARD_FILE,
     Blob,
     Chunk,
+    Chunks,
     Entry,
     KeyPath,
     checksum_of_save,
@@ -63,8 +67,8 @@ class Stored:
 
     path: KeyPath
     held: TensorEntry
-    boxes: tuple[tuple[Chunk, Extent], ...] = ()
-    """Its chunks, and where the elements of each are"""
+    boxes: Callable[[], Iterable[tuple[Chunk, Extent]]] = tuple
+    """Returns its chunks, and where the elements of each are"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,8 @@ def read_folder(
 ) -> Folder | None:
     """Read ``root/folder`` (``""`` is the root itself); None if its ``.metadata`` can't be used.
 
-    Damage is added to ``problems``. Of the tensors only the zip headers are read. Files in ``linked``
-    may be links to those of another save, so parts of them may be unused, and they must still have the
+    Damage is added to ``problems``. Of the tensors only some zip headers are read, see `check_blobs`. Files in
+    ``linked`` may be links to those of another save, so parts of them may be unused, and they must still have the
     `checksum_of_save` that is given. Without ``decodes``, other objects are the `Extent` of their pickle.
     """
     prefix = f"{folder}/" if folder else ""
@@ -101,18 +105,19 @@ def read_folder(
     entries = attempt(lambda: read_metadata(root, prefix + METADATA, where), problems)
     if entries is None:
         return None
-    tensor_entries = {key: entry for key, entry in entries.items() if entry.is_tensor}
-    grids = attempt(lambda: {key: _grid(key, entry, where) for key, entry in tensor_entries.items()}, problems)
+    cut = {key: (entry, entry.chunks) for key, entry in entries.items() if isinstance(entry.chunks, Chunks)}
+    grids = attempt(
+        lambda: {key: _grid(key, entry.shape, *chunks.boxes, where) for key, (entry, chunks) in cut.items()}, problems
+    )
     if grids is None:
         return None
     blobs = _Blobs(root, prefix, name, problems, linked, decodes)
     blobs.read(entries)
-    tensors = {key: _stored(entry, grids[key], blobs, prefix) for key, entry in tensor_entries.items()}
-    objects = {
-        key: (entry.path, blobs.objects[entry.chunks[0].blob])
-        for key, entry in entries.items()
-        if not entry.is_tensor and entry.chunks[0].blob in blobs.objects
+    tensors = {
+        key: _stored(entry, chunks, grids.pop(key), blobs.starts.pop(key), blobs.at)
+        for key, (entry, chunks) in cut.items()
     }
+    objects = {key: (entry.path, blobs.objects[key]) for key, entry in entries.items() if key in blobs.objects}
     there = [path.name for path in (root / prefix).iterdir() if DATA_FILE.fullmatch(path.name)]
     own = {*blobs.used, *(path for path in there if not _size(root / prefix / path))}  # a rank may have nothing to save
     return Folder(
@@ -124,6 +129,17 @@ def read_folder(
         len(tensors) + len(objects) == len(entries),
         (*_strays(root, prefix, name, blobs.used), *_elsewhere(blobs, name), *blobs.findings),
     )
+
+
+def check_blobs(root: Path, path: str, name: str, problems: Problems) -> set[str]:
+    """Read the headers of all blobs that the ``.metadata`` at ``root/path`` lists. Damage is added to ``problems``.
+
+    Returns the files that can't be read.
+    """
+    entries = attempt(lambda: read_metadata(root, path, PathIn(name, path)), problems)
+    blobs = _Blobs(root, path.removesuffix(METADATA), name, problems, {}, decodes=False)
+    blobs.read(entries or {}, all_blobs=True)
+    return {blobs.at(path) for path in blobs.bad}
 
 
 def rank_of_file(path: str) -> int:
@@ -165,73 +181,75 @@ class _Blobs:
     ):
         self.root, self.prefix, self.name, self.problems, self.linked = root, prefix, name, problems, linked
         self.decodes = decodes
-        self.objects: dict[Blob, Any] = {}
-        self.places: dict[Blob, Extent] = {}
-        """Where the elements of a tensor's blob are"""
+        self.objects: dict[str, Any] = {}
+        self.starts: dict[str, array[int]] = {}
+        """Where the elements of each chunk of a tensor begin; if its file can't be read, where its blob does"""
         self.known = AlikeBlobs[tuple[Tensor, int]]()
         """The tensor in a blob, and where that blob begins"""
-        self.used: dict[str, list[Blob]] = {}
+        self.used: dict[str, None] = {}
         self.bad: set[str] = set()
         self.findings: list[Finding] = []
+        self.at = cache(lambda path: posixpath.normpath(prefix + path))
+        """Returns a data file's path relative to the checkpoint"""
 
-    def at(self, path: str) -> str:
-        """Return a data file's path relative to the checkpoint."""
-        return posixpath.normpath(self.prefix + path)
+    def read(self, entries: Mapping[str, Entry], *, all_blobs: bool = False) -> None:
+        """Find the elements of all tensors, and decode the other objects.
 
-    def read(self, entries: Mapping[str, Entry]) -> None:
-        owner: dict[Blob, tuple[str, Entry, Chunk]] = {}
-        for key, entry in entries.items():
-            for chunk in entry.chunks:
-                self.used.setdefault(chunk.blob.path, []).append(chunk.blob)
-                owner[chunk.blob] = (key, entry, chunk)
-        for path, blobs in self.used.items():
-            blobs.sort(key=lambda blob: (blob.start, blob.stop))
+        A file's blobs of the same size, for chunks of the same dtype and sizes, are alike: one of them is read, as long
+        as `check_blobs` does not ask for all. That is a million reads less with a thousand ranks.
+        """
+        self.starts = {key: one.chunks.starts[:] for key, one in entries.items() if isinstance(one.chunks, Chunks)}
+        keys = [*entries]
+        for path, owners in _by_file(entries):
+            self.used[path] = None
             where = PathIn(self.name, self.at(path))
             try:
                 with open_source(self.root / self.at(path), where) as file:
-                    self._check_places(blobs, file.num_bytes, where)
-                    self._check_save(blobs, file, where)
-                    for blob in blobs:
-                        key, entry, chunk = owner[blob]
-                        window = Window(file, blob.start, blob.stop)
-                        if entry.is_tensor:
-                            self.places[blob] = self._place(window, file, key, entry, chunk, where)
+                    places = [(start, stop) for start, stop, *_ in owners]
+                    self._check_places(places, file.num_bytes, where)
+                    self._check_save(places, file, where)
+                    before: dict[tuple[int, str, tuple[int, ...]], int] = {}
+                    for start, stop, at, number in owners:
+                        key = keys[at]
+                        if isinstance(chunks := entries[key].chunks, Chunks):
+                            form = stop - start, entries[key].dtype, chunks.sizes_of(number)
+                            if all_blobs or form not in before:
+                                before[form] = self._place(file, start, stop, key, *form[1:]) - start
+                            self.starts[key][number] = start + before[form]
                         elif not self.decodes:
-                            self.objects[blob] = Extent(self.at(path), blob.start, blob.stop)
+                            self.objects[key] = Extent(where.path, start, stop)
                         else:
-                            self.objects[blob] = decode_torch_file(window, self.at(path), where).tree
+                            self.objects[key] = decode_torch_file(Window(file, start, stop), where.path, where).tree
             except SourceError as error:
                 self.problems.add(error)
                 self.bad.add(path)
 
-    def _place(self, window: Window, file: SourceFile, key: str, entry: Entry, chunk: Chunk, where: str) -> Extent:
-        """Return where a chunk's elements are. Raises SourceError if the blob holds another tensor."""
-        blob = chunk.blob
-        found = self.known.find(window, file)
+    def _place(self, file: SourceFile, start: int, stop: int, key: str, dtype: str, sizes: tuple[int, ...]) -> int:
+        """Return where a chunk's elements begin. Raises SourceError if the blob holds another tensor."""
+        found = self.known.find(file, start, stop)
         if found is None:
-            tree = decode_torch_file(window, self.at(blob.path), where).tree
-            found = (read_tensor(tree, key, where), blob.start)
+            window = Window(file, start, stop)
+            found = (read_tensor(decode_torch_file(window, "", file.where).tree, key, file.where), start)
             self.known.add(window, found)
         tensor, first = found
-        if (tensor.dtype, tensor.shape) != (entry.dtype, chunk.sizes):
-            stated = f"{METADATA} says {entry.dtype} {list(chunk.sizes)}"
+        if (tensor.dtype, tensor.shape) != (dtype, sizes):
+            stated = f"{METADATA} says {dtype} {list(sizes)}"
             what = f"{key} is {tensor.dtype} {list(tensor.shape)}, but {stated}"
-            raise SourceError.at(where, what, _STALE, Code.FIELD_CONFLICT)
-        shift = blob.start - first
-        return Extent(self.at(blob.path), tensor.extent.start + shift, tensor.extent.stop + shift)
+            raise SourceError.at(file.where, what, _STALE, Code.FIELD_CONFLICT)
+        return tensor.extent.start + start - first
 
-    def _check_save(self, blobs: Sequence[Blob], file: SourceFile, where: PathIn) -> None:
+    def _check_save(self, blobs: Sequence[tuple[int, int]], file: SourceFile, where: PathIn) -> None:
         if (wanted := self.linked.get(where.path)) is not None:
-            _check_save(wanted, checksum_of_save(file, ((blob.start, blob.stop) for blob in blobs)), where)
+            _check_save(wanted, checksum_of_save(file, blobs), where)
 
-    def _check_places(self, blobs: Sequence[Blob], num_bytes: int, where: PathIn) -> None:
+    def _check_places(self, blobs: Sequence[tuple[int, int]], num_bytes: int, where: PathIn) -> None:
         at = gaps = 0
-        for blob in blobs:
-            if blob.start < at:
+        for start, stop in blobs:
+            if start < at:
                 what = f"{METADATA} gives the same bytes to two tensors"
                 raise SourceError.at(where, what, _STALE, Code.FILE_DAMAGED)
-            gaps += blob.start - at
-            at = blob.stop
+            gaps += start - at
+            at = stop
         if at > num_bytes:
             what = f"the file has {num_bytes:,} bytes, but {METADATA} refers to byte {at:,}"
             raise SourceError.at(where, what, _STALE, Code.FILE_DAMAGED)
@@ -246,40 +264,67 @@ def _check_save(wanted: int, found: int, where: str) -> None:
         raise SourceError.at(where, what, "use another checkpoint", Code.STEPS_DIFFER)
 
 
-_Grid = tuple[tuple[tuple[int, ...], ...], tuple[Chunk, ...]]
-"""The cuts along each dimension, and the chunks in the order of the cells, without empty ones"""
+def _by_file(entries: Mapping[str, Entry]) -> Iterator[tuple[str, list[list[int]]]]:
+    """Yield the blobs of each file in the order of their bytes: start, stop, number of the entry, of its chunk."""
+    import numpy as np  # a merge of other formats does not need it
+
+    found: dict[str, array[int]] = {}
+    for at, entry in enumerate(entries.values()):
+        if isinstance(chunks := entry.chunks, Chunks):
+            for number, (file, start, length) in enumerate(
+                zip(chunks.file, chunks.starts, chunks.lengths, strict=True)
+            ):
+                found.setdefault(chunks.files[file], array("q")).extend((start, start + length, at, number))
+        else:
+            for chunk in entry.chunks:
+                found.setdefault(chunk.blob.path, array("q")).extend((chunk.blob.start, chunk.blob.stop, at, 0))
+    for path in [*found]:
+        rows = np.array(found.pop(path)).reshape(-1, 4)
+        yield path, rows[np.lexsort((rows[:, 1], rows[:, 0]))].tolist()
 
 
-def _grid(key: str, entry: Entry, where: str) -> _Grid:
+_Grid = tuple[tuple[tuple[int, ...], ...], list[int]]
+"""The cuts along each dimension, and the numbers of the chunks in the order of the cells, without empty ones"""
+
+
+def _grid(key: str, shape: tuple[int, ...], offsets: Sequence[Any], sizes: Sequence[Any], where: str) -> _Grid:
     """Return a tensor's boxes as a grid. Raises SourceError unless they tile it."""
     try:
-        cuts, order = find_grid(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+        return find_grid(shape, offsets, sizes)
     except ValueError as error:
         what = f"the chunks of {key} are no grid: {error}"
         raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE) from error
-    return cuts, tuple(entry.chunks[number] for number in order)
 
 
-def _stored(entry: Entry, grid: _Grid, blobs: _Blobs, prefix: str) -> Stored:
-    extents, itemsize, (cuts, chunks) = [], ITEMSIZE[entry.dtype], grid
-    for chunk in chunks:
-        blob, size = chunk.blob, math.prod(chunk.sizes) * itemsize
-        # of a file that can't be read, the place has no meaning, but the element ranges are right
-        extents.append(blobs.places.get(blob) or Extent(blobs.at(blob.path), blob.start, blob.start + size))
-    held = TensorEntry(entry.dtype, entry.shape, _placement(entry.shape, cuts, extents, itemsize))
-    return Stored(entry.path, held, tuple(zip(chunks, extents, strict=True)))
+def _stored(entry: Entry, chunks: Chunks, grid: _Grid, starts: array[int], at: Callable[[str], str]) -> Stored:
+    cuts, order = grid
+    itemsize = ITEMSIZE[entry.dtype]
+    in_order = array("q", (starts[number] for number in order))
+    sizes = (math.prod(chunks.sizes_of(number)) * itemsize for number in order)
+    stops = array("q", map(add, in_order, sizes))
+    paths = tuple(at(chunks.files[chunks.file[number]]) for number in order)
+    held = TensorEntry(entry.dtype, entry.shape, _placement(entry.shape, cuts, paths, in_order, stops, itemsize))
+
+    def boxes() -> Iterator[tuple[Chunk, Extent]]:
+        return ((chunks[number], Extent(*place)) for number, *place in zip(order, paths, in_order, stops, strict=True))
+
+    return Stored(entry.path, held, boxes)
 
 
 def _placement(
-    shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], extents: Sequence[Extent], itemsize: int
+    shape: tuple[int, ...],
+    cuts: tuple[tuple[int, ...], ...],
+    paths: Sequence[str],
+    starts: Sequence[int],
+    stops: Sequence[int],
+    itemsize: int,
 ) -> Placement:
-    if len(extents) < 2:
-        return Contiguous([*extents, Extent("", 0, 0)][0], itemsize)
+    if len(paths) < 2:
+        return Contiguous(Extent(paths[0], starts[0], stops[0]) if paths else Extent("", 0, 0), itemsize)
     if all(len(cut) == 2 for cut in cuts[1:]):
         row = math.prod(shape[1:])
-        starts = tuple(extent.start for extent in extents)
-        return Bundled(tuple(one.path for one in extents), starts, tuple(at * row for at in cuts[0]), itemsize)
-    return Boxes(shape, cuts, tuple(Contiguous(extent, itemsize) for extent in extents))
+        return Bundled(paths, starts, array("q", (at * row for at in cuts[0])), itemsize)
+    return Boxes(shape, cuts, Cells(paths, starts, stops, itemsize))
 
 
 def is_of_fsdp(path: str) -> bool:
@@ -361,11 +406,12 @@ def join_pieces(key: str, found: Sequence[tuple[Chunk, TensorEntry]], where: str
     ends = (tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True))) for chunk, _ in found)
     shape = tuple(map(max, zip(*ends, strict=True)))
     dtype = dtypes.pop()
-    cuts, chunks = _grid(key, Entry((key,), dtype, shape, tuple(chunk for chunk, _ in first.values())), where)
-    entries = (first[chunk.offsets][1] for chunk in chunks)
-    extents = [one.extent for held in entries for one in held.place.cover(0, held.numel)]
-    held = TensorEntry(dtype, shape, _placement(shape, cuts, extents, ITEMSIZE[dtype]))
-    return Stored(_path(key), held, tuple(zip(chunks, extents, strict=True)))
+    cuts, order = _grid(key, shape, [*first], [chunk.sizes for chunk, _ in first.values()], where)
+    ordered = [[*first.values()][at] for at in order]
+    extents = [one.extent for _, held in ordered for one in held.place.cover(0, held.numel)]
+    paths, starts, stops = zip(*extents, strict=True) if extents else ((), (), ())
+    held = TensorEntry(dtype, shape, _placement(shape, cuts, paths, starts, stops, ITEMSIZE[dtype]))
+    return Stored(_path(key), held, lambda: zip((chunk for chunk, _ in ordered), extents, strict=True))
 
 
 def _path(key: str) -> KeyPath:

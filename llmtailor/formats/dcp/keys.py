@@ -233,5 +233,5 @@ def split_model(
 
 
 def _carried(stored: Stored) -> DcpEntry:
-    boxes = tuple((chunk.offsets, chunk.sizes, extent) for chunk, extent in stored.boxes)
+    boxes = tuple((chunk.offsets, chunk.sizes, extent) for chunk, extent in stored.boxes())
     return DcpEntry(stored.path, (stored.held.dtype, stored.held.shape, boxes), is_tensor=True)

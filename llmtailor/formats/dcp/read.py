@@ -47,7 +47,7 @@ from llmtailor.checkpoint.index import (
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
-from llmtailor.containers.dcp import DATA_FILE, MAX_METADATA_BYTES, METADATA, SHARD_FILE
+from llmtailor.containers.dcp import DATA_FILE, METADATA, SHARD_FILE, mentions
 from llmtailor.containers.json import FileTrees, Tensor, get, read_json, read_option, read_step, read_tied
 from llmtailor.containers.unpickle import SmallTensor
 from llmtailor.errors import (
@@ -95,7 +95,7 @@ from llmtailor.loaders.scheduler import compare_scheduler, read_scheduler
 from llmtailor.loaders.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, EXP_AVG, FLOATING, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
-from llmtailor.storage.local import open_source, read_source
+from llmtailor.storage.local import open_source
 
 _CHECKSUM = re.compile("[0-9a-f]{8}")
 _MIXED = "silent: copy the whole checkpoint again; its files come from different saves"
@@ -256,10 +256,9 @@ def _files_of_save(root: Path, name: str, problems: Problems) -> dict[str, int |
     def read() -> dict[str, int | None]:
         record = read_json(root / DCP_RECORD, where)
         files = get(record, "files", dict, where)
-        is_of_this = any(map(SHARD_FILE.fullmatch, files))  # without .metadata
-        if not is_of_this:
-            metadata = read_source(root / METADATA, PathIn(name, METADATA), MAX_METADATA_BYTES)
-            is_of_this = get(record, "save_id", str, where).encode() in metadata
+        is_of_this = any(map(SHARD_FILE.fullmatch, files)) or mentions(  # the former are without .metadata
+            root, METADATA, PathIn(name, METADATA), get(record, "save_id", str, where)
+        )
         if odd := [path for path, one in files.items() if not (one is None or _CHECKSUM.fullmatch(f"{one}"))]:
             raise damaged(where, f"the checksum of {some(odd)} is none")
         return {path: one and int(one, 16) for path, one in files.items() if is_of_this}

@@ -28,7 +28,18 @@ from llmtailor.checkpoint.index import (
     buffer_on_ranks,
 )
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.checkpoint.placement import Absent, Box, Boxes, Bundled, Contiguous, Extent, Runs, find_grid, union
+from llmtailor.checkpoint.placement import (
+    Absent,
+    Box,
+    Boxes,
+    Bundled,
+    Contiguous,
+    Extent,
+    Runs,
+    corners,
+    find_grid,
+    union,
+)
 from llmtailor.codes import Code
 from llmtailor.containers.json import as_dict, get, is_count, is_path_below, read_strict_json, read_tensor
 from llmtailor.containers.safetensors import WeightFile, read_header
@@ -266,7 +277,7 @@ def _join(shape: tuple[int, ...], parts: Sequence[tuple[Box, TensorEntry]]) -> T
     """Return a state whose boxes are in several files. Raises ValueError unless they tile it, in one dtype."""
     if len({one.stored_as for _, one in parts}) > 1 or any(len(box.sizes) != len(shape) for box, _ in parts):
         raise ValueError("they are of several kinds")
-    cuts, order = find_grid(shape, [box for box, _ in parts])
+    cuts, order = find_grid(shape, *corners(box for box, _ in parts))
     return TensorEntry(parts[0][1].dtype, shape, Boxes(shape, cuts, tuple(parts[at][1].place for at in order)))
 
 
