@@ -202,10 +202,12 @@ Fill = Callable[[Piece], Iterable[Piece]]
 """Replaces a piece by others with as many bytes"""
 
 
-def summed_parts(piece: Piece) -> tuple[int, int]:
-    """Return how many checksums an executor keeps of a piece, each of how many bytes: one for consecutive elements."""
-    count = piece.grid.rows if isinstance(piece, Strided) and piece.stride else 1
-    return count, piece.num_bytes // count
+def summed_parts(piece: Piece) -> tuple[int, int, int]:
+    """Return of how many parts of a piece the checksums are computed, the bytes of each, and those from one to the next
+    in the state: 0 for consecutive elements, which are one part."""
+    if isinstance(piece, Strided) and piece.stride:
+        return piece.grid.rows, piece.num_bytes // piece.grid.rows, piece.stride * ITEMSIZE[piece.dtype]
+    return 1, piece.num_bytes, 0
 
 
 def fill_all(pieces: Iterable[Piece], fill: Fill) -> tuple[Piece, ...]:

@@ -152,16 +152,22 @@ def _link_or_crc(composition: Composition, file: FileResult) -> dict[str, Any]:
 def _state_crcs(results: Sequence[FileResult], left_out: Container[str]) -> Iterator[tuple[State, int, int]]:
     """Yield the number of bytes and the CRC-32 of every state but those of some kinds, as written."""
     runs: dict[State, array[int]] = defaultdict(lambda: array("Q"))  # millions, for a thousand ranks
+    itemsizes: dict[State, int] = {}
     for run in (run for result in results for run in result.runs()):
         if run.state.kind not in left_out:
-            runs[run.state].extend((run.begin, run.num_bytes, run.crc))
+            runs[run.state].extend((run.begin, run.num_bytes, run.skipped, run.crc))
+            if run.itemsize:
+                itemsizes[run.state] = run.itemsize
     for state, packed in runs.items():
         # elements may be written more than once (a buffer on every rank): count them once, in order
-        written = dict(zip(packed[::3], zip(packed[1::3], packed[2::3], strict=True), strict=True))
-        total, crc = 0, 0
+        written = dict(zip(packed[::4], zip(packed[1::4], packed[2::4], packed[3::4], strict=True), strict=True))
+        total, crc = sum(num_bytes for num_bytes, _, _ in written.values()), 0
         for begin in sorted(written):
-            num_bytes, own = written[begin]
-            total, crc = total + num_bytes, combine(crc, own, num_bytes)
+            num_bytes, skipped, own = written[begin]
+            if itemsize := itemsizes.get(state):  # runs may lie in each other: each counts at its place
+                crc ^= combine(own, 0, total - begin * itemsize - num_bytes - skipped)
+            else:
+                crc = combine(crc, own, num_bytes)
         yield state, total, crc
 
 
@@ -342,15 +348,19 @@ def _read(
 def _to_json(result: FileResult) -> dict[str, Any]:
     return {
         "crc": result.crc,
-        "crcs": base64.b64encode(array("I", result.crcs).tobytes()).decode(),
+        **{name: _packed(getattr(result, name)) for name in ("crcs", "spread")},
         "digest": result.digest,
         "moved": asdict(result.moved),
     }
 
 
 def _from_json(file: FileLayout, one: Mapping[str, Any]) -> FileResult:
-    crcs = array("I", base64.b64decode(one["crcs"]))
-    return FileResult(file, one["crc"], crcs, one["digest"], CopyStats(**one["moved"]))
+    crcs, spread = (array("I", base64.b64decode(one[name])) for name in ("crcs", "spread"))
+    return FileResult(file, one["crc"], crcs, spread, one["digest"], CopyStats(**one["moved"]))
+
+
+def _packed(crcs: Sequence[int]) -> str:
+    return base64.b64encode(array("I", crcs).tobytes()).decode()
 
 
 def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore
 
@@ -66,7 +66,8 @@ class WriteProgress:
         self.plan = plan
         self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Crc))
         self.crc = 0
-        self.crcs = array("I")
+        self.crcs, self.spread = array("I"), array("I")
+        """See `FileResult`"""
         self.at = self.count = 0
         """Bytes and pieces so far"""
 
@@ -75,12 +76,18 @@ class WriteProgress:
 
     def add(self, piece: Piece, crcs: Iterable[int]) -> None:
         """Add the next piece, with the checksums of its parts; see `layout.summed_parts`."""
-        _, num_bytes = summed_parts(piece)
+        _, num_bytes, stride = summed_parts(piece)
+        whole = spread = 0
         for crc in crcs:
-            self.ranges.add(self.at, crc, num_bytes)
-            self.crc = combine(self.crc, crc, num_bytes)
-            self.crcs.append(crc)
-            self.at += num_bytes
+            whole = combine(whole, crc, num_bytes)
+            if stride:
+                spread = combine(spread, crc, stride)
+        self.ranges.add(self.at, whole, piece.num_bytes)
+        self.crc = combine(self.crc, whole, piece.num_bytes)
+        self.crcs.append(whole)
+        if stride:
+            self.spread.append(spread)
+        self.at += piece.num_bytes
         self.count += 1
 
 
@@ -177,12 +184,18 @@ def _gather_again(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The checksum of consecutive elements of a state, from ``begin`` on, as written."""
+    """The checksum of elements of a state, from ``begin`` on, as written."""
 
     state: State
     begin: int
     num_bytes: int
     crc: int
+    """Of elements that do not follow each other: that of the bytes from the first to the last, if those between were
+    left out of the polynomial"""
+    skipped: int = 0
+    """The bytes between"""
+    itemsize: int = 0
+    """Known if there are any"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +220,9 @@ class FileResult:
     plan: FileLayout
     crc: int
     crcs: Sequence[int]
-    """CRC-32 of every piece, or of its parts; a link has neither, as it is not read"""
+    """CRC-32 of every piece; a link has none, as it is not read"""
+    spread: Sequence[int]
+    """Of every piece whose elements do not follow each other in the state, in order: see `Run.crc`"""
     digest: str | None
     """XXH3 of the file, if requested"""
     moved: CopyStats
@@ -223,23 +238,19 @@ class FileResult:
     @property
     def checked(self) -> Iterator[tuple[Piece, int]]:
         """The pieces with their CRC-32; none of a link"""
-        for piece, num_bytes, (first, *others) in self._summed():
-            yield piece, reduce(lambda crc, other: combine(crc, other, num_bytes), others, first)
+        return zip(self.plan.each(), self.crcs, strict=True) if self.crcs else iter(())
 
     def runs(self) -> Iterator[Run]:
-        for piece, num_bytes, crcs in self._summed():
-            if isinstance(piece, (Copy, Cast, Strided, Blend)) and piece.state is not None:
-                stride = piece.stride if isinstance(piece, Strided) else 0
-                for row, crc in enumerate(crcs):
-                    yield Run(piece.state, piece.begin + row * stride, num_bytes, crc)
-
-    def _summed(self) -> Iterator[tuple[Piece, int, Sequence[int]]]:
-        """Yield the pieces with the size of their parts, and the parts' CRC-32."""
-        at = 0
-        for piece in self.plan.pieces if self.crcs else ():
-            count, num_bytes = summed_parts(piece)
-            yield piece, num_bytes, self.crcs[at : at + count]
-            at += count
+        spread = iter(self.spread)
+        for piece, crc in self.checked:
+            if not isinstance(piece, (Copy, Cast, Strided, Blend)) or piece.state is None:
+                continue
+            count, num_bytes, stride = summed_parts(piece)
+            if isinstance(piece, Strided) and stride:
+                skipped = (count - 1) * (stride - num_bytes)
+                yield Run(piece.state, piece.begin, piece.num_bytes, next(spread), skipped, stride // piece.stride)
+            else:
+                yield Run(piece.state, piece.begin, num_bytes, crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +345,7 @@ def _link_file(work: _Work, file: LinkLayout) -> FileResult:
     if (status.st_ino, status.st_size) != (os.fstat(source.fd).st_ino, num_bytes):
         raise changed(sources.where(piece))
     work.context.on_progress(num_bytes)
-    return FileResult(file, 0, (), None, CopyStats(linked_bytes=num_bytes))
+    return FileResult(file, 0, (), (), None, CopyStats(linked_bytes=num_bytes))
 
 
 def _write_file(work: _Work, file: FileLayout) -> FileResult:
@@ -365,7 +376,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
         raise cannot_write(target, error) from error
     logger.info("%s: %s bytes, CRC-32 %08x, in %s", file.path, f"{file.num_bytes:,}", filled.crc, watch.lap())
     moved = CopyStats(output.cloned, file.num_bytes - kept - output.cloned, kept)
-    return FileResult(file, filled.crc, filled.crcs, output.hexdigest(), moved)
+    return FileResult(file, filled.crc, filled.crcs, filled.spread, output.hexdigest(), moved)
 
 
 def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) -> tuple[WriteProgress, Output]:
@@ -379,7 +390,7 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) ->
             for piece in filled.missing():
                 if filled.at + piece.num_bytes > mark.num_bytes:
                     break
-                count, num_bytes = summed_parts(piece)
+                count, num_bytes, _ = summed_parts(piece)
                 filled.add(piece, [output.take_over(num_bytes, context.stop) for _ in range(count)])
             true = (filled.at, filled.crc) == (mark.num_bytes, mark.crc)
         except OSError:  # cut short, or no longer readable
@@ -420,8 +431,8 @@ def _fill(
 
 def _write(
     run: Sequence[Piece], filled: WriteProgress, output: Output, sources: SourceFiles, copier: RangeCopier, stop: Stop
-) -> Iterator[Sequence[int]]:
-    """Write a run of pieces; yield the CRC-32 of each, or of each of its parts."""
+) -> Iterator[Iterable[int]]:
+    """Write a run of pieces; yield the CRC-32 of each, or of each of its parts: take them before the next piece."""
     piece = run[0]
     stop.check()
     if isinstance(piece, Bytes):
@@ -433,11 +444,7 @@ def _write(
     elif isinstance(piece, Cast):
         yield (output.put_all(_casted(piece, sources, stop)),)
     elif isinstance(piece, Strided) and piece.stride:
-        crcs, (_, size) = array("I"), summed_parts(piece)
-        for rows in gathered(piece, sources, stop):
-            output.put(rows)
-            crcs.extend(crc32(rows[at : at + size]) for at in range(0, len(rows), size))
-        yield crcs
+        yield _row_by_row(piece, output, sources, stop)
     elif isinstance(piece, (Strided, Blend)):
         yield (output.put_all(gathered(piece, sources, stop)),)
     else:
@@ -450,6 +457,14 @@ def _write(
         else:
             moved = copier.move(piece, copies[-1].extent.stop, sources, output)
             yield from ((crc,) for crc in _checksums(copies, moved, stop))
+
+
+def _row_by_row(piece: Strided, output: Output, sources: SourceFiles, stop: Stop) -> Iterator[int]:
+    """Write a piece; yield the CRC-32 of each row."""
+    _, size, _ = summed_parts(piece)
+    for rows in gathered(piece, sources, stop):
+        output.put(rows)
+        yield from (crc32(rows[at : at + size]) for at in range(0, len(rows), size))
 
 
 def _casted(piece: Cast, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:

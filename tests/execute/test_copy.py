@@ -45,6 +45,7 @@ from llmtailor.errors import Interrupted, SourceError, StorageError
 from llmtailor.model.roles import MASTER, WEIGHT, State
 from llmtailor.recipe import Recipe
 from llmtailor.storage.casts import cast
+from llmtailor.storage.checksums import combine
 from llmtailor.storage.remote import STORE_WORKERS
 from synthetic import SHAPES
 
@@ -156,7 +157,7 @@ def test_rows_are_put_together(source, tmp_path, monkeypatch, buffer_bytes, dtyp
 @pytest.mark.parametrize("width", [2, 9], ids=["each by itself", "with what is between"])
 @pytest.mark.parametrize("buffer_bytes", [100, 8 << 20])
 def test_a_part_of_each_row(source, tmp_path, monkeypatch, buffer_bytes, width):
-    """Checksums are those of each row, also of rows that an earlier run wrote."""
+    """Checksums are of the rows at their places in the state, also of rows that an earlier run wrote."""
     monkeypatch.setattr(streams, "BUFFER_BYTES", buffer_bytes)
     monkeypatch.setattr(runner, "MARK_BYTES", 1000)
     masters = torch.randn(100, 20, generator=torch.Generator().manual_seed(0))
@@ -169,11 +170,21 @@ def test_a_part_of_each_row(source, tmp_path, monkeypatch, buffer_bytes, width):
     rows = masters[:, 3 : 3 + width].contiguous()
     wanted = b"head" + rows.numpy().tobytes()
     assert (tmp_path / "out/w").read_bytes() == wanted + zlib.crc32(wanted).to_bytes(4, "little")
-    runs = [(20 * number + 3, 4 * width, zlib.crc32(row.numpy().tobytes())) for number, row in enumerate(rows)]
-    assert [(run.begin, run.num_bytes, run.crc) for run in result.runs()] == runs
+    assert [(run.begin, run.num_bytes, run.skipped) for run in result.runs()] == [
+        (first, 200 * width, 49 * (80 - 4 * width)) for first in (3, 1003)
+    ]
+    whole = 0  # of all elements, as the parts of the rows that are not there were zero
+    for run in result.runs():
+        whole ^= combine(run.crc, 0, 8000 - run.begin * run.itemsize - run.num_bytes - run.skipped)
+    for end, part in ((12, masters[:, :3]), (80, masters[:, 3 + width :])):
+        for number, row in enumerate(part):
+            whole ^= combine(zlib.crc32(row.numpy().tobytes()), 0, 8000 - 80 * number - end)
+    assert whole == zlib.crc32(masters.numpy().tobytes())
     for mark in marks:
         again = execute(plan, tmp_path / "out", Context(kept={"w": (mark,)}))
-        assert [one.crcs for one in again] == [result.crcs] and again[0].moved.kept_bytes == mark.num_bytes
+        assert [(one.crcs, one.spread) for one in again] == [(result.crcs, result.spread)] and again[
+            0
+        ].moved.kept_bytes == mark.num_bytes
     read_again(plan, [result], plan.summary.read, lambda num_bytes: None, Stop())
 
 
