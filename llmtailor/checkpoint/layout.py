@@ -259,6 +259,11 @@ class FileLayout:
         """Return the file with its pieces in memory, for code that needs them several times."""
         return FileLayout(self.path, self.pieces) if callable(self._pieces) else self
 
+    def brief(self) -> Iterator[Piece]:
+        """Yield what tells this file from any other, for a plan's digest: all pieces, or less of those that many files
+        have alike. The pieces that read from sources are among them."""
+        return self.each()
+
     def placed(self) -> Iterator[tuple[int, Piece]]:
         """Yield each piece with its byte offset in the file."""
         at = 0
@@ -426,7 +431,7 @@ def _summarize(plan: Plan) -> Summary:
     names: dict[State, str] = {}
     for file in plan.files:
         lines = [f"{file.path!r}".encode(), *([b"link"] if isinstance(file, LinkLayout) else [])]
-        for piece in file.each():
+        for piece in file.brief():
             if len(lines) >= _LINES:  # the pieces of a file may take more memory than all else
                 digest.update(b"\n".join([*lines, b""]))
                 lines.clear()
@@ -447,10 +452,11 @@ def _summarize(plan: Plan) -> Summary:
                 moved[key] = moved.get(key, 0) + (stop - start if type(piece) is Copy else piece.num_bytes)
                 read.add((source, path))
             elif isinstance(piece, Strided):
-                (begin, rows, width, bands), *rest = piece
-                lines.append(f"{begin} {rows} {width} {rest}".encode())
-                lines += [f"{path!r} {start} {size} {stride}".encode() for path, start, size, stride in bands]
-                key = (piece.state.param, piece.source)
+                (begin, rows, width, bands), source_dtype, dtype, source, state, scale, stride = piece
+                of = names.get(state) or names.setdefault(state, f"{state.param!r} {state.kind!r}")
+                lines.append(f"{begin} {rows} {width} {source_dtype} {dtype} {source} {of} {scale!r} {stride}".encode())
+                lines += [f"{path!r} {start} {size} {gap}".encode() for path, start, size, gap in bands]
+                key = (state.param, source)
                 moved[key] = moved.get(key, 0) + piece.num_bytes
                 read.update((piece.source, band.path) for band in bands)
             elif isinstance(piece, Blend):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -33,6 +34,8 @@ _COMMANDS = {
 """The file of each command in `llmtailor.cli`, and what it does"""
 DIFFERENT = 10
 BROKEN_PIPE = 141
+_ALLOCATIONS = 50_000
+"""After so many, garbage is collected: plans have millions of objects, of which hardly any lie in cycles"""
 EXIT_CODES = {
     0: "done",
     **{error.exit_code: error.meaning for error in BRANCHES if error.exit_code < DIFFERENT},
@@ -103,6 +106,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line, and turn every error into a message and an exit code."""
     signal.signal(signal.SIGTERM, _terminate)
+    gc.set_threshold(_ALLOCATIONS)
     try:
         code = cli.main(standalone_mode=False)
     except SystemExit as end:  # click exits with 1 when the output's reader is gone: `llmtailor inspect x | head -1`

@@ -500,13 +500,15 @@ def _write_places(writer: Writer, key: str, chunks: Chunks) -> None:
 
     classes = Global(MODULE, "MetadataIndex"), Global(FILESYSTEM, "_StorageInfo"), SIZE
     words = ("fqn", key, "index", "offset", "relative_path", "length")
-    left = []
+    left, common = [], {*classes, *words}
+    is_known = writer.memo.keys() >= common
     for number, file in enumerate(chunks.file):
-        if writer.memo.keys() >= {*classes, *words, chunks.files[file]}:
+        if is_known and chunks.files[file] in writer.memo:
             left.append(number)
         else:
             chunk = chunks[number]
             _write_place(writer, {"fqn": key, "index": number, "offset": _size(chunk.offsets)}, chunk.blob)
+            is_known = writer.memo.keys() >= common
     if left:
         new, info, size, fqn, own, index, offset, path, length = map(writer.got, (*classes, *words))
         known = np.array([writer.memo.get(path, 0) for path in chunks.files])

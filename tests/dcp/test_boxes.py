@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from helpers.composing import merge
 from helpers.states import read
 from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.containers.dcp import read_metadata
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, State
 from llmtailor.verify.verify import verify_checkpoint
@@ -33,10 +34,22 @@ def make(root: Path, step: int, tp: int, dp: int) -> CheckpointIndex:
     return index
 
 
+def boxes_of(root: Path) -> dict[str, set[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
+    """Return the rank's file, offsets and sizes of each chunk of each tensor."""
+    found = read_metadata(root, ".metadata", "x")
+    return {
+        key: {(chunk.blob.path, chunk.offsets, chunk.sizes) for chunk in one.chunks}
+        for key, one in found.items()
+        if one.is_tensor
+    }
+
+
 @pytest.mark.parametrize(
-    ("mesh", "older_mesh", "ranks"), [((2, 2), (2, 2), 4), ((2, 3), (3, 2), 4), ((2, 2), (1, 3), 1)]
+    ("mesh", "older_mesh", "ranks"),
+    [((2, 2), (2, 2), 4), ((2, 3), (3, 2), 4), ((2, 3), (3, 2), 6), ((2, 2), (1, 3), 1)],
 )
-def test_what_is_cut_by_columns_is_cut_by_rows(mesh, older_mesh, ranks, tmp_path):
+def test_what_is_cut_by_columns(mesh, older_mesh, ranks, tmp_path):
+    """For as many ranks as the base has, it is cut as there, else by rows."""
     base, older = make(tmp_path / "step-200", 200, *mesh), make(tmp_path / "step-100", 100, *older_mesh)
     out = tmp_path / "out"
     merge(base.root, out, {"layer 0": older.root, "norm": older.root}, world_size=ranks)
@@ -46,6 +59,9 @@ def test_what_is_cut_by_columns_is_cut_by_rows(mesh, older_mesh, ranks, tmp_path
     for state, held in found.held.items():
         source = older if ".layers.0." in state.param or state.param == "model.norm.weight" else base
         assert torch.equal(read(out, held), read(source.root, source.held[state])), state
+    before, after = (boxes_of(root) for root in (base.root, out))
+    columns = {key for key, found in before.items() if any(offsets[1:] > (0,) for _, offsets, _ in found)}
+    assert len(columns) > 6 and all((before[key] == after[key]) == (ranks == base.world_size) for key in columns)
     loaded = {"model": {name: torch.zeros(param.shape) for name, param in base.params.items()}}
     dcp.load(loaded, checkpoint_id=out, no_dist=True)
     for name, tensor in loaded["model"].items():

@@ -1,22 +1,38 @@
 """Layout of one folder of torch.distributed.checkpoint, as `dcp_folder` reads it.
 
 As torch saves under FSDP2, a tensor is cut along dimension 0 into ``ceil(rows / ranks)`` rows per rank, so that the
-last ranks may have fewer rows or none; what all ranks have alike is saved once, spread over the ranks.
+last ranks may have fewer rows or none; what all ranks have alike is saved once, spread over the ranks. For as many
+ranks as the base has, its boxes are kept, as by tensor parallelism: each rank then reads the blobs that it needs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, Protocol
+from functools import cache, cached_property, partial
+from itertools import chain, product
+from operator import sub
+from typing import Any, NamedTuple, Protocol
 
 from llmtailor.checkpoint.index import DcpEntry
-from llmtailor.checkpoint.layout import Copy, Crc, FileLayout, Piece, Slot
-from llmtailor.checkpoint.placement import Box, Extent
-from llmtailor.containers.dcp import METADATA, Blob, Chunk, Chunks, Entry, KeyPath, cut_rows, lay_out_metadata
+from llmtailor.checkpoint.layout import Bytes, Copy, Crc, FileLayout, Fill, Piece, Slot, Zeros
+from llmtailor.checkpoint.placement import Box, Boxes, Cells, Extent, Placement
+from llmtailor.containers.dcp import (
+    DATA_FILE,
+    METADATA,
+    Blob,
+    Chunk,
+    Chunks,
+    Entry,
+    KeyPath,
+    cut_rows,
+    lay_out_metadata,
+)
 from llmtailor.containers.torch_file import lay_out_torch_blob
 from llmtailor.containers.unpickle import as_tensor, make_tensor, state_tensor
 from llmtailor.model.roles import State
@@ -32,29 +48,94 @@ class Finder(Protocol):
     ) -> Sequence[Chunk] | None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Blob:
-    """A blob of one rank, or one of each rank from ``first`` on, with as many elements of a state."""
+    """A blob of one rank, or one of each of several, with boxes of the same sizes of a state."""
 
-    first: int
-    count: int
+    ranks: Sequence[int]
+    """Ascending"""
     pieces: Pieces
     """Of the first rank's, at byte 0"""
     num_bytes: int
-    step: int = 0
-    """Elements from one rank's to the next one's"""
+    skips: Sequence[int] = (0,)
+    """Of each rank, the elements between the begin of the first rank's box and of its own"""
 
-    def placed(self, rank: int, at: int) -> Iterator[Piece]:
+    def number(self, rank: int) -> int | None:
+        """Return which of the ranks it is; None if the rank has none."""
+        if isinstance(self.ranks, range):
+            return rank - self.ranks.start if rank in self.ranks else None
+        at = bisect_left(self.ranks, rank)
+        return at if at < len(self.ranks) and self.ranks[at] == rank else None
+
+    @cached_property
+    def outline(self) -> Bytes:
+        """A digest of everything but the elements, which are alike for all ranks"""
+        kept = (piece if type(piece) in (Bytes, Zeros, Crc) else piece.num_bytes for piece in self.pieces)
+        return Bytes(hashlib.sha256(repr((*kept,)).encode()).digest(), "outline of a blob")
+
+    def placed(self, number: int, at: int) -> Iterator[Piece]:
         """Yield the pieces of a rank's at byte ``at`` of its file."""
-        skipped = (rank - self.first) * self.step
         for piece in self.pieces:
-            if type(piece) is Crc:
-                yield Crc(at + piece.start, at + piece.stop)
-            elif skipped and type(piece) is Slot:
-                state, dtype, begin, end, *_ = piece
-                yield Slot(state, dtype, begin + skipped, end + skipped)
-            else:
-                yield piece
+            yield Crc(at + piece.start, at + piece.stop) if type(piece) is Crc else self._of(number, piece)
+
+    @cached_property
+    def _elements(self) -> Pieces:
+        return tuple(piece for piece in self.pieces if type(piece) not in (Bytes, Zeros, Crc))
+
+    def elements(self, number: int) -> list[Piece]:
+        """Return the pieces that `outline` leaves out."""
+        return [self._of(number, piece) for piece in self._elements]
+
+    def _of(self, number: int, piece: Piece) -> Piece:
+        if type(piece) is not Slot or not (skipped := self.skips[number]):
+            return piece
+        state, dtype, begin, end, rows, stride = piece
+        return Slot(state, dtype, begin + skipped, end + skipped, rows, stride)
+
+
+class _RankFile(FileLayout):
+    """A file with blobs of a rank. Most are like those of other ranks, so a plan's digest needs less of them."""
+
+    def __init__(
+        self, path: str, blobs: Callable[[], Iterable[tuple[_Blob, int]]], num_bytes: int, fill: Fill | None = None
+    ):
+        super().__init__(path, self._filled)
+        self._blobs, self._fill, self._num_bytes = blobs, fill, num_bytes
+
+    def _filled(self) -> Iterator[Piece]:
+        at = 0
+        for blob, number in self._blobs():
+            for piece in blob.placed(number, at):
+                if self._fill is None:
+                    yield piece
+                else:
+                    yield from self._fill(piece)
+            at += blob.num_bytes
+
+    def brief(self) -> Iterator[Piece]:
+        for blob, number in self._blobs():
+            if not number:
+                yield blob.outline
+            for piece in blob.elements(number):
+                if self._fill is None:
+                    yield piece
+                else:
+                    yield from self._fill(piece)
+
+    def filled(self, fill: Fill) -> FileLayout:
+        return _RankFile(self.path, self._blobs, self.num_bytes, fill)
+
+
+class _Alike(NamedTuple):
+    """Boxes of a tensor of the same sizes, one of each rank that has any, in columns."""
+
+    sizes: tuple[int, ...]
+    run: tuple[int, int, int, int]
+    """Of the first: see `run_of_box`"""
+    ranks: Sequence[int]
+    skips: Sequence[int]
+    """See `_Blob`"""
+    offsets: array[int]
 
 
 class FolderBuilder:
@@ -73,12 +154,24 @@ class FolderBuilder:
         self._next = 0
         self._entries: dict[str, Entry] = {}
         self._names = cache(lambda counter: tuple(_file(rank, counter) for rank in range(ranks)))
-        self._columns = cache(self._cut)
+        self._cut, self._cut_like = cache(self._in_rows), cache(self._in_boxes)
+        """Many tensors have the same shape."""
 
     def add_state(
-        self, path: KeyPath, state: State, dtype: str, shape: tuple[int, ...], *, name: str = "", is_cut: bool = True
+        self,
+        path: KeyPath,
+        state: State,
+        dtype: str,
+        shape: tuple[int, ...],
+        *,
+        name: str = "",
+        is_cut: bool = True,
+        like: Placement | None = None,
     ) -> None:
-        """Add a state, cut along dimension 0 unless it is in a linked file; ``name`` is that of a weight."""
+        """Add a state unless it is in a linked file; ``name`` is that of a weight.
+
+        It is cut ``like`` the base's boxes, if that is given, or else along dimension 0.
+        """
         linked = self._links.find(self._folder, name, state, dtype, shape) if self._links is not None else None
         if linked is not None:
             self._entries[join_key(path)] = Entry(path, dtype, shape, linked)
@@ -86,35 +179,41 @@ class FolderBuilder:
         if not is_cut or not math.prod(shape) or not shape:
             self.add(path, state_tensor(state, dtype, shape))
             return
-        row, first, starts, lengths = math.prod(shape[1:]), 0, array("q"), array("q")
-        for count, low, rows in self._runs(shape[0]):
-            node = state_tensor(state, dtype, (rows, *shape[1:]), low * row)
-            pieces = lay_out_torch_blob(_file(first, self.counter), node)
-            blob = _Blob(first, count, pieces, sum(piece.num_bytes for piece in pieces), rows * row)
+        groups: Sequence[_Alike] = ()
+        if isinstance(like, Boxes) and isinstance(like.cells, Cells):
+            groups = self._cut_like(shape, like.cuts, tuple(like.cells.paths))
+        offsets, sizes, ranks, starts, lengths = (array("q") for _ in range(5))
+        for one in groups or self._cut(shape):
+            begin, width, rows, stride = one.run
+            content = Slot(state, dtype, begin, begin + width, rows, stride)
+            tensor = make_tensor(dtype, one.sizes, (content,))
+            pieces = lay_out_torch_blob(_file(one.ranks[0], self.counter), tensor)
+            blob = _Blob(one.ranks, pieces, sum(piece.num_bytes for piece in pieces), one.skips)
             starts += self._append(blob)
-            lengths += array("q", (blob.num_bytes,)) * count
-            first += count
-        columns = self._columns(shape)
-        chunks = Chunks(self._names(self.counter), len(shape), *columns, starts, lengths)
+            lengths += array("q", (blob.num_bytes,)) * len(one.ranks)
+            offsets += one.offsets
+            sizes += array("q", one.sizes) * len(one.ranks)
+            ranks += array("q", one.ranks)
+        chunks = Chunks(self._names(self.counter), len(shape), offsets, sizes, ranks, starts, lengths)
         self._entries[join_key(path)] = Entry(path, dtype, shape, chunks)
 
-    def _runs(self, rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yield how many ranks have as many rows, the first of them, and how many each has."""
-        cuts = [high - low for low, high in cut_rows(rows, self._ranks) if low < high]
-        whole = cuts.count(cuts[0])
-        yield whole, 0, cuts[0]
-        if whole < len(cuts):
-            yield 1, whole * cuts[0], cuts[-1]
+    def _in_rows(self, shape: tuple[int, ...]) -> list[_Alike]:
+        """Return the boxes of a tensor that is cut along dimension 0: most are alike, the last one may be smaller."""
+        cuts, rest = cut_rows(shape[0], self._ranks), (0,) * (len(shape) - 1)
+        boxes = ((rank, (low, *rest), (high - low, *shape[1:])) for rank, (low, high) in enumerate(cuts) if low < high)
+        return _alike(shape, boxes)
 
-    def _cut(self, shape: tuple[int, ...]) -> tuple[array[int], array[int], array[int]]:
-        """Return offsets, sizes and file of each chunk of a tensor; many have the same shape."""
-        cuts = [(low, high - low) for low, high in cut_rows(shape[0], self._ranks) if low < high]
-        rest = array("q", shape[1:])
-        offsets, sizes = array("q"), array("q")
-        for low, rows in cuts:
-            offsets += array("q", (low,)) + array("q", (0,)) * len(rest)
-            sizes += array("q", (rows,)) + rest
-        return offsets, sizes, array("q", range(len(cuts)))
+    def _in_boxes(
+        self, shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], paths: tuple[str, ...]
+    ) -> list[_Alike]:
+        """Return the boxes of the base, each on the rank whose file it is in; none if they can't be kept."""
+        files = [DATA_FILE.fullmatch(path.rpartition("/")[2]) for path in paths]
+        ranks = [int(file[1]) for file in files if file]
+        if len(ranks) < len(paths) or max(ranks) >= self._ranks:
+            return []
+        lows, highs = (product(*(cut[at : len(cut) - 1 + at] for cut in cuts)) for at in (0, 1))
+        boxes = ((rank, low, tuple(map(sub, high, low))) for rank, low, high in zip(ranks, lows, highs, strict=True))
+        return _alike(shape, boxes)
 
     def add_tensor(
         self, path: KeyPath, dtype: str, shape: tuple[int, ...], boxes: Iterable[tuple[Box, Pieces]]
@@ -157,19 +256,18 @@ class FolderBuilder:
     def finish(self) -> list[FileLayout]:
         """Return the layouts of the folder's files; the pieces of each are made when they are asked for."""
         files = [
-            FileLayout(self._prefix + name, partial(self._pieces, counter, rank))
+            _RankFile(self._prefix + name, partial(self._of_rank, counter, rank), ends[rank])
             for counter, ends in self._ends.items()
             for rank, name in enumerate(self._names(counter))
             if ends[rank] or not counter
         ]
         return [*files, lay_out_metadata(self._prefix + METADATA, self._entries)]
 
-    def _pieces(self, counter: int, rank: int) -> Iterator[Piece]:
-        at = 0
+    def _of_rank(self, counter: int, rank: int) -> Iterator[tuple[_Blob, int]]:
+        """Yield the blobs in a file, each with the number of the rank among those that have one."""
         for blob in self._blobs[counter]:
-            if blob.first <= rank < blob.first + blob.count:
-                yield from blob.placed(rank, at)
-                at += blob.num_bytes
+            if (number := blob.number(rank)) is not None:
+                yield blob, number
 
     def _take_turn(self) -> int:
         self._next += 1
@@ -179,7 +277,7 @@ class FolderBuilder:
         return self._put_pieces(rank, lay_out_torch_blob(_file(rank, self.counter), tree))
 
     def _put_pieces(self, rank: int, pieces: Pieces) -> Blob:
-        blob = _Blob(rank, 1, pieces, sum(piece.num_bytes for piece in pieces))
+        blob = _Blob(range(rank, rank + 1), pieces, sum(piece.num_bytes for piece in pieces))
         [start] = self._append(blob)
         return Blob(_file(rank, self.counter), start, start + blob.num_bytes)
 
@@ -187,10 +285,45 @@ class FolderBuilder:
         """Return where the blob begins in the file of each of its ranks."""
         ends = self._ends.setdefault(self.counter, array("q", (0,)) * self._ranks)
         self._blobs.setdefault(self.counter, []).append(blob)
-        own = slice(blob.first, blob.first + blob.count)
-        starts = ends[own]
-        ends[own] = array("q", [start + blob.num_bytes for start in starts])
+        starts = array("q", map(ends.__getitem__, blob.ranks))
+        for rank, start in zip(blob.ranks, starts, strict=True):
+            ends[rank] = start + blob.num_bytes
         return starts
+
+
+def run_of_box(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[int, int, int, int] | None:
+    """Return a box of a tensor as begin, length and number of equal runs of elements, and the elements from one to the
+    next; None if they are not at equal distances."""
+    cut = [at for at, size in enumerate(sizes) if at and size < shape[at]]
+    if len(cut) > 1:
+        return None
+    row = math.prod(shape[1:])
+    if not cut:
+        return offsets[0] * row, sizes[0] * row, 1, 0
+    [at] = cut
+    tail = math.prod(shape[at + 1 :])
+    return offsets[0] * row + offsets[at] * tail, sizes[at] * tail, math.prod(sizes[:at]), shape[at] * tail
+
+
+def _alike(shape: tuple[int, ...], boxes: Iterable[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> list[_Alike]:
+    """Return boxes, given as rank, offsets and sizes, by their sizes; none if one is not equal runs."""
+    groups: dict[tuple[tuple[int, ...], int], list[tuple[int, tuple[int, ...], tuple[int, int, int, int]]]] = {}
+    seen: Counter[int] = Counter()
+    for rank, offsets, sizes in boxes:
+        if (run := run_of_box(shape, offsets, sizes)) is None:
+            return []
+        groups.setdefault((sizes, seen[rank]), []).append((rank, offsets, run))  # a rank may have several
+        seen[rank] += 1
+    found = []
+    for (sizes, _), rows in groups.items():
+        ranks, corners, runs = zip(*sorted(rows), strict=True)
+        every = range(ranks[0], ranks[0] + len(ranks))
+        skips = array("q", (begin - runs[0][0] for begin, *_ in runs))
+        own = every if ranks == (*every,) else array("q", ranks)
+        found.append(_Alike(sizes, runs[0], own, skips, array("q", chain.from_iterable(corners))))
+    return found
 
 
 def _file(rank: int, counter: int) -> str:

@@ -32,7 +32,7 @@ from llmtailor.checkpoint.index import (
 )
 from llmtailor.checkpoint.layout import Bytes, FileLayout, LinkLayout
 from llmtailor.checkpoint.optimizer import ParamGroup, with_names, without_names
-from llmtailor.checkpoint.placement import Absent
+from llmtailor.checkpoint.placement import Absent, Placement
 from llmtailor.checkpoint.schema import kinds_by_param, refuse_cuts
 from llmtailor.containers.dcp import KeyPath, cut_rows
 from llmtailor.containers.dtensor import MESH_FIELDS, Mesh
@@ -240,10 +240,15 @@ class _Target:
             dtype = held.live_dtype if held and kind == BUFFER else written_dtype(base, held)
             yield name, dtype, param.shape, state, kind != BUFFER
 
+    def _place(self, state: State) -> Placement | None:
+        """Return where the base has a state, for an output of as many ranks."""
+        held = self.base.held.get(state)
+        return held.place if held is not None and self.wanted.layout.world_size == self.base.world_size else None
+
     def add_model(self, folder: FolderBuilder) -> None:
         for name, dtype, shape, state, is_cut in self._weights():
             path: KeyPath = (self.style.model, name) if self.style.model else (name,)
-            folder.add_state(path, state, dtype, shape, name=name, is_cut=is_cut)
+            folder.add_state(path, state, dtype, shape, name=name, is_cut=is_cut, like=self._place(state))
 
     def folders(self) -> list[FileLayout]:
         """Return the files of the optimizer's folder, and of the model's, or its shards."""
@@ -380,7 +385,8 @@ class _Target:
         for param in (param for group in layout.groups for param in group.params):
             for kind, held in kinds.get(param, {}).items():
                 path, state, dtype = self._path(STATE, param, kind), State(param, kind), written_dtype(base, held)
-                folder.add_state(path, state, dtype, held.shape, is_cut=held.shape == base.params[param].shape)
+                is_cut = held.shape == base.params[param].shape
+                folder.add_state(path, state, dtype, held.shape, is_cut=is_cut, like=self._place(state))
             for kind, value in scalars[param].items():
                 folder.add(self._path(STATE, param, kind), value)
             if (step := steps[param]) is not None:
