@@ -29,6 +29,7 @@ from llmtailor.attestation.compare import (
     same_bytes,
     sample_runs,
 )
+from llmtailor.checkpoint import elements
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Box, Contiguous, Extent, Inside, Runs
 from llmtailor.containers.json import extent_of
@@ -289,10 +290,9 @@ def read_elements(files: Files, entry: TensorEntry, runs: Runs, room: bytearray 
         room = bytearray(num_bytes)
     data, at = memoryview(room)[:num_bytes], 0
     for begin, end in runs:
-        for part in entry.place.cover(begin, end):
-            low = at + (part.begin - begin) * size
-            files.read_elements(*part.extent, part.encoding, data[low : low + (part.end - part.begin) * size])
-        at += (end - begin) * size
+        after = at + (end - begin) * size
+        elements.read_elements(files, entry, begin, end, data[at:after])
+        at = after
     return data
 
 
