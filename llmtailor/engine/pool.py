@@ -115,8 +115,11 @@ def run_all(jobs: Iterable[Callable[[], T]], workers: int, stop: Stop) -> list[T
         while wait(futures, timeout=_WAKE_UP_S, return_when=FIRST_EXCEPTION).not_done and not stop.failed:
             pass
     failures = [failure for failure in (future.exception() for future in futures) if failure is not None]
-    for failure in sorted(failures, key=_rank):
-        raise failure
+    try:
+        if failures:
+            raise min(failures, key=_rank)
+    finally:
+        del futures, failures  # else a failure's traceback refers to itself, and keeps the files of its frames open
     return [results[number] for number in sorted(results)]
 
 

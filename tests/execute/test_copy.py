@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import gc
 import os
 import re
 import resource
@@ -211,6 +212,18 @@ def test_a_write_that_fails_is_an_error(source, tmp_path):
             execute(a_plan(source), tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_failure_keeps_no_source_open(source, tmp_path):
+    """Not even until garbage is collected: the file system of the sources could not be unmounted."""
+    plan = Plan((str(source),), (FileLayout("out", (Copy(Extent("data", 0, SOURCE_BYTES + 1), 0),)),))
+    gc.disable()
+    try:
+        with pytest.raises(SourceError, match="it ends before byte"):
+            execute(plan, tmp_path / "out")
+        assert str(source / "data") not in {os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()}
+    finally:
+        gc.enable()
 
 
 def test_a_worker_goes_on_while_the_disk_is_busy_with_its_last_file(source, tmp_path, monkeypatch):

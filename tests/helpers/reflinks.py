@@ -32,7 +32,7 @@ def reflinks(request, tmp_path_factory):
     try:
         yield root
     finally:
-        subprocess.run(["umount", str(root)], check=True)
+        subprocess.run(["umount", "--lazy", str(root)], check=True)  # a failed test's traceback may hold a file open
 
 
 @pytest.fixture
