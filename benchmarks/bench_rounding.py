@@ -57,8 +57,8 @@ CASES = (
     Case("24-bit masters, 8-bit moments in 3 groups", Precision("24bit", "8bit"), IN_TURN),
     Case("bf16 masters, 8-bit moments in 3 groups", Precision("bf16", "8bit"), IN_TURN),
     Case("compressed masters, 8-bit moments in 3 groups", Precision("24bit-zstd", "8bit"), IN_TURN),
-    Case("24-bit masters, 8-bit moments in 3 groups, by numpy", Precision("24bit", "8bit"), IN_TURN, numba=False),
-    Case("bf16 masters, 8-bit moments in 3 groups, by numpy", Precision("bf16", "8bit"), IN_TURN, numba=False),
+    Case("24-bit masters, 8-bit moments in 3 groups, without numba", Precision("24bit", "8bit"), IN_TURN, numba=False),
+    Case("bf16 masters, 8-bit moments in 3 groups, without numba", Precision("bf16", "8bit"), IN_TURN, numba=False),
 )
 
 
@@ -149,7 +149,7 @@ def main() -> None:
             if number:  # the first round warms up
                 found[case.title].append((copied, computed, saved))
     print(f"{numel / 1e6:.0f} M params, medians of {options.rounds} rounds; bytes and nanoseconds of CPU per param\n")
-    print("| | reads | writes | copy of what is read | compute | / copy | save | / copy |")
+    print("| | reads | writes | copy | compute | / copy | save | / copy |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for title, rows in found.items():
         copied, computed, saved = (statistics.median(column) / numel * 1e9 for column in zip(*rows, strict=True))

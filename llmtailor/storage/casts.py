@@ -195,15 +195,14 @@ def pack_differences(
     """Return the bytes of fp32 elements as ``D16``; ``base`` has the bytes of those of the other save as ``F24``."""
     made = np.empty(size_of(D16, len(values)), np.uint8) if room is None else room
     rows, records, rest = _in_blocks(values, made, D16)
-    step, width = 4 * _CACHED // rows.shape[1], 3 * rows.shape[1]
-    for begin in range(0, len(rows), step):
-        some, target = rows[begin : begin + step], records[begin : begin + step]
-        older = widen(base.data[begin * width :][: len(some) * width], F24).reshape(some.shape)
-        if (compiled := loops()) is None:
-            _to_differences(some, older, target)
-        else:
-            octets = target[:, 1:].reshape(*some.shape, 2)
-            compiled.to_differences(some.view("<u4"), older.view("<u4"), target[:, 0], octets)
+    if (compiled := loops()) is not None:
+        compiled.to_differences(rows.reshape(-1).view("<u4"), base, records[:, 0], records[:, 1:].view("<u8"))
+    else:
+        step, width = 4 * _CACHED // rows.shape[1], 3 * rows.shape[1]
+        for begin in range(0, len(rows), step):
+            some = rows[begin : begin + step]
+            older = widen(base.data[begin * width :][: len(some) * width], F24).reshape(some.shape)
+            _to_differences(some, older, records[begin : begin + step])
     if len(rest):
         last = np.empty((1, BLOCKS[D16].num_bytes), np.uint8)
         _to_differences(_in_row(rest, D16), _in_row(widen(base.data[3 * rows.size :], F24), D16), last)

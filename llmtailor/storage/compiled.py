@@ -11,8 +11,12 @@ from typing import Any, Literal, TypeVar
 import numba
 import numpy as np
 
+from llmtailor.model.roles import BLOCKS, D16
+
 Loop = TypeVar("Loop", bound=Callable[..., Any])
-_BYTE, _FLAG, _FLOAT, _INTEGER, _WORD = numba.uint8, numba.boolean, numba.float32, numba.int32, numba.uint32
+_BYTE, _FLAG, _FLOAT, _INTEGER = numba.uint8, numba.boolean, numba.float32, numba.int32
+_WORD, _EIGHT = numba.uint32, numba.uint64
+_ROW = BLOCKS[D16].elements  # a constant to the compiler, which unrolls the loops over a row
 _ROUNDING = np.float32(3 << 22)
 """The sum with a number below 2 ** 22 is rounded to an integer, whose lowest bits are the sum's lowest bits"""
 _INFINITE = np.uint32(0x7F800000)
@@ -100,9 +104,10 @@ def to_blocks(rows: Any, units: Any, codes: Any, most: Any, is_root: Any) -> Non
 
 
 @_compiled(_WORD, returns=_INTEGER)
-def _number(bits: Any) -> Any:
-    number = np.int32(_kept(bits) & np.uint32(0x7FFFFF))
-    return -number if bits >> np.uint32(31) else number
+def _number(pattern: Any) -> Any:
+    """Return the number of a 24-bit pattern in the order of the values."""
+    sign = np.int32(pattern << np.uint32(8)) >> 31
+    return (np.int32(pattern & np.uint32(0x7FFFFF)) ^ sign) - sign  # the negative number where the sign is -1
 
 
 @_compiled(_WORD, returns=_WORD)
@@ -121,24 +126,37 @@ def to_planes(newest: Any, older: Any, planes: Any) -> None:
         planes[2, at] = np.uint8(code >> np.uint32(24))
 
 
-@_compiled(_given(_WORD, 2), _given(_WORD, 2), _BYTE[:], _BYTE[:, :, :])
-def to_differences(rows: Any, base: Any, fits: Any, octets: Any) -> None:
-    """Round rows of patterns to the differences of their numbers from those of ``base``, in two bytes, or to bf16."""
-    half = np.int32(1 << 15)
-    off = np.empty(rows.shape[1], np.int32)
-    for number in range(len(rows)):
-        row, room = rows[number], octets[number]
+@_compiled(_given(_WORD, 1), _given(_BYTE, 1), _BYTE[:], _taken(_EIGHT, 2, "A"))
+def to_differences(bits: Any, base: Any, fits: Any, room: Any) -> None:
+    """Round blocks of patterns to the differences of their numbers from those of ``base``, in two bytes, or to bf16.
+
+    ``base`` has the 24-bit patterns in three bytes each; ``room`` has the two bytes of four elements as an integer.
+    """
+    half, most = np.int32(1 << 15), np.uint32((1 << 16) - 2)
+    older = np.empty(_ROW, np.uint32)
+    octets = older.view(np.uint8)
+    codes = np.empty(_ROW, np.int16)
+    eights = codes.view(np.uint64)
+    for number in range(len(fits)):
+        start = number * _ROW
+        for at in range(_ROW):  # compiled to shuffles of vectors, which takes half the time of shifting words
+            octets[4 * at] = base[3 * (start + at)]
+            octets[4 * at + 1] = base[3 * (start + at) + 1]
+            octets[4 * at + 2] = base[3 * (start + at) + 2]
+            octets[4 * at + 3] = 0
         far = np.uint32(0)
-        for at in range(len(row)):
-            # -0.0 has no number of its own
-            off[at] = half if row[at] == np.uint32(1 << 31) else _number(row[at]) - _number(base[number, at])
-            far = max(far, np.uint32(off[at] + half - np.int32(1)))
-        fits[number] = far <= np.uint32((1 << 16) - 2)
-        if not fits[number]:
-            for at in range(len(row)):
-                bits = row[at]
-                rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-                off[at] = 0x7FC0 if bits & np.uint32(0x7FFFFFFF) > _INFINITE else np.int32(rounded)
-        for at in range(len(row)):
-            room[at, 0] = np.uint8(off[at])
-            room[at, 1] = np.uint8(off[at] >> 8)
+        for at in range(_ROW):
+            row = bits[start + at]
+            off = _number(_kept(row)) - _number(older[at])
+            off = half if row == np.uint32(1 << 31) else off  # -0.0 has no number of its own
+            codes[at] = np.int16(off)
+            far = max(far, np.uint32(off + half - np.int32(1)))
+        fits[number] = far <= most
+        if far > most:
+            for at in range(_ROW):
+                row = bits[start + at]
+                rounded = (row + np.uint32(0x7FFF) + (row >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+                is_number = row & np.uint32(0x7FFFFFFF) <= _INFINITE
+                codes[at] = np.int16(rounded if is_number else np.uint32(0x7FC0))
+        for at in range(len(eights)):
+            room[number, at] = eights[at]
