@@ -260,8 +260,8 @@ class FileLayout:
         return FileLayout(self.path, self.pieces) if callable(self._pieces) else self
 
     def brief(self) -> Iterator[Piece]:
-        """Yield what tells this file from any other, for a plan's digest: all pieces, or less of those that many files
-        have alike. The pieces that read from sources are among them."""
+        """Yield what tells the plan from any other that has this file: all pieces, or, of what is in many files, those
+        that stand for all. So the pieces of all files cover what is read from sources once."""
         return self.each()
 
     def placed(self) -> Iterator[tuple[int, Piece]]:

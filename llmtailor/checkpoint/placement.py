@@ -313,7 +313,7 @@ class Boxes:
 
     def arrange(self, begin: int, end: int) -> Iterator[Fragment | Grid]:
         """Yield what `cover` yields, but rows of short fragments as a grid."""
-        last = _last_cut(self.cuts)
+        last = last_cut(self.cuts)
         width = math.prod(self.shape[last:])
         first, after = -(-begin // width), end // width
         if not last or self.encoded or after - first < 2:
@@ -330,7 +330,7 @@ class Boxes:
     def grids(self, begin: int, count: int, low: int = 0, high: int = 0) -> Iterator[Grid]:
         """Yield grids that tile whole rows of the last dimension that is cut, and all after it; of each row the
         elements ``low``..``high`` if they are given."""
-        last = _last_cut(self.cuts)
+        last = last_cut(self.cuts)
         width, edges = math.prod(self.shape[last:]), self.cuts[last]
         high, tail, first = high or width, width // self.shape[last], begin // width
         columns = bisect_right(edges, low // tail) - 1, bisect_left(edges, -(-high // tail))
@@ -367,7 +367,7 @@ def _runs_of(grid: Grid) -> Iterator[Fragment]:
             begin = end
 
 
-def _last_cut(cuts: tuple[tuple[int, ...], ...]) -> int:
+def last_cut(cuts: tuple[tuple[int, ...], ...]) -> int:
     """Return the last dimension with several boxes; 0 if there is none."""
     at = len(cuts) - 1
     while at > 0 and len(cuts[at]) == 2:
@@ -379,7 +379,7 @@ def in_boxes(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], begin: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield runs of elements: the box they are in, the first element's number in it, and how many there are."""
-    last = _last_cut(cuts)
+    last = last_cut(cuts)
     if not last and (not cuts or len(cuts[0]) == 2) and begin < end:  # one box
         yield 0, begin, end - begin
         return
@@ -401,7 +401,7 @@ def in_boxes(
 
 def _grids(place: Placement, begin: int, width: int, count: int) -> Iterator[Grid]:
     """Yield grids that tile ``count`` rows of ``width`` elements."""
-    if isinstance(place, Boxes) and (last := _last_cut(place.cuts)) and math.prod(place.shape[last:]) == width:
+    if isinstance(place, Boxes) and (last := last_cut(place.cuts)) and math.prod(place.shape[last:]) == width:
         yield from place.grids(begin, count)
         return
     row: list[Band] = []
@@ -563,7 +563,7 @@ def columns(place: Placement, begin: int, width: int, rows: int, stride: int) ->
 
     ``stride`` is the size of a tensor's rows, and no run is in two of them. Each grid begins with one of the runs.
     """
-    if isinstance(place, Boxes) and (last := _last_cut(place.cuts)) and math.prod(place.shape[last:]) == stride:
+    if isinstance(place, Boxes) and (last := last_cut(place.cuts)) and math.prod(place.shape[last:]) == stride:
         skip = begin % stride
         return place.grids(begin - skip, rows, skip, skip + width)
     return _parts(place, begin, width, rows, stride)

@@ -14,14 +14,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import chain, product
 from operator import sub
 from typing import Any, NamedTuple, Protocol
 
 from llmtailor.checkpoint.index import DcpEntry
 from llmtailor.checkpoint.layout import Bytes, Copy, Crc, FileLayout, Fill, Piece, Slot, Zeros
-from llmtailor.checkpoint.placement import Box, Boxes, Cells, Extent, Placement
+from llmtailor.checkpoint.placement import Box, Boxes, Cells, Extent, Placement, last_cut
 from llmtailor.containers.dcp import (
     DATA_FILE,
     METADATA,
@@ -59,6 +59,8 @@ class _Blob:
     num_bytes: int
     skips: Sequence[int] = (0,)
     """Of each rank, the elements between the begin of the first rank's box and of its own"""
+    whole: Pieces | None = None
+    """If it is one of a state's blobs: of the first, the whole state; None for any other blob"""
 
     def number(self, rank: int) -> int | None:
         """Return which of the ranks it is; None if the rank has none."""
@@ -67,24 +69,23 @@ class _Blob:
         at = bisect_left(self.ranks, rank)
         return at if at < len(self.ranks) and self.ranks[at] == rank else None
 
-    @cached_property
-    def outline(self) -> Bytes:
-        """A digest of everything but the elements, which are alike for all ranks"""
+    def brief(self) -> Iterator[Piece]:
+        """Yield a digest of everything but the elements, and what has those of all ranks.
+
+        The folder's ``.metadata`` says which elements each rank has, and where.
+        """
         kept = (piece if type(piece) in (Bytes, Zeros, Crc) else piece.num_bytes for piece in self.pieces)
-        return Bytes(hashlib.sha256(repr((*kept,)).encode()).digest(), "outline of a blob")
+        yield Bytes(hashlib.sha256(repr((*kept,)).encode()).digest(), "outline of a blob")
+        yield from (
+            self.whole
+            if self.whole is not None
+            else (piece for piece in self.pieces if type(piece) not in (Bytes, Zeros, Crc))
+        )
 
     def placed(self, number: int, at: int) -> Iterator[Piece]:
         """Yield the pieces of a rank's at byte ``at`` of its file."""
         for piece in self.pieces:
             yield Crc(at + piece.start, at + piece.stop) if type(piece) is Crc else self._of(number, piece)
-
-    @cached_property
-    def _elements(self) -> Pieces:
-        return tuple(piece for piece in self.pieces if type(piece) not in (Bytes, Zeros, Crc))
-
-    def elements(self, number: int) -> list[Piece]:
-        """Return the pieces that `outline` leaves out."""
-        return [self._of(number, piece) for piece in self._elements]
 
     def _of(self, number: int, piece: Piece) -> Piece:
         if type(piece) is not Slot or not (skipped := self.skips[number]):
@@ -94,7 +95,7 @@ class _Blob:
 
 
 class _RankFile(FileLayout):
-    """A file with blobs of a rank. Most are like those of other ranks, so a plan's digest needs less of them."""
+    """A file with blobs of a rank. A plan's digest has each blob once, in the file of the first rank that has one."""
 
     def __init__(
         self, path: str, blobs: Callable[[], Iterable[tuple[_Blob, int]]], num_bytes: int, fill: Fill | None = None
@@ -106,21 +107,13 @@ class _RankFile(FileLayout):
         at = 0
         for blob, number in self._blobs():
             for piece in blob.placed(number, at):
-                if self._fill is None:
-                    yield piece
-                else:
-                    yield from self._fill(piece)
+                yield from (piece,) if self._fill is None else self._fill(piece)
             at += blob.num_bytes
 
     def brief(self) -> Iterator[Piece]:
-        for blob, number in self._blobs():
-            if not number:
-                yield blob.outline
-            for piece in blob.elements(number):
-                if self._fill is None:
-                    yield piece
-                else:
-                    yield from self._fill(piece)
+        first = (blob for blob, number in self._blobs() if not number)
+        for piece in chain.from_iterable(blob.brief() for blob in first):
+            yield from (piece,) if self._fill is None else self._fill(piece)
 
     def filled(self, fill: Fill) -> FileLayout:
         return _RankFile(self.path, self._blobs, self.num_bytes, fill)
@@ -180,15 +173,19 @@ class FolderBuilder:
             self.add(path, state_tensor(state, dtype, shape))
             return
         groups: Sequence[_Alike] = ()
+        row = numel = math.prod(shape)
         if isinstance(like, Boxes) and isinstance(like.cells, Cells):
             groups = self._cut_like(shape, like.cuts, tuple(like.cells.paths))
+            row = math.prod(shape[last_cut(like.cuts) :]) if groups else numel
+        whole: Pieces = (Slot(state, dtype, 0, row, numel // row, row if row < numel else 0),)
         offsets, sizes, ranks, starts, lengths = (array("q") for _ in range(5))
         for one in groups or self._cut(shape):
             begin, width, rows, stride = one.run
             content = Slot(state, dtype, begin, begin + width, rows, stride)
             tensor = make_tensor(dtype, one.sizes, (content,))
             pieces = lay_out_torch_blob(_file(one.ranks[0], self.counter), tensor)
-            blob = _Blob(one.ranks, pieces, sum(piece.num_bytes for piece in pieces), one.skips)
+            blob = _Blob(one.ranks, pieces, sum(piece.num_bytes for piece in pieces), one.skips, whole)
+            whole = ()
             starts += self._append(blob)
             lengths += array("q", (blob.num_bytes,)) * len(one.ranks)
             offsets += one.offsets
