@@ -373,7 +373,7 @@ def _join(key: str, packed: _Packed, dimensions: int, places: Places, files: tup
     rows = np.array(places.of_key.pop(key, ()), np.int64).reshape(-1, dimensions + 3)
     if len(rows) and places.dimensions[key] != dimensions:
         raise ValueError(f"{key} has places of another number of dimensions")
-    number = _number_rows(np.concatenate((rows[:, :dimensions], offsets)))
+    number = number_rows(np.concatenate((rows[:, :dimensions], offsets)))
     row_of = np.full(len(number), -1)
     row_of[number[: len(rows)]] = np.arange(len(rows))
     at = row_of[number[len(rows) :]]
@@ -385,7 +385,7 @@ def _join(key: str, packed: _Packed, dimensions: int, places: Places, files: tup
         raise ValueError(f"places of {key} belong to no chunk")
     kept = np.flatnonzero(at >= 0)
     if len(kept) > len(rows):  # ranks may list the same chunk
-        alike = _number_rows(np.concatenate((offsets, sizes), axis=1)[kept])
+        alike = number_rows(np.concatenate((offsets, sizes), axis=1)[kept])
         kept = kept[np.sort(np.unique(alike, return_index=True)[1])]
     offsets, sizes, columns = offsets[kept], sizes[kept], rows[at[kept], dimensions:].T
     return Chunks(
@@ -393,7 +393,7 @@ def _join(key: str, packed: _Packed, dimensions: int, places: Places, files: tup
     )
 
 
-def _number_rows(rows: Any) -> Any:
+def number_rows(rows: Any) -> Any:
     """Return a number for each row, the same for equal ones."""
     import numpy as np
 

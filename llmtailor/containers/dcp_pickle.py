@@ -24,6 +24,8 @@ FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 SIZE = Global("torch", "Size")
 _CHUNK, _PLACE = Global(MODULE, "ChunkStorageMetadata"), Global(MODULE, "MetadataIndex")
 _BUFFER = 64 << 10
+_MAX_BYTES = 1 << 59
+"""No file is as large, so sums of such numbers fit into 64 bits."""
 _MAX_KNOWN = 1 << 16
 """Sizes that are remembered by their bytes"""
 
@@ -58,7 +60,7 @@ class Places:
         if (rows := self.of_key.get(key)) is None:
             rows = self.of_key[key] = array("q")
             self.dimensions[key] = len(offsets)
-        if len(offsets) != self.dimensions[key] or start + length >= 1 << 63:
+        if len(offsets) != self.dimensions[key] or start + length >= _MAX_BYTES:
             raise ValueError(f"{key} has places that no tensor has")
         rows.extend((*offsets, self.files.setdefault(path, len(self.files)), start, length))
 

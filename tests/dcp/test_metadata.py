@@ -121,6 +121,17 @@ def test_chunks_are_not_decoded_opcode_by_opcode(tmp_path, monkeypatch, is_writt
     assert counts[1] - counts[0] < 2 * 400, "a chunk and its place take a hundred opcodes"
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_place_behind_the_end_of_any_file_is_refused(tmp_path, rank):
+    """Whether its place is decoded opcode by opcode, as the first one is, or not."""
+    wrong = metadata((8, 2), 4, is_shared=False)
+    [at] = [place for index, place in wrong.storage_data.items() if index.fqn == "w" and index.index == rank]
+    at.offset = (1 << 63) - 10
+    (tmp_path / METADATA).write_bytes(pickle.dumps(wrong))
+    with pytest.raises(SourceError, match="places that no tensor has"):
+        read_metadata(tmp_path, METADATA, "x")
+
+
 def test_a_place_elsewhere_is_not_one(tmp_path):
     """torch would not find it there."""
     wrong = metadata((8, 2), 4, is_shared=False)

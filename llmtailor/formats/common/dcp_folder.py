@@ -16,6 +16,7 @@ into the same form::
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import posixpath
@@ -23,7 +24,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from operator import add
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,7 @@ from llmtailor.containers.dcp import (
     KeyPath,
     checksum_of_save,
     checksum_of_shard,
+    number_rows,
     read_metadata,
 )
 from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count, read_tensor
@@ -182,7 +183,7 @@ class _Blobs:
         self.root, self.prefix, self.name, self.problems, self.linked = root, prefix, name, problems, linked
         self.decodes = decodes
         self.objects: dict[str, Any] = {}
-        self.starts: dict[str, array[int]] = {}
+        self.starts: dict[str, Any] = {}
         """Where the elements of each chunk of a tensor begin; if its file can't be read, where its blob does"""
         self.known = AlikeBlobs[tuple[Tensor, int]]()
         """The tensor in a blob, and where that blob begins"""
@@ -198,31 +199,38 @@ class _Blobs:
         A file's blobs of the same size, for chunks of the same dtype and sizes, are alike: one of them is read, as long
         as `check_blobs` does not ask for all. That is a million reads less with a thousand ranks.
         """
-        self.starts = {key: one.chunks.starts[:] for key, one in entries.items() if isinstance(one.chunks, Chunks)}
-        keys = [*entries]
-        for path, owners in _by_file(entries):
+        import numpy as np  # a merge of other formats does not need it
+
+        keys, (files, forms, count) = [*entries], _by_file(entries)
+        found = np.zeros(count, np.int64)
+        for path, (start, stop, at, number, form) in files:
             self.used[path] = None
             where = PathIn(self.name, self.at(path))
+            found[number] = start
+            is_read = (form < 0) | all_blobs
+            is_read[np.unique(form, return_index=True)[1]] = True
+            before = np.zeros(len(forms) + 1, np.int64)  # the last one is that of other objects
             try:
                 with open_source(self.root / self.at(path), where) as file:
-                    places = [(start, stop) for start, stop, *_ in owners]
+                    places = [*zip(start.tolist(), stop.tolist(), strict=True)]
                     self._check_places(places, file.num_bytes, where)
                     self._check_save(places, file, where)
-                    before: dict[tuple[int, str, tuple[int, ...]], int] = {}
-                    for start, stop, at, number in owners:
-                        key = keys[at]
-                        if isinstance(chunks := entries[key].chunks, Chunks):
-                            form = stop - start, entries[key].dtype, chunks.sizes_of(number)
-                            if all_blobs or form not in before:
-                                before[form] = self._place(file, start, stop, key, *form[1:]) - start
-                            self.starts[key][number] = start + before[form]
+                    for which in np.flatnonzero(is_read).tolist():
+                        key, (low, high) = keys[at[which]], places[which]
+                        if form[which] >= 0:
+                            before[form[which]] = self._place(file, low, high, key, *forms[form[which]]) - low
                         elif not self.decodes:
-                            self.objects[key] = Extent(where.path, start, stop)
+                            self.objects[key] = Extent(where.path, low, high)
                         else:
-                            self.objects[key] = decode_torch_file(Window(file, start, stop), where.path, where).tree
+                            self.objects[key] = decode_torch_file(Window(file, low, high), where.path, where).tree
+                    found[number] += before[form]
             except SourceError as error:
                 self.problems.add(error)
                 self.bad.add(path)
+        at = 0
+        for key, entry in entries.items():
+            self.starts[key] = found[at : at + len(entry.chunks)]
+            at += len(entry.chunks)
 
     def _place(self, file: SourceFile, start: int, stop: int, key: str, dtype: str, sizes: tuple[int, ...]) -> int:
         """Return where a chunk's elements begin. Raises SourceError if the blob holds another tensor."""
@@ -264,23 +272,39 @@ def _check_save(wanted: int, found: int, where: str) -> None:
         raise SourceError.at(where, what, "use another checkpoint", Code.STEPS_DIFFER)
 
 
-def _by_file(entries: Mapping[str, Entry]) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield the blobs of each file in the order of their bytes: start, stop, number of the entry, of its chunk."""
-    import numpy as np  # a merge of other formats does not need it
+def _by_file(entries: Mapping[str, Entry]) -> tuple[Iterator[tuple[str, Any]], list[tuple[str, tuple[int, ...]]], int]:
+    """Return the blobs of each file, the forms of those with tensors, dtypes and sizes, and how many blobs there are.
 
-    found: dict[str, array[int]] = {}
+    The blobs are columns in the order of their bytes: start, stop, number of the entry, number of the chunk among all,
+    and number of the form, -1 for other objects. Blobs of another size have another form.
+    """
+    import numpy as np
+
+    paths: dict[str, int] = {}
+    forms: dict[tuple[int, str, tuple[int, ...]], int] = {}
+    columns: list[Any] = []
+    count = 0
     for at, entry in enumerate(entries.values()):
-        if isinstance(chunks := entry.chunks, Chunks):
-            for number, (file, start, length) in enumerate(
-                zip(chunks.file, chunks.starts, chunks.lengths, strict=True)
-            ):
-                found.setdefault(chunks.files[file], array("q")).extend((start, start + length, at, number))
-        else:
-            for chunk in entry.chunks:
-                found.setdefault(chunk.blob.path, array("q")).extend((chunk.blob.start, chunk.blob.stop, at, 0))
-    for path in [*found]:
-        rows = np.array(found.pop(path)).reshape(-1, 4)
-        yield path, rows[np.lexsort((rows[:, 1], rows[:, 0]))].tolist()
+        chunks = Chunks.of(entry.chunks)
+        starts, lengths = np.array(chunks.starts), np.array(chunks.lengths)
+        form = np.full(len(chunks), -1)
+        if entry.is_tensor and len(chunks):
+            about = np.column_stack((lengths, chunks.boxes[1]))
+            which = number_rows(about)
+            distinct = about[np.unique(which, return_index=True)[1]].tolist()
+            form = np.array([forms.setdefault((n, entry.dtype, (*own,)), len(forms)) for n, *own in distinct])[which]
+        file = np.array([paths.setdefault(path, len(paths)) for path in chunks.files], np.int64)[np.array(chunks.file)]
+        number = np.arange(count, count + len(chunks))
+        columns.append((file, starts, starts + lengths, np.full(len(chunks), at), number, form))
+        count += len(chunks)
+    file, *rest = (
+        (np.concatenate(each) for each in zip(*columns, strict=True)) if columns else np.zeros((6, 0), np.int64)
+    )
+    order = np.lexsort((rest[1], rest[0], file))
+    ends = np.cumsum(np.bincount(file, minlength=len(paths))).tolist()
+    parts = (order[low:high] for low, high in itertools.pairwise([0, *ends]))
+    files = ((path, [each[own] for each in rest]) for path, own in zip(paths, parts, strict=True))
+    return files, [(dtype, sizes) for _, dtype, sizes in forms], count
 
 
 _Grid = tuple[tuple[tuple[int, ...], ...], list[int]]
@@ -296,17 +320,19 @@ def _grid(key: str, shape: tuple[int, ...], offsets: Sequence[Any], sizes: Seque
         raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE) from error
 
 
-def _stored(entry: Entry, chunks: Chunks, grid: _Grid, starts: array[int], at: Callable[[str], str]) -> Stored:
+def _stored(entry: Entry, chunks: Chunks, grid: _Grid, found: Any, at: Callable[[str], str]) -> Stored:
+    import numpy as np
+
     cuts, order = grid
     itemsize = ITEMSIZE[entry.dtype]
-    in_order = array("q", (starts[number] for number in order))
-    sizes = (math.prod(chunks.sizes_of(number)) * itemsize for number in order)
-    stops = array("q", map(add, in_order, sizes))
+    numel = np.minimum(chunks.boxes[1].prod(axis=1), chunks.lengths)[order]  # no more than its blob has bytes
+    num_bytes = numel * itemsize
+    starts, stops = (array("q", each.tobytes()) for each in (found[order], found[order] + num_bytes))
     paths = tuple(at(chunks.files[chunks.file[number]]) for number in order)
-    held = TensorEntry(entry.dtype, entry.shape, _placement(entry.shape, cuts, paths, in_order, stops, itemsize))
+    held = TensorEntry(entry.dtype, entry.shape, _placement(entry.shape, cuts, paths, starts, stops, itemsize))
 
     def boxes() -> Iterator[tuple[Chunk, Extent]]:
-        return ((chunks[number], Extent(*place)) for number, *place in zip(order, paths, in_order, stops, strict=True))
+        return ((chunks[number], Extent(*place)) for number, *place in zip(order, paths, starts, stops, strict=True))
 
     return Stored(entry.path, held, boxes)
 
