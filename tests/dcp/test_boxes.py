@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from helpers.composing import merge
+from helpers.composing import merge, recipe
 from helpers.states import read
 from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.layout import Cast, Copy, Plan, Strided
+from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.containers.dcp import read_metadata
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, State
@@ -66,3 +70,31 @@ def test_what_is_cut_by_columns(mesh, older_mesh, ranks, tmp_path):
     dcp.load(loaded, checkpoint_id=out, no_dist=True)
     for name, tensor in loaded["model"].items():
         assert torch.equal(tensor, read(out, found.held[State(name, MASTER)])), name
+
+
+def totals(plan: Plan) -> tuple[set[tuple[int, str]], Counter[tuple[str | None, int]]]:
+    """Return the files that pieces read from, and the bytes of each param that come from each source."""
+    read, moved = set(), Counter()
+    for piece in (piece for file in plan.files for piece in file.each()):
+        if isinstance(piece, (Copy, Cast, Strided)):
+            paths = [band.path for band in piece.grid.bands] if isinstance(piece, Strided) else [piece.extent.path]
+            read |= {(piece.source, path) for path in paths}
+            moved[piece.state.param if piece.state else None, piece.source] += piece.num_bytes
+    return read, moved
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 6])
+def test_a_plans_summary_is_that_of_all_pieces(ranks, tmp_path):
+    """Although it has each state once, however many ranks save it; and it tells sources with other boxes apart."""
+    make_dcp(tmp_path / "step-200", SHAPE, 2, 3, 200)
+    digests = set()
+    for mesh in ((2, 3), (3, 2), (1, 6)):
+        make_dcp(tmp_path / "step-100", SHAPE, *mesh, 100)
+        taken = {"layer 0": tmp_path / "step-100", "norm": tmp_path / "step-100"}
+        plan = plan_merge(recipe(tmp_path / "step-200", taken), options=Options(world_size=ranks)).plan
+        read, moved = totals(plan)
+        assert {*plan.summary.read} == read
+        assert plan.summary.moved == moved
+        digests.add(plan.summary.digest)
+        shutil.rmtree(tmp_path / "step-100")
+    assert len(digests) == 3
