@@ -38,6 +38,8 @@ from llmtailor.containers.unpickle import as_tensor, make_tensor, state_tensor
 from llmtailor.model.roles import State
 
 Pieces = tuple[Piece, ...]
+_MADE = (Bytes, Zeros, Crc)
+"""Pieces that read no source"""
 
 
 class Finder(Protocol):
@@ -57,10 +59,10 @@ class _Blob:
     pieces: Pieces
     """Of the first rank's, at byte 0"""
     num_bytes: int
+    elements: Pieces
+    """What all ranks read, for a plan's digest; the first of a state's blobs has the whole state, others nothing"""
     skips: Sequence[int] = (0,)
     """Of each rank, the elements between the begin of the first rank's box and of its own"""
-    whole: Pieces | None = None
-    """If it is one of a state's blobs: of the first, the whole state; None for any other blob"""
 
     def number(self, rank: int) -> int | None:
         """Return which of the ranks it is; None if the rank has none."""
@@ -70,17 +72,10 @@ class _Blob:
         return at if at < len(self.ranks) and self.ranks[at] == rank else None
 
     def brief(self) -> Iterator[Piece]:
-        """Yield a digest of everything but the elements, and what has those of all ranks.
-
-        The folder's ``.metadata`` says which elements each rank has, and where.
-        """
-        kept = (piece if type(piece) in (Bytes, Zeros, Crc) else piece.num_bytes for piece in self.pieces)
+        """Yield `elements`, and a digest of all else. The folder's ``.metadata`` says which of them each rank has."""
+        kept = (piece if type(piece) in _MADE else piece.num_bytes for piece in self.pieces)
         yield Bytes(hashlib.sha256(repr((*kept,)).encode()).digest(), "outline of a blob")
-        yield from (
-            self.whole
-            if self.whole is not None
-            else (piece for piece in self.pieces if type(piece) not in (Bytes, Zeros, Crc))
-        )
+        yield from self.elements
 
     def placed(self, number: int, at: int) -> Iterator[Piece]:
         """Yield the pieces of a rank's at byte ``at`` of its file."""
@@ -177,15 +172,15 @@ class FolderBuilder:
         if isinstance(like, Boxes) and isinstance(like.cells, Cells):
             groups = self._cut_like(shape, like.cuts, tuple(like.cells.paths))
             row = math.prod(shape[last_cut(like.cuts) :]) if groups else numel
-        whole: Pieces = (Slot(state, dtype, 0, row, numel // row, row if row < numel else 0),)
+        elements: Pieces = (Slot(state, dtype, 0, row, numel // row, row if row < numel else 0),)
         offsets, sizes, ranks, starts, lengths = (array("q") for _ in range(5))
         for one in groups or self._cut(shape):
             begin, width, rows, stride = one.run
             content = Slot(state, dtype, begin, begin + width, rows, stride)
             tensor = make_tensor(dtype, one.sizes, (content,))
             pieces = lay_out_torch_blob(_file(one.ranks[0], self.counter), tensor)
-            blob = _Blob(one.ranks, pieces, sum(piece.num_bytes for piece in pieces), one.skips, whole)
-            whole = ()
+            blob = _Blob(one.ranks, pieces, sum(piece.num_bytes for piece in pieces), elements, one.skips)
+            elements = ()
             starts += self._append(blob)
             lengths += array("q", (blob.num_bytes,)) * len(one.ranks)
             offsets += one.offsets
@@ -274,7 +269,8 @@ class FolderBuilder:
         return self._put_pieces(rank, lay_out_torch_blob(_file(rank, self.counter), tree))
 
     def _put_pieces(self, rank: int, pieces: Pieces) -> Blob:
-        blob = _Blob(range(rank, rank + 1), pieces, sum(piece.num_bytes for piece in pieces))
+        elements = tuple(piece for piece in pieces if type(piece) not in _MADE)
+        blob = _Blob(range(rank, rank + 1), pieces, sum(piece.num_bytes for piece in pieces), elements)
         [start] = self._append(blob)
         return Blob(_file(rank, self.counter), start, start + blob.num_bytes)
 
