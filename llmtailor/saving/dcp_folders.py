@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import math
 import pickle
 import re
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from llmtailor.containers.dcp import DATA_FILE, METADATA, SHARD_FILE, checksum_of_save, checksum_of_shard
+from llmtailor.containers.dcp import ALLOWED, DATA_FILE, METADATA, SHARD_FILE, checksum_of_save, checksum_of_shard
 from llmtailor.containers.safetensors import INDEX
 from llmtailor.errors import SourceError, UsageError
 from llmtailor.storage.local import SourceFile, fsync_folder, open_source, replace_durably, try_link
@@ -85,6 +86,15 @@ class Folder(Protocol):
     def copy(self, source: str, target: str) -> None: ...
 
 
+class _Unpickler(pickle.Unpickler):
+    """Makes the classes of a ``.metadata`` and nothing else, whatever the file names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}")
+        return super().find_class(module, name)
+
+
 class _Blobs:
     """Files of `FileSystemWriter`, which ``.metadata`` lists."""
 
@@ -93,7 +103,7 @@ class _Blobs:
     record_is_last: ClassVar[bool] = False
 
     def read_save(self, record: Mapping[str, Any]) -> Metadata | None:
-        metadata = cast(Metadata, pickle.loads(cast(Any, self).read(METADATA)))
+        metadata = cast(Metadata, _Unpickler(io.BytesIO(cast(Any, self).read(METADATA))).load())
         return metadata if record.get("save_id") == save_id(metadata.storage_meta) else None
 
     def rename(self, paths: Sequence[str], ranks: int) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import random
 import re
 import shutil
@@ -220,6 +222,25 @@ def test_a_stock_save_over_a_folder_ends_its_record(tmp_path):
     save(saver, tmp_path / "step-1", 1)
     dcp.save({"model": tiny(9)["model"]}, checkpoint_id=tmp_path / "step-1")
     save(saver, tmp_path / "step-2", 2)
+    assert {*ages(tmp_path / "step-2").values()} == {2}
+
+
+def test_a_base_runs_no_code(tmp_path):
+    """Its metadata is read before any key is, at the first save after a restart."""
+
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (f"{tmp_path}/attacked",)
+
+    save(DcpSaver("moments_in_turn:2"), tmp_path / "step-1", 1)
+    path = tmp_path / "step-1" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data["model"] = Attack()
+    path.write_bytes(pickle.dumps(metadata))
+    again = DcpSaver("moments_in_turn:2")
+    again.resumed_from(tmp_path / "step-1")
+    save(again, tmp_path / "step-2", 2)
+    assert not (tmp_path / "attacked").exists()
     assert {*ages(tmp_path / "step-2").values()} == {2}
 
 
