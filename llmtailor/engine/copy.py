@@ -44,7 +44,7 @@ from llmtailor.engine.moving import Clone, RangeCopier, Upload
 from llmtailor.engine.pool import Inline, Stop, num_workers, num_writers, run_all
 from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
 from llmtailor.errors import SourceError, StorageError
-from llmtailor.model.roles import BLOCKS, D24, ITEMSIZE, State, size_of
+from llmtailor.model.roles import BLOCKS, DIFFERENCES, ITEMSIZE, State, size_of
 from llmtailor.storage.checksums import combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.storage.remote import STORE_WORKERS, RemotePath
@@ -147,12 +147,13 @@ def _blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
             yield bytes(size_of(piece.dtype, min(CHUNK_ELEMENTS, piece.numel - begin)))
         return
     terms = [sources.chunks(term, CHUNK_ELEMENTS * ITEMSIZE[term.source_dtype]) for term in piece.terms]
-    is_coded = piece.refines and piece.terms[0].encoding is not None and piece.terms[0].encoding.dtype == D24
+    encoding = piece.terms[0].encoding
+    newest = encoding.dtype if encoding is not None and encoding.dtype in DIFFERENCES else piece.terms[0].source_dtype
     for read in zip(*terms, strict=True):
         stop.check()
         terms_read = [(data, term.source_dtype, term.factor) for data, term in zip(read, piece.terms, strict=True)]
         yield (
-            refine(terms_read[0][0], D24 if is_coded else terms_read[0][1], *terms_read[1][:2], piece.dtype)
+            refine(terms_read[0][0], newest, *terms_read[1][:2], piece.dtype)
             if piece.refines
             else add(terms_read, piece.dtype)
         )

@@ -77,14 +77,16 @@ def refine(
 
     Each is the ``older``, more exact element, moved into the range that rounds to the newest value if it rounded to a
     neighbor of that; else the newest value itself. Where both are of one value of bf16, that is the older element.
-    Where `D16` or `D24`, the ``newest_dtype``, has a difference from the older element, it is the exact sum.
+    Where `D16` or `D24`, the ``newest_dtype``, has a difference from the older element, it is the exact sum; these are
+    given as a `Decoder` returns them.
     """
     if newest_dtype == D24:
         sums = add_codes(np.frombuffer(newest, "<u4"), widen(older, older_dtype).view("<u4"))
         return cast(sums.tobytes(), "F32", target)
-    now, before = (widen(data, dtype).view("<u4") for data, dtype in ((newest, newest_dtype), (older, older_dtype)))
+    now = widen(newest, "F32" if newest_dtype == D16 else newest_dtype).view("<u4")
+    before = widen(older, older_dtype).view("<u4")
     rounded = np.frombuffer(_to_bfloat16(before.view("<f4")), "<u2").astype(np.int64)
-    is_difference = now >> np.uint32(16) == _DIFFERENCE
+    is_difference = (now >> np.uint32(16) == _DIFFERENCE) & (newest_dtype == D16)  # else it is not a number
     now, before = now.astype(np.int64), before.astype(np.int64)
     odd = now >> 16 & 1  # a tie goes to the even neighbor
     inside = np.clip(before, now - (1 << 15) + odd, now + (1 << 15) - odd)  # patterns of one sign are in order of size
