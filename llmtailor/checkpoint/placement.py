@@ -334,15 +334,7 @@ class Boxes:
         width, edges = math.prod(self.shape[last:]), self.cuts[last]
         high, tail, first = high or width, width // self.shape[last], begin // width
         columns = bisect_right(edges, low // tail) - 1, bisect_left(edges, -(-high // tail))
-        column, _ = columns
-        is_cell = isinstance(self.cells, Cells) and (low, high) == (edges[column] * tail, edges[column + 1] * tail)
         for box, inside, number in in_boxes(self.shape[:last], self.cuts[:last], first, first + count):
-            if is_cell and isinstance(self.cells, Cells):  # rows of one box
-                at, size = box * (len(edges) - 1) + column, (high - low) * self.cells.itemsize
-                band = Band(self.cells.paths[at], self.cells.starts[at] + inside * size, size, size)
-                yield Grid(begin + low, number, high - low, (band,))
-                begin += number * width
-                continue
             found = []
             for column in range(*columns):
                 start, stop = edges[column] * tail, edges[column + 1] * tail

@@ -103,7 +103,11 @@ class _Blobs:
     record_is_last: ClassVar[bool] = False
 
     def read_save(self, record: Mapping[str, Any]) -> Metadata | None:
-        metadata = cast(Metadata, _Unpickler(io.BytesIO(cast(Any, self).read(METADATA))).load())
+        data = cast(Any, self).read(METADATA)
+        try:
+            metadata = cast(Metadata, _Unpickler(io.BytesIO(data)).load())
+        except Exception as error:  # a damaged pickle raises anything, also TypeError and MemoryError
+            raise pickle.UnpicklingError(f"{METADATA} is damaged: {error}") from error
         return metadata if record.get("save_id") == save_id(metadata.storage_meta) else None
 
     def rename(self, paths: Sequence[str], ranks: int) -> dict[str, str]:

@@ -195,6 +195,7 @@ def pack_differences(
     values: npt.NDArray[Any], base: npt.NDArray[np.uint8], room: npt.NDArray[np.uint8] | None = None
 ) -> npt.NDArray[np.uint8]:
     """Return the bytes of fp32 elements as ``D16``; ``base`` has the bytes of those of the other save as ``F24``."""
+    assert len(base) == size_of(F24, len(values)), "compiled loops check no bounds"
     made = np.empty(size_of(D16, len(values)), np.uint8) if room is None else room
     rows, records, rest = _in_blocks(values, made, D16)
     if (compiled := loops()) is not None:

@@ -244,6 +244,19 @@ def test_a_base_runs_no_code(tmp_path):
     assert {*ages(tmp_path / "step-2").values()} == {2}
 
 
+@pytest.mark.parametrize(
+    "data", [b"\x80\x04K\x01)R.", b"\x80\x04\x8e" + b"\xff" * 8, b""], ids=["calls 1", "too long", "empty"]
+)
+def test_a_base_with_damaged_metadata_is_not_used(tmp_path, data):
+    saver = DcpSaver("moments_in_turn:2")
+    save(saver, tmp_path / "step-1", 1)
+    (tmp_path / "step-1" / ".metadata").write_bytes(data)
+    again = DcpSaver("moments_in_turn:2")
+    again.resumed_from(tmp_path / "step-1")
+    save(again, tmp_path / "step-2", 2)
+    assert {*ages(tmp_path / "step-2").values()} == {2}
+
+
 @pytest.mark.parametrize("checksum", ["none", 5, [], True, ""])
 def test_a_damaged_record_is_said(tmp_path, checksum):
     saver = DcpSaver()
