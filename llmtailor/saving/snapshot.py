@@ -72,6 +72,11 @@ class LiveTensor:
     where to keep its bytes, see `Keeping`"""
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of the elements that are rounded together"""
+        return size_of(self.packed, BLOCKS[self.packed].elements if self.packed in BLOCKS else 1) if self.packed else 1
+
+    @property
     def num_bytes(self) -> int:
         numel = self.flat.numel()
         return size_of(self.packed, numel) if self.packed else numel * self.dtype.itemsize
@@ -81,6 +86,9 @@ class LiveTensor:
         if not self.packed:
             itemsize = self.dtype.itemsize
             elements = self.flat[start // itemsize : stop // itemsize]
+            if (elements.device.type, elements.dtype) == ("cpu", self.dtype) and elements.is_contiguous():
+                casts.copy(elements.view(torch.uint8).numpy(), room.numpy())
+                return
             room.view(self.dtype).copy_(elements, non_blocking=non_blocking)
             return
         block = BLOCKS.get(self.packed)
@@ -230,7 +238,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 16 << 20
 _WAKE_UP_S = 0.5
 CHANGED = "a tensor changed outside optimizer.step() while it was being saved"
 STUCK = Problem(
@@ -257,6 +265,7 @@ class Arena:
         memory.zero_()  # the kernel hands out pages when they are first written: not during a save
         start = -memory.data_ptr() % BLOCK_BYTES
         self.num_bytes = (size - start) // BLOCK_BYTES * BLOCK_BYTES
+        casts.loops()  # compiled here, not while a step waits for a copy
         self.memory = memory[start : start + self.num_bytes]
 
 
@@ -419,7 +428,7 @@ class Snapshot:
         live = self._live.tensors[number]
         at = 0
         while at < live.num_bytes:
-            offset, length, taken = self._room(self._start[number] + at, live.num_bytes - at)
+            offset, length, taken = self._room(live, at, self._start[number] + at)
             content = self._arena.memory[offset : offset + length]
             ready = self._streams.copy(live, at, content)
             with self._state:
@@ -433,18 +442,22 @@ class Snapshot:
         if live.written_with not in (0, ANY_STEP) and _version(live.flat) != self._versions[number]:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
-    def _room(self, at: int, left: int) -> tuple[int, int, int]:
-        """Return (offset, length, bytes taken) of free memory for what comes next in a file, at byte ``at``.
+    def _room(self, live: LiveTensor, start: int, at: int) -> tuple[int, int, int]:
+        """Return (offset, length, bytes taken) of free memory for a tensor's bytes from ``start`` on, which come next
+        in a file, at byte ``at``.
 
         Its offset in a memory page equals its offset in a block of the file, so that the disk can take whole blocks
         from there. That also aligns it for its dtype.
         """
+        left = live.num_bytes - start
         size = self._arena.num_bytes
         skipped = (at - self._head) % BLOCK_BYTES
         position = (self._head + skipped) % size
         length = min(left, CHUNK_BYTES, size // 4 // BLOCK_BYTES * BLOCK_BYTES, size - position)
         if length < left and length > (beyond := (at + length) % BLOCK_BYTES):
-            length -= beyond  # so that no block is split
+            length -= beyond  # so that no block is split, nor elements that are rounded together
+            lengths = range(length, max(length - live.block_bytes * BLOCK_BYTES, 0), -BLOCK_BYTES)
+            length = next((some for some in lengths if (start + some) % live.block_bytes == 0), length)
         with self._state:
             while size - (self._head - self._tail) < skipped + length and not self._given_up:
                 self._state.wait()

@@ -160,13 +160,22 @@ def loops() -> ModuleType | None:
     return compiled
 
 
+def copy(data: npt.NDArray[np.uint8], room: npt.NDArray[np.uint8]) -> None:
+    """Copy bytes; numba leaves out the cache, where what the training has in it stays."""
+    whole = 0
+    if (compiled := loops()) is not None:
+        whole = len(data) // 8 * 8
+        compiled.copy(data[:whole].view("<u8"), room[:whole].view("<u8"))
+    room[whole:] = data[whole:]
+
+
 def _packed_by_numba(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> int:
-    """Return how many rows are packed: none without numba, else all, of ``F24`` whole groups of four."""
+    """Return how many rows are packed: none without numba, else all, of ``F24`` those of whole runs."""
     if (compiled := loops()) is None:
         return 0
     if target == F24:
-        whole = len(rows) // 4 * 4
-        compiled.to_24_bits(rows[:whole].reshape(-1).view("<u4"), records[:whole].reshape(-1).view("<u4"))
+        whole = len(rows) - len(rows) % int(compiled.RUN)
+        compiled.to_24_bits(rows[:whole].reshape(-1).view("<u4"), records[:whole].reshape(-1).view("<u8"))
         return whole
     is_root = target == Q8_ROOT
     units = np.ndarray(len(rows), "<f4", records, 0, records.strides[:1])

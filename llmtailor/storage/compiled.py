@@ -10,6 +10,9 @@ from typing import Any, Literal, TypeVar
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from llmtailor.model.roles import BLOCKS, D16
 
@@ -17,6 +20,8 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 _BYTE, _FLAG, _FLOAT, _INTEGER = numba.uint8, numba.boolean, numba.float32, numba.int32
 _WORD, _EIGHT = numba.uint32, numba.uint64
 _ROW = BLOCKS[D16].elements  # a constant to the compiler, which unrolls the loops over a row
+RUN = 128
+"""The elements that `to_24_bits` takes at once: they become six lines of a cache"""
 _ROUNDING = np.float32(3 << 22)
 """The sum with a number below 2 ** 22 is rounded to an integer, whose lowest bits are the sum's lowest bits"""
 _INFINITE = np.uint32(0x7F800000)
@@ -52,15 +57,53 @@ def _kept(bits: Any) -> Any:
     return (bits | ((bits & np.uint32(0xFF)) + np.uint32(0xFF))) >> np.uint32(8)  # bit 8 is set if any lower one was
 
 
-@_compiled(_given(_WORD, 1), _taken(_WORD, 1))
-def to_24_bits(bits: Any, words: Any) -> None:
-    """Round the patterns of four elements each to three words."""
-    for row in range(len(words) // 3):
-        first, second = _kept(bits[4 * row]), _kept(bits[4 * row + 1])
-        third, fourth = _kept(bits[4 * row + 2]), _kept(bits[4 * row + 3])
-        words[3 * row] = first | second << np.uint32(24)
-        words[3 * row + 1] = second >> np.uint32(8) | third << np.uint32(16)
-        words[3 * row + 2] = third >> np.uint32(16) | fourth << np.uint32(8)
+@intrinsic  # type: ignore[untyped-decorator]
+def _stream(_: Any, words: Any, at: Any, word: Any) -> Any:
+    """Store a word past the cache, which then doesn't read its line first. `_streamed` must follow."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        array = context.make_array(words)(context, builder, given[0])
+        stored = builder.store(given[2], cgutils.get_item_pointer(context, builder, words, array, [given[1]]), align=1)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return numba.void(words, at, word), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _streamed(_: Any) -> Any:
+    """Make what was streamed visible to other threads before anything that this one stores next."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return numba.void(), code
+
+
+@_compiled(_given(_EIGHT, 1), _taken(_EIGHT, 1))
+def copy(data: Any, room: Any) -> None:
+    for at in range(len(data)):
+        _stream(room, at, data[at])
+    _streamed()
+
+
+@_compiled(_given(_WORD, 1), _taken(_EIGHT, 1))
+def to_24_bits(bits: Any, eights: Any) -> None:
+    """Round the patterns of whole runs; ``eights`` has eight bytes each."""
+    made = np.empty(3 * RUN // 4, np.uint32)
+    pairs = made.view(np.uint64)
+    for number in range(len(bits) // RUN):
+        for at in range(RUN // 4):
+            row = RUN * number + 4 * at
+            first, second = _kept(bits[row]), _kept(bits[row + 1])
+            third, fourth = _kept(bits[row + 2]), _kept(bits[row + 3])
+            made[3 * at] = first | second << np.uint32(24)
+            made[3 * at + 1] = second >> np.uint32(8) | third << np.uint32(16)
+            made[3 * at + 2] = third >> np.uint32(16) | fourth << np.uint32(8)
+        for at in range(len(pairs)):
+            _stream(eights, len(pairs) * number + at, pairs[at])
+    _streamed()
 
 
 @_compiled(_given(_FLOAT, 2), _taken(_FLOAT, 1, "A"), _BYTE[:, :], _FLOAT, _FLAG)

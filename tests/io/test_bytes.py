@@ -208,6 +208,22 @@ def test_numba_works_where_nothing_can_be_cached():
 
 
 @pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("begin", [0, 1, 2, 4, 7])
+@pytest.mark.parametrize("numel", [0, 1, 2, 127, 128, 129, 1000])
+def test_bytes_arrive_wherever_they_go(begin, numel):
+    """Also at odd places of a file; what lies beside them stays."""
+    values = np.random.default_rng(numel).standard_normal(numel, "<f4")
+    for made in (values.view(np.uint8), np.frombuffer(cast(values.tobytes(), "F32", "F24"), np.uint8)):
+        room = np.full(begin + len(made) + 9, 77, np.uint8)
+        target = room[begin : begin + len(made)]
+        if len(made) == 4 * numel:
+            casts.copy(made, target)
+        else:
+            pack(values, "F24", target)
+        assert (target == made).all() and set(room[:begin]) | set(room[begin + len(made) :]) == {77}
+
+
+@pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", ["Q8", "Q8_ROOT"])
 def test_what_is_not_finite_does_not_become_a_number(value, dtype):

@@ -561,6 +561,28 @@ def test_the_disk_takes_blocks_from_where_the_copies_lie(on_disk, monkeypatch, a
     assert sum(straight) > 2 * (file.num_bytes - 2 * BLOCK_BYTES * len(entries))
 
 
+@pytest.mark.parametrize("begin", [0, 4, 400])
+@pytest.mark.parametrize(("dtype", "size"), [("F24", 3), ("Q8", 132), ("Q8_ROOT", 132)])
+def test_a_tensor_is_copied_in_pieces_of_whole_blocks(dtype, size, begin):
+    """Of the disk, and of the elements that are rounded together."""
+    live = LiveTensors()
+    entries = [live.entry("first", torch.zeros(begin // 4)), live.entry("second", torch.ones(3 << 20), dtype)]
+    file = lay_out_tensors("file", entries, {})
+    snapshot = Snapshot(live, [file], Arena(4 << 20, pinned=False), 60, time.monotonic())
+    snapshot.start()
+    at, ends = 0, []
+    try:
+        for piece in file.pieces[1:]:
+            position, at = sum(one.num_bytes for one in file.pieces[: file.pieces.index(piece)]), 0
+            while at < piece.num_bytes:
+                at += len(snapshot.read(piece.extent.path, at, piece.num_bytes))
+                ends.append((at % size, (position + at) % BLOCK_BYTES))
+    finally:
+        snapshot.close()
+    whole = ends.count((0, 0))
+    assert whole >= 3 and len(ends) - whole <= 4, "but what ends the tensors, or the room of the ring"
+
+
 def address(data):
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
