@@ -43,6 +43,7 @@ from llmtailor.containers.pickle_writer import STOP, Writer
 from llmtailor.containers.torch_file import Record, list_blob_records
 from llmtailor.containers.unpickle import MAX_OPCODES, TORCH_DTYPES, TORCH_NAMES, Call, Global, as_shape, read_pickle
 from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
+from llmtailor.storage.checksums import new_digest
 from llmtailor.storage.local import SourceFile, check_size, open_source
 
 METADATA = ".metadata"
@@ -58,6 +59,12 @@ _BYTES_PER_OPCODE = 2
 """torch writes 2.4 to 5. A file with fewer is not torch's, and may need far more memory than its size suggests."""
 
 _BLOCK = 1 << 20
+_KEPT_BYTES = 4 << 20
+_NUM_KEPT = 4
+_KEPT: dict[bytes, dict[str, Entry]] = {}
+"""The contents of the last small ones that were read, by the digest of their bytes"""
+_MANY = 100_000
+"""Chunks whose metadata, of about 100 bytes each, are not kept in memory"""
 _ENDS, _END_BYTES = 8, 1024
 """Of how many blobs of a file `checksum_of_save` reads the end, and how much of it"""
 
@@ -214,19 +221,32 @@ def read_metadata(root: Path, path: str, where: str) -> dict[str, Entry]:
     """
     with open_source(root / path, where) as file, _uncollected():
         check_size(file, MAX_METADATA_BYTES)
-        machine = MetadataMachine(file, max(MAX_OPCODES, file.num_bytes // _BYTES_PER_OPCODE), _pack)
-        tree = read_pickle(machine, where, allowed=ALLOWED)
-        places, stored = machine.places, machine.stored
-        del machine  # and its memo
-        try:
-            content = _fields(tree, "Metadata")
-            if places.of_key and content.get("storage_data") is not stored:
-                raise ValueError("it has places outside its storage_data")
-            objects = _read_storage(content.get("storage_data"), places, where)
-            return _read_entries(content["state_dict_metadata"], content.get("planner_data"), objects, places, where)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"it is not the metadata of a distributed checkpoint ({error})"
-            raise SourceError.at(where, what, COPY_FILE, Code.FILE_DAMAGED) from error
+        if file.num_bytes > _KEPT_BYTES:
+            return _decode(file, where)
+        digest = new_digest()  # a merge asks for the same ones several times
+        digest.update(file.read(0, file.num_bytes))
+        if (found := _KEPT.pop(digest.digest(), None)) is None:
+            found = _decode(file, where)
+        _KEPT[digest.digest()] = found
+        while len(_KEPT) > _NUM_KEPT:
+            _KEPT.pop(next(iter(_KEPT)), None)
+        return dict(found)
+
+
+def _decode(file: SourceFile, where: str) -> dict[str, Entry]:
+    machine = MetadataMachine(file, max(MAX_OPCODES, file.num_bytes // _BYTES_PER_OPCODE), _pack)
+    tree = read_pickle(machine, where, allowed=ALLOWED)
+    places, stored = machine.places, machine.stored
+    del machine  # and its memo
+    try:
+        content = _fields(tree, "Metadata")
+        if places.of_key and content.get("storage_data") is not stored:
+            raise ValueError("it has places outside its storage_data")
+        objects = _read_storage(content.get("storage_data"), places, where)
+        return _read_entries(content["state_dict_metadata"], content.get("planner_data"), objects, places, where)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"it is not the metadata of a distributed checkpoint ({error})"
+        raise SourceError.at(where, what, COPY_FILE, Code.FILE_DAMAGED) from error
 
 
 def mentions(root: Path, path: str, where: str, text: str) -> bool:
@@ -289,7 +309,9 @@ def _as_size(node: Any) -> tuple[int, ...]:
 
 
 def _pack(chunks: list[Any]) -> list[Any]:
-    """Return offsets and sizes of a tensor's chunks as one `_Packed`."""
+    """Return offsets and sizes of a tensor's chunks as one `_Packed`; tensors may have the same list."""
+    if len(chunks) == 1 and type(chunks[0]) is _Packed:
+        return chunks
     found = []
     for one in chunks:
         if type(one) is not Box:
@@ -365,6 +387,18 @@ def _read_entries(node: Any, paths: Any, objects: Mapping[str, Blob], places: Pl
 
 def _join(key: str, packed: _Packed, dimensions: int, places: Places, files: tuple[str, ...]) -> Chunks:
     """Return a tensor's chunks with their places. Raises ValueError unless each has one."""
+    rows, width = places.of_key.get(key, array("q")), dimensions + 3
+    if rows and len(rows) == packed.count * width and places.dimensions[key] == dimensions:
+        columns = [rows[at::width] for at in range(width)]
+        listed = [packed.offsets[at::dimensions] for at in range(dimensions)]
+        corners = len({*zip(*listed, strict=True)}) if listed else 1
+        if listed == columns[:dimensions] and corners == packed.count:  # in the same order, as in most files
+            del places.of_key[key]
+            return Chunks(files, dimensions, packed.offsets, packed.sizes, *columns[dimensions:])
+    return _join_in_any_order(key, packed, dimensions, places, files)
+
+
+def _join_in_any_order(key: str, packed: _Packed, dimensions: int, places: Places, files: tuple[str, ...]) -> Chunks:
     import numpy as np  # a merge of other formats does not need it
 
     offsets, sizes = (
@@ -429,14 +463,18 @@ def cut_rows(rows: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def lay_out_metadata(path: str, entries: Mapping[str, Entry]) -> FileLayout:
-    """Return the layout of a ``.metadata`` that torch's own loader reads; its pieces are made tensor by tensor."""
+    """Return the layout of a ``.metadata`` that torch's own loader reads; a large one is made tensor by tensor."""
     why = "the metadata of the distributed checkpoint"
+    if sum(len(entry.chunks) for entry in entries.values()) < _MANY:
+        return FileLayout(path, (Bytes(b"".join(_pickled(entries)), why),))
     return FileLayout(path, lambda: (Bytes(data, why) for data in _pickled(entries)))
 
 
 def _pickled(entries: Mapping[str, Entry]) -> Iterator[bytes]:
     writer = Writer()
     properties: dict[str, Call] = {}
+    lists: dict[tuple[bytes, bytes, int], list[Any]] = {}
+    """Chunks -> what stands for their list in the memo: tensors that are cut alike share one"""
     _begin(writer, "Metadata")
     writer.save("state_dict_metadata")
     writer.out += b"}("
@@ -451,9 +489,15 @@ def _pickled(entries: Mapping[str, Entry]) -> Iterator[bytes]:
             writer.save(word)
             writer.save(value)
         writer.save("chunks")
-        writer.out += b"]("
-        _write_chunks(writer, Chunks.of(entry.chunks))
-        writer.out += b"eub"
+        chunks = Chunks.of(entry.chunks)
+        alike = lists.setdefault((chunks.offsets.tobytes(), chunks.sizes.tobytes(), len(entry.shape)), [])
+        is_known = id(alike) in writer.memo
+        writer.save(alike)
+        if not is_known:
+            writer.out += b"("
+            _write_chunks(writer, chunks)
+            writer.out += b"e"
+        writer.out += b"ub"
         yield writer.taken()
     writer.out += b"u"
     writer.save("planner_data")

@@ -82,6 +82,12 @@ def test_it_equals_a_copy_and_needs_no_source(sources, tmp_path, name):
     assert sum(path.stat().st_size for path in files if path.suffix == ".distcp" and not is_linked(path)) < SMALL
     assert all((path.stat().st_nlink > 1) == is_linked(path) for path in files)
     assert_loads_alike(linked, copied)
+    for path in copied.rglob(METADATA):
+        entries, values = read_metadata(path.parent, METADATA, "x"), loaded(path.parent)
+        steps = [key for key in entries if key.endswith(".step")]
+        distinct = {float(values[key]) for key in steps}
+        stored = {entries[key].chunks[0].blob for key in steps}
+        assert len(distinct) <= len(stored) < max(len(steps), 1), "numbers that are alike are stored once"
     shutil.rmtree(newer.parent)
     assert_loads_alike(linked, copied)
     verdict = verify_checkpoint(linked, deep=True)

@@ -95,6 +95,37 @@ def test_what_is_written_is_what_torch_would_write(tmp_path):
         (tmp_path / METADATA).write_bytes(written)
 
 
+@pytest.mark.parametrize("order", ["reversed", "in turn"])
+def test_places_may_be_in_any_order(tmp_path, order):
+    wanted = metadata((300, 3), 300, is_shared=False)
+    rows = [*wanted.storage_data.items()]
+    wanted.storage_data = dict(rows[::-1] if order == "reversed" else [*rows[1::2], *rows[::2]])
+    data = pickle.dumps(wanted)
+    assert decoded(tmp_path, data) == expected(data)
+
+
+def test_tensors_that_are_cut_alike_share_their_chunks(tmp_path):
+    """As they are written; torch reads that, and so does llmtailor."""
+    wanted = metadata((600, 3), 300, is_shared=False)
+    about = wanted.state_dict_metadata
+    about["w"].chunks.pop()  # the empty one
+    uneven = [ChunkStorageMetadata(torch.Size((at, 0)), torch.Size((2, 3))) for at in range(600, 1200, 2)]
+    for key, chunks in (("v", about["w"].chunks), ("u", uneven)):
+        about[key] = TensorStorageMetadata(about["w"].properties, torch.Size((600, 3)), [*chunks])
+        wanted.planner_data[key] = (key,)
+        for number, chunk in enumerate(chunks):
+            index = MetadataIndex(key, chunk.offsets, number)
+            wanted.storage_data[index] = _StorageInfo(f"__{number % 7}_1.distcp", number * 50, 50)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(wanted))
+    for _ in range(2):
+        laid_out = lay_out_metadata(METADATA, read_metadata(tmp_path, METADATA, "x"))
+        (tmp_path / METADATA).write_bytes(b"".join(one.data for one in laid_out.each()))
+        written = pickle.loads((tmp_path / METADATA).read_bytes())
+        assert written == wanted
+        lists = {key: written.state_dict_metadata[key].chunks for key in "wvu"}
+        assert lists["w"] is lists["v"] is not lists["u"]
+
+
 @pytest.mark.parametrize("is_written", [False, True])
 def test_chunks_are_not_decoded_opcode_by_opcode(tmp_path, monkeypatch, is_written):
     count = 0

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, product
 from operator import sub
+from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 from llmtailor.checkpoint.index import DcpEntry
@@ -140,6 +141,8 @@ class FolderBuilder:
         self._ends: dict[int, array[int]] = {0: array("q", (0,)) * ranks}
         """Where the files with each counter end so far, by rank"""
         self._next = 0
+        self._alike: dict[tuple[object, ...], Blob] = {}
+        """Number -> the blob that all that are alike share, such as Adam's steps"""
         self._entries: dict[str, Entry] = {}
         self._names = cache(lambda counter: tuple(_file(rank, counter) for rank in range(ranks)))
         self._cut, self._cut_like = cache(self._in_rows), cache(self._in_boxes)
@@ -228,13 +231,16 @@ class FolderBuilder:
         if view is None:
             self.add_object(path, value)
             return
-        tensor = make_tensor(view.storage.dtype, view.shape, view.storage.content)
-        chunk = Chunk((0,) * len(view.shape), view.shape, self._put(self._take_turn(), tensor))
-        self._entries[join_key(path)] = Entry(path, view.storage.dtype, view.shape, (chunk,))
+        dtype, shape, content = view.storage.dtype, view.shape, view.storage.content
+        data = [piece.data for piece in content if type(piece) is Bytes]
+        is_number = math.prod(shape) == 1 and len(data) == len(content)
+        blob = self._put_once((dtype, shape, *data), make_tensor(dtype, shape, content), is_number)
+        self._entries[join_key(path)] = Entry(path, dtype, shape, (Chunk((0,) * len(shape), shape, blob),))
 
     def add_object(self, path: KeyPath, value: Any) -> None:
         """Add a value as a pickle, whatever it is."""
-        self._entries[join_key(path)] = Entry(path, chunks=(Chunk((), (), self._put(self._take_turn(), value)),))
+        blob = self._put_once((type(value), repr(value)), value, isinstance(value, (bool, int, float, str, NoneType)))
+        self._entries[join_key(path)] = Entry(path, chunks=(Chunk((), (), blob),))
 
     def add_entry(self, entry: DcpEntry) -> None:
         """Add a value of the base; a tensor keeps its chunks."""
@@ -264,6 +270,15 @@ class FolderBuilder:
     def _take_turn(self) -> int:
         self._next += 1
         return (self._next - 1) % self._ranks
+
+    def _put_once(self, key: tuple[object, ...], tree: Any, is_number: bool) -> Blob:
+        """Return the blob of a value, the same one for numbers, or texts, that are alike."""
+        blob = self._alike.get(key) if is_number else None
+        if blob is None:
+            blob = self._put(self._take_turn(), tree)
+            if is_number:
+                self._alike[key] = blob
+        return blob
 
     def _put(self, rank: int, tree: Any) -> Blob:
         return self._put_pieces(rank, lay_out_torch_blob(_file(rank, self.counter), tree))
