@@ -265,7 +265,8 @@ class Arena:
         memory.zero_()  # the kernel hands out pages when they are first written: not during a save
         start = -memory.data_ptr() % BLOCK_BYTES
         self.num_bytes = (size - start) // BLOCK_BYTES * BLOCK_BYTES
-        casts.loops()  # compiled here, not while a step waits for a copy
+        if not pinned:  # compiled here, not while a step waits for a copy
+            casts.loops()
         self.memory = memory[start : start + self.num_bytes]
 
 
