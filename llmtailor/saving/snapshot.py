@@ -86,7 +86,8 @@ class LiveTensor:
         if not self.packed:
             itemsize = self.dtype.itemsize
             elements = self.flat[start // itemsize : stop // itemsize]
-            if (elements.device.type, elements.dtype) == ("cpu", self.dtype) and elements.is_contiguous():
+            is_alike = (elements.device.type, elements.dtype) == ("cpu", self.dtype)
+            if is_alike and self.dtype.is_floating_point and elements.is_contiguous():  # complex ones may be conjugated
                 casts.copy(elements.view(torch.uint8).numpy(), room.numpy())
                 return
             room.view(self.dtype).copy_(elements, non_blocking=non_blocking)
