@@ -64,7 +64,7 @@ _NUM_KEPT = 4
 _KEPT: dict[bytes, dict[str, Entry]] = {}
 """The contents of the last small ones that were read, by the digest of their bytes"""
 _MANY = 100_000
-"""Chunks whose metadata, of about 100 bytes each, are not kept in memory"""
+"""Chunks whose metadata, of about 70 bytes each, are not kept in memory"""
 _ENDS, _END_BYTES = 8, 1024
 """Of how many blobs of a file `checksum_of_save` reads the end, and how much of it"""
 
@@ -476,6 +476,17 @@ def _pickled(entries: Mapping[str, Entry]) -> Iterator[bytes]:
     lists: dict[tuple[bytes, bytes, int], list[Any]] = {}
     """Chunks -> what stands for their list in the memo: tensors that are cut alike share one"""
     _begin(writer, "Metadata")
+    writer.save("storage_data")  # first, so that references to what all places have are of two bytes
+    writer.out += b"}"
+    for key, entry in entries.items():
+        writer.out += b"("
+        if entry.is_tensor:
+            _write_places(writer, key, Chunks.of(entry.chunks))
+        else:
+            [chunk] = entry.chunks
+            _write_place(writer, {"fqn": key, "index": None, "offset": None}, chunk.blob)
+        writer.out += b"u"
+        yield writer.taken()
     writer.save("state_dict_metadata")
     writer.out += b"}("
     for key, entry in entries.items():
@@ -502,17 +513,6 @@ def _pickled(entries: Mapping[str, Entry]) -> Iterator[bytes]:
     writer.out += b"u"
     writer.save("planner_data")
     writer.save(writer.keep({key: entry.path for key, entry in entries.items()}))
-    writer.save("storage_data")
-    writer.out += b"}"
-    for key, entry in entries.items():
-        writer.out += b"("
-        if entry.is_tensor:
-            _write_places(writer, key, Chunks.of(entry.chunks))
-        else:
-            [chunk] = entry.chunks
-            _write_place(writer, {"fqn": key, "index": None, "offset": None}, chunk.blob)
-        writer.out += b"u"
-        yield writer.taken()
     for word, value in (("storage_meta", None), ("version", "1.0.0")):  # torch fills the first one in
         writer.save(word)
         writer.save(value)
@@ -557,7 +557,8 @@ def _write_places(writer: Writer, key: str, chunks: Chunks) -> None:
         new, info, size, fqn, own, index, offset, path, length = map(writer.got, (*classes, *words))
         known = np.array([writer.memo.get(path, 0) for path in chunks.files])
         parts = [new + _NEW + fqn + own + index, _ints(np.array(left)), offset + size, *_sizes(chunks.boxes[0][left])]
-        parts += [b"ub" + info + _NEW + path + b"j", known[np.array(chunks.file)[left]].astype("<u4"), offset]
+        code, size_of_get = (b"h", "<u1") if known.max() < 256 else (b"j", "<u4")
+        parts += [b"ub" + info + _NEW + path + code, known[np.array(chunks.file)[left]].astype(size_of_get), offset]
         parts += [_ints(np.array(chunks.starts)[left]), length, _ints(np.array(chunks.lengths)[left]), b"ub"]
         writer.out += _records(len(left), parts)
 
