@@ -64,7 +64,7 @@ _NUM_KEPT = 4
 _KEPT: dict[bytes, dict[str, Entry]] = {}
 """The contents of the last small ones that were read, by the digest of their bytes"""
 _MANY = 100_000
-"""Chunks whose metadata, of about 70 bytes each, are not kept in memory"""
+"""Chunks whose metadata, of about 80 bytes each, are not kept in memory"""
 _ENDS, _END_BYTES = 8, 1024
 """Of how many blobs of a file `checksum_of_save` reads the end, and how much of it"""
 
