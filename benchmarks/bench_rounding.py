@@ -52,11 +52,11 @@ CASES = (
     Case("exact masters", Precision(), {MASTER: 1.0}),
     Case("24-bit masters", Precision("24bit"), {MASTER: 1.0}),
     Case("16-bit differences", Precision("bf16"), {MASTER: 1.0}),
-    Case("compressed differences", Precision("24bit-zstd"), {MASTER: 1.0}),
+    Case("compressed differences", Precision("24bit-delta"), {MASTER: 1.0}),
     Case("8-bit moments", Precision(moments="8bit"), {EXP_AVG: 1.0, EXP_AVG_SQ: 1.0}),
     Case("24-bit masters, 8-bit moments in 3 groups", Precision("24bit", "8bit"), IN_TURN),
     Case("bf16 masters, 8-bit moments in 3 groups", Precision("bf16", "8bit"), IN_TURN),
-    Case("compressed masters, 8-bit moments in 3 groups", Precision("24bit-zstd", "8bit"), IN_TURN),
+    Case("compressed masters, 8-bit moments in 3 groups", Precision("24bit-delta", "8bit"), IN_TURN),
     Case("24-bit masters, 8-bit moments in 3 groups, without numba", Precision("24bit", "8bit"), IN_TURN, numba=False),
     Case("bf16 masters, 8-bit moments in 3 groups, without numba", Precision("bf16", "8bit"), IN_TURN, numba=False),
 )
@@ -102,7 +102,7 @@ class Bench:
                 else:
                     entries.append(live.entry(f"{kind}.{number}", tensor, dtype, base=base))
         files = (lay_out_tensors("states.safetensors", entries, {}),) if entries else (FileLayout("empty", ()),)
-        more = lay_out_compressed("masters.zst", {}, compressed) if compressed else None
+        more = lay_out_compressed("masters.delta", {}, compressed) if compressed else None
         return Share(files, (), live, lambda: None, compressed=more), read
 
     def copy(self, read: list[torch.Tensor]) -> None:

@@ -31,7 +31,7 @@ PYTHON = "Programming Language :: Python :: "
 
 def test_the_minimum_versions_are_those_declared():
     extras = PROJECT["optional-dependencies"]
-    optional = ("train", "report", "remote", "numba", "zstd")
+    optional = ("train", "report", "remote", "numba")
     named = [*PROJECT["dependencies"], *(line for extra in optional for line in extras[extra])]
     declared = dict(line.split(">=") for line in named)
     text = (ROOT / "scripts" / "constraints-minimum.txt").read_text()

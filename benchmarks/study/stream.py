@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from llmtailor.storage import casts
-from llmtailor.storage.frames import ELEMENTS, Compressor, codes_of
+from llmtailor.storage.encoder import Encoder
+from llmtailor.storage.frames import ELEMENTS, ROOM, decode
 from study.precision import SETTINGS
 from study.train import Training
 
@@ -35,7 +36,7 @@ def main() -> None:
         for age in sorted({*AGES} - {0}):
             changed = (masters[0].bfloat16() != masters[age].bfloat16()).float().mean()
             measured = " | ".join(
-                f"{one:.2f}" if at < 2 else f"{one:.0f}" for at, one in enumerate(_measure(masters, age))
+                f"{one:.2f}" if at < 2 else f"{one:.1f}" for at, one in enumerate(_measure(masters, age))
             )
             print(f"| {setting.name} | {age} | {100 * changed:.0f} | {measured} |", flush=True)
 
@@ -44,22 +45,21 @@ def _measure(masters: dict[int, torch.Tensor], age: int) -> tuple[float, ...]:
     """Return the bytes per param of the entropy of single differences and of what is stored, and the nanoseconds of CPU
     time per param to compress and to decompress them."""
     newest, older = (casts.pack(masters[at].numpy(), "F24") for at in (0, age))
-    compressor, numel, step = Compressor(), masters[0].numel(), 3 * ELEMENTS
-    starts = range(0, len(newest), step)
+    encoder, numel, step = Encoder(), masters[0].numel(), 3 * ELEMENTS
+    starts, room = range(0, len(newest), step), memoryview(bytearray(ROOM))
 
     def compress() -> list[bytes]:
-        return [
-            compressor.frame(casts.planes_of(newest.data[at : at + step], older.data[at : at + step])) for at in starts
-        ]
+        both = ((newest.data[at : at + step], older.data[at : at + step]) for at in starts)
+        return [bytes(room[: encoder.fill(*one, room)]) for one in both]
 
     def decompress() -> list[np.ndarray]:
         patterns = [casts.widen(older.data[at : at + step], "F24").view("<u4") for at in starts]
-        return [casts.add_codes(codes_of(frame), before) for frame, before in zip(frames, patterns, strict=True)]
+        return [casts.add_codes(decode(frame), before) for frame, before in zip(frames, patterns, strict=True)]
 
     frames, spent = _timed(compress)
     found, spent_again = _timed(decompress)
     assert (np.concatenate(found) == casts.widen(newest.data, "F24").view("<u4")).all()
-    _, counts = np.unique(np.concatenate([codes_of(frame) for frame in frames]), return_counts=True)
+    _, counts = np.unique(np.concatenate([decode(frame) for frame in frames]), return_counts=True)
     share = counts / counts.sum()
     entropy = -(share * np.log2(share)).sum() / 8
     return entropy, sum(map(len, frames)) / numel, 1e9 * spent / numel, 1e9 * spent_again / numel

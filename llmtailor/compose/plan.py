@@ -36,9 +36,8 @@ from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.moving import Clone, room_to_upload
 from llmtailor.engine.staging import SPARE_BYTES, check_device, check_target, free_bytes, old_output, space_for
-from llmtailor.errors import Problem, Problems, TailorError, TargetError, UnsupportedCheckpoint, attempt
+from llmtailor.errors import Problem, Problems, TailorError, TargetError, attempt
 from llmtailor.formats.dcp.read import agree_on_buffers
-from llmtailor.formats.partial.differences import FIX, is_installed
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import (
     check_base,
@@ -57,7 +56,7 @@ from llmtailor.loaders.loader import check_replaceable, choose_loader, is_partia
 from llmtailor.loaders.trainer_state import state_attempt, state_lags
 from llmtailor.loaders.write import Wanted, lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, condense
-from llmtailor.model.roles import D24, MASTER, State
+from llmtailor.model.roles import MASTER, State
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
@@ -335,8 +334,7 @@ def with_bases(
 ) -> tuple[tuple[CheckpointIndex, ...], Sources]:
     """Return the indexes with the saves from which the masters that are used differ, and where they are among them.
 
-    They are among ``others``, or beside the save that needs them. One that is missing is left out. Raises
-    UnsupportedCheckpoint if they can't be decompressed here.
+    They are among ``others``, or beside the save that needs them. One that is missing is left out.
     """
     known = {index.partial.save_id: index for index in (*others, *indexes)}
     number_of = {index.partial.save_id: number for number, index in enumerate(indexes)}
@@ -351,9 +349,6 @@ def with_bases(
             if one.base in known and one.base not in number_of:
                 number_of[one.base] = len(indexes) + len(added)
                 added.append(known[one.base])
-            if one.entry.stored_as == D24 and not is_installed():
-                what = "its masters are compressed by zstd, but the package zstandard is not installed"
-                raise UnsupportedCheckpoint.at(index.name, what, FIX)
             if one.base in number_of:
                 bases[number, param] = number_of[one.base]
     return (*indexes, *added), replace(sources, bases=bases)

@@ -123,7 +123,7 @@ class _Taken(_Range):
         """The start of an element that the last chunk cut"""
         self.decoder = None
         if self.convert and self.convert.encoding:
-            from llmtailor.storage.casts import Decoder
+            from llmtailor.storage.decoder import Decoder
 
             self.decoder = Decoder(self.convert.encoding)
 

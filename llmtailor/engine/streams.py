@@ -86,7 +86,7 @@ class SourceFiles:
         if piece.encoding is None:
             yield from read
             return
-        from llmtailor.storage.casts import Decoder  # numpy takes a while
+        from llmtailor.storage.decoder import Decoder  # numpy takes a while
 
         decoder = Decoder(piece.encoding)
         try:
@@ -94,7 +94,7 @@ class SourceFiles:
                 yield memoryview(decoder.feed(some))
         except ValueError as error:
             fix = f"llmtailor verify lists damaged files; {COPY_FILE}"
-            raise SourceError.at(self.where(piece), f"a frame of zstd is damaged: {error}", fix) from error
+            raise SourceError.at(self.where(piece), f"a frame is damaged: {error}", fix) from error
 
     def stream(self, piece: Copy | Cast | Term, stop: int, size: int = 0) -> Iterator[memoryview]:
         """Yield the bytes of the piece's file from the piece's start to ``stop``; see `OpenFile.stream`."""

@@ -36,7 +36,7 @@ CARD = "README.md"
 PARTIAL_MANIFEST = "manifest.json"
 FOLDER = "partial"
 """Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume ignore."""
-_TENSORS = re.compile(r"((rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors|differences-[0-9]{5,}-of-[0-9]{5,}\.zst)")
+_TENSORS = re.compile(r"((rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors|differences-[0-9]{5,}-of-[0-9]{5,}\.delta)")
 
 VERL_RANK = re.compile(r"(model|optim|extra_state)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
 VERL_CONFIG = "fsdp_config.json"

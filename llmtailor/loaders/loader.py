@@ -464,6 +464,6 @@ def _is_of_peft(path: Path) -> bool:
 def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
     """Return whether a resume, or a composite of a partial checkpoint, reads states from a file."""
     if index.form.is_partial:
-        return path.endswith((".safetensors", ".zst"))
+        return path.endswith((".safetensors", ".delta"))
     is_of_states = holds(path, Holds.STATES) or path in (".", loader_of(index).optimizer)
     return "/" in path or is_of_states or (is_weight_file(path) and not index.form.has_masters)

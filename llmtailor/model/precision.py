@@ -8,12 +8,12 @@ from typing import Literal
 
 from llmtailor.model.roles import D16, D24, DIFFERENCES, EXP_AVG, EXP_AVG_SQ, F24, MASTER, Q8, Q8_ROOT, size_of
 
-Masters = Literal["fp32", "24bit", "24bit-zstd", "bf16"]
+Masters = Literal["fp32", "24bit", "24bit-delta", "bf16"]
 Moments = Literal["fp32", "bf16", "8bit"]
 _MASTERS: Mapping[str, tuple[str, str]] = {
     "fp32": ("F32", "F32"),
     "24bit": (F24, F24),
-    "24bit-zstd": (F24, D24),
+    "24bit-delta": (F24, D24),
     "bf16": (F24, D16),
 }
 """The dtypes of masters whose moments are saved with them, and of the others"""
@@ -34,7 +34,7 @@ class Precision:
 
     masters: Masters = "fp32"
     """``24bit`` drops the last 8 bits; rounding to bf16 or fp16 still gives what the exact master gives. With
-    ``24bit-zstd``, masters that are saved without their moments are compressed differences from those that were saved
+    ``24bit-delta``, masters that are saved without their moments are compressed differences from those that were saved
     with them. ``bf16`` keeps 24 bits of the latter. Of the former it keeps 16 bits: differences, or the bf16 weights.
     """
     moments: Moments = "fp32"

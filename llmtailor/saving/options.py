@@ -11,7 +11,6 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from llmtailor.attestation.compare import FULL, OFF, SAMPLE, STOP, WARN
 from llmtailor.errors import Problem, Problems, UsageError, attempt
-from llmtailor.formats.partial.differences import FIX, is_installed
 from llmtailor.model.precision import MASTERS, MOMENTS, Masters, Moments, Precision
 from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy, precision_of
 
@@ -82,9 +81,9 @@ class SavingOptions:
     the background."""
     mirror: str | None = field(default=None, metadata={"value": "a URL"})
     """A URL that fsspec knows, such as ``s3://bucket/run``, to which finished saves are copied in the background"""
-    masters: Masters = field(default="fp32", metadata={"value": "fp32, 24bit, 24bit-zstd or bf16"})
+    masters: Masters = field(default="fp32", metadata={"value": "fp32, 24bit, 24bit-delta or bf16"})
     """``24bit``: store fp32 master weights without their last 8 bits, 3 instead of 4 bytes per param. bf16 and fp16
-    weights that are rounded from them are those of the training. ``24bit-zstd``: the same; masters that are saved
+    weights that are rounded from them are those of the training. ``24bit-delta``: the same; masters that are saved
     without their moments are compressed differences from those that were saved with them. ``bf16``: store 24 bits of
     masters that are saved with their moments, and 16 bits of the others. ``fp32`` stores masters as they are."""
     moments: Moments = field(default="fp32", metadata={"value": "fp32, bf16 or 8bit"})
@@ -123,8 +122,6 @@ class SavingOptions:
         if self.masters not in MASTERS:
             fix = f"give one of {', '.join(MASTERS)}"
             problems.append(Problem("masters", f"it is {self.masters!r}", fix))
-        if self.masters == "24bit-zstd" and not is_installed():
-            problems.append(Problem("masters", "24bit-zstd needs the package zstandard", FIX))
         if self.moments not in MOMENTS:
             problems.append(Problem("moments", f"it is {self.moments!r}", 'give "fp32", "bf16" or "8bit"'))
         if self.experts not in (None, "parts"):

@@ -29,7 +29,7 @@ from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.model.parts import Part
 from llmtailor.model.precision import EXACT
-from llmtailor.model.roles import MASTER
+from llmtailor.model.roles import D24, MASTER
 from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,
@@ -78,6 +78,7 @@ from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Arena, Bases, Snapshot, 
 from llmtailor.saving.training import Held, Ranks, Training
 from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish, sample_frozen
 from llmtailor.storage import casts
+from llmtailor.storage.encoder import Encoder
 from llmtailor.storage.local import as_path
 
 logger = logging.getLogger("llmtailor.saving")
@@ -176,6 +177,8 @@ class PartialSaver:
             logger.info(what, self.precision.masters, self.precision.moments, self.policy)
         if self.precision != EXACT:
             casts.loops()  # so that they are not compiled during a save
+        if D24 in self.precision.dtypes(with_moments=False).values():
+            Encoder()
         differ = self.precision.has_differences and saves_masters(self.policy)
         self._bases = Bases() if differ else None
         self._based: dict[Part, str] = {}

@@ -28,7 +28,7 @@ from llmtailor.containers.safetensors import read_header
 from llmtailor.engine.copy import MIN_DIRECT_BYTES, Context, execute
 from llmtailor.engine.streams import Output, Store, cannot_write, direct_bytes
 from llmtailor.errors import SourceError, StorageError, UnsupportedCheckpoint
-from llmtailor.formats.partial.differences import Elements, head_of, table_of
+from llmtailor.formats.partial.differences import Elements, head_of, index_of
 from llmtailor.formats.partial.json_trees import encode, lay_out_tensors, placeholder, stored, to_text
 from llmtailor.formats.partial.manifest import (
     SCHEMA_BUNDLE,
@@ -60,8 +60,9 @@ from llmtailor.saving.snapshot import (
     storage_of,
 )
 from llmtailor.saving.training import Constant, FrozenFile, Omitted, Ranks, StoredElsewhere, Training
-from llmtailor.storage import casts, frames
 from llmtailor.storage.checksums import crc32
+from llmtailor.storage.encoder import Encoder
+from llmtailor.storage.frames import ELEMENTS, ROOM
 from llmtailor.storage.local import fsync_folder, replace_durably
 
 _SAMPLES = 1 << 20
@@ -247,22 +248,24 @@ def _write_compressed(
     folder: Path, compressed: Compressed, store: Store, on_progress: Callable[[int], None], *, direct: bool
 ) -> BundleFact:
     """Write the differences of masters, fsynced. Raises StorageError."""
-    layout, compressor = compressed.layout, frames.Compressor()
+    layout, encoder, own = compressed.layout, Encoder(), memoryview(bytearray(ROOM))
     path, (head, *_) = folder / layout.path, layout.pieces
-    size = frames.ELEMENTS * ITEMSIZE[F24]
+    size = ELEMENTS * ITEMSIZE[F24]
     assert isinstance(head, Bytes), "what it holds comes first"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             is_large = direct and layout.num_bytes >= MIN_DIRECT_BYTES
             output = Output(fd, on_progress, None, direct_bytes(1) if is_large else 0)
-            crc, sizes = output.put(head.data), [(head.num_bytes, 0)]
+            crc, lengths = output.put(head.data), []
             for piece, older in compressed.tensors:
                 for at, newest in zip(range(0, len(older), size), _in_frames(store, piece, size), strict=True):
-                    frame = compressor.frame(casts.planes_of(newest, older[at : at + size]))
-                    crc = output.put(frame, crc)
-                    sizes.append((len(frame), len(newest)))
-            crc = output.put(table_of(sizes), crc)
+                    room = output.room()
+                    is_straight = len(room) >= ROOM
+                    length = encoder.fill(newest, older[at : at + size], room if is_straight else own)
+                    crc = crc32(output.commit(length), crc) if is_straight else output.put(own[:length], crc)
+                    lengths.append(length)
+            crc = output.put(index_of(lengths), crc)
             output.end()
             os.fsync(fd)
         finally:
@@ -279,6 +282,9 @@ def _in_frames(store: Store, piece: Copy, size: int) -> Iterator[memoryview]:
     while at < stop:
         some = store.read(path, at, stop)
         at += len(some)
+        while not filled and len(some) >= size:
+            yield some[:size]
+            some = some[size:]
         while some:
             part = some[: size - filled]
             room[filled : filled + len(part)] = part

@@ -18,7 +18,7 @@ not fit, the first byte is 0, and the block has its values rounded to bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, Final
@@ -26,8 +26,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.model.roles import BLOCKS, D16, D24, F24, PACKED, Q8_ROOT, Block, Encoding, numel_of, size_of
-from llmtailor.storage import frames
+from llmtailor.model.roles import BLOCKS, D16, D24, F24, PACKED, Q8_ROOT, Block, numel_of, size_of
 
 _CACHED: Final = 1 << 15
 """Elements that are packed at once, so that they stay in a core's cache"""
@@ -78,7 +77,7 @@ def refine(
     Each is the ``older``, more exact element, moved into the range that rounds to the newest value if it rounded to a
     neighbor of that; else the newest value itself. Where both are of one value of bf16, that is the older element.
     Where `D16` or `D24`, the ``newest_dtype``, has a difference from the older element, it is the exact sum; these are
-    given as a `Decoder` returns them.
+    given as a `decoder.Decoder` returns them.
     """
     if newest_dtype == D24:
         sums = add_codes(np.frombuffer(newest, "<u4"), widen(older, older_dtype).view("<u4"))
@@ -109,7 +108,7 @@ def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]
         bits <<= np.uint32(8)
         return bits.view("<f4")
     if source in BLOCKS:
-        return _from_blocks(data, source)
+        return from_blocks(data, source)
     if source != "BF16":
         return np.frombuffer(data, _NUMPY[source])
     bits = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)
@@ -237,34 +236,13 @@ def _to_differences(rows: npt.NDArray[Any], base: npt.NDArray[Any], records: npt
     records[:, 1:] = codes
 
 
-def planes_of(newest: bytes | memoryview, older: bytes | memoryview) -> npt.NDArray[np.uint8]:
-    """Return the bytes of the differences of ``F24`` elements, in planes; see `frames`."""
-    now, before = (widen(one, F24).view("<u4") for one in (newest, older))
-    planes = np.empty((3, len(now)), np.uint8)
-    if (compiled := loops()) is not None:
-        compiled.to_planes(now, before, planes)
-        return planes
-    codes = _ordered(now) - _ordered(before)
-    codes = (codes << np.uint32(1)) ^ (codes.view("<i4") >> 31).view("<u4")
-    for at, plane in enumerate(planes):
-        plane[:] = (codes >> np.uint32(8 * (at + 1))).astype(np.uint8)
-    return planes
-
-
 def add_codes(codes: npt.NDArray[Any], older: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the patterns of fp32 masters, given what `frames.codes_of` returns and the patterns of the other save."""
+    """Return the patterns of fp32 masters, given what `frames.decode` returns and the patterns of the other save."""
     off = codes >> np.uint32(1)
     off ^= -(codes & np.uint32(1))
     off <<= np.uint32(8)
-    off += _ordered(older & np.uint32(0xFFFFFF00))
-    return _ordered(off)
-
-
-def _ordered(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the numbers of ``F24`` patterns in the order of the values, times 256; -0.0 has its own. Of these numbers,
-    it returns the patterns."""
-    numbers: npt.NDArray[Any] = bits ^ (bits >> np.uint32(31)) * np.uint32(0x7FFFFF00)
-    return numbers
+    off += older & np.uint32(0xFFFFFF00)
+    return off
 
 
 def _to_records(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> None:
@@ -296,7 +274,7 @@ def _to_24_bits(values: npt.NDArray[Any], room: npt.NDArray[np.uint8]) -> None:
     room[-3:] = kept[-1:].view(np.uint8)[:3]
 
 
-def _from_blocks(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
+def from_blocks(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
     block, numel = BLOCKS[source], numel_of(source, len(data))
     records = np.zeros((-(-len(data) // block.num_bytes), block.num_bytes), np.uint8)
     records.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
@@ -310,43 +288,6 @@ def _from_blocks(data: bytes | bytearray | memoryview, source: str) -> npt.NDArr
         found *= np.ascontiguousarray(records[:, :4]).view("<f4")
         found = found * found if source == Q8_ROOT else found
     return found.reshape(-1)[:numel]
-
-
-class Decoder:
-    """Decodes the bytes of an encoding as they come, to fp32, of ``D24`` to the codes of differences."""
-
-    def __init__(self, encoding: Encoding):
-        self._dtype, self._skip, self._left, frames = encoding
-        self._frames = [*reversed(frames)]
-        self._rest = b""
-        """The start of a block that the last chunk cut"""
-
-    def feed(self, data: bytes | bytearray | memoryview) -> bytes:
-        """Return the elements of the blocks that are complete now, and of the last one if all wanted ones are there.
-
-        Raises ValueError for a damaged frame.
-        """
-        whole = self._rest + bytes(data)
-        if self._dtype == D24:
-            return b"".join(self._from_frames(whole))
-        enough = size_of(self._dtype, self._skip + self._left)
-        end = enough if len(whole) >= enough else len(whole) - len(whole) % BLOCKS[self._dtype].num_bytes
-        self._rest = whole[end:]
-        found = _from_blocks(whole[:end], self._dtype)[self._skip :][: self._left]
-        self._skip, self._left = 0 if end else self._skip, self._left - len(found)
-        return found.tobytes()
-
-    def _from_frames(self, whole: bytes) -> Iterator[bytes]:
-        at = 0
-        while self._frames and at + self._frames[-1] <= len(whole):
-            end = at + self._frames.pop()
-            codes = frames.codes_of(memoryview(whole)[at:end])
-            found = codes[self._skip :][: self._left]
-            if len(found) < min(self._left, frames.ELEMENTS - self._skip):
-                raise ValueError(f"it has {len(codes)} elements")
-            at, self._skip, self._left = end, 0, self._left - len(found)
-            yield found.tobytes()
-        self._rest = whole[at:]
 
 
 def _to_bfloat16(values: npt.NDArray[Any]) -> bytes:

@@ -27,7 +27,7 @@ _ROUNDING = np.float32(3 << 22)
 _INFINITE = np.uint32(0x7F800000)
 
 
-def _compiled(*types: object, returns: Any = numba.void) -> Callable[[Loop], Loop]:
+def compiled(*types: object, returns: Any = numba.void) -> Callable[[Loop], Loop]:
     def compiled(loop: Loop) -> Loop:
         def made(cache: bool) -> Loop:
             # a division by zero gives what numpy gives; no lock of the interpreter, which the training needs
@@ -42,17 +42,17 @@ def _compiled(*types: object, returns: Any = numba.void) -> Callable[[Loop], Loo
     return compiled
 
 
-def _given(dtype: Any, ndim: int) -> object:
+def given(dtype: Any, ndim: int) -> object:
     """Return the type of an input: any part of a file that was read."""
     return numba.types.Array(dtype, ndim, "C", readonly=True, aligned=False)
 
 
-def _taken(dtype: Any, ndim: int, layout: Literal["C", "A"] = "C") -> object:
+def taken(dtype: Any, ndim: int, layout: Literal["C", "A"] = "C") -> object:
     """Return the type of an output: any part of a file that is written."""
     return numba.types.Array(dtype, ndim, layout, aligned=False)
 
 
-@_compiled(_WORD, returns=_WORD)
+@compiled(_WORD, returns=_WORD)
 def _kept(bits: Any) -> Any:
     return (bits | ((bits & np.uint32(0xFF)) + np.uint32(0xFF))) >> np.uint32(8)  # bit 8 is set if any lower one was
 
@@ -81,14 +81,14 @@ def _streamed(_: Any) -> Any:
     return numba.void(), code
 
 
-@_compiled(_given(_EIGHT, 1), _taken(_EIGHT, 1))
+@compiled(given(_EIGHT, 1), taken(_EIGHT, 1))
 def copy(data: Any, room: Any) -> None:
     for at in range(len(data)):
         _stream(room, at, data[at])
     _streamed()
 
 
-@_compiled(_given(_WORD, 1), _taken(_EIGHT, 1))
+@compiled(given(_WORD, 1), taken(_EIGHT, 1))
 def to_24_bits(bits: Any, eights: Any) -> None:
     """Round the patterns of whole runs; ``eights`` has eight bytes each."""
     made = np.empty(3 * RUN // 4, np.uint32)
@@ -106,7 +106,7 @@ def to_24_bits(bits: Any, eights: Any) -> None:
     _streamed()
 
 
-@_compiled(_given(_FLOAT, 2), _taken(_FLOAT, 1, "A"), _BYTE[:, :], _FLOAT, _FLAG)
+@compiled(given(_FLOAT, 2), taken(_FLOAT, 1, "A"), _BYTE[:, :], _FLOAT, _FLAG)
 def to_blocks(rows: Any, units: Any, codes: Any, most: Any, is_root: Any) -> None:
     """Round rows to their units and codes, of their roots or of signed elements; ``most`` is the largest code.
 
@@ -146,30 +146,14 @@ def to_blocks(rows: Any, units: Any, codes: Any, most: Any, is_root: Any) -> Non
                 room[at] = np.uint8(patterns[at])
 
 
-@_compiled(_WORD, returns=_INTEGER)
+@compiled(_WORD, returns=_INTEGER)
 def _number(pattern: Any) -> Any:
     """Return the number of a 24-bit pattern in the order of the values."""
     sign = np.int32(pattern << np.uint32(8)) >> 31
     return (np.int32(pattern & np.uint32(0x7FFFFF)) ^ sign) - sign  # the negative number where the sign is -1
 
 
-@_compiled(_WORD, returns=_WORD)
-def _ordered(bits: Any) -> Any:
-    return bits ^ (np.uint32(np.int32(bits) >> 31) & np.uint32(0x7FFFFF00))  # -0.0 has a number of its own
-
-
-@_compiled(_given(_WORD, 1), _given(_WORD, 1), _taken(_BYTE, 2))
-def to_planes(newest: Any, older: Any, planes: Any) -> None:
-    """Split the differences of 24-bit patterns, which are the upper bits, into their bytes; see `frames`."""
-    for at in range(len(newest)):
-        code = np.uint32(_ordered(newest[at]) - _ordered(older[at]))
-        code = np.uint32(code << np.uint32(1)) ^ np.uint32(np.int32(code) >> 31)
-        planes[0, at] = np.uint8(code >> np.uint32(8))
-        planes[1, at] = np.uint8(code >> np.uint32(16))
-        planes[2, at] = np.uint8(code >> np.uint32(24))
-
-
-@_compiled(_given(_WORD, 1), _given(_BYTE, 1), _BYTE[:], _taken(_EIGHT, 2, "A"))
+@compiled(given(_WORD, 1), given(_BYTE, 1), _BYTE[:], taken(_EIGHT, 2, "A"))
 def to_differences(bits: Any, base: Any, fits: Any, room: Any) -> None:
     """Round blocks of patterns to the differences of their numbers from those of ``base``, in two bytes, or to bf16.
 

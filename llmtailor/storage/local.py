@@ -418,7 +418,7 @@ class Files:
         if encoding is None:
             self.read_into(path, start, room)
             return
-        from llmtailor.storage.casts import Decoder  # numpy takes a while
+        from llmtailor.storage.decoder import Decoder  # numpy takes a while
 
         data = bytearray(stop - start)
         self.read_into(path, start, memoryview(data))

@@ -47,8 +47,9 @@ from llmtailor.model.roles import (
     WEIGHT,
     State,
 )
-from llmtailor.storage.casts import Decoder, cast, widen
+from llmtailor.storage.casts import cast, widen
 from llmtailor.storage.checksums import Intervals, crc32, part_digest
+from llmtailor.storage.decoder import Decoder
 from llmtailor.storage.local import Files
 from llmtailor.verify.structure import ON_PURPOSE, Elements, Spans, elements_in, held_of, join, lost_elements
 

@@ -152,7 +152,7 @@ def train(kind: str, folder: Path, rank: int) -> None:
 def compress(folder: Path, model: Any, optimizer: Any, rank: int) -> None:
     """Save masters as differences from those of the save before."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    how = {"policy": "moments_in_turn:2", "masters": "24bit-zstd"}
+    how = {"policy": "moments_in_turn:2", "masters": "24bit-delta"}
     saver = saver_for(folder / "compressed", model=model, optimizer=optimizer, scheduler=scheduler, **how)
     saver.start(0)
     truth = {}

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
+import struct
+import zlib
 from random import Random
 
 import numpy as np
 import pytest
-import zstandard
 
 from helpers.cases import mostly_long
 from helpers.commands import call
 from helpers.files import flip
 from helpers.states import in_24_bits
-from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.errors import SourceError, TailorError
 from llmtailor.formats.partial import differences
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.saving import SaveFailed, SavingOptions
+from llmtailor.saving import SaveFailed
 from llmtailor.storage import casts, frames
+from llmtailor.storage.encoder import Encoder
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.verify import verify_checkpoint
 from saving.loop import Disk, Loop, check_states, manifests
 
-FILE = "differences-00000-of-00001.zst"
-IN_TURN = {"policy": "moments_in_turn:3", "masters": "24bit-zstd"}
+FILE = "differences-00000-of-00001.delta"
+IN_TURN = {"policy": "moments_in_turn:3", "masters": "24bit-delta"}
 LARGE = {"hidden": 128, "rate": 1e-5}
 """Tensors of one frame, of several, and of a part of one; a rate at which masters keep most of their bits"""
 
@@ -79,25 +80,55 @@ def test_they_take_fewer_bytes_and_inspect_tells_them(loop):
     assert report["num_bytes"] == sum(listed.values())
 
 
-def test_zstd_reads_the_file(loop):
-    """In planes of each block, the differences of the 24 bits, numbered in the order of the values."""
+def read_frame(frame):
+    """Return the codes of a frame, as docs/formats.md says."""
+    assert struct.unpack("<I", frame[-4:])[0] == zlib.crc32(frame[:-4])
+    numel, num_bits = struct.unpack("<IB", frame[:5])
+    padded = -(-numel // 64) * 64
+    tops = [*frame[5:][: 1 << num_bits]]
+    at = 5 + len(tops)
+    planes = [int.from_bytes(frame[at + padded // 8 * bit :][: padded // 8], "little") for bit in range(num_bits)]
+    stream = int.from_bytes(frame[at + padded // 8 * num_bits : -4], "little")
+    codes, taken = [], 0
+    for number in range(padded):
+        block, inside = divmod(number, 64)
+        place = 64 * block + inside % 4 * 16 + inside // 4
+        one = sum((plane >> place & 1) << bit for bit, plane in enumerate(planes))
+        is_single = one > 0 and tops[one] == tops[one - 1] + 1
+        width = tops[one] - is_single
+        codes.append((stream >> taken & (1 << width) - 1) + (is_single << width))
+        taken += width
+    assert len(frame) == at + padded // 8 * num_bits + -(-taken // 8) + 4 and not any(codes[numel:])
+    return codes[:numel]
+
+
+def test_the_file_is_as_documented(loop):
+    """Each frame has the differences of the 24 bits."""
     path = loop.run / "partial/step-00000003"
-    content = zstandard.ZstdDecompressor().stream_reader(
-        io.BytesIO((path / FILE).read_bytes()), read_across_frames=True
-    )
-    content, wanted = content.read(), b""
+    content = (path / FILE).read_bytes()
     index = index_checkpoint(path)
     steps = {one["save_id"]: step for step, one in manifests([loop.run]).items()}
-    for name, _, place in differences.read_differences(path, FILE, "").masters:
+    magic, length = struct.unpack("<8sQ", content[:16])
+    head, count = json.loads(content[16:][:length]), struct.unpack("<Q", content[-16:-8])[0]
+    assert magic == content[-8:] == b"llmt-d24" and head["save_id"] == loop.manifest(3)["save_id"]
+    lengths = [*struct.unpack(f"<{count}I", content[-16 - 4 * count : -16])]
+    at = 16 + length
+    for row in head["masters"]:
+        name = row["param"]
         base = steps[index.partial.differences[name].base]
-        for at in range(0, place.cuts[-1], frames.ELEMENTS):
-            both = [loop.truth[step][name]["master"].flatten()[at:][: frames.ELEMENTS] for step in (3, base)]
-            new, old = (in_24_bits(one).numpy().view("<i4").astype(np.int64) for one in both)
-            new, old = (np.where(one < 0, ~(one & 0x7FFFFFFF) >> 8, one >> 8) for one in (new, old))
-            off = new - old
-            codes = np.where(off < 0, -2 * off - 1, 2 * off).astype("<u4")
-            wanted += codes.view(np.uint8).reshape(-1, 4)[:, :3].T.tobytes()
-    assert content == wanted
+        new, old = (
+            in_24_bits(loop.truth[step][name]["master"]).numpy().view("<u4").reshape(-1).astype(np.int64) >> 8
+            for step in (3, base)
+        )
+        wanted = new - old + (1 << 23) & 0xFFFFFF
+        found = []
+        while len(found) < row["end"]:
+            size = lengths.pop(0)
+            found += read_frame(content[at : at + size])
+            at += size
+        off = [code >> 1 if code % 2 == 0 else ~(code >> 1) for code in found]
+        assert row["begin"] == 0 and [one + (1 << 23) for one in off] == [*wanted]
+    assert not lengths and at == len(content) - 16 - 4 * count
 
 
 def test_gc_keeps_what_they_differ_from(loop, tmp_path):
@@ -171,7 +202,7 @@ def test_verify_and_merge_find_damaged_frames(loop, tmp_path):
     flip(path / FILE, sum(place.frames[0][:2]) // 2)
     assert f"{FILE}: the file is not the one that the save wrote" in call("verify", "--deep", path, code=7).stdout
     wrong = call("merge", "--run", loop.run, tmp_path / "out", code=4).stderr
-    assert FILE in wrong and "a frame of zstd is damaged" in wrong and not (tmp_path / "out").exists()
+    assert FILE in wrong and "a frame is damaged" in wrong and not (tmp_path / "out").exists()
 
 
 def test_a_file_that_is_cut_or_of_another_save_is_refused(loop):
@@ -202,13 +233,12 @@ def test_a_head_that_is_damaged_is_refused(loop, old, new):
         index_checkpoint(path)
 
 
-@pytest.mark.parametrize("at", [*range(-17, 0)])
-def test_a_seek_table_that_is_damaged_is_refused(loop, at):
+@pytest.mark.parametrize("at", [*range(-20, 0)])
+def test_an_index_that_is_damaged_is_refused(loop, at):
     path = loop.run / "partial/step-00000005"
     flip(path / FILE, (path / FILE).stat().st_size + at)
-    if at != -5:  # the descriptor, which says nothing
-        with pytest.raises(SourceError, match=FILE):
-            index_checkpoint(path)
+    with pytest.raises(SourceError, match=FILE):
+        index_checkpoint(path)
 
 
 @pytest.mark.parametrize("rounds", [5, pytest.param(100, marks=pytest.mark.long)])
@@ -228,52 +258,133 @@ def test_any_damage_is_found_or_does_no_harm(loop, tmp_path, rounds):
     assert refused > rounds // 2
 
 
-def test_a_frame_can_not_claim_more_than_a_block():
-    """Nothing of its size is allocated."""
-    large = zstandard.ZstdCompressor().compress(bytes(3 * frames.ELEMENTS + 3))
-    unknown = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(300))
-    hostile = b"\x28\xb5\x2f\xfd\xe0" + (1 << 60).to_bytes(8, "little")
-    for wrong in (large, unknown, hostile, hostile[:9], b"", zstandard.ZstdCompressor().compress(bytes(4))):
+def signed(frame):
+    return frame + struct.pack("<I", zlib.crc32(frame))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("<IB", frames.ELEMENTS + 1, 0) + bytes(1),
+        struct.pack("<IB", 0xFFFFFFFF, 3) + bytes(8),
+        struct.pack("<IB", 0, 0) + bytes(1),
+        struct.pack("<IB", 64, 0) + bytes([25]) + bytes(200),
+        struct.pack("<IB", 64, 0) + bytes([24]) + bytes(191),
+        struct.pack("<IB", 64, 0) + bytes([24]) + bytes(193),
+        struct.pack("<IB", 64, 1) + bytes([0, 24]) + bytes(7),
+        struct.pack("<IB", 64, 4) + bytes(16) + bytes(8 * 4),
+        struct.pack("<IB", 64, 255) + bytes(16),
+        struct.pack("<IB", 64, 3) + bytes(3),
+        b"",
+        bytes(9),
+    ],
+)
+def test_a_frame_that_is_not_one_is_refused(frame):
+    """Also if its checksum is right. Nothing of the size that it claims is allocated."""
+    for wrong in (frame, signed(frame)):
         with pytest.raises(ValueError, match=r".+"):
-            frames.codes_of(wrong)
-
-
-# Without the package
-
-
-def test_it_is_named_if_the_package_is_missing(loop, tmp_path, monkeypatch):
-    monkeypatch.setattr(differences, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="zstandard") as caught:
-        SavingOptions(masters="24bit-zstd")
-    assert "pip install 'llmtailor[zstd]'" in caught.value.problems[0].fix
-    call("inspect", loop.run / "partial/step-00000005")
-    with pytest.raises(UnsupportedCheckpoint, match="zstandard is not installed"):
-        loop.compose(5, tmp_path / "out")
-    call("merge", "--run", loop.run, "--at", 1, tmp_path / "first")
+            frames.decode(wrong)
 
 
 # Any patterns
 
 
-@pytest.mark.parametrize("by_numba", [True, False])
-def test_every_pattern_comes_back(by_numba, monkeypatch):
-    """Infinities, NaNs of all kinds, subnormals and both zeros, each given some other one."""
-    if not by_numba:
+def packed(encoder, newest, older):
+    """Return the frame of 24-bit patterns."""
+    room = memoryview(bytearray(frames.ROOM))
+    octets = [memoryview(one.view(np.uint8).reshape(-1, 4)[:, :3].tobytes()) for one in (newest, older)]
+    return bytes(room[: encoder.fill(*octets, room)])
+
+
+@pytest.fixture(params=[True, False])
+def encoder(request, monkeypatch):
+    if not request.param:
         monkeypatch.setattr(casts, "loops", lambda: None)
     elif casts.loops() is None:
         pytest.skip("numba is not installed")
+    return Encoder()
+
+
+def test_every_pattern_comes_back(encoder):
+    """Infinities, NaNs of all kinds, subnormals and both zeros, each given some other one."""
     every = np.arange(1 << 24, dtype="<u4")
-    compressor = frames.Compressor()
     for step in (1, 0x7FFFFF, 0x800000):
         older = np.roll(every, step)
         for begin in range(0, 1 << 24, 41 * frames.ELEMENTS + 7):
             mine, other = every[begin:][: frames.ELEMENTS], older[begin:][: frames.ELEMENTS]
-            octets = [one.view(np.uint8).reshape(-1, 4)[:, :3].tobytes() for one in (mine, other)]
-            frame = compressor.frame(casts.planes_of(*octets))
+            frame = packed(encoder, mine, other)
             assert len(frame) <= casts.size_of("D24", len(mine))
-            assert (casts.add_codes(frames.codes_of(frame), other << 8) >> 8 == mine).all()
-    zeros = np.float32([0.0, -0.0]).view("<u4")
+            assert (casts.add_codes(frames.decode(frame), other << 8) >> 8 == mine).all()
+
+
+def drawn(random, numel):
+    """Return older patterns, and newer ones that differ by codes of few and of many lengths."""
+    older = random.integers(0, 1 << 24, numel, dtype="<u4")
+    longest = random.integers(0, 25)
+    lengths = np.minimum(random.geometric(random.choice([0.1, 0.4, 0.9]), numel) - 1, longest)
+    if random.random() < 0.3:
+        lengths[: numel // 2] = 0
+    if random.random() < 0.3:  # where no sample is
+        lengths[64 : 32 * 64] = random.integers(0, 25)
+    codes = random.integers(0, 1 << lengths.astype(np.int64))
+    return older, ((older + (codes >> 1 ^ -(codes & 1))) & 0xFFFFFF).astype("<u4")
+
+
+@pytest.mark.parametrize("rounds", [40, pytest.param(2000, marks=pytest.mark.long)])
+def test_any_differences_are_packed_as_documented(rounds):
+    """By numba and by numpy to the same bytes."""
+    fast, slow = Encoder(), Encoder()
+    slow._pack = None
+    for seed in range(rounds):
+        random = np.random.default_rng(seed)
+        numel = int(random.choice([1, 63, 64, 65, 1000, 2500, 5000, frames.ELEMENTS - 1, frames.ELEMENTS]))
+        older, newest = drawn(random, numel)
+        frame = packed(slow, newest, older)
+        assert frame == packed(fast, newest, older), seed
+        assert len(frame) <= casts.size_of("D24", numel), seed
+        found = frames.decode(frame)
+        assert (casts.add_codes(found, older << 8) == newest << 8).all(), seed
+        assert numel > 3000 or read_frame(frame) == [*found], seed
+
+
+def test_what_did_not_change_takes_nothing(encoder):
+    same = np.arange(5000, dtype="<u4")
+    assert len(packed(encoder, same, same)) == 10
+    other = same.copy()
+    other[4999] += 1  # in no sample
+    assert (frames.decode(packed(encoder, other, same)) == [*[0] * 4999, 2]).all()
+
+
+def test_classes_take_the_fewest_bits():
+    """Held against every choice of classes, for a sample of a few lengths."""
+    random = Random(1)
+    for _ in range(30):
+        counts = np.zeros(frames.LENGTHS, np.int64)
+        longest = random.randrange(1, 6)
+        counts[: longest + 1] = [random.choice([0, 1, 9, 50]) for _ in range(longest + 1)]
+        counts[longest] += 1
+        tops = np.zeros(frames.MAX_CLASSES, np.uint8)
+        num_bits = frames.choose(counts, tops)
+        found = bits_in(counts, tops[: 1 << num_bits].tolist(), num_bits)
+        choices = [
+            (sorted(set(some) | {longest, 24}), bits)
+            for bits in range(1, 4)
+            for mask in range(1 << longest)
+            if len(some := [at for at in range(longest) if mask >> at & 1]) + 2 <= 1 << bits
+        ]
+        assert found == min([bits_in(counts, [24], 0), *(bits_in(counts, *one) for one in choices)])
+
+
+def bits_in(counts, tops, num_bits):
+    total = 0
+    for length, count in enumerate(counts):
+        one = next(at for at, top in enumerate(tops) if top >= length)
+        total += count * (num_bits + tops[one] - (one > 0 and tops[one] == tops[one - 1] + 1))
+    return total
+
+
+def test_negative_zero_is_another_pattern(encoder):
+    zeros = np.array([0.0, -0.0], "<f4").view("<u4")
     for old in zeros:
-        both = [casts.pack(one.view("<f4"), "F24").data for one in (zeros, np.full(2, old))]
-        codes = frames.codes_of(compressor.frame(casts.planes_of(*both))).tobytes()
+        codes = frames.decode(packed(encoder, zeros >> 8, np.full(2, old) >> 8)).tobytes()
         assert casts.refine(codes, "D24", np.full(2, old).tobytes(), "F32", "F32") == zeros.tobytes()

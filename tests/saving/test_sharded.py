@@ -105,7 +105,7 @@ def test_boxes_may_be_rounded(trained, tmp_path):
 
 def test_boxes_may_be_differences(trained, tmp_path):
     run, truth = trained / "mesh" / "compressed", torch.load(trained / "mesh" / "compressed.pt")
-    assert {len([*path.glob("*.zst")]) for path in run.glob("partial/step-*")} == {0, RANKS["mesh"]}
+    assert {len([*path.glob("*.delta")]) for path in run.glob("partial/step-*")} == {0, RANKS["mesh"]}
     for step in (2, 3):
         call("merge", "--run", run, "--at", step, "--to", "trainer", out := tmp_path / f"{step}")
         wanted = fold(truth, manifests([run], step))

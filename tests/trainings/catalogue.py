@@ -217,7 +217,7 @@ LIGHTNING_SAVED = by_name(
 # With the saver attached to the Trainer
 
 SIXTEEN = {"moments": "bf16", "masters": "bf16"}
-COMPRESSED = {"moments": "8bit", "masters": "24bit-zstd"}
+COMPRESSED = {"moments": "8bit", "masters": "24bit-delta"}
 CHECKED = by_name(
     [
         Job("z3", per_device_batch=3, steps=8),

@@ -1,11 +1,16 @@
 """A rank's masters that are compressed differences from those of an earlier save: a file of their own.
 
-Its size is known only once it is written, so its index comes last. It is in the seekable format of zstd
-(contrib/seekable_format in zstd's repository), which ``zstd -d`` decompresses::
+Its size is known only once it is written, so its index comes last::
 
-    skippable frame 0     JSON: facts like those of a rank shard, and ``masters``: which elements, in order
-    frames                see `storage.frames`; those of each of ``masters`` begin with a new one
-    seek table            the size and the content's size of all of these, then their number
+    8 bytes     ``llmt-d24``
+    8 bytes     the length of the JSON
+    JSON        facts like those of a rank shard, and ``masters``: which elements, in order
+    frames      see `storage.frames`; those of each of ``masters`` begin with a new one
+    4 bytes for each frame: its length
+    8 bytes     the number of frames
+    8 bytes     ``llmt-d24``
+
+All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -14,8 +19,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,8 @@ from llmtailor.formats.partial.json_trees import to_text
 from llmtailor.model.roles import BLOCKS, D24
 from llmtailor.storage.local import open_source
 
-_HEAD, _TABLE, _SEEKABLE = 0x184D2A50, 0x184D2A5E, 0x8F92EAB1
-"""What the two skippable frames begin with, and what a seek table ends with"""
-_BEGIN, _ENTRY, _END = struct.Struct("<II"), struct.Struct("<II"), struct.Struct("<IBI")
+_MAGIC = b"llmt-d24"
+_BEGIN, _LENGTH, _END = struct.Struct("<8sQ"), struct.Struct("<I"), struct.Struct("<Q8s")
 Elements = Box | tuple[int, int]
 """Of a param: a box, or the first and the last + 1"""
 
@@ -45,14 +48,6 @@ class DifferencesFile:
     """Params, and where which of their elements are; each placement counts from ``begin``, or the box's elements"""
 
 
-FIX = "pip install 'llmtailor[zstd]'"
-
-
-def is_installed() -> bool:
-    """Return whether frames can be written and read here."""
-    return find_spec("zstandard") is not None
-
-
 def head_of(facts: Mapping[str, str], masters: Iterable[tuple[str, Elements]]) -> bytes:
     """Return the beginning of the file."""
     rows = [
@@ -62,13 +57,12 @@ def head_of(facts: Mapping[str, str], masters: Iterable[tuple[str, Elements]]) -
         for param, one in masters
     ]
     text = to_text({**facts, "masters": rows}).encode()
-    return _BEGIN.pack(_HEAD, len(text)) + text
+    return _BEGIN.pack(_MAGIC, len(text)) + text
 
 
-def table_of(sizes: Sequence[tuple[int, int]]) -> bytes:
-    """Return the end of the file, given the bytes of each frame, with `head_of` as the first, and of its content."""
-    entries = b"".join(_ENTRY.pack(*one) for one in sizes)
-    return _BEGIN.pack(_TABLE, len(entries) + _END.size) + entries + _END.pack(len(sizes), 0, _SEEKABLE)
+def index_of(lengths: Sequence[int]) -> bytes:
+    """Return the end of the file, given the length of each frame."""
+    return b"".join([*map(_LENGTH.pack, lengths), _END.pack(len(lengths), _MAGIC)])
 
 
 def read_differences(root: Path, path: str, where: str) -> DifferencesFile:
@@ -77,28 +71,25 @@ def read_differences(root: Path, path: str, where: str) -> DifferencesFile:
         with open_source(root / path, where) as file:
             size = file.num_bytes
             magic, length = _BEGIN.unpack(file.read(0, min(_BEGIN.size, size)))
-            if magic != _HEAD or length > min(size, MAX_HEADER_BYTES):
+            if magic != _MAGIC or length > min(size, MAX_HEADER_BYTES):
                 raise ValueError("it does not begin with what it holds")
-            head = read_strict_json(file.read(_BEGIN.size, min(_BEGIN.size + length, size)))
-            count, _, magic = _END.unpack(file.read(max(size - _END.size, 0), size))
-            table = _BEGIN.size + count * _ENTRY.size + _END.size
-            if magic != _SEEKABLE or table > min(size, MAX_HEADER_BYTES):
-                raise ValueError("it does not end with a seek table")
-            text = file.read(size - table, size)
+            first = _BEGIN.size + length
+            head = read_strict_json(file.read(_BEGIN.size, min(first, size)))
+            count, magic = _END.unpack(file.read(max(size - _END.size, 0), size))
+            index = count * _LENGTH.size + _END.size
+            if magic != _MAGIC or index > min(size, MAX_HEADER_BYTES):
+                raise ValueError("it does not end with an index")
+            text = file.read(size - index, size - _END.size)
     except (ValueError, struct.error, RecursionError) as error:
         raise damaged(where, f"the file is damaged ({error})", Code.FILE_DAMAGED) from error
     try:
         listed = [_elements(row) for row in head.pop("masters")]
-        entries = [*_ENTRY.iter_unpack(text[_BEGIN.size : -_END.size])]
-        contents = [0, *chain.from_iterable(_contents(numel) for _, _, numel in listed)]
-        edges = [*accumulate((one for one, _ in entries), initial=0)]
-        if _BEGIN.unpack(text[: _BEGIN.size]) != (_TABLE, table - _BEGIN.size) or edges[-1] != size - table:
-            raise ValueError("its seek table does not fit")
-        if [one for _, one in entries] != contents or edges[1] != _BEGIN.size + length:
-            raise ValueError("its seek table lists other frames than it holds")
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        edges = [*accumulate((one for (one,) in _LENGTH.iter_unpack(text)), initial=first)]
+        if edges[-1] != size - index or sum(-(-numel // BLOCKS[D24].elements) for *_, numel in listed) != count:
+            raise ValueError("its index lists other frames than it holds")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise damaged(where, f"the file is damaged ({error})", Code.FILE_DAMAGED) from error
-    at, masters = 1, []
+    at, masters = 0, []
     for param, elements, numel in listed:
         last = at + -(-numel // BLOCKS[D24].elements)
         begin = 0 if isinstance(elements, Box) else elements[0]
@@ -106,14 +97,6 @@ def read_differences(root: Path, path: str, where: str) -> DifferencesFile:
         masters.append((param, elements, Bundled((path,), (own[0],), (begin, begin + numel), 4, (), D24, (own,))))
         at = last
     return DifferencesFile(path, head, tuple(masters))
-
-
-def _contents(numel: int) -> Iterable[int]:
-    """Yield the bytes of the content of each frame of so many elements."""
-    whole, rest = divmod(numel, BLOCKS[D24].elements)
-    if whole > MAX_HEADER_BYTES:
-        raise ValueError("it states more elements than a seek table has room for")
-    return [3 * BLOCKS[D24].elements] * whole + [3 * rest] * bool(rest)
 
 
 def _elements(row: Mapping[str, Any]) -> tuple[str, Elements, int]:

@@ -6,7 +6,7 @@
       manifest.json                         written last: without it the checkpoint does not exist
       rank-00003-of-00008.safetensors       a rank shard: the rank's fragments of the chosen parts, and object trees
       frozen-00003-of-00008.safetensors     frozen params; a hard link to the same file of the previous save
-      differences-00003-of-00008.zst        masters as compressed differences, see `differences`
+      differences-00003-of-00008.delta      masters as compressed differences, see `differences`
       trainer_state.json, config.json, ..   as the Trainer writes them; unchanged ones are hard links
 
 A rank shard's tensors are ``master/FQN``, ``exp_avg/FQN``, .. (one dimension: the elements that this rank has of it,
@@ -112,7 +112,7 @@ def frozen_name(rank: int, world_size: int) -> str:
 
 
 def differences_name(rank: int, world_size: int) -> str:
-    return f"differences-{rank:05}-of-{world_size:05}.zst"
+    return f"differences-{rank:05}-of-{world_size:05}.delta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def manifest_json(
         "ledger": dict(manifest.ledger),
     }
     if manifest.masters:
-        has_files = any(one.path.endswith(".zst") for one in manifest.bundles)
+        has_files = any(one.path.endswith(".delta") for one in manifest.bundles)
         content |= {"schema": SCHEMA_DIFFERENCES if has_files else SCHEMA_MASTERS}
         bases = {part: {"base": base} for part, base in manifest.bases.items()}
         content["masters"] = [

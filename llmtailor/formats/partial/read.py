@@ -175,7 +175,7 @@ def _read_bundle(
 ) -> WeightFile | DifferencesFile:
     """Return a file's header, checked against the manifest; ``ranks`` are those of the ranks' own files by name."""
     where = PathIn(name, fact.path)
-    read = read_differences if fact.path.endswith(".zst") else read_header
+    read = read_differences if fact.path.endswith(".delta") else read_header
     file = read(root, fact.path, where)
     size = (root / fact.path).stat().st_size
     if size != fact.num_bytes:
@@ -366,7 +366,7 @@ _ROUNDED = {
     ),
     (True, F24): (
         "its master weights were saved in 24 bits; composites widen them again, without the lost digits",
-        "for exact ones, use a save that was made without masters=24bit, 24bit-zstd or bf16",
+        "for exact ones, use a save that was made without masters=24bit, 24bit-delta or bf16",
     ),
     (True, "BF16"): (
         "some master weights were saved in 16 bits; composites add digits of masters that were saved with the moments",
