@@ -21,7 +21,7 @@ WITHOUT_BASE: Mapping[str, str] = {D16: "BF16", D24: F24}
 """The dtypes of those that would be differences, if there are none that they could differ from"""
 _MOMENTS = {"fp32": ("F32", "F32"), "bf16": ("BF16", "BF16"), "8bit": (Q8, Q8_ROOT)}
 """The dtypes of exp_avg and exp_avg_sq"""
-_MANY = 1 << 16
+_MANY = 1 << 17
 """Elements: whole blocks of every encoding"""
 MASTERS, MOMENTS = (*_MASTERS,), (*_MOMENTS,)
 ROUNDED_AS = {MASTER: (F24, "BF16", D16, D24), EXP_AVG: ("BF16", Q8), EXP_AVG_SQ: ("BF16", Q8_ROOT)}

@@ -288,7 +288,7 @@ BLOCKS: Mapping[str, Block] = {
     Q8: Block(128, 4, 1),
     Q8_ROOT: Block(128, 4, 1),
     D16: Block(32, 1, 2),
-    D24: Block(1 << 16, 1 << 8, 3),
+    D24: Block(1 << 17, 1 << 8, 3),
 }
 
 

@@ -26,6 +26,8 @@ _MOST: Final = 56
 """Bits that can be added to up to 7 bits of a word"""
 _NARROW: Final = _MOST // 4
 """Bits of each of four codes that are joined"""
+_OFFSET: Final = 126
+"""The exponent of a float from 2 ** (n - 1) to below 2 ** n is n and so much."""
 _I1, _I8, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
 _WORDS, _LONG, _LONGS = ir.VectorType(_I32, 16), ir.VectorType(_I64, 8), ir.VectorType(_I64, 16)
 _BYTES, _LANES = ir.VectorType(_I8, 64), ir.VectorType(_I8, 16)
@@ -78,44 +80,37 @@ def _store(_: Any, room: Any, at: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _to_codes(_: Any, newest: Any, older: Any, codes: Any, lengths: Any, block: Any, to: Any) -> Any:
-    """Compute the codes of a block and their lengths; store them as block ``to``. All are in the order of lanes."""
+    """Compute the codes of a block and their lengths, `_OFFSET` more than those but for 0; store them as block ``to``."""
 
     def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         place = _places(context, builder, signature, given)
-        start = builder.mul(given[4], _long(48))
+        start = builder.mul(given[4], _long(3 * frames.BLOCK))
         room = builder.mul(given[5], _long(frames.BLOCK))
-        high = _all(_WORDS, 0xFFFFFF00)
 
         def fetch(position: int) -> None:
-            ahead = place(position, builder.add(start, _long(48 * _AHEAD)), _I8)
+            ahead = place(position, builder.add(start, _long(3 * frames.BLOCK * _AHEAD)), _I8)
             hints = [ir.Constant(_I32, hint) for hint in (0, 2, 1)]  # to read, into the second cache, data
-            for line in range(0, 192, 64):
+            for line in range(0, 3 * frames.BLOCK, 64):
                 _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), builder.gep(ahead, [_long(line)]), *hints)
 
-        def patterns(position: int) -> list[Any]:
-            """Twelve bytes are four patterns, each of which comes to the upper 24 bits of a lane."""
-            octets = builder.load(place(position, start, ir.VectorType(_I32, 48)), align=1)
-            first, second, third = (_pick(builder, octets, octets, range(at, 48, 3)) for at in range(3))
-            low = builder.lshr(first, _all(_WORDS, 16)), builder.lshr(second, _all(_WORDS, 8))
-            return [
-                builder.shl(first, _all(_WORDS, 8)),
-                builder.or_(builder.shl(second, _all(_WORDS, 16)), builder.and_(low[0], high)),
-                builder.or_(builder.shl(third, _all(_WORDS, 24)), builder.and_(low[1], high)),
-                builder.and_(third, high),
-            ]
+        def pattern(position: int, lane: int) -> Any:
+            """Return 16 patterns, each in the upper 24 bits."""
+            first = min(48 * lane, 3 * frames.BLOCK - 64)  # not beyond the block
+            octets = builder.load(place(position, builder.add(start, _long(first)), _BYTES), align=1)
+            which = [64 if at % 4 == 0 else 48 * lane - first + at // 4 * 3 + at % 4 - 1 for at in range(64)]
+            return builder.bitcast(_pick(builder, octets, _all(_BYTES, 0), which), _WORDS)
 
         fetch(0)
         fetch(1)
-        for lane, (now, before) in enumerate(zip(patterns(0), patterns(1), strict=True)):
-            off = builder.sub(now, before)
+        for lane in range(4):
+            off = builder.sub(pattern(0, lane), pattern(1, lane))
             sign = builder.ashr(off, _all(_WORDS, 31))
             made = builder.lshr(builder.xor(builder.shl(off, _all(_WORDS, 1)), sign), _all(_WORDS, 8))
             here = builder.add(room, _long(16 * lane))
             builder.store(made, place(2, here, _WORDS), align=1)
             exact = builder.bitcast(builder.sitofp(made, ir.VectorType(ir.FloatType(), 16)), _WORDS)
             exponent = builder.trunc(builder.lshr(exact, _all(_WORDS, 23)), _LANES)
-            length = _call(builder, "llvm.usub.sat.v16i8", _LANES, exponent, _all(_LANES, 126))
-            builder.store(length, place(3, here, _LANES), align=1)
+            builder.store(exponent, place(3, here, _LANES), align=1)
         return context.get_dummy_value()
 
     return numba.void(newest, older, codes, lengths, block, to), code
@@ -219,9 +214,9 @@ def _sample(newest: Any, older: Any, blocks: Any, tops: Any) -> Any:
     for block in range(_U64(0), blocks, _U64(frames.SAMPLED)):
         _to_codes(newest, older, codes, lengths, block, _U64(0))
         for length in lengths:
-            counts[length] += 1
+            counts[length - _OFFSET if length else 0] += 1
     if counts[0] == counts.sum():
-        differ = _U32(0)
+        differ = _U8(0)
         for at in range(len(newest)):
             differ |= newest[at] ^ older[at]
         if differ == 0:
@@ -236,10 +231,11 @@ def _write(newest: Any, older: Any, blocks: Any, tops: Any, num_bits: Any, room:
     codes, lengths = np.empty(frames.BLOCK * _BATCH, np.uint32), np.empty(frames.BLOCK * _BATCH, np.uint8)
     fields, sizes = np.empty(32 * _BATCH, np.uint64), np.empty(32 * _BATCH, np.uint64)
     planes = np.empty(3 * blocks, np.uint64)
-    widths = np.empty(frames.MAX_CLASSES, np.uint8)
+    widths, exponents = np.empty(frames.MAX_CLASSES, np.uint8), np.empty(frames.MAX_CLASSES, np.uint8)
     for one in range(frames.MAX_CLASSES):
         is_single = one > 0 and tops[one] == tops[one - 1] + 1  # all codes of the class have the same length
         widths[one] = tops[one] - is_single
+        exponents[one] = tops[one] + _OFFSET
     start = _U64(1 << num_bits)
     word, filled = _U64(0), _U64(0)
     at = start + _U64(8 * num_bits) * blocks
@@ -250,7 +246,7 @@ def _write(newest: Any, older: Any, blocks: Any, tops: Any, num_bits: Any, room:
         count = _U64(0)
         for block in range(batch):
             count += _to_fields(
-                codes, lengths, tops, widths, planes, fields, sizes, block, first + block, blocks, count
+                codes, lengths, exponents, widths, planes, fields, sizes, block, first + block, blocks, count
             )
         for one in range(count):
             word |= fields[one] << filled
@@ -268,15 +264,15 @@ def _write(newest: Any, older: Any, blocks: Any, tops: Any, num_bits: Any, room:
 
 
 @compiled.compiled(
-    compiled.given(numba.uint32, 1),
-    compiled.given(numba.uint32, 1),
+    compiled.given(numba.uint8, 1),
+    compiled.given(numba.uint8, 1),
     compiled.taken(numba.uint8, 1),
     returns=numba.int64,
 )
 def pack(newest: Any, older: Any, room: Any) -> Any:
-    """Pack whole blocks; ``room`` has 4 bytes for each element and 64 more. Return the bytes and, in the lowest two
+    """Pack whole blocks; ``room`` has `frames.ROOM` bytes. Return the bytes and, in the lowest two
     bits, the bits of the number of a class."""
-    blocks = _U64(len(newest) // 48)
+    blocks = _U64(len(newest) // (3 * frames.BLOCK))
     tops = np.empty(frames.MAX_CLASSES, np.uint8)
     num_bits = _sample(newest, older, blocks, tops)
     size = _write(newest, older, blocks, tops, num_bits, room)

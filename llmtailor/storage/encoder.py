@@ -41,7 +41,9 @@ class Encoder:
             newest, older = (memoryview(bytes(one) + bytes(3 * rest)) for one in (newest, older))
         content = np.frombuffer(room, np.uint8)[HEAD.size :]
         if self._pack is not None:
-            size, num_bits = divmod(self._pack(np.frombuffer(newest, "<u4"), np.frombuffer(older, "<u4"), content), 4)
+            size, num_bits = divmod(
+                self._pack(np.frombuffer(newest, np.uint8), np.frombuffer(older, np.uint8), content), 4
+            )
         else:
             made, num_bits = _pack(*(casts.widen(one, F24).view("<u4") for one in (newest, older)))
             size = len(made)
@@ -82,6 +84,7 @@ def _in_classes(
     number = class_of[lengths]
     widths = widths_of(tops)[class_of].astype("<u8")[lengths]
     fields = codes.astype("<u8") & ((np.uint64(1) << widths) - np.uint64(1))
+    fields, widths = (one.reshape(-1, 4, LANES).transpose(0, 2, 1).reshape(-1) for one in (fields, widths))
     fields, widths = fields[::2] | fields[1::2] << widths[::2], widths[::2] + widths[1::2]
     ends = np.cumsum(widths)
     begins = ends - widths
@@ -92,6 +95,5 @@ def _in_classes(
     free = np.uint64(63) - (begins[lasts] & np.uint64(63))
     words[1:] |= fields[lasts] >> free >> np.uint64(1)
     stream = words.tobytes()[: -(-int(ends[-1]) // 8)]
-    of_lanes = number.reshape(-1, LANES, 4).transpose(0, 2, 1)
-    planes = [np.packbits(of_lanes >> bit & 1, bitorder="little").tobytes() for bit in range(num_bits)]
+    planes = [np.packbits(number >> bit & 1, bitorder="little").tobytes() for bit in range(num_bits)]
     return b"".join([tops[: 1 << num_bits].tobytes(), *planes, stream])

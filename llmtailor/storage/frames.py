@@ -1,19 +1,19 @@
 """Masters of 24 bits as differences from those of an earlier save, ``D24``.
 
-A frame holds up to 65,536 elements. The code of an element is the difference of its ``F24`` pattern from that of the
+A frame holds up to 131,072 elements. The code of an element is the difference of its ``F24`` pattern from that of the
 same element in the other save, modulo 2 ** 24, with the sign in the lowest bit (zigzag). The last block of 64 codes is
 filled up with zeros. Codes are in classes by their lengths in bits, so that most take few bits::
 
     4 bytes                 the number of elements
     1 byte                  n: the bits of the number of a class, 0 to 3
     2 ** n bytes            the greatest length of a code of each class, ascending
-    n x 8 bytes per block   bits 0 to n - 1 of the numbers of the codes' classes: first bit 0 of all codes, 64 in an
-                            integer, in which bit 16 * r + g belongs to code 4 * g + r of the block
+    n x 8 bytes per block   bits 0 to n - 1 of the numbers of the codes' classes: first bit 0 of all codes, then bit 1
     the codes               each with as many bits as its class has; if that is one length only, without the highest
-                            bit, which is 1. The first one has the lowest bits of the first byte.
+                            bit, which is 1; in each block in the order 0, 16, 32, 48, 1, 17, 33, 49, ..., 63
     4 bytes                 CRC-32 of the above
 
-All integers are little-endian. The classes are chosen by a sample of the codes, so that they take the fewest bits.
+All integers are little-endian, and what comes first has the lowest bits of a byte. The classes are chosen by a sample
+of the codes, so that they take the fewest bits.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LENGTHS: Final = 25
 SAMPLED: Final = 32
 """Of so many blocks, one is sampled."""
 MAX_CLASSES: Final = 8
-ROOM: Final = 4 * ELEMENTS + 128
-"""Bytes that a frame is made in; it takes fewer"""
+ROOM: Final = 27 * ELEMENTS // 8 + 64
+"""Bytes that a frame is made in, before one of more than 24 bits for each element is made again"""
 HEAD, CRC = struct.Struct("<IB"), struct.Struct("<I")
 LANES = 16
-"""Codes 4 * g + r of a block, g below 16, are beside each other in the vectors that compute them"""
+"""Codes of a block that are beside each other in the vectors that compute them"""
 
 
 def choose(counts: npt.NDArray[Any], tops: npt.NDArray[Any]) -> int:
@@ -100,11 +100,11 @@ def decode(frame: bytes | memoryview) -> npt.NDArray[Any]:
     # nothing larger than a frame may be allocated
     if not 0 < numel <= ELEMENTS or len(tops) != 1 << num_bits or tops.max() >= LENGTHS or stream > len(view) - 4:
         raise ValueError(f"it states {numel} elements")
-    number = np.zeros((blocks, 4, LANES), np.uint8)
+    number = np.zeros(blocks * BLOCK, np.uint8)
     for bit in range(num_bits):
         plane = np.frombuffer(view[planes + 8 * bit * blocks :][: 8 * blocks], np.uint8)
-        number |= np.unpackbits(plane, bitorder="little").reshape(number.shape) << np.uint8(bit)
-    number = number.transpose(0, 2, 1).reshape(-1)
+        number |= np.unpackbits(plane, bitorder="little") << np.uint8(bit)
+    number = number.reshape(-1, 4, LANES).transpose(0, 2, 1).reshape(-1)
     widths = widths_of(tops)
     taken = widths[number].astype(np.uint32)
     ends = np.cumsum(taken, dtype=np.uint32)
@@ -116,5 +116,5 @@ def decode(frame: bytes | memoryview) -> npt.NDArray[Any]:
     codes = words >> (begins & np.uint32(7))
     codes &= ((np.uint32(1) << widths) - np.uint32(1))[number]
     codes |= np.where(widths < tops, np.uint32(1) << widths, np.uint32(0))[number]
-    found: npt.NDArray[Any] = codes[:numel]
+    found: npt.NDArray[Any] = codes.reshape(-1, LANES, 4).transpose(0, 2, 1).reshape(-1)[:numel]
     return found

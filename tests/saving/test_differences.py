@@ -89,14 +89,14 @@ def read_frame(frame):
     at = 5 + len(tops)
     planes = [int.from_bytes(frame[at + padded // 8 * bit :][: padded // 8], "little") for bit in range(num_bits)]
     stream = int.from_bytes(frame[at + padded // 8 * num_bits : -4], "little")
-    codes, taken = [], 0
+    codes, taken = [0] * padded, 0
     for number in range(padded):
         block, inside = divmod(number, 64)
         place = 64 * block + inside % 4 * 16 + inside // 4
         one = sum((plane >> place & 1) << bit for bit, plane in enumerate(planes))
         is_single = one > 0 and tops[one] == tops[one - 1] + 1
         width = tops[one] - is_single
-        codes.append((stream >> taken & (1 << width) - 1) + (is_single << width))
+        codes[place] = (stream >> taken & (1 << width) - 1) + (is_single << width)
         taken += width
     assert len(frame) == at + padded // 8 * num_bits + -(-taken // 8) + 4 and not any(codes[numel:])
     return codes[:numel]
