@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -32,6 +33,8 @@ SOURCE = "live"
 """The name of the source in plans"""
 STORE_BYTES = 32 << 20
 """Bytes read at once; for GPU tensors, the additional CPU memory"""
+GPU_ELEMENTS = 1 << 20
+"""Elements rounded at once on a GPU, in up to 20 MiB of its memory: whole blocks"""
 ANY_STEP = -1
 """`LiveTensor.written_with` of a tensor that any step of the training may change"""
 
@@ -112,7 +115,10 @@ class LiveTensor:
 
     def _pack(self, some: slice, room: torch.Tensor, *, non_blocking: bool = False) -> None:
         if self.packed != D16 and self.flat.device.type != "cpu":
-            room.copy_(pack_by_torch(self.flat[some], self.packed), non_blocking=non_blocking)
+            elements, size = self.flat[some], size_of(self.packed, GPU_ELEMENTS)
+            for number, begin in enumerate(range(0, len(elements), GPU_ELEMENTS)):
+                made = pack_by_torch(elements[begin : begin + GPU_ELEMENTS], self.packed)
+                room[number * size :][: len(made)].copy_(made, non_blocking=non_blocking)
             return
         values, target = self.flat[some].cpu().contiguous().numpy(), room.numpy()
         if self.packed == D16:
@@ -187,7 +193,8 @@ def pack_by_torch(elements: torch.Tensor, dtype: str) -> torch.Tensor:
     size = BLOCKS[dtype].elements
     values = torch.nn.functional.pad(elements, (0, -elements.numel() % size)).view(-1, size)
     rows = values.double().sqrt().float() if is_root else values  # in fp32, torch rounds some roots wrongly on CPUs
-    unit = rows.abs().amax(1, keepdim=True) / most
+    largest = rows.abs().amax(1, keepdim=True)
+    unit = largest / largest.new_full((), most)  # CUDA multiplies by the reciprocal of a number that is not on the GPU
     codes = (rows / torch.where(unit > 0, unit, 1)).round_().nan_to_num_(0, 0, 0).clamp_(-most, most)
     if is_root:
         codes = torch.where(rows > 0, codes.clamp_(min=1), 0)
@@ -256,19 +263,29 @@ class Arena:
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         size = max(num_bytes // BLOCK_BYTES, 8) * BLOCK_BYTES
-        if pinned:  # torch rounds the size up to a power of 2, so not a byte more; it begins with a page as well
-            memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        else:
-            pages = huge_pages(size)
-            with suppress(OSError, AttributeError):  # else each page would be copied while workers of a loader live
-                pages.obj.madvise(mmap.MADV_DONTFORK)  # type: ignore[attr-defined]
-            memory = torch.frombuffer(pages, dtype=torch.uint8)
+        pages = huge_pages(size)
+        with suppress(OSError, AttributeError):  # else each page would be copied while workers of a loader live
+            pages.obj.madvise(mmap.MADV_DONTFORK)  # type: ignore[attr-defined]
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
         memory.zero_()  # the kernel hands out pages when they are first written: not during a save
+        if pinned:
+            _pin(memory, self)
         start = -memory.data_ptr() % BLOCK_BYTES
         self.num_bytes = (size - start) // BLOCK_BYTES * BLOCK_BYTES
         if not pinned:  # compiled here, not while a step waits for a copy
             casts.loops()
         self.memory = memory[start : start + self.num_bytes]
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+        """Those that copy from GPUs: the same in all saves, because torch keeps memory for each stream"""
+
+
+def _pin(memory: torch.Tensor, owner: object) -> None:
+    """Let GPUs copy straight to memory until its owner is gone. torch's own pinned memory is rounded up to a power of
+    2, and kept for good. Raises RuntimeError."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+    release = weakref.finalize(owner, lambda kept: runtime.cudaHostUnregister(kept.data_ptr()), memory)
+    release.atexit = False  # CUDA may be gone by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,13 +333,16 @@ class Snapshot:
         self._last = {live.tensors[number].written_with: at for at, number in enumerate(self._order)}
         self._checked_at = self._last.get(ANY_STEP, len(self._order) - 1)
         self._versions = [_version(one.flat) for one in live.tensors]
+        self._unsure = deque(at for at, number in enumerate(self._order) if live.tensors[number].flat.is_cuda)
+        """Of ``_order``: those on a GPU, from when their copies are started until it is known that they did not change
+        before these were made"""
         self._state = threading.Condition()
         self._ready: deque[_Chunk] = deque()
         self._reading: _Chunk | None = None
         self._head = self._tail = self._copied = 0
         self._given_up = False
         self._error: BaseException | None = None
-        self._streams = _Streams()
+        self._streams = _Streams({one.flat.device for one in live.tensors}, arena.streams)
         self._began = began
         self.progress = time.monotonic()
         """When the last piece was copied or taken out, in seconds of the monotonic clock"""
@@ -357,6 +377,7 @@ class Snapshot:
                 if time.monotonic() - self.progress > self._stuck_after:
                     self._give_up(STUCK)
             self._streams.wait_for_copies()
+            self._check_unchanged(len(self._order) - 1 if self.is_copied else last)
         self.stall_s += time.monotonic() - began
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
@@ -408,9 +429,24 @@ class Snapshot:
             self.progress = time.monotonic()
             self._state.notify_all()
 
+    def _check_unchanged(self, last: int) -> None:
+        """Let the save fail if a tensor on a GPU, up to this one of ``_order``, has changed until now: before its copy
+        was made, maybe. Called before a step of the optimizer may change it, and when all copies are made."""
+        while self._unsure and self._unsure[0] <= last:
+            try:
+                self._check_version(self._order[self._unsure.popleft()])
+            except StorageError as error:
+                self._error = self._error or error
+                self._state.notify_all()
+
+    def _check_version(self, number: int) -> None:
+        live = self._live.tensors[number]
+        # ZeRO-3 writes to frozen params what they are already; `check` compares those
+        if live.written_with not in (0, ANY_STEP) and _version(live.flat) != self._versions[number]:
+            raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
+
     def _run(self) -> None:
         try:
-            self._streams.start(live.flat.device for live in self._live.tensors)
             for at, number in enumerate(self._order):
                 self._copy(number)
                 if at == self._checked_at:
@@ -420,6 +456,8 @@ class Snapshot:
                     self._copied += 1
                     self._state.notify_all()
             self._streams.finish()
+            with self._state:
+                self._check_unchanged(len(self._order) - 1)
             self.copy_s = time.monotonic() - self._began
         except BaseException as error:
             with self._state:
@@ -440,9 +478,7 @@ class Snapshot:
                 self.progress = time.monotonic()
                 self._state.notify_all()
             at += length
-        # ZeRO-3 writes to frozen params what they are already; `check` compares those
-        if live.written_with not in (0, ANY_STEP) and _version(live.flat) != self._versions[number]:
-            raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
+        self._check_version(number)
 
     def _room(self, live: LiveTensor, start: int, at: int) -> tuple[int, int, int]:
         """Return (offset, length, bytes taken) of free memory for a tensor's bytes from ``start`` on, which come next
@@ -481,19 +517,14 @@ def _copies(files: Iterable[FileLayout]) -> Iterator[tuple[int, int]]:
 class _Streams:
     """Copies from any device: from a GPU on a stream of their own, which the next optimizer step waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Iterable[torch.device], streams: dict[torch.device, torch.cuda.Stream]) -> None:
         self._of: dict[torch.device, torch.cuda.Stream] = {}
-        self._begun: dict[torch.device, Any] = {}
-        """An event on the calling thread's stream of the current GPU"""
-        if torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
-            self._begun[device] = torch.cuda.current_stream(device).record_event()
-
-    def start(self, devices: Iterable[torch.device]) -> None:
-        for device in {device for device in devices if device.type == "cuda"}:
-            stream = self._of[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if device in self._begun:
-                stream.wait_event(self._begun[device])  # the step before this save may still be running
+        for device in (device for device in devices if device.type == "cuda"):
+            if device not in streams:
+                streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._of[device] = streams[device]
+            # what the calling thread started before this save, such as a step, may still be running
+            streams[device].wait_stream(torch.cuda.current_stream(device))
 
     def copy(self, live: LiveTensor, start: int, room: torch.Tensor) -> Any:
         """Fill ``room`` from a byte on; return an event that is reached when it is done, None if it is done."""

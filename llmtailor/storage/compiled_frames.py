@@ -80,7 +80,7 @@ def _store(_: Any, room: Any, at: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _to_codes(_: Any, newest: Any, older: Any, codes: Any, lengths: Any, block: Any, to: Any) -> Any:
-    """Compute the codes of a block and their lengths, `_OFFSET` more than those but for 0; store them as block ``to``."""
+    """Compute the codes of a block and their lengths, `_OFFSET` more if not 0; store them as block ``to``."""
 
     def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         place = _places(context, builder, signature, given)
