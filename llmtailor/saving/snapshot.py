@@ -333,7 +333,7 @@ class Snapshot:
         self._last = {live.tensors[number].written_with: at for at, number in enumerate(self._order)}
         self._checked_at = self._last.get(ANY_STEP, len(self._order) - 1)
         self._versions = [_version(one.flat) for one in live.tensors]
-        self._unsure = deque(at for at, number in enumerate(self._order) if live.tensors[number].flat.is_cuda)
+        self._unsure = deque(at for at, number in enumerate(self._order) if is_copied_later(live.tensors[number].flat))
         """Of ``_order``: those on a GPU, from when their copies are started until it is known that they did not change
         before these were made"""
         self._state = threading.Condition()
@@ -414,7 +414,9 @@ class Snapshot:
         if self._thread.ident is not None:
             self._thread.join()
         self._streams.finish()
-        self._live = LiveTensors()  # whose tensors may be copies
+        with self._state:
+            self._unsure.clear()
+            self._live = LiveTensors()  # whose tensors may be copies
 
     def _give_up(self, why: Problem) -> None:
         if self._error is None and not (self.is_copied and not self._ready):
@@ -541,6 +543,11 @@ class _Streams:
     def finish(self) -> None:
         for stream in self._of.values():
             stream.synchronize()
+
+
+def is_copied_later(tensor: torch.Tensor) -> bool:
+    """Return whether a copy is made some time after it was started."""
+    return tensor.is_cuda
 
 
 def _version(tensor: torch.Tensor) -> int:

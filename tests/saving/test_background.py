@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from llmtailor.errors import StorageError, UsageError
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.saving import SaveFailed, SavingOptions, saver, writing
 from llmtailor.saving import save as shutdown
+from llmtailor.saving import snapshot as snapshots
 from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.torch_training import PlainTraining
 from llmtailor.saving.writing import Share, write_share
@@ -459,13 +461,18 @@ def test_a_save_of_which_a_rank_has_died_is_removed(ended):
     assert "the process ended before it was complete" in said
 
 
-@pytest.mark.parametrize("num_known", [4, 3], ids=["ours", "another that writes the same"])
-def test_a_step_waits_only_for_what_it_writes(num_known):
-    """As under ZeRO-3, where each sub-group has a storage of its own, and a step."""
+def four_masters(arena_bytes):
+    """Return four tensors of half a megabyte, and a snapshot of them."""
     live, masters = LiveTensors(), [torch.full((1 << 17,), float(number)) for number in range(4)]
     entries = [live.entry(f"master/{number}", one, None, storage_of(one)) for number, one in enumerate(masters)]
     file = lay_out_tensors("file", entries, {})
-    snapshot = Snapshot(live, [file], Arena(1 << 20, pinned=False), 60, time.monotonic())
+    return masters, file, Snapshot(live, [file], Arena(arena_bytes, pinned=False), 60, time.monotonic())
+
+
+@pytest.mark.parametrize("num_known", [4, 3], ids=["ours", "another that writes the same"])
+def test_a_step_waits_only_for_what_it_writes(num_known):
+    """As under ZeRO-3, where each sub-group has a storage of its own, and a step."""
+    masters, file, snapshot = four_masters(1 << 20)
     snapshot.start()
     barrier = StepBarrier()
     optimizers = [torch.optim.SGD([torch.nn.Parameter(one)], lr=1.0) for one in masters]
@@ -495,6 +502,41 @@ def test_a_step_waits_only_for_what_it_writes(num_known):
     finally:
         barrier.remove()
         snapshot.close()
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_what_changes_before_a_copy_is_made_fails_the_save(monkeypatch, is_changed):
+    """On a GPU, a copy that has been started is made later; here, every one counts as such until all are made."""
+    monkeypatch.setattr(snapshots, "is_copied_later", lambda tensor: True)
+    masters, file, snapshot = four_masters(3 << 19)
+    snapshot.start()
+    while snapshot._copied < 2:  # of four, which the buffer has no room for
+        time.sleep(0.001)
+    snapshot.wait([storage_of(masters[0])])
+    masters[0].mul_(2)  # by the step that waited
+    if is_changed:
+        masters[1].mul_(2)
+    with pytest.raises(StorageError, match="outside optimizer") if is_changed else nullcontext():
+        drain(snapshot, file)
+        snapshot.conclude()
+    snapshot.close()
+
+
+def test_a_step_goes_on_after_a_save_that_was_given_up(monkeypatch):
+    monkeypatch.setattr(snapshots, "is_copied_later", lambda tensor: True)
+    _, _, snapshot = four_masters(1 << 20)
+    snapshot.start()
+    while not snapshot._copied:
+        time.sleep(0.001)
+    snapshot.close()
+    snapshot.wait()
+
+
+def drain(snapshot, file):
+    for piece in file.pieces[1:]:
+        at = 0
+        while at < piece.num_bytes:
+            at += len(snapshot.read(piece.extent.path, at, piece.num_bytes))
 
 
 def test_only_this_process_has_the_memory_of_the_copies():
