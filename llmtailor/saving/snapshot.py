@@ -33,8 +33,9 @@ SOURCE = "live"
 """The name of the source in plans"""
 STORE_BYTES = 32 << 20
 """Bytes read at once; for GPU tensors, the additional CPU memory"""
-GPU_ELEMENTS = 1 << 20
-"""Elements rounded at once on a GPU, in up to 20 MiB of its memory: whole blocks"""
+GPU_ELEMENTS = 1 << 22
+"""Elements rounded at once on a GPU, which takes up to 160 MiB of its memory: whole blocks. Fewer take less memory, but
+the kernels are started by Python."""
 ANY_STEP = -1
 """`LiveTensor.written_with` of a tensor that any step of the training may change"""
 
