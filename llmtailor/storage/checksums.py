@@ -17,7 +17,6 @@ from xxhash import xxh3_128
 
 from llmtailor.model.roles import State
 
-_BLOCK = 1 << 20
 DIGEST = "xxh3_128"
 """The digest of whole files for ``--checksum``: 128 bits at memory speed; `xxhsum -H2` prints the same"""
 
@@ -29,13 +28,6 @@ def new_digest() -> xxh3_128:
 def crc32(data: bytes | memoryview, value: int = 0) -> int:
     """Return the CRC-32 of ``data``, continuing from ``value``."""
     return int(isal_zlib.crc32(data, value))
-
-
-def crc_of_zeros(num_bytes: int) -> int:
-    crc, block = 0, bytes(min(num_bytes, _BLOCK))
-    for at in range(0, num_bytes, _BLOCK):
-        crc = crc32(memoryview(block)[: num_bytes - at], crc)
-    return crc
 
 
 def combine(first: int, second: int, second_len: int) -> int:
