@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import RankMesh
+from llmtailor.checkpoint.index import FOLDERS, RANKS, RankMesh
 from llmtailor.checkpoint.optimizer import NAME_KEYS
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
@@ -85,19 +85,29 @@ def is_of_ranks(root: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFolders:
-    """The content of the files of all ranks."""
+class Folders:
+    """The DCP folders of a checkpoint, or files in their form: one for everything if ``model`` is None."""
 
-    model: Folder
     optimizer: Folder
-    mesh: RankMesh | None
+    model: Folder | None = None
+    form: str = FOLDERS
+    mesh: RankMesh | None = None
+    """Of the form `RANKS`"""
     owned: tuple[tuple[str, ...], ...] = ()
     """See `DcpKeyLayout.owned`"""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """verl: file -> its content, of each rank"""
+    """verl: file -> its content beside the states, of each rank"""
+
+    @property
+    def all(self) -> tuple[Folder, ...]:
+        return (self.model, self.optimizer) if self.model else (self.optimizer,)
+
+    @property
+    def unreadable(self) -> frozenset[str]:
+        return frozenset().union(*(folder.unreadable for folder in self.all))
 
 
-def read_accelerate_ranks(root: Path, name: str, problems: Problems) -> RankFolders | None:
+def read_accelerate_ranks(root: Path, name: str, problems: Problems) -> Folders | None:
     """Read accelerate's files; None if they can't be used. Damage is added to ``problems``."""
     numbers = [int(match[2]) for path in root.iterdir() if (match := FSDP_RANK.fullmatch(path.name))]
     ranks = max(numbers) + 1
@@ -106,10 +116,11 @@ def read_accelerate_ranks(root: Path, name: str, problems: Problems) -> RankFold
     optimizer = reader.read([OPTIMIZER_OF_RANK.format(rank) for rank in range(ranks)], walk_optimizer)
     if model is None or optimizer is None:
         return None
-    return RankFolders(model, replace(optimizer, objects={**optimizer.objects, **reader.roles}), reader.mesh)
+    optimizer = replace(optimizer, objects={**optimizer.objects, **reader.roles})
+    return Folders(optimizer, model, RANKS, reader.mesh)
 
 
-def read_verl(root: Path, name: str, problems: Problems) -> RankFolders | None:
+def read_verl(root: Path, name: str, problems: Problems) -> Folders | None:
     """Read verl's files; None if they can't be used. Damage is added to ``problems``.
 
     Raises UnsupportedCheckpoint for those of FSDP1, and for param groups whose params are not known.
@@ -143,9 +154,8 @@ def read_verl(root: Path, name: str, problems: Problems) -> RankFolders | None:
     for key, value in (schedule if isinstance(schedule, dict) else {}).items():
         path: KeyPath = (LR_SCHEDULER, check_name(key, "the scheduler's state", PathIn(name, files[EXTRA][0])))
         objects[f"{LR_SCHEDULER}.{key}"] = (path, value)
-    return RankFolders(
-        model, replace(optimizer, objects=objects, findings=tuple(findings)), reader.mesh, names.groups, extra
-    )
+    optimizer = replace(optimizer, objects=objects, findings=tuple(findings))
+    return Folders(optimizer, model, RANKS, reader.mesh, names.groups, extra)
 
 
 def _verl_ranks(root: Path, name: str) -> int:

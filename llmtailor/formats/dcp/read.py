@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from llmtailor.checkpoint.index import (
     DcpEntry,
     DcpKeyLayout,
     Form,
-    RankMesh,
     TensorEntry,
     TrainState,
     buffer_on_ranks,
@@ -66,7 +65,6 @@ from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.dcp_folder import (
     MODEL_FILE,
     OPTIMIZER_FILE,
-    Folder,
     Stored,
     list_shards,
     rank_of_file,
@@ -78,7 +76,7 @@ from llmtailor.formats.common.dcp_folder import (
 from llmtailor.formats.common.states import listed_buffers, listed_ties
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
 from llmtailor.formats.dcp.ranks import (
-    RankFolders,
+    Folders,
     is_of_ranks,
     is_of_verl,
     models_of_verl,
@@ -230,7 +228,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
         what = f"it is a step of verl with the checkpoints of {some(models)}"
         raise UnsupportedCheckpoint.at(name, what, f"name one of them: {name}/{models[0]}")
     elif is_of_verl(root):
-        folders = _of_ranks(read_verl(root, name, problems))
+        folders = read_verl(root, name, problems)
     elif any(map(SHARD_FILE.fullmatch, linked)):
         folder = read_shards(root, name, problems, linked)
         folders = Folders(folder) if folder else None
@@ -266,41 +264,13 @@ def _files_of_save(root: Path, name: str, problems: Problems) -> dict[str, int |
     return (attempt(read, problems) or {}) if (root / DCP_RECORD).is_file() else {}
 
 
-@dataclass(frozen=True, slots=True)
-class Folders:
-    """The DCP folders of a checkpoint: one for everything if ``model`` is None."""
-
-    optimizer: Folder
-    model: Folder | None = None
-    form: str = FOLDERS
-    mesh: RankMesh | None = None
-    """Of the form `RANKS`"""
-    owned: tuple[tuple[str, ...], ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """verl: file -> its content beside the states, of each rank"""
-
-    @property
-    def all(self) -> tuple[Folder, ...]:
-        return (self.model, self.optimizer) if self.model else (self.optimizer,)
-
-    @property
-    def unreadable(self) -> frozenset[str]:
-        return frozenset().union(*(folder.unreadable for folder in self.all))
-
-
-def _of_ranks(read: RankFolders | None) -> Folders | None:
-    if read is None:
-        return None
-    return Folders(read.optimizer, read.model, RANKS, read.mesh, read.owned, read.extra)
-
-
 def _read_trainers(root: Path, name: str, problems: Problems, linked: Mapping[str, int | None]) -> Folders | None:
     is_full = _is_full(root)
     has_shards = not (root / MODEL_FOLDER).is_dir() and bool(list_shards(root))
     there = {path.name for path in root.iterdir()}
     for_resume = {SCHEDULER, OPTIMIZER_FILE if is_full else OPTIMIZER_FOLDER}
     if is_of_ranks(root):
-        return _of_ranks(read_accelerate_ranks(root, name, problems))
+        return read_accelerate_ranks(root, name, problems)
     if not (for_resume & there or any(map(is_rng_file, there))):
         what = "this folder holds weights only, no optimizer state: nothing to resume from"
         fix = "name a full checkpoint (save_only_model must be off)"
