@@ -466,8 +466,15 @@ class PartialSaver:
 
         The other ranks learn of an error when all have written.
         """
-        policy_state, path = state_of(self.policy), self.record.first.at(step)
-        empty = SaveReport(step, {}, 0, 0.0, 0.0, 0.0, 0.0, {}, {}, {}, path=path)
+        path = self.record.first.at(step)
+        work = PartialWork(
+            save_id=save_id,
+            began=began,
+            report=SaveReport(step, {}, 0, 0.0, 0.0, 0.0, 0.0, {}, {}, {}, path=path),
+            folder=path,
+            ledger=self.ledger,
+            policy_state=state_of(self.policy),
+        )
         try:
             choice = self._choose(step, changes)
             ledger = self.ledger.after(step, choice.parts, self.model.parts, state_of(self.policy))
@@ -488,7 +495,7 @@ class PartialSaver:
             )
             self._frozen = share.samples
             report = replace(
-                empty,
+                work.report,
                 parts={str(part): why for part, why in choice.parts.items()},
                 drift=changes.drift,
                 expected_loss=changes.expected_loss,
@@ -499,28 +506,9 @@ class PartialSaver:
             complete = None
             if self.ranks.is_first:
                 complete = self._publication(save_id, step, choice, ledger, changes, write_state)
-            return PartialWork(
-                save_id=save_id,
-                began=began,
-                report=report,
-                folder=path,
-                ledger=ledger,
-                policy_state=policy_state,
-                samples=samples,
-                share=share,
-                publish=complete,
-            )
+            return replace(work, report=report, ledger=ledger, samples=samples, share=share, publish=complete)
         except Exception as error:
-            refusal = save_error(error, self.ranks)
-            return PartialWork(
-                save_id=save_id,
-                began=began,
-                report=empty,
-                folder=path,
-                ledger=self.ledger,
-                policy_state=policy_state,
-                refusal=refusal,
-            )
+            return replace(work, refusal=save_error(error, self.ranks))
 
     def _snapshot(self, work: PartialWork, arena: Arena | None) -> Snapshot | None:
         """Return what copies the tensors of a save in the background; the next step of the optimizer waits for it."""
