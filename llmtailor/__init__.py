@@ -38,26 +38,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "Composition": "llmtailor.compose.plan",
-    "Diff": "llmtailor.verify.diff",
-    "Finding": "llmtailor.findings",
-    "Latest": "llmtailor.runs.scan",
-    "Options": "llmtailor.compose.plan",
-    "Problem": "llmtailor.errors",
-    "Report": "llmtailor.compose.report",
-    "TailorError": "llmtailor.errors",
-    "Verdict": "llmtailor.verify.verify",
-    "attest": "llmtailor.saving.api",
-    "diff": "llmtailor.verify.diff",
-    "find_latest": "llmtailor.runs.scan",
-    "inspect_checkpoint": "llmtailor.verify.inspect",
-    "layer_param_groups": "llmtailor.training",
-    "merge": "llmtailor.compose.write",
-    "plan_merge": "llmtailor.compose.plan",
-    "verify_checkpoint": "llmtailor.verify.verify",
-    "write": "llmtailor.compose.write",
+_NAMES = {
+    "llmtailor.compose.plan": "Composition Options plan_merge",
+    "llmtailor.compose.report": "Report",
+    "llmtailor.compose.write": "merge write",
+    "llmtailor.errors": "Problem TailorError",
+    "llmtailor.findings": "Finding",
+    "llmtailor.runs.scan": "Latest find_latest",
+    "llmtailor.saving.api": "attest",
+    "llmtailor.training": "layer_param_groups",
+    "llmtailor.verify.diff": "Diff diff",
+    "llmtailor.verify.inspect": "inspect_checkpoint",
+    "llmtailor.verify.verify": "Verdict verify_checkpoint",
 }
+_PUBLIC = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_PUBLIC]
 
 if not TYPE_CHECKING:  # a type checker reads the imports above, and reports names that do not exist
