@@ -664,18 +664,15 @@ def read_pickle(
     any_names: bool = False,
     *,
     allowed: Mapping[str, Collection[str]] = ALLOWED,
-    object_keys: bool = False,
-    max_opcodes: int = MAX_OPCODES,
 ) -> Any:
     """Return a pickle, or what a machine makes of it, decoded into plain values and nodes.
 
     ``find_storage(dtype, key, numel, location)`` turns a torch persistent id into a `Storage`; without it
     persistent ids are refused. ``any_names`` accepts globals that are not on the list ``allowed``, as names.
-    ``object_keys`` permits objects as keys of dicts.
     Raises UnsafePickle, with every name, for globals not on the allow-list, ObjectKeys for a dict with objects as
     keys, and SourceError for a pickle that is incomplete, damaged or crafted to exhaust memory or time.
     """
-    machine = data if isinstance(data, Machine) else Machine(data, find_storage, object_keys, max_opcodes)
+    machine = data if isinstance(data, Machine) else Machine(data, find_storage)
     damage = None
     try:
         tree = machine.run()

@@ -21,7 +21,7 @@ from llmtailor.containers.dcp import ALLOWED, METADATA
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.safetensors import INDEX, SINGLE, read_weights
 from llmtailor.containers.torch_file import read_torch_file
-from llmtailor.containers.unpickle import Storage, read_pickle
+from llmtailor.containers.unpickle import Machine, Storage, read_pickle
 from llmtailor.formats.common import param_names as model
 from llmtailor.formats.provenance import read_part_steps
 from llmtailor.formats.registry import index_checkpoint
@@ -188,7 +188,7 @@ def mutate_content(content: bytes, other: bytes, rng: random.Random, name: str =
         return by_bytes(content, other[:400] if is_metadata else other, rng)
     try:
         if is_metadata:
-            return write_pickle(_changed(read_pickle(content, "x", allowed=ALLOWED, object_keys=True), rng))[0]
+            return write_pickle(_changed(read_pickle(Machine(content, object_keys=True), "x", allowed=ALLOWED), rng))[0]
         return _with_other_tree(content, rng)
     except Exception:  # it has been mutated before, so anything may be wrong with it
         return by_bytes(content, other[:400] if is_metadata else other, rng)
