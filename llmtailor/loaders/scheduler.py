@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT
-from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.errors import PathIn, SourceError
+from llmtailor.errors import SourceError
 from llmtailor.findings import ERROR, Finding
 from llmtailor.loaders.stock_fields import Field, FieldType, Table, check_file, is_number, number
 
@@ -146,11 +144,6 @@ def _compare_rates(
             fix = f"silent: {stock}; {_OTHER_SAVE}"
             yield Finding(where, what, fix, Code.SCHEDULER_RATE, ERROR)
             return
-
-
-def lay_out_scheduler(tree: Any, where: PathIn, num_groups: int, from_group: Sequence[int]) -> FileLayout:
-    """Return the layout of a scheduler.pt for other param groups. Raises what `regroup_scheduler` raises."""
-    return lay_out_torch_file(where.path, regroup_scheduler(tree, where, num_groups, from_group))
 
 
 def regroup_scheduler(tree: Any, where: str, num_groups: int, from_group: Sequence[int]) -> Any:

@@ -45,7 +45,7 @@ from llmtailor.loaders.files import (
 from llmtailor.loaders.loader import LOADERS, loader_of
 from llmtailor.loaders.read import read_config
 from llmtailor.loaders.rng import to_accelerate, to_trainer
-from llmtailor.loaders.scheduler import is_torch_scheduler, lay_out_scheduler, read_scheduler, regroup_scheduler
+from llmtailor.loaders.scheduler import is_torch_scheduler, read_scheduler, regroup_scheduler
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.roles import WEIGHT, State
@@ -70,8 +70,9 @@ def lay_out_trainer_files(
     made, scheduler = list(made), LOADERS[base.client].scheduler
     is_same_client = wanted.client == base.client
     if wanted.from_group is not None and is_same_client and base.offers(scheduler):
-        where = PathIn(base.name, scheduler)
-        made.append(lay_out_scheduler(base.train.trees[scheduler], where, len(base.groups), wanted.from_group))
+        where, groups = PathIn(base.name, scheduler), len(base.groups)
+        tree = regroup_scheduler(base.train.trees[scheduler], where, groups, wanted.from_group)
+        made.append(lay_out_torch_file(scheduler, tree))
     paths = {".", LOADERS[base.client].optimizer, *(layout.path for layout in made)}
     others = {ACCELERATE, base.client} & {ACCELERATE, TRAINER, VERL}
 

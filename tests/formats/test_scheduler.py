@@ -9,9 +9,9 @@ import torch
 from torch.optim import lr_scheduler
 
 from helpers.render import render
-from llmtailor.containers.torch_file import read_torch_file
-from llmtailor.errors import PathIn, SourceError
-from llmtailor.loaders.scheduler import lay_out_scheduler, regroup_scheduler
+from llmtailor.containers.torch_file import lay_out_torch_file, read_torch_file
+from llmtailor.errors import SourceError
+from llmtailor.loaders.scheduler import regroup_scheduler
 
 SPLIT = (1, 1, 1, 0, 0, 0, 0)
 """Two groups become seven."""
@@ -71,7 +71,7 @@ def test_it_is_what_a_run_with_those_groups_would_have_saved(tmp_path, make):
     optim, seven = run(make, SPLIT)
     torch.save(two.state_dict(), tmp_path / "scheduler.pt")
     tree = read_torch_file(tmp_path, "scheduler.pt", "x/scheduler.pt").tree
-    layout = lay_out_scheduler(tree, PathIn("x", "scheduler.pt"), 2, SPLIT)
+    layout = lay_out_torch_file("scheduler.pt", regroup_scheduler(tree, "x", 2, SPLIT))
     (tmp_path / "out.pt").write_bytes(render(layout, tmp_path))
     made = torch.load(tmp_path / "out.pt", weights_only=True)
     assert made == seven.state_dict()
