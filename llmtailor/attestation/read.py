@@ -42,6 +42,7 @@ from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, St
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.casts import cast
 from llmtailor.storage.local import Files
+from llmtailor.storage.remote import device_of
 
 logger = logging.getLogger(__name__)
 MAX_OTHERS = 6
@@ -223,18 +224,15 @@ def _holds(files: Files, entry: TensorEntry, runs: Runs, mine: Buffer, room: byt
     """Return whether elements of the checkpoint have these bytes, read little by little into ``room``."""
     if entry.is_all_zero:
         return is_zero(mine)
-    view, there, here = memoryview(room), address_of(room), address_of(mine)
+    size, there, here = ITEMSIZE[entry.dtype], address_of(room), address_of(mine)
+    # each read of an object store is a request
+    step = (len(room) if device_of(files.root) is None else READ_BYTES) // size
     for begin, end in runs:
-        for part in entry.place.cover(begin, end):
-            path, start, stop = part.extent
-            file = files.open(path)
-            step = READ_BYTES if file.stored is None else len(room)  # each read of an object store is a request
-            for low in range(start, stop, step):
-                count = min(step, stop - low)
-                file.read_into(low, view[:count])
-                if memcmp(here, there, count):
-                    return False
-                here += count
+        for low in range(begin, end, step):
+            data = read_elements(files, entry, ((low, min(low + step, end)),), room)
+            if memcmp(here, there, len(data)):
+                return False
+            here += len(data)
     return True
 
 
@@ -284,8 +282,6 @@ def read_elements(files: Files, entry: TensorEntry, runs: Runs, room: bytearray 
     """
     size = ITEMSIZE[entry.dtype]
     num_bytes = sum(end - begin for begin, end in runs) * size
-    if entry.is_all_zero:
-        return memoryview(bytes(num_bytes))
     if room is None or len(room) < num_bytes:
         room = bytearray(num_bytes)
     data, at = memoryview(room)[:num_bytes], 0
