@@ -25,7 +25,7 @@ import itertools
 import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -294,13 +294,11 @@ _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """A decoded file: its object tree, and the extent of each storage."""
+    """A decoded file."""
 
     tree: Any
     archive: str | None = None
     """The archive's name: torch uses the stem of the file's name when it was saved, or ``archive``; None if unknown"""
-    records: Mapping[str, Extent] = field(default_factory=dict)
-    """The storages by key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +380,7 @@ class _Parsed:
             return storage
 
         tree = read_pickle(self.pickle, where, find_storage, any_names, allowed=allowed)
-        return TorchFile(tree, self.archive, extents)
+        return TorchFile(tree, self.archive)
 
 
 def _parse(file: SourceFile, where: str) -> _Parsed:

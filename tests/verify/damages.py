@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoints import edit
 from helpers.files import edit_json, flip
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata
-from llmtailor.containers.torch_file import read_torch_file
+from llmtailor.containers.torch_file import list_records
 
 STEP, OTHER_STEP = 4, 6
 Tree = Any
@@ -736,7 +736,8 @@ def swap_files(root: Path, _: Path) -> None:
 def flip_a_master(root: Path, _: Path) -> None:
     (path,) = root.glob(f"{PARAM}/fp32.pt")
     name = str(path.relative_to(root))
-    flip(root / name, read_torch_file(root, name, "x").records["0"].start + 5)
+    start = next(one.start for one in list_records(root, name, "x") if one.name.endswith("/data/0"))
+    flip(root / name, start + 5)
 
 
 UNIVERSAL: Table = {
