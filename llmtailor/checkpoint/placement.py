@@ -95,7 +95,6 @@ class Placement(Protocol):
 
     def cover(self, begin: int, end: int) -> Iterable[Fragment]:
         """Return fragments that tile ``begin``..``end`` in order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

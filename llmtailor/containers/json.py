@@ -264,18 +264,15 @@ class Trees(Protocol):
     @property
     def inside(self) -> Collection[str]:
         """Stock files, by relative path, whose trees are inside other files"""
-        ...
 
     def read(self, path: str, where: str) -> TorchFile:
         """Decode a stock file; no tensor byte is read. Messages call it ``where``.
 
         Raises SourceError for missing or damaged files, and UnsafePickle for names that are not on the allow-list.
         """
-        ...
 
     def open(self, path: str, where: str) -> Undecoded:
         """Read enough of a stock file to compare it with others, without decoding it. Raises what `read` raises."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,6 @@ class Store(Protocol):
 
         They stay unchanged at least until the next call.
         """
-        ...
 
 
 class SourceFiles:

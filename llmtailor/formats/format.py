@@ -51,7 +51,6 @@ class Reader(Protocol):
 
     def detects(self, root: Path) -> bool:
         """Return whether a folder is, or was, a checkpoint of this format; `read` reports what is missing."""
-        ...
 
     def read(self, root: Path, name: str, client: str | None = None) -> Draft:
         """Read what is left of a checkpoint, damaged or not; only the tensor bytes of each ``step`` are read.
@@ -60,7 +59,6 @@ class Reader(Protocol):
 
         Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
         """
-        ...
 
 
 def finish(draft: Draft, root: Path, name: str) -> Survey:

@@ -186,19 +186,15 @@ class Training(Protocol):
     def present(self) -> Iterator[Fragment]:
         """Yield all that this rank has: states of trained params, frozen params and buffers, also where other ranks
         have copies of the same. What the optimizer has no state of is left out."""
-        ...
 
     def weight_of(self, master: Fragment) -> torch.Tensor | None:
         """Return the weight of the forward pass at the elements of a master, if it is a tensor of its own."""
-        ...
 
     def steps(self) -> Mapping[str, float | None]:
         """Return the optimizer's step of the trained params of which this rank has states; None for one without."""
-        ...
 
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
         """Return the params and the hyperparameters of each param group of the live optimizer."""
-        ...
 
 
 def rng_tree() -> dict[str, Any]:
