@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -31,6 +30,7 @@ from llmtailor.errors import TailorError
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.saving import DcpSaver
 from llmtailor.verify.verify import NOT_RESUMABLE, verify_checkpoint
+from saving.dcp_loop import load_whole
 
 LAYERS = 3
 PARTS = ("embed_tokens", *(f"layer {number}" for number in range(LAYERS)), "norm", "lm_head")
@@ -100,12 +100,7 @@ def load(root: Path) -> dict[str, Any]:
     """Return everything that `dcp.load` reads from the DCP folders of a checkpoint, as whole tensors."""
     found: dict[str, Any] = {}
     for metadata in sorted(root.rglob(".metadata")):
-        entries = FileSystemReader(metadata.parent).read_metadata().state_dict_metadata
-        state = {
-            key: torch.full(one.size, -1, dtype=one.properties.dtype) if hasattr(one, "size") else None
-            for key, one in entries.items()
-        }
-        dcp.load(state, checkpoint_id=metadata.parent, no_dist=True)
+        state = load_whole(FileSystemReader(metadata.parent))
         found |= {f"{metadata.parent.relative_to(root)}/{key}": value for key, value in state.items()}
     return found
 

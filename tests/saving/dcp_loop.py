@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, StorageReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -132,6 +132,17 @@ def load(model: Any, optimizer: Any, folder: Path | str, shards: bool = False) -
     options = StateDictOptions(flatten_optimizer_state_dict=shards)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options)
     return loaded if shards else state
+
+
+def load_whole(reader: StorageReader) -> dict[str, Any]:
+    """Load a folder in this process, with stock functions, as whole tensors."""
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.full(one.size, -1, dtype=one.properties.dtype) if hasattr(one, "size") else None
+        for key, one in entries.items()
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
 
 
 def spawn(command: list[str], ranks: int, **options: Any) -> list[subprocess.Popen[bytes]]:

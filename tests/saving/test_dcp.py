@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from llmtailor.errors import UsageError
 from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.saving import DcpSaver
 from llmtailor.verify.verify import verify_checkpoint
-from saving.dcp_loop import LAYERS, complete, same, spawn, step_of
+from saving.dcp_loop import LAYERS, complete, load_whole, same, spawn, step_of
 from trainings.harness import start_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
@@ -48,14 +49,7 @@ def oracle(run: Path, step: int) -> dict[str, object]:
 
 
 def read(folder: Path) -> dict[str, object]:
-    """Load a folder in this process, with stock functions, as whole tensors."""
-    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = {
-        key: torch.full(one.size, -1, dtype=one.properties.dtype) if hasattr(one, "size") else None
-        for key, one in metadata.items()
-    }
-    dcp.load(state, checkpoint_id=folder)
-    return state
+    return load_whole(FileSystemReader(folder))
 
 
 def check(held: dict[str, object], wanted: dict[str, object]) -> None:
@@ -303,26 +297,29 @@ def test_what_is_refused(tmp_path):
             dcp.save(tiny(1), storage_writer=saver.writer(FileSystemWriter(tmp_path / "step-1"), 1), **options)
 
 
-SAVES, KILLS = 50, 30
+def killed(run: Path, arguments: list[str], *, kills: int, saves: int, seconds: float, seed: int) -> Iterator[None]:
+    """Train on two ranks, which are killed up to so many seconds after they began; the last ones end by themselves."""
+    chance = random.Random(seed)
+    run.mkdir()
+    for kill in range(kills + 1):
+        until = saves if kill == kills else 10 * saves
+        processes = spawn([sys.executable, "-m", "saving.dcp_loop", f"{run}", f"{until}", *arguments], 2)
+        wait_for(lambda: any(run.glob("began-*")))
+        if kill < kills:
+            time.sleep(chance.uniform(0, seconds))
+            for one in chance.sample(processes, 2):
+                one.kill()
+        assert {one.wait() for one in processes} == {-signal.SIGKILL if kill < kills else 0}
+        for path in run.glob("began-*"):
+            path.unlink()
+        yield
 
 
 @pytest.mark.long
 def test_kills_at_random_moments(tmp_path):
     """Fifty saves on two ranks with thirty kills; the newest two folders are kept."""
-    chance, run = random.Random(5), tmp_path / "run"
-    run.mkdir()
-    cut_off = 0
-    for kill in range(KILLS + 1):
-        until = SAVES if kill == KILLS else 10 * SAVES
-        processes = spawn([sys.executable, "-m", "saving.dcp_loop", f"{run}", f"{until}", "2"], 2)
-        wait_for(lambda: any(run.glob("began-*")))
-        if kill < KILLS:
-            time.sleep(chance.uniform(0, 0.5))  # a save takes 0.1 s
-            for one in chance.sample(processes, 2):
-                one.kill()
-        assert {one.wait() for one in processes} == {-signal.SIGKILL if kill < KILLS else 0}
-        for path in run.glob("began-*"):
-            path.unlink()
+    run, cut_off = tmp_path / "run", 0
+    for _ in killed(run, ["2"], kills=30, saves=50, seconds=0.5, seed=5):  # a save takes 0.1 s
         cut_off += len([*run.glob("step-*")]) > len(complete(run))
         if folders := complete(run):
             check(read(folders[-1]), oracle(run, step_of(folders[-1])))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
-import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +22,15 @@ from llmtailor.errors import UsageError
 from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.saving import DcpSaver
 from llmtailor.verify.verify import verify_checkpoint
-from saving.dcp_loop import complete, spawn, step_of
-from saving.test_dcp import MOMENTS, check, oracle, tiny, train, wait_for
+from saving.dcp_loop import complete, load_whole, step_of
+from saving.test_dcp import MOMENTS, check, killed, oracle, tiny, train
 from saving.test_dcp import read as read_blobs
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Load a folder in this process, with stock functions, as whole tensors."""
-    metadata = HuggingFaceStorageReader(f"{folder}").read_metadata().state_dict_metadata
-    state = {key: torch.full(one.size, -1, dtype=one.properties.dtype) for key, one in metadata.items()}
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(f"{folder}"))
-    return state
+    return load_whole(HuggingFaceStorageReader(f"{folder}"))
 
 
 def ages(folder: Path) -> dict[str, int]:
@@ -202,27 +194,12 @@ def test_ranks_that_would_overwrite_each_other_are_refused():
         writer.prepare_global_plan([plan, plan])
 
 
-KILLS, SAVES = 10, 30
-
-
 @pytest.mark.long
 def test_kills_at_random_moments(tmp_path):
     """What has a record is complete, wherever two ranks were killed."""
-    chance, run = random.Random(4), tmp_path / "run"
-    run.mkdir()
-    cut_off = 0
-    for kill in range(KILLS + 1):
-        until = SAVES if kill == KILLS else 10 * SAVES
-        arguments = [f"{run}", f"{until}", "2", "sync", "moments_in_turn", "shards"]
-        processes = spawn([sys.executable, "-m", "saving.dcp_loop", *arguments], 2)
-        wait_for(lambda: any(run.glob("began-*")))
-        if kill < KILLS:
-            time.sleep(chance.uniform(0, 2))
-            for one in chance.sample(processes, 2):
-                one.kill()
-        assert {one.wait() for one in processes} == {-signal.SIGKILL if kill < KILLS else 0}
-        for path in run.glob("began-*"):
-            path.unlink()
+    run, cut_off = tmp_path / "run", 0
+    arguments = ["2", "sync", "moments_in_turn", "shards"]
+    for _ in killed(run, arguments, kills=10, saves=30, seconds=2, seed=4):
         folders = complete(run, DCP_RECORD)
         cut_off += len([*run.glob("step-*")]) > len(folders)
         for folder in folders[-2:]:  # an older one may have been killed while it was removed

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import signal
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +20,8 @@ from helpers.s3 import Proxy, s3_server, settings
 from llmtailor.errors import UsageError
 from llmtailor.saving import DcpSaver
 from llmtailor.saving.dcp_folders import StoreFolder
-from saving.dcp_loop import complete_in_store, spawn, step_of
-from saving.test_dcp import MOMENTS, check, oracle, tiny, train, wait_for
+from saving.dcp_loop import complete_in_store, load_whole, step_of
+from saving.test_dcp import MOMENTS, check, killed, oracle, tiny, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
 
@@ -49,15 +45,8 @@ def url(request: Any, tmp_path: Path) -> str:
 
 
 def read(url: str) -> dict[str, object]:
-    """Load a folder in this process, with stock functions, as whole tensors."""
     url_to_fs(url)[0].invalidate_cache()
-    metadata = FsspecReader(url).read_metadata().state_dict_metadata
-    state = {
-        key: torch.full(one.size, -1, dtype=one.properties.dtype) if hasattr(one, "size") else None
-        for key, one in metadata.items()
-    }
-    dcp.load(state, storage_reader=FsspecReader(url))
-    return state
+    return load_whole(FsspecReader(url))
 
 
 def ages(url: str) -> dict[str, int]:
@@ -218,31 +207,16 @@ def test_a_file_system_that_copies_nothing_is_refused():
         DcpSaver().writer(inner, 1)
 
 
-KILLS, SAVES = 20, 30
-
-
 @pytest.mark.long
 def test_kills_at_random_moments(port, tmp_path):
     """What has a .metadata is complete, wherever two ranks were killed."""
-    chance, run, bucket = random.Random(3), tmp_path / "run", f"dcp-saves/{tmp_path.name}"
+    bucket, cut_off = f"dcp-saves/{tmp_path.name}", 0
     url = f"s3://{bucket}"
-    run.mkdir()
-    cut_off = 0
-    for kill in range(KILLS + 1):
-        until = SAVES if kill == KILLS else 10 * SAVES
-        arguments = [f"{run}", f"{until}", "2", "sync", "moments_in_turn", bucket, f"{port}"]
-        processes = spawn([sys.executable, "-m", "saving.dcp_loop", *arguments], 2)
-        wait_for(lambda: any(run.glob("began-*")))
-        if kill < KILLS:
-            time.sleep(chance.uniform(0, 1.5))
-            for one in chance.sample(processes, 2):
-                one.kill()
-        assert {one.wait() for one in processes} == {-signal.SIGKILL if kill < KILLS else 0}
-        for path in run.glob("began-*"):
-            path.unlink()
+    arguments = ["2", "sync", "moments_in_turn", bucket, f"{port}"]
+    for _ in killed(tmp_path / "run", arguments, kills=20, saves=30, seconds=1.5, seed=3):
         folders = complete_in_store(url)
         cut_off += len({one.split("/")[-2] for one in url_to_fs(url)[0].find(url)}) > len(folders)
         for folder in folders:
-            check(read(folder), oracle(run, step_of(folder)))
+            check(read(folder), oracle(tmp_path / "run", step_of(folder)))
     assert cut_off, "no kill was in the middle of a save"
     print(f"{cut_off} kills in the middle of a save")
