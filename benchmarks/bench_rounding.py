@@ -31,6 +31,7 @@ from llmtailor.model.roles import D24, DIFFERENCES, EXP_AVG, EXP_AVG_SQ, F24, MA
 from llmtailor.saving.snapshot import Arena, LiveTensors, Snapshot, bytes_of
 from llmtailor.saving.writing import Share, lay_out_compressed, write_share
 from llmtailor.storage import casts
+from llmtailor.storage.encoder import Encoder
 
 TENSOR = 1 << 22
 """Elements of each tensor: 4096 x 1024"""
@@ -97,7 +98,7 @@ class Bench:
                     base = torch.empty_like(self.bases[number])
                 read += [tensor] if dtype not in DIFFERENCES else [tensor, base.view(torch.float32)]
                 if dtype == D24:
-                    [piece] = live.entry(f"{number}", tensor, F24).content
+                    [piece] = live.entry(f"{number}", tensor, D24, base=base).content
                     compressed.append((f"{number}", (0, TENSOR), piece, bytes_of(base)))
                 else:
                     entries.append(live.entry(f"{kind}.{number}", tensor, dtype, base=base))
@@ -111,8 +112,13 @@ class Bench:
 
     def compute(self, live: LiveTensors) -> None:
         """What the thread that copies does."""
-        room = self.arena.memory[: 8 << 20]
+        room, encoder = self.arena.memory[: 8 << 20], Encoder()
         for one in live.tensors:
+            at = one.num_bytes if one.packed != D24 else 0
+            while at < one.num_bytes:
+                _, at = one.fill_frame(at, bytes_of(room), encoder)
+            if one.packed == D24:
+                continue
             for at in range(0, one.num_bytes, len(room)):
                 end = min(at + len(room), one.num_bytes)
                 one.fill(at, end, room[: end - at])

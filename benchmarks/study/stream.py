@@ -14,7 +14,7 @@ import torch
 
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import Encoder
-from llmtailor.storage.frames import ELEMENTS, ROOM, decode
+from llmtailor.storage.frames import ELEMENTS, decode, room_for
 from study.precision import SETTINGS
 from study.train import Training
 
@@ -46,10 +46,11 @@ def _measure(masters: dict[int, torch.Tensor], age: int) -> tuple[float, ...]:
     time per param to compress and to decompress them."""
     newest, older = (casts.pack(masters[at].numpy(), "F24") for at in (0, age))
     encoder, numel, step = Encoder(), masters[0].numel(), 3 * ELEMENTS
-    starts, room = range(0, len(newest), step), memoryview(bytearray(ROOM))
+    starts, room = range(0, len(newest), step), memoryview(bytearray(room_for(ELEMENTS)))
 
     def compress() -> list[bytes]:
-        both = ((newest.data[at : at + step], older.data[at : at + step]) for at in starts)
+        values = masters[0].numpy()
+        both = ((values[at // 3 :][:ELEMENTS], older.data[at : at + step]) for at in starts)
         return [bytes(room[: encoder.fill(*one, room)]) for one in both]
 
     def decompress() -> list[np.ndarray]:

@@ -26,8 +26,10 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.streams import Store, huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import Entry
-from llmtailor.model.roles import BLOCKS, D16, F24, ITEMSIZE, PACKED, Q8_ROOT, size_of
+from llmtailor.model.roles import BLOCKS, D16, D24, F24, ITEMSIZE, PACKED, Q8_ROOT, size_of
 from llmtailor.storage import casts
+from llmtailor.storage.encoder import Encoder
+from llmtailor.storage.frames import ELEMENTS, room_for
 
 SOURCE = "live"
 """The name of the source in plans"""
@@ -67,13 +69,14 @@ class LiveTensor:
     dtype: torch.dtype
     """Dtype in the file; elements of another dtype are cast"""
     packed: str
-    """One of `roles.PACKED` that its fp32 elements are written as, empty if they are not; ``dtype`` is uint8 then"""
+    """One of `roles.PACKED` that its fp32 elements are written as, or `roles.D24`, empty if they are not; ``dtype`` is
+    uint8 then"""
     written_with: int
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
     params, which a user's code may change at each step; 0 for a private copy."""
     base: torch.Tensor | None = None
-    """In host memory, of `roles.D16`: the bytes of the masters that it differs from, as `roles.F24`; of `roles.F24`:
-    where to keep its bytes, see `Keeping`"""
+    """In host memory, of `roles.DIFFERENCES`: the bytes of the masters that it differs from, as `roles.F24`; of
+    `roles.F24`: where to keep its bytes, see `Keeping`"""
 
     @property
     def block_bytes(self) -> int:
@@ -82,8 +85,18 @@ class LiveTensor:
 
     @property
     def num_bytes(self) -> int:
+        """Of `roles.D24`, before they are compressed, as `roles.F24`"""
         numel = self.flat.numel()
-        return size_of(self.packed, numel) if self.packed else numel * self.dtype.itemsize
+        packed = F24 if self.packed == D24 else self.packed
+        return size_of(packed, numel) if packed else numel * self.dtype.itemsize
+
+    def fill_frame(self, start: int, room: memoryview, encoder: Encoder) -> tuple[int, int]:
+        """Fill ``room`` with the frame, of `roles.D24`, of the elements from byte ``start`` of their `roles.F24` on.
+        Return the bytes of the frame, and where its elements end."""
+        assert self.base is not None, "what it differs from"
+        values = self.flat[start // ITEMSIZE[F24] :][:ELEMENTS]
+        stop = start + values.numel() * ITEMSIZE[F24]
+        return encoder.fill(values.contiguous().numpy(), bytes_of(self.base)[start:stop], room), stop
 
     def fill(self, start: int, stop: int, room: torch.Tensor, *, non_blocking: bool = False) -> None:
         """Fill ``room`` with a range of bytes, whose ends are multiples of the item size."""
@@ -147,12 +160,13 @@ class LiveTensors:
     ) -> Entry:
         """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements.
 
-        In its plan, `SOURCE` is the first source. ``dtype`` is that in the file, or one of `roles.PACKED`. ``storage``
+        In its plan, `SOURCE` is the first source. ``dtype`` is that in the file, or one of `roles.PACKED`, or, for
+        tensors in host memory that go to a file of differences, `roles.D24`. ``storage``
         is a name of the tensor's storage if the file is to have tensors as they lie there; names are in the order of
         the file. ``base`` is that of `LiveTensor`.
         """
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
-        packed = dtype if dtype in PACKED else ""
+        packed = dtype if dtype in (*PACKED, D24) else ""
         live = LiveTensor(
             flat, torch.uint8 if packed else _TORCH.get(dtype or "", flat.dtype), packed, written_with, base
         )
@@ -171,8 +185,12 @@ class LiveTensors:
         return (Copy(Extent(str(len(self.tensors) - 1), 0, live.num_bytes), source=0),)
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
-        """Return bytes of a tensor, without a copy if it is on the CPU and not cast."""
+        """Return bytes of a tensor, without a copy if it is on the CPU and not cast; of `roles.D24`, a frame."""
         live = self.tensors[int(path)]
+        if live.packed == D24:
+            frame = memoryview(bytearray(room_for(ELEMENTS)))
+            length, _ = live.fill_frame(start, frame, Encoder())
+            return frame[:length]
         stop = min(stop, start + STORE_BYTES)
         if live.packed or live.flat.dtype != live.dtype or live.flat.device.type != "cpu":
             room = torch.empty(stop - start, dtype=torch.uint8)
@@ -333,6 +351,8 @@ class Snapshot:
         self._check = check
         self._last = {live.tensors[number].written_with: at for at, number in enumerate(self._order)}
         self._checked_at = self._last.get(ANY_STEP, len(self._order) - 1)
+        self._frames_at = min((self._start[one] for one in self._order if live.tensors[one].packed == D24), default=0)
+        """Where the next frame will be in its file"""
         self._versions = [_version(one.flat) for one in live.tensors]
         self._unsure = deque(at for at, number in enumerate(self._order) if is_copied_later(live.tensors[number].flat))
         """Of ``_order``: those on a GPU, from when their copies are started until it is known that they did not change
@@ -343,6 +363,7 @@ class Snapshot:
         self._head = self._tail = self._copied = 0
         self._given_up = False
         self._error: BaseException | None = None
+        self._encoder = Encoder()
         self._streams = _Streams({one.flat.device for one in live.tensors}, arena.streams)
         self._began = began
         self.progress = time.monotonic()
@@ -382,7 +403,7 @@ class Snapshot:
         self.stall_s += time.monotonic() - began
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
-        """Return the next bytes, at most up to ``stop``; the previous ones become invalid.
+        """Return the next bytes, at most up to ``stop``, of `roles.D24` frames; the previous ones become invalid.
 
         Raises StorageError if the save was given up, or what the copying raised.
         """
@@ -471,17 +492,48 @@ class Snapshot:
         live = self._live.tensors[number]
         at = 0
         while at < live.num_bytes:
-            offset, length, taken = self._room(live, at, self._start[number] + at)
-            content = self._arena.memory[offset : offset + length]
-            ready = self._streams.copy(live, at, content)
+            if live.packed == D24:
+                chunk = self._compressed(number, at)
+            else:
+                offset, length, taken = self._room(live, at, self._start[number] + at)
+                content = self._arena.memory[offset : offset + length]
+                ready = self._streams.copy(live, at, content)
+                chunk = _Chunk(str(number), at, at + length, content, taken, ready)
             with self._state:
-                self._ready.append(_Chunk(str(number), at, at + length, content, taken, ready))
-                self._head += taken
+                self._ready.append(chunk)
+                self._head += chunk.taken
                 self.high_water = max(self.high_water, self._head - self._tail)
                 self.progress = time.monotonic()
                 self._state.notify_all()
-            at += length
+            at = chunk.stop
         self._check_version(number)
+
+    def _compressed(self, number: int, start: int) -> _Chunk:
+        """Fill free memory with frames, as many as there is room for."""
+        live, at, used = self._live.tensors[number], start, 0
+        most = room_for(min(ELEMENTS, live.flat.numel()))
+        size, inside = self._arena.num_bytes, self._frames_at % BLOCK_BYTES
+        skipped = (inside - self._head) % BLOCK_BYTES
+        position = (self._head + skipped) % size
+        if size - position < most:
+            skipped, position = skipped + size - position + inside, inside
+        free = self._wait_for(skipped + most) - skipped
+        room = bytes_of(self._arena.memory[position:][: min(size - position, free, max(most, CHUNK_BYTES, size // 4))])
+        while at < live.num_bytes and used + most <= len(room):
+            length, at = live.fill_frame(at, room[used:], self._encoder)
+            used += length
+        self._frames_at += used
+        content = self._arena.memory[position : position + used]
+        return _Chunk(str(number), start, at, content, skipped + used, None)
+
+    def _wait_for(self, num_bytes: int) -> int:
+        """Wait until so much of the arena is free; return how much is. Raises what ends the save."""
+        with self._state:
+            while self._arena.num_bytes - (self._head - self._tail) < num_bytes and not self._given_up:
+                self._state.wait()
+            if self._given_up:
+                raise self._error or StorageError.at("saving", "save aborted", "see the log")
+            return self._arena.num_bytes - (self._head - self._tail)
 
     def _room(self, live: LiveTensor, start: int, at: int) -> tuple[int, int, int]:
         """Return (offset, length, bytes taken) of free memory for a tensor's bytes from ``start`` on, which come next
@@ -499,11 +551,7 @@ class Snapshot:
             length -= beyond  # so that no block is split, nor elements that are rounded together
             lengths = range(length, max(length - live.block_bytes * BLOCK_BYTES, 0), -BLOCK_BYTES)
             length = next((some for some in lengths if (start + some) % live.block_bytes == 0), length)
-        with self._state:
-            while size - (self._head - self._tail) < skipped + length and not self._given_up:
-                self._state.wait()
-            if self._given_up:
-                raise self._error or StorageError.at("saving", "save aborted", "see the log")
+        self._wait_for(skipped + length)
         return position, length, skipped + length
 
 

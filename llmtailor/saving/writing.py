@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from llmtailor import __version__
@@ -62,7 +63,7 @@ from llmtailor.saving.snapshot import (
 from llmtailor.saving.training import Constant, FrozenFile, Omitted, Ranks, StoredElsewhere, Training
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.encoder import Encoder
-from llmtailor.storage.frames import ELEMENTS, ROOM
+from llmtailor.storage.frames import ELEMENTS, lengths_in, room_for
 from llmtailor.storage.local import fsync_folder, replace_durably
 
 _SAMPLES = 1 << 20
@@ -71,10 +72,10 @@ _SAMPLES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """The masters of one rank that are compressed when they are written."""
+    """The masters of one rank that are compressed when they are copied or, if they are on a GPU, when written."""
 
     layout: FileLayout
-    """The file, with the `F24` bytes of the masters in place of the frames: what is copied, and more than is written"""
+    """The file, with the bytes of the masters in place of the frames: more than is written"""
     tensors: tuple[tuple[Copy, memoryview], ...]
     """Each of them, and what it differs from"""
 
@@ -153,7 +154,8 @@ def lay_out_share(
             if dtype == D24 and not math.prod(training.params[name].shape):
                 dtype = F24  # there is nothing to compress
             if dtype == D24 and base is not None:
-                for content in live.entry(name, one.tensor, F24, written_with[name]).content:
+                how = D24 if one.tensor.device.type == "cpu" else None  # of a GPU, compressed when they are written
+                for content in live.entry(name, one.tensor, how, written_with[name], base=base).content:
                     assert isinstance(content, Copy), "of a tensor"
                     elements = one.box or (begin, begin + one.tensor.numel())
                     compressed.append((name, elements, content, bytes_of(base)))
@@ -240,17 +242,17 @@ def write_share(
     facts = [BundleFact(result.path, result.num_bytes, result.crc) for result in results]
     facts = [*facts[-1:], *facts[:-1], *share.linked]
     if share.compressed is not None:
-        facts.append(_write_compressed(folder, share.compressed, source, on_progress, direct=store is not None))
+        facts.append(_write_compressed(folder, share, source, on_progress, direct=store is not None))
     return facts
 
 
 def _write_compressed(
-    folder: Path, compressed: Compressed, store: Store, on_progress: Callable[[int], None], *, direct: bool
+    folder: Path, share: Share, store: Store, on_progress: Callable[[int], None], *, direct: bool
 ) -> BundleFact:
     """Write the differences of masters, fsynced. Raises StorageError."""
-    layout, encoder, own = compressed.layout, Encoder(), memoryview(bytearray(ROOM))
+    assert share.compressed is not None, "what is written"
+    layout = share.compressed.layout
     path, (head, *_) = folder / layout.path, layout.pieces
-    size = ELEMENTS * ITEMSIZE[F24]
     assert isinstance(head, Bytes), "what it holds comes first"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -258,13 +260,11 @@ def _write_compressed(
             is_large = direct and layout.num_bytes >= MIN_DIRECT_BYTES
             output = Output(fd, on_progress, None, direct_bytes(1) if is_large else 0)
             crc, lengths = output.put(head.data), []
-            for piece, older in compressed.tensors:
-                for at, newest in zip(range(0, len(older), size), _in_frames(store, piece, size), strict=True):
-                    room = output.room()
-                    is_straight = len(room) >= ROOM
-                    length = encoder.fill(newest, older[at : at + size], room if is_straight else own)
-                    crc = crc32(output.commit(length), crc) if is_straight else output.put(own[:length], crc)
-                    lengths.append(length)
+            for piece, older in share.compressed.tensors:
+                is_packed = share.live.tensors[int(piece.extent.path)].packed == D24
+                for frames in _packed(store, piece) if is_packed else _pack(store, piece, older):
+                    crc = output.put(frames, crc)
+                    lengths += [length for length, _ in lengths_in(frames)]
             crc = output.put(index_of(lengths), crc)
             output.end()
             os.fsync(fd)
@@ -275,23 +275,33 @@ def _write_compressed(
     return BundleFact(layout.path, output.at, crc)
 
 
-def _in_frames(store: Store, piece: Copy, size: int) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, ``size`` at a time; each stays as it is until the next one."""
+def _packed(store: Store, piece: Copy) -> Iterator[memoryview]:
+    """Yield the frames of a tensor, some at a time, from a store that has frames."""
     path, at, stop = piece.extent
-    room, filled = memoryview(bytearray(min(size, stop))), 0
+    while at < stop:
+        frames = store.read(path, at, stop)
+        at += ITEMSIZE[F24] * sum(numel for _, numel in lengths_in(frames))
+        yield frames
+
+
+def _pack(store: Store, piece: Copy, older: memoryview) -> Iterator[memoryview]:
+    """Yield the frames of a tensor, one at a time, from a store that has its fp32 elements."""
+    path, at, stop = piece.extent
+    size, encoder = ITEMSIZE["F32"], Encoder()
+    values, frame = memoryview(bytearray(min(ELEMENTS * size, stop))), memoryview(bytearray(room_for(ELEMENTS)))
+    begin = filled = 0
     while at < stop:
         some = store.read(path, at, stop)
         at += len(some)
-        while not filled and len(some) >= size:
-            yield some[:size]
-            some = some[size:]
         while some:
-            part = some[: size - filled]
-            room[filled : filled + len(part)] = part
+            part = some[: len(values) - filled]
+            values[filled : filled + len(part)] = part
             some, filled = some[len(part) :], filled + len(part)
-            if filled == size or (at == stop and not some):
-                yield room[:filled]
-                filled = 0
+            if filled == len(values) or (at == stop and not some):
+                end = begin + filled // size
+                base = older[ITEMSIZE[F24] * begin : ITEMSIZE[F24] * end]
+                yield frame[: encoder.fill(np.frombuffer(values[:filled], "<f4"), base, frame)]
+                begin, filled = end, 0
 
 
 def publish(

@@ -20,7 +20,7 @@ from llmtailor.storage import compiled, frames
 
 _BATCH: Final = 16
 """Blocks whose codes are in a core's first cache"""
-_AHEAD: Final = 128
+_AHEAD: Final = 64
 """Blocks between what is read and what is fetched into the cache: the processor doesn't fetch across pages"""
 _MOST: Final = 56
 """Bits that can be added to up to 7 bits of a word"""
@@ -57,12 +57,14 @@ def _call(builder: Any, name: str, returns: ir.Type, *given: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), given)
 
 
-def _places(context: Any, builder: Any, signature: Any, given: Sequence[Any]) -> Callable[[int, Any, Any], Any]:
+def _places(context: Any, builder: Any, signature: Any, given: Sequence[Any]) -> Callable[..., Any]:
     """Return a call that returns where the element ``at`` of an array, given by its position, is, as a pointer."""
 
-    def place(position: int, at: Any, kind: ir.Type) -> Any:
-        array = context.make_array(signature.args[position])(context, builder, given[position])
-        return builder.bitcast(builder.gep(array.data, [at]), kind.as_pointer())
+    def place(position: int, at: Any, kind: ir.Type, unit: ir.Type | None = None) -> Any:
+        data = context.make_array(signature.args[position])(context, builder, given[position]).data
+        if unit is not None:  # in which ``at`` counts, not in elements
+            data = builder.bitcast(data, unit.as_pointer())
+        return builder.bitcast(builder.gep(data, [at]), kind.as_pointer())
 
     return place
 
@@ -84,26 +86,33 @@ def _to_codes(_: Any, newest: Any, older: Any, codes: Any, lengths: Any, block: 
 
     def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         place = _places(context, builder, signature, given)
-        start = builder.mul(given[4], _long(3 * frames.BLOCK))
+        first = builder.mul(given[4], _long(frames.BLOCK))
+        start = builder.mul(first, _long(3))
         room = builder.mul(given[5], _long(frames.BLOCK))
 
-        def fetch(position: int) -> None:
-            ahead = place(position, builder.add(start, _long(3 * frames.BLOCK * _AHEAD)), _I8)
+        def fetch(position: int, at: Any, num_bytes: int) -> None:
+            """Fetch what will be read of an array in a while, from this byte on now."""
             hints = [ir.Constant(_I32, hint) for hint in (0, 2, 1)]  # to read, into the second cache, data
-            for line in range(0, 3 * frames.BLOCK, 64):
-                _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), builder.gep(ahead, [_long(line)]), *hints)
+            for line in range(0, num_bytes, 64):
+                here = place(position, builder.add(at, _long(num_bytes * _AHEAD + line)), _I8, _I8)
+                _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), here, *hints)
 
-        def pattern(position: int, lane: int) -> Any:
-            """Return 16 patterns, each in the upper 24 bits."""
-            first = min(48 * lane, 3 * frames.BLOCK - 64)  # not beyond the block
-            octets = builder.load(place(position, builder.add(start, _long(first)), _BYTES), align=1)
-            which = [64 if at % 4 == 0 else 48 * lane - first + at // 4 * 3 + at % 4 - 1 for at in range(64)]
+        def now(lane: int) -> Any:
+            """Return 16 patterns, rounded to 24 bits, which are the upper ones."""
+            here = builder.load(place(0, builder.add(first, _long(16 * lane)), _WORDS), align=1)
+            rest = builder.add(builder.and_(here, _all(_WORDS, 0xFF)), _all(_WORDS, 0xFF))  # has bit 8 if any was set
+            return builder.and_(builder.or_(here, rest), _all(_WORDS, 0xFFFFFF00))
+
+        def before(lane: int) -> Any:
+            begin = min(48 * lane, 3 * frames.BLOCK - 64)  # not beyond the block
+            octets = builder.load(place(1, builder.add(start, _long(begin)), _BYTES), align=1)
+            which = [64 if at % 4 == 0 else 48 * lane - begin + at // 4 * 3 + at % 4 - 1 for at in range(64)]
             return builder.bitcast(_pick(builder, octets, _all(_BYTES, 0), which), _WORDS)
 
-        fetch(0)
-        fetch(1)
+        fetch(0, builder.mul(first, _long(4)), 4 * frames.BLOCK)
+        fetch(1, start, 3 * frames.BLOCK)
         for lane in range(4):
-            off = builder.sub(pattern(0, lane), pattern(1, lane))
+            off = builder.sub(now(lane), before(lane))
             sign = builder.ashr(off, _all(_WORDS, 31))
             made = builder.lshr(builder.xor(builder.shl(off, _all(_WORDS, 1)), sign), _all(_WORDS, 8))
             here = builder.add(room, _long(16 * lane))
@@ -216,10 +225,12 @@ def _sample(newest: Any, older: Any, blocks: Any, tops: Any) -> Any:
         for length in lengths:
             counts[length - _OFFSET if length else 0] += 1
     if counts[0] == counts.sum():
-        differ = _U8(0)
-        for at in range(len(newest)):
-            differ |= newest[at] ^ older[at]
-        if differ == 0:
+        longest = _U8(0)
+        for block in range(_U64(0), blocks):
+            _to_codes(newest, older, codes, lengths, block, _U64(0))
+            for length in lengths:
+                longest = max(longest, length)
+        if longest == 0:
             tops[:] = 0
             return 0
     return _choose(counts, tops)
@@ -264,15 +275,16 @@ def _write(newest: Any, older: Any, blocks: Any, tops: Any, num_bits: Any, room:
 
 
 @compiled.compiled(
-    compiled.given(numba.uint8, 1),
+    compiled.given(numba.uint32, 1),
     compiled.given(numba.uint8, 1),
     compiled.taken(numba.uint8, 1),
     returns=numba.int64,
 )
 def pack(newest: Any, older: Any, room: Any) -> Any:
-    """Pack whole blocks; ``room`` has `frames.ROOM` bytes. Return the bytes and, in the lowest two
-    bits, the bits of the number of a class."""
-    blocks = _U64(len(newest) // (3 * frames.BLOCK))
+    """Pack whole blocks, given the patterns of fp32 elements and the bytes of those that they differ from, into
+    ``room``; see `frames.room_for`. Return the bytes and, in the lowest two bits, the bits of the number of a class.
+    """
+    blocks = _U64(len(newest) // frames.BLOCK)
     tops = np.empty(frames.MAX_CLASSES, np.uint8)
     num_bits = _sample(newest, older, blocks, tops)
     size = _write(newest, older, blocks, tops, num_bits, room)

@@ -33,23 +33,22 @@ class Encoder:
 
             self._pack = compiled_frames.pack
 
-    def fill(self, newest: memoryview, older: memoryview, room: memoryview) -> int:
-        """Fill ``room``, which has at least `ROOM` bytes, with the frame of ``F24`` elements, at most `ELEMENTS`, given
-        those of the other save. Return the bytes of the frame."""
-        numel = len(newest) // 3
+    def fill(self, values: npt.NDArray[Any], older: memoryview, room: memoryview) -> int:
+        """Fill ``room``, which has at least `frames.room_for` bytes, with the frame of fp32 elements, at most
+        `ELEMENTS`, given those of the other save as ``F24``. Return the bytes of the frame."""
+        numel, data = len(values), np.frombuffer(older, np.uint8)
         if rest := -numel % BLOCK:
-            newest, older = (memoryview(bytes(one) + bytes(3 * rest)) for one in (newest, older))
+            values, data = np.pad(values, (0, rest)), np.pad(data, (0, 3 * rest))
         content = np.frombuffer(room, np.uint8)[HEAD.size :]
         if self._pack is not None:
-            size, num_bits = divmod(
-                self._pack(np.frombuffer(newest, np.uint8), np.frombuffer(older, np.uint8), content), 4
-            )
+            size, num_bits = divmod(self._pack(values.view("<u4"), data, content), 4)
         else:
-            made, num_bits = _pack(*(casts.widen(one, F24).view("<u4") for one in (newest, older)))
+            newest = casts.widen(casts.pack(values, F24).data, F24)
+            made, num_bits = _pack(newest.view("<u4"), casts.widen(data.data, F24).view("<u4"))
             size = len(made)
             content[:size] = np.frombuffer(made, np.uint8)
-        HEAD.pack_into(room, 0, numel, num_bits)
         end = HEAD.size + size
+        HEAD.pack_into(room, 0, end + CRC.size, numel, num_bits)
         CRC.pack_into(room, end, crc32(room[:end]))
         return int(end) + CRC.size
 

@@ -4,6 +4,7 @@ A frame holds up to 131,072 elements. The code of an element is the difference o
 same element in the other save, modulo 2 ** 24, with the sign in the lowest bit (zigzag). The last block of 64 codes is
 filled up with zeros. Codes are in classes by their lengths in bits, so that most take few bits::
 
+    4 bytes                 the bytes of the frame
     4 bytes                 the number of elements
     1 byte                  n: the bits of the number of a class, 0 to 3
     2 ** n bytes            the greatest length of a code of each class, ascending
@@ -19,6 +20,7 @@ of the codes, so that they take the fewest bits.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -34,11 +36,24 @@ LENGTHS: Final = 25
 SAMPLED: Final = 32
 """Of so many blocks, one is sampled."""
 MAX_CLASSES: Final = 8
-ROOM: Final = 27 * ELEMENTS // 8 + 64
-"""Bytes that a frame is made in, before one of more than 24 bits for each element is made again"""
-HEAD, CRC = struct.Struct("<IB"), struct.Struct("<I")
+
+HEAD, CRC = struct.Struct("<IIB"), struct.Struct("<I")
 LANES = 16
 """Codes of a block that are beside each other in the vectors that compute them"""
+
+
+def room_for(numel: int) -> int:
+    """Return the bytes that a frame is made in, before one of more than 24 bits for each element is made again."""
+    return 27 * (numel + BLOCK) // 8 + 64
+
+
+def lengths_in(data: memoryview) -> Iterator[tuple[int, int]]:
+    """Yield the bytes and the number of elements of each of the frames that follow each other."""
+    at = 0
+    while at < len(data):
+        length, numel, _ = HEAD.unpack(data[at:][: HEAD.size])
+        yield length, numel
+        at += length
 
 
 def choose(counts: npt.NDArray[Any], tops: npt.NDArray[Any]) -> int:
@@ -92,13 +107,19 @@ def decode(frame: bytes | memoryview) -> npt.NDArray[Any]:
     view = memoryview(frame)
     if len(view) < HEAD.size + 1 + CRC.size or crc32(view[: -CRC.size]) != CRC.unpack(view[-CRC.size :])[0]:
         raise ValueError("its checksum is wrong")
-    numel, num_bits = HEAD.unpack(view[: HEAD.size])
+    length, numel, num_bits = HEAD.unpack(view[: HEAD.size])
     blocks = -(-numel // BLOCK)
     tops = np.frombuffer(view[HEAD.size : -CRC.size][: 1 << min(num_bits, 3)], np.uint8)
     planes = HEAD.size + len(tops)
     stream = planes + 8 * num_bits * blocks
     # nothing larger than a frame may be allocated
-    if not 0 < numel <= ELEMENTS or len(tops) != 1 << num_bits or tops.max() >= LENGTHS or stream > len(view) - 4:
+    if (
+        not 0 < numel <= ELEMENTS
+        or len(tops) != 1 << num_bits
+        or tops.max() >= LENGTHS
+        or stream > len(view) - 4
+        or length != len(view)
+    ):
         raise ValueError(f"it states {numel} elements")
     number = np.zeros(blocks * BLOCK, np.uint8)
     for bit in range(num_bits):

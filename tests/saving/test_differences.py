@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import time
 import zlib
+from itertools import pairwise
 from random import Random
 
 import numpy as np
 import pytest
+import torch
 
 from helpers.cases import mostly_long
 from helpers.commands import call
 from helpers.files import flip
 from helpers.states import in_24_bits
+from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.errors import SourceError, TailorError
 from llmtailor.formats.partial import differences
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.saving import SaveFailed
+from llmtailor.saving.snapshot import Arena, LiveTensors, Snapshot, bytes_of
+from llmtailor.saving.writing import Share, lay_out_compressed, write_share
 from llmtailor.storage import casts, frames
 from llmtailor.storage.encoder import Encoder
 from llmtailor.verify.inspect import inspect_checkpoint
@@ -83,10 +89,11 @@ def test_they_take_fewer_bytes_and_inspect_tells_them(loop):
 def read_frame(frame):
     """Return the codes of a frame, as docs/formats.md says."""
     assert struct.unpack("<I", frame[-4:])[0] == zlib.crc32(frame[:-4])
-    numel, num_bits = struct.unpack("<IB", frame[:5])
+    length, numel, num_bits = struct.unpack("<IIB", frame[:9])
+    assert length == len(frame)
     padded = -(-numel // 64) * 64
-    tops = [*frame[5:][: 1 << num_bits]]
-    at = 5 + len(tops)
+    tops = [*frame[9:][: 1 << num_bits]]
+    at = 9 + len(tops)
     planes = [int.from_bytes(frame[at + padded // 8 * bit :][: padded // 8], "little") for bit in range(num_bits)]
     stream = int.from_bytes(frame[at + padded // 8 * num_bits : -4], "little")
     codes, taken = [0] * padded, 0
@@ -192,6 +199,46 @@ def test_it_is_copied_with_the_others(tmp_path):
     check_states(loop.compose(3, tmp_path / "out"), rounded(loop, 3))
 
 
+def written(folder, how, tensors, bases):
+    """Write masters as differences; return the file's content."""
+    live, found = LiveTensors(), []
+    dtype = None if how == "as of a GPU" else "D24"
+    for number, (one, base) in enumerate(zip(tensors, bases, strict=True)):
+        [piece] = live.entry(f"{number}", one, dtype, base=base).content
+        found.append((f"{number}", (0, len(one)), piece, bytes_of(base)))
+    share = Share((FileLayout("empty", ()),), (), live, lambda: None, compressed=lay_out_compressed(FILE, {}, found))
+    store = None
+    if how.startswith("ring"):
+        store = Snapshot(live, share.copied, Arena(int(how.split()[1]) << 20, pinned=False), 60, time.monotonic())
+        store.start()
+    try:
+        folder.mkdir()
+        write_share(folder, share, store)
+    finally:
+        if store is not None:
+            store.close()
+    return (folder / FILE).read_bytes()
+
+
+def test_the_file_is_the_same_wherever_they_are_compressed(tmp_path, monkeypatch):
+    """In the thread that copies, whatever room it has, or in the thread that writes."""
+    monkeypatch.setattr("llmtailor.saving.writing.MIN_DIRECT_BYTES", 0)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [3 * frames.ELEMENTS + 77, 5, frames.ELEMENTS, 1000, 2 * frames.ELEMENTS + 64]
+    older = [torch.randn(size, generator=generator) * 0.02 for size in sizes]
+    tensors = [one + torch.randn(len(one), generator=generator) * 1e-6 for one in older]
+    bases = [torch.from_numpy(casts.pack(one.numpy(), "F24")) for one in older]
+    hows = ["blocking", "as of a GPU", "ring 1", "ring 3", "ring 64"]
+    contents = {how: written(tmp_path / how, how, tensors, bases) for how in hows}
+    assert len({*contents.values()}) == 1
+    file = differences.read_differences(tmp_path / "ring 1", FILE, "")
+    for (_, _, place), one, base in zip(file.masters, tensors, bases, strict=True):
+        edges = place.frames[0]
+        codes = [frames.decode(contents["ring 1"][begin:end]) for begin, end in pairwise(edges)]
+        found = casts.add_codes(np.concatenate(codes), casts.widen(base.numpy().data, "F24").view("<u4"))
+        assert torch.equal(torch.from_numpy(found.view("<f4")), in_24_bits(one))
+
+
 # Damage
 
 
@@ -258,6 +305,10 @@ def test_any_damage_is_found_or_does_no_harm(loop, tmp_path, rounds):
     assert refused > rounds // 2
 
 
+def headed(numel, num_bits, content):
+    return struct.pack("<IIB", 13 + len(content), numel, num_bits) + content
+
+
 def signed(frame):
     return frame + struct.pack("<I", zlib.crc32(frame))
 
@@ -265,18 +316,19 @@ def signed(frame):
 @pytest.mark.parametrize(
     "frame",
     [
-        struct.pack("<IB", frames.ELEMENTS + 1, 0) + bytes(1),
-        struct.pack("<IB", 0xFFFFFFFF, 3) + bytes(8),
-        struct.pack("<IB", 0, 0) + bytes(1),
-        struct.pack("<IB", 64, 0) + bytes([25]) + bytes(200),
-        struct.pack("<IB", 64, 0) + bytes([24]) + bytes(191),
-        struct.pack("<IB", 64, 0) + bytes([24]) + bytes(193),
-        struct.pack("<IB", 64, 1) + bytes([0, 24]) + bytes(7),
-        struct.pack("<IB", 64, 4) + bytes(16) + bytes(8 * 4),
-        struct.pack("<IB", 64, 255) + bytes(16),
-        struct.pack("<IB", 64, 3) + bytes(3),
+        headed(frames.ELEMENTS + 1, 0, bytes(1)),
+        headed(0xFFFFFFFF, 3, bytes(8)),
+        headed(0, 0, bytes(1)),
+        headed(64, 0, bytes([25]) + bytes(200)),
+        headed(64, 0, bytes([24]) + bytes(191)),
+        headed(64, 0, bytes([24]) + bytes(193)),
+        headed(64, 1, bytes([0, 24]) + bytes(7)),
+        headed(64, 4, bytes(16) + bytes(8 * 4)),
+        headed(64, 255, bytes(16)),
+        headed(64, 3, bytes(3)),
+        struct.pack("<IIB", 15, 64, 0) + bytes(1),
         b"",
-        bytes(9),
+        bytes(13),
     ],
 )
 def test_a_frame_that_is_not_one_is_refused(frame):
@@ -291,9 +343,9 @@ def test_a_frame_that_is_not_one_is_refused(frame):
 
 def packed(encoder, newest, older):
     """Return the frame of 24-bit patterns."""
-    room = memoryview(bytearray(frames.ROOM))
-    octets = [memoryview(one.view(np.uint8).reshape(-1, 4)[:, :3].tobytes()) for one in (newest, older)]
-    return bytes(room[: encoder.fill(*octets, room)])
+    room = memoryview(bytearray(frames.room_for(len(newest))))
+    octets = memoryview(older.view(np.uint8).reshape(-1, 4)[:, :3].tobytes())
+    return bytes(room[: encoder.fill((newest << 8).view("<f4"), octets, room)])
 
 
 @pytest.fixture(params=[True, False])
@@ -349,7 +401,7 @@ def test_any_differences_are_packed_as_documented(rounds):
 
 def test_what_did_not_change_takes_nothing(encoder):
     same = np.arange(5000, dtype="<u4")
-    assert len(packed(encoder, same, same)) == 10
+    assert len(packed(encoder, same, same)) == 14
     other = same.copy()
     other[4999] += 1  # in no sample
     assert (frames.decode(packed(encoder, other, same)) == [*[0] * 4999, 2]).all()
