@@ -29,7 +29,7 @@ from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import MAX_BYTES
-from llmtailor.containers.torch_file import Record, list_records
+from llmtailor.containers.torch_file import Record, is_torch_file, list_records
 from llmtailor.documents import encode
 from llmtailor.engine.copy import Context, CopyStats, FileResult, execute
 from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, identify, is_another, why_not
@@ -191,7 +191,7 @@ def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> d
     for number, path in files:
         index, about = composition.indexes[number], manifests[number]
         records = of_dcp[number].get(path, ())
-        if path.endswith((".pt", ".pth", ".bin")):
+        if is_torch_file(path):
             records = list_records(index.root, path, PathIn(index.name, path))
         for record in records:
             if record.crc is not None:

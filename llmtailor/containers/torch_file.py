@@ -85,6 +85,11 @@ class Record:
     """Where it is in the directory, counted from the start of the file"""
 
 
+def is_torch_file(path: str) -> bool:
+    """Return whether a file of a checkpoint is one of `torch.save`, by its name: "." if it is the whole checkpoint."""
+    return path == "." or path.endswith((".pt", ".pth", ".bin", ".ckpt"))
+
+
 def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, Record]:
     """Return the records by name, in the order of the directory.
 

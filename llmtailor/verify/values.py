@@ -23,7 +23,7 @@ from llmtailor.checkpoint.placement import Band, Extent, Fragment, Grid, Runs, a
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import read_json
-from llmtailor.containers.torch_file import Record, list_records
+from llmtailor.containers.torch_file import Record, is_torch_file, list_records
 from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
 from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
@@ -83,7 +83,6 @@ _WORTH_ANNOUNCING = 1 << 18
 _Run = tuple[int, int]
 _NON_NEGATIVE = {EXP_AVG_SQ, "max_exp_avg_sq"}
 _OF_THE_MODEL = {WEIGHT, MASTER, FROZEN, BUFFER, MODULE}
-_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(slots=True)
@@ -563,7 +562,7 @@ def _stated_sums(
     """Return the checksums stated in torch files and the manifest, by path; one without a name is the whole file's."""
     sums: dict[str, list[Record]] = {}
     for path in index.files:
-        if (path == "." or path.endswith(_OF_TORCH)) and path not in unreadable:
+        if is_torch_file(path) and path not in unreadable:
             with suppress(SourceError):  # reported by the structure checks
                 records = list_records(index.root, path, PathIn(index.name, path))
                 sums[path] = [record for record in records if record.crc is not None]

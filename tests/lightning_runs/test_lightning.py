@@ -20,7 +20,8 @@ from click.testing import CliRunner
 
 from helpers.cases import mostly_long
 from helpers.commands import forget_urls
-from helpers.composing import convert
+from helpers.composing import convert, merge
+from helpers.files import flip
 from helpers.same import assert_same
 from helpers.states import assert_same_states
 from llmtailor.cli.main import cli
@@ -30,7 +31,7 @@ from llmtailor.findings import ERROR
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import CKPT
-from llmtailor.model.roles import State
+from llmtailor.model.roles import EXP_AVG, State
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_latest
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
@@ -80,6 +81,20 @@ def test_what_is_no_state_is_copied(runs: Runs, tmp_path: Path) -> None:
     shared = [{tuple(sorted(n for n in place if place[n] == at)) for at in place.values()} for place in places]
     assert shared[0] == shared[1] and max(map(len, shared[0])) == 2  # embedding and head
     assert "equal: all" in CliRunner().invoke(cli, ["diff", str(source), str(out)]).stdout
+
+
+@pytest.mark.parametrize("name", ["lightning-groups", "lightning-zero-2"])
+def test_a_flipped_bit_is_refused(name: str, runs: Runs, tmp_path: Path) -> None:
+    """If what is read is compared with the checksums in its files."""
+    sound, source = runs.checkpoint(name), tmp_path / runs.checkpoint(name).name
+    shutil.copytree(sound, source) if sound.is_dir() else shutil.copy(sound, source)
+    index = index_checkpoint(source)
+    state = next(state for state, entry in index.held.items() if state.kind == EXP_AVG and entry.numel > 100)
+    (fragment,) = index.held[state].place.cover(5, 6)
+    flip(source / fragment.extent.path, fragment.extent.start)
+    with pytest.raises(SourceError, match="does not match its checksum"):
+        merge(source, tmp_path / "out", checksum=True)
+    merge(source, tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
