@@ -31,7 +31,6 @@ from llmtailor.model.roles import D24, DIFFERENCES, EXP_AVG, EXP_AVG_SQ, F24, MA
 from llmtailor.saving.snapshot import Arena, LiveTensors, Snapshot, bytes_of
 from llmtailor.saving.writing import Share, lay_out_compressed, write_share
 from llmtailor.storage import casts
-from llmtailor.storage.encoder import Encoder
 
 TENSOR = 1 << 22
 """Elements of each tensor: 4096 x 1024"""
@@ -112,11 +111,11 @@ class Bench:
 
     def compute(self, live: LiveTensors) -> None:
         """What the thread that copies does."""
-        room, encoder = self.arena.memory[: 8 << 20], Encoder()
+        room = self.arena.memory[: 8 << 20]
         for one in live.tensors:
             at = one.num_bytes if one.packed != D24 else 0
             while at < one.num_bytes:
-                _, at = one.fill_frame(at, bytes_of(room), encoder)
+                _, at = one.fill_frame(at, bytes_of(room))
             if one.packed == D24:
                 continue
             for at in range(0, one.num_bytes, len(room)):

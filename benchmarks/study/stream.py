@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from llmtailor.storage import casts
-from llmtailor.storage.encoder import Encoder
+from llmtailor.storage.encoder import pack_frame
 from llmtailor.storage.frames import ELEMENTS, decode, room_for
 from study.precision import SETTINGS
 from study.train import Training
@@ -45,13 +45,13 @@ def _measure(masters: dict[int, torch.Tensor], age: int) -> tuple[float, ...]:
     """Return the bytes per param of the entropy of single differences and of what is stored, and the nanoseconds of CPU
     time per param to compress and to decompress them."""
     newest, older = (casts.pack(masters[at].numpy(), "F24") for at in (0, age))
-    encoder, numel, step = Encoder(), masters[0].numel(), 3 * ELEMENTS
+    numel, step = masters[0].numel(), 3 * ELEMENTS
     starts, room = range(0, len(newest), step), memoryview(bytearray(room_for(ELEMENTS)))
 
     def compress() -> list[bytes]:
         values = masters[0].numpy()
         both = ((values[at // 3 :][:ELEMENTS], older.data[at : at + step]) for at in starts)
-        return [bytes(room[: encoder.fill(*one, room)]) for one in both]
+        return [bytes(room[: pack_frame(*one, room)]) for one in both]
 
     def decompress() -> list[np.ndarray]:
         patterns = [casts.widen(older.data[at : at + step], "F24").view("<u4") for at in starts]

@@ -78,7 +78,7 @@ from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Arena, Bases, Snapshot, 
 from llmtailor.saving.training import Held, Ranks, Training
 from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish, sample_frozen
 from llmtailor.storage import casts
-from llmtailor.storage.encoder import Encoder
+from llmtailor.storage.encoder import packer
 from llmtailor.storage.local import as_path
 
 logger = logging.getLogger("llmtailor.saving")
@@ -178,7 +178,7 @@ class PartialSaver:
         if self.precision != EXACT:
             casts.loops()  # so that they are not compiled during a save
         if D24 in self.precision.dtypes(with_moments=False).values():
-            Encoder()
+            packer()
         differ = self.precision.has_differences and saves_masters(self.policy)
         self._bases = Bases() if differ else None
         self._based: dict[Part, str] = {}

@@ -28,7 +28,7 @@ from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import Entry
 from llmtailor.model.roles import BLOCKS, D16, D24, F24, ITEMSIZE, PACKED, Q8_ROOT, size_of
 from llmtailor.storage import casts
-from llmtailor.storage.encoder import Encoder
+from llmtailor.storage.encoder import pack_frame
 from llmtailor.storage.frames import ELEMENTS, room_for
 
 SOURCE = "live"
@@ -90,13 +90,13 @@ class LiveTensor:
         packed = F24 if self.packed == D24 else self.packed
         return size_of(packed, numel) if packed else numel * self.dtype.itemsize
 
-    def fill_frame(self, start: int, room: memoryview, encoder: Encoder) -> tuple[int, int]:
+    def fill_frame(self, start: int, room: memoryview) -> tuple[int, int]:
         """Fill ``room`` with the frame, of `roles.D24`, of the elements from byte ``start`` of their `roles.F24` on.
         Return the bytes of the frame, and where its elements end."""
         assert self.base is not None, "what it differs from"
         values = self.flat[start // ITEMSIZE[F24] :][:ELEMENTS]
         stop = start + values.numel() * ITEMSIZE[F24]
-        return encoder.fill(values.contiguous().numpy(), bytes_of(self.base)[start:stop], room), stop
+        return pack_frame(values.contiguous().numpy(), bytes_of(self.base)[start:stop], room), stop
 
     def fill(self, start: int, stop: int, room: torch.Tensor, *, non_blocking: bool = False) -> None:
         """Fill ``room`` with a range of bytes, whose ends are multiples of the item size."""
@@ -189,7 +189,7 @@ class LiveTensors:
         live = self.tensors[int(path)]
         if live.packed == D24:
             frame = memoryview(bytearray(room_for(ELEMENTS)))
-            length, _ = live.fill_frame(start, frame, Encoder())
+            length, _ = live.fill_frame(start, frame)
             return frame[:length]
         stop = min(stop, start + STORE_BYTES)
         if live.packed or live.flat.dtype != live.dtype or live.flat.device.type != "cpu":
@@ -363,7 +363,6 @@ class Snapshot:
         self._head = self._tail = self._copied = 0
         self._given_up = False
         self._error: BaseException | None = None
-        self._encoder = Encoder()
         self._streams = _Streams({one.flat.device for one in live.tensors}, arena.streams)
         self._began = began
         self.progress = time.monotonic()
@@ -520,7 +519,7 @@ class Snapshot:
         free = self._wait_for(skipped + most) - skipped
         room = bytes_of(self._arena.memory[position:][: min(size - position, free, max(most, CHUNK_BYTES, size // 4))])
         while at < live.num_bytes and used + most <= len(room):
-            length, at = live.fill_frame(at, room[used:], self._encoder)
+            length, at = live.fill_frame(at, room[used:])
             used += length
         self._frames_at += used
         content = self._arena.memory[position : position + used]

@@ -62,7 +62,7 @@ from llmtailor.saving.snapshot import (
 )
 from llmtailor.saving.training import Constant, FrozenFile, Omitted, Ranks, StoredElsewhere, Training
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.encoder import Encoder
+from llmtailor.storage.encoder import pack_frame
 from llmtailor.storage.frames import ELEMENTS, lengths_in, room_for
 from llmtailor.storage.local import fsync_folder, replace_durably
 
@@ -287,7 +287,7 @@ def _packed(store: Store, piece: Copy) -> Iterator[memoryview]:
 def _pack(store: Store, piece: Copy, older: memoryview) -> Iterator[memoryview]:
     """Yield the frames of a tensor, one at a time, from a store that has its fp32 elements."""
     path, at, stop = piece.extent
-    size, encoder = ITEMSIZE["F32"], Encoder()
+    size = ITEMSIZE["F32"]
     values, frame = memoryview(bytearray(min(ELEMENTS * size, stop))), memoryview(bytearray(room_for(ELEMENTS)))
     begin = filled = 0
     while at < stop:
@@ -300,7 +300,7 @@ def _pack(store: Store, piece: Copy, older: memoryview) -> Iterator[memoryview]:
             if filled == len(values) or (at == stop and not some):
                 end = begin + filled // size
                 base = older[ITEMSIZE[F24] * begin : ITEMSIZE[F24] * end]
-                yield frame[: encoder.fill(np.frombuffer(values[:filled], "<f4"), base, frame)]
+                yield frame[: pack_frame(np.frombuffer(values[:filled], "<f4"), base, frame)]
                 begin, filled = end, 0
 
 

@@ -1,4 +1,4 @@
-"""What `encoder.Encoder` does, compiled by numba: the same bytes, fifty times as fast.
+"""What `encoder.pack_frame` does, compiled by numba: the same bytes, fifty times as fast.
 
 numba's own loops over 64 codes are slowed down by what surrounds them, so two steps are in LLVM's vectors, which it
 turns into the instructions of any processor. What one step stores is read after the steps of other blocks, as loads

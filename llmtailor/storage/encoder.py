@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,34 +24,35 @@ from llmtailor.storage.frames import (
 )
 
 
-class Encoder:
-    """Makes frames, for one thread. numba packs them, or else numpy, in fifty times as long."""
+def packer() -> Callable[..., int] | None:
+    """Return what numba compiles, if it is installed; the first call takes some seconds. numpy takes fifty times as
+    long."""
+    if casts.loops() is None:
+        return None
+    from llmtailor.storage import compiled_frames
 
-    def __init__(self) -> None:
-        self._pack: Any = None
-        if casts.loops() is not None:
-            from llmtailor.storage import compiled_frames
+    found: Callable[..., int] = compiled_frames.pack
+    return found
 
-            self._pack = compiled_frames.pack
 
-    def fill(self, values: npt.NDArray[Any], older: memoryview, room: memoryview) -> int:
-        """Fill ``room``, which has at least `frames.room_for` bytes, with the frame of fp32 elements, at most
-        `ELEMENTS`, given those of the other save as ``F24``. Return the bytes of the frame."""
-        numel, data = len(values), np.frombuffer(older, np.uint8)
-        if rest := -numel % BLOCK:
-            values, data = np.pad(values, (0, rest)), np.pad(data, (0, 3 * rest))
-        content = np.frombuffer(room, np.uint8)[HEAD.size :]
-        if self._pack is not None:
-            size, num_bits = divmod(self._pack(values.view("<u4"), data, content), 4)
-        else:
-            newest = casts.widen(casts.pack(values, F24).data, F24)
-            made, num_bits = _pack(newest.view("<u4"), casts.widen(data.data, F24).view("<u4"))
-            size = len(made)
-            content[:size] = np.frombuffer(made, np.uint8)
-        end = HEAD.size + size
-        HEAD.pack_into(room, 0, end + CRC.size, numel, num_bits)
-        CRC.pack_into(room, end, crc32(room[:end]))
-        return int(end) + CRC.size
+def pack_frame(values: npt.NDArray[Any], older: memoryview, room: memoryview) -> int:
+    """Fill ``room``, which has at least `frames.room_for` bytes, with the frame of fp32 elements, at most
+    `frames.ELEMENTS`, given those of the other save as ``F24``. Return the bytes of the frame."""
+    numel, data = len(values), np.frombuffer(older, np.uint8)
+    if rest := -numel % BLOCK:
+        values, data = np.pad(values, (0, rest)), np.pad(data, (0, 3 * rest))
+    content = np.frombuffer(room, np.uint8)[HEAD.size :]
+    if (pack := packer()) is not None:
+        size, num_bits = divmod(pack(values.view("<u4"), data, content), 4)
+    else:
+        newest = casts.widen(casts.pack(values, F24).data, F24)
+        made, num_bits = _pack(newest.view("<u4"), casts.widen(data.data, F24).view("<u4"))
+        size = len(made)
+        content[:size] = np.frombuffer(made, np.uint8)
+    end = HEAD.size + size
+    HEAD.pack_into(room, 0, end + CRC.size, numel, num_bits)
+    CRC.pack_into(room, end, crc32(room[:end]))
+    return end + CRC.size
 
 
 def _pack(newest: npt.NDArray[Any], older: npt.NDArray[Any]) -> tuple[bytes, int]:
