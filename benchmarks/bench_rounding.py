@@ -28,7 +28,7 @@ from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.model.precision import Precision
 from llmtailor.model.roles import D24, DIFFERENCES, EXP_AVG, EXP_AVG_SQ, F24, MASTER
-from llmtailor.saving.snapshot import Arena, LiveTensors, Snapshot, bytes_of
+from llmtailor.saving.snapshot import Arena, Bases, LiveTensors, Snapshot, bytes_of
 from llmtailor.saving.writing import Share, lay_out_compressed, write_share
 from llmtailor.storage import casts
 
@@ -86,15 +86,16 @@ class Bench:
 
     def live(self, case: Case) -> tuple[Share, list[torch.Tensor]]:
         """Return what is saved, and all that is read."""
-        live, entries, read, compressed = LiveTensors(), [], [], []
+        live, bases, entries, read, compressed = LiveTensors(), Bases(), [], [], []
         for kind, share in case.kinds.items():
             tensors = self.states[kind]
             whole = case.kinds.get(EXP_AVG, 0) * len(tensors)
             for number, tensor in enumerate(tensors[: round(len(tensors) * share)]):
                 dtype = case.precision.dtypes(with_moments=number < round(whole))[kind]
-                base = self.bases[number].clone() if dtype in DIFFERENCES else None
-                if dtype == F24 and case.precision.has_differences:
-                    base = torch.empty_like(self.bases[number])
+                is_base = dtype == F24 and case.precision.has_differences
+                base = bases.coming(f"{number}", 0, TENSOR) if dtype in DIFFERENCES or is_base else None
+                if dtype in DIFFERENCES:
+                    base.copy_(self.bases[number])
                 read += [tensor] if dtype not in DIFFERENCES else [tensor, base.view(torch.float32)]
                 if dtype == D24:
                     [piece] = live.entry(f"{number}", tensor, D24, base=base).content
@@ -115,7 +116,7 @@ class Bench:
         for one in live.tensors:
             at = one.num_bytes if one.packed != D24 else 0
             while at < one.num_bytes:
-                _, at = one.fill_frame(at, bytes_of(room))
+                _, at = one.fill_frames(at, bytes_of(room))
             if one.packed == D24:
                 continue
             for at in range(0, one.num_bytes, len(room)):

@@ -18,6 +18,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -90,13 +91,23 @@ class LiveTensor:
         packed = F24 if self.packed == D24 else self.packed
         return size_of(packed, numel) if packed else numel * self.dtype.itemsize
 
-    def fill_frame(self, start: int, room: memoryview) -> tuple[int, int]:
-        """Fill ``room`` with the frame, of `roles.D24`, of the elements from byte ``start`` of their `roles.F24` on.
-        Return the bytes of the frame, and where its elements end."""
+    @property
+    def frame_room(self) -> int:
+        """The bytes that a frame is made in"""
+        return room_for(min(ELEMENTS, self.flat.numel()))
+
+    def fill_frames(self, start: int, room: memoryview) -> tuple[int, int]:
+        """Fill ``room`` with as many frames as fit, of `roles.D24`, of the elements from byte ``start`` of their
+        `roles.F24` on. Return their bytes, and where their elements end."""
         assert self.base is not None, "what it differs from"
-        values = self.flat[start // ITEMSIZE[F24] :][:ELEMENTS]
-        stop = start + values.numel() * ITEMSIZE[F24]
-        return pack_frame(values.contiguous().numpy(), bytes_of(self.base)[start:stop], room), stop
+        values, base, size = self.flat.numpy(), bytes_of(self.base), ITEMSIZE[F24]
+        used, most = 0, self.frame_room
+        while start < self.num_bytes and used + most <= len(room):
+            some = np.ascontiguousarray(values[start // size :][:ELEMENTS])
+            stop = start + len(some) * size
+            used += pack_frame(some, base[start:stop], room[used:])
+            start = stop
+        return used, start
 
     def fill(self, start: int, stop: int, room: torch.Tensor, *, non_blocking: bool = False) -> None:
         """Fill ``room`` with a range of bytes, whose ends are multiples of the item size."""
@@ -188,8 +199,8 @@ class LiveTensors:
         """Return bytes of a tensor, without a copy if it is on the CPU and not cast; of `roles.D24`, a frame."""
         live = self.tensors[int(path)]
         if live.packed == D24:
-            frame = memoryview(bytearray(room_for(ELEMENTS)))
-            length, _ = live.fill_frame(start, frame)
+            frame = memoryview(bytearray(live.frame_room))
+            length, _ = live.fill_frames(start, frame)
             return frame[:length]
         stop = min(stop, start + STORE_BYTES)
         if live.packed or live.flat.dtype != live.dtype or live.flat.device.type != "cpu":
@@ -236,7 +247,14 @@ class Bases:
 
     def coming(self, name: str, begin: int, numel: int) -> torch.Tensor:
         """Return room for those of the save that is being made."""
-        self._coming[name, begin] = room = torch.empty(numel * ITEMSIZE[F24], dtype=torch.uint8)
+        size = numel * ITEMSIZE[F24]
+        # read at each save: with small pages, looking these up takes a while
+        room = (
+            torch.frombuffer(huge_pages(size), dtype=torch.uint8)
+            if size >= _LARGE
+            else torch.empty(size, dtype=torch.uint8)
+        )
+        self._coming[name, begin] = room
         return room
 
     def settle(self, is_published: bool) -> None:
@@ -266,6 +284,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 CHUNK_BYTES = 16 << 20
+_LARGE = 4 << 20
+"""Bytes of two huge pages"""
 _WAKE_UP_S = 0.5
 CHANGED = "a tensor changed outside optimizer.step() while it was being saved"
 STUCK = Problem(
@@ -509,21 +529,18 @@ class Snapshot:
 
     def _compressed(self, number: int, start: int) -> _Chunk:
         """Fill free memory with frames, as many as there is room for."""
-        live, at, used = self._live.tensors[number], start, 0
-        most = room_for(min(ELEMENTS, live.flat.numel()))
-        size, inside = self._arena.num_bytes, self._frames_at % BLOCK_BYTES
+        live, size, inside = self._live.tensors[number], self._arena.num_bytes, self._frames_at % BLOCK_BYTES
+        most = live.frame_room
         skipped = (inside - self._head) % BLOCK_BYTES
         position = (self._head + skipped) % size
         if size - position < most:
             skipped, position = skipped + size - position + inside, inside
         free = self._wait_for(skipped + most) - skipped
-        room = bytes_of(self._arena.memory[position:][: min(size - position, free, max(most, CHUNK_BYTES, size // 4))])
-        while at < live.num_bytes and used + most <= len(room):
-            length, at = live.fill_frame(at, room[used:])
-            used += length
+        length = min(size - position, free, max(most, min(CHUNK_BYTES, size // 4)))
+        used, stop = live.fill_frames(start, bytes_of(self._arena.memory[position : position + length]))
         self._frames_at += used
         content = self._arena.memory[position : position + used]
-        return _Chunk(str(number), start, at, content, skipped + used, None)
+        return _Chunk(str(number), start, stop, content, skipped + used, None)
 
     def _wait_for(self, num_bytes: int) -> int:
         """Wait until so much of the arena is free; return how much is. Raises what ends the save."""

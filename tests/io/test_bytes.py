@@ -16,8 +16,9 @@ from llmtailor.checkpoint.placement import Bundled
 from llmtailor.model.roles import Encoding, State, size_of
 from llmtailor.saving.snapshot import Bases, pack_by_torch
 from llmtailor.storage import casts
-from llmtailor.storage.casts import Decoder, cast, pack, pack_differences, refine
+from llmtailor.storage.casts import cast, pack, pack_differences, refine
 from llmtailor.storage.checksums import part_digest
+from llmtailor.storage.decoder import Decoder
 from llmtailor.storage.local import AHEAD_BYTES, Ahead
 
 # --- casts and checksums ----------------------------------------------------------------------------------------------
