@@ -65,6 +65,8 @@ def loop(client, checkpoint, how):
     if how == "save":
         save(checkpoint)
     print("it trained on")
+    if torch.distributed.is_initialized():  # else gloo may abort while the process ends
+        torch.distributed.destroy_process_group()
 
 if __name__ == "__main__":
     loop(*sys.argv[1:])
