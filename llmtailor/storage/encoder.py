@@ -14,18 +14,20 @@ from llmtailor.storage.checksums import crc32
 from llmtailor.storage.frames import (
     BLOCK,
     CRC,
+    ELEMENTS,
     HEAD,
     LANES,
     LENGTHS,
     MAX_CLASSES,
     SAMPLED,
     choose,
+    room_for,
     widths_of,
 )
 
 
 def packer() -> Callable[..., int] | None:
-    """Return what numba compiles, if it is installed; the first call takes some seconds. numpy takes fifty times as
+    """Return what numba compiles, if it is installed; the first call takes some seconds. numpy takes tens of times as
     long."""
     if casts.loops() is None:
         return None
@@ -39,6 +41,8 @@ def pack_frame(values: npt.NDArray[Any], older: memoryview, room: memoryview) ->
     """Fill ``room``, which has at least `frames.room_for` bytes, with the frame of fp32 elements, at most
     `frames.ELEMENTS`, given those of the other save as ``F24``. Return the bytes of the frame."""
     numel, data = len(values), np.frombuffer(older, np.uint8)
+    fits = len(data) == 3 * numel and len(room) >= room_for(numel) and numel <= ELEMENTS
+    assert fits, "compiled loops check no bounds"
     if rest := -numel % BLOCK:
         values, data = np.pad(values, (0, rest)), np.pad(data, (0, 3 * rest))
     content = np.frombuffer(room, np.uint8)[HEAD.size :]

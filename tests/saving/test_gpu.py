@@ -117,7 +117,7 @@ def test_saves_need_no_more_gpu_memory_than_the_first():
     for _ in range(6):
         read(*started(tensors, arena, "Q8_ROOT"))
         reserved.append(torch.cuda.memory_reserved() - before)
-    assert reserved[-1] == reserved[1] < 200 << 20
+    assert reserved[-1] == reserved[1] < 500 << 20
 
 
 def test_the_host_buffer_is_pinned_as_long_as_it_is_used():
