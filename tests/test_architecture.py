@@ -36,8 +36,10 @@ MAY_IMPORT = {
     "runs": {*BASE, "containers", "loaders", "formats", "engine", "recipe", "policies", "verify", "compose"},
     "salvage": {*BASE, "containers", "loaders", "formats", "engine", "recipe", "verify", "compose", "runs"},
     "attestation": {*BASE, "containers", "loaders", "formats", "ranks", "runs"},
+    "live": {*BASE, "containers", "loaders", "formats", "ranks", "policies", "attestation"},
     "saving": {
         *BASE,
+        "live",
         "containers",
         "loaders",
         "formats",
@@ -49,7 +51,18 @@ MAY_IMPORT = {
         "training",
     },
     "training": {"errors", "checkpoint", "model"},
-    "integrations": {*BASE, "containers", "loaders", "formats", "policies", "runs", "saving", "ranks", "attestation"},
+    "integrations": {
+        *BASE,
+        "live",
+        "containers",
+        "loaders",
+        "formats",
+        "policies",
+        "runs",
+        "saving",
+        "ranks",
+        "attestation",
+    },
     "report": {*BASE, "containers", "loaders", "formats", "recipe", "verify", "compose", "runs"},
     "cli": {
         *BASE,
@@ -60,7 +73,7 @@ MAY_IMPORT = {
     "balance": set(),
 }
 """Room -> the rooms it may import, besides itself."""
-MAY_BE_HEAVY = {"training", "saving", "integrations"}
+MAY_BE_HEAVY = {"training", "live", "saving", "integrations"}
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "mergekit"}
 
 
@@ -278,7 +291,7 @@ MAY_ASK_FOR_THE_FORM = {
     "runs/gc.py": "steps count with full checkpoints, and with partial ones alone",
     "runs/scan.py": "a partial checkpoint builds on others, and needs no stock resume",
     "salvage/plan.py": "a full checkpoint needs no salvage; a file's checksum does not say which states it costs",
-    "saving/deepspeed.py": "a live DeepSpeed engine cuts by its stage",
+    "live/deepspeed.py": "a live DeepSpeed engine cuts by its stage",
     "verify/values.py": "partial checkpoints have checksums of other files, and may lack what is zero elsewhere",
     "verify/verify.py": "no stock resume reads a partial checkpoint, so it is judged as a source",
 }

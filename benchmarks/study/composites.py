@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from llmtailor.checkpoint.lineage import Ledger
+from llmtailor.live.model import Drift, TrainedModel, change_of, find_trained_parts
+from llmtailor.live.torch_training import PlainTraining
+from llmtailor.live.training import Fragment, Ranks
 from llmtailor.model.parts import ModelStructure, Piece
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
-from llmtailor.saving.model import Drift, TrainedModel, change_of, find_trained_parts
-from llmtailor.saving.torch_training import PlainTraining
-from llmtailor.saving.training import Fragment, Ranks
 from study.train import State, Training
 
 

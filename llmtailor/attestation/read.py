@@ -456,7 +456,7 @@ def other_checkpoints(
 def compare_random(
     index: CheckpointIndex, live: Mapping[str, Any], rank: int, world_size: int
 ) -> tuple[list[Mismatch], str]:
-    """Compare this process's random states, as `saving.training.rng_tree` gives them, with the checkpoint's.
+    """Compare this process's random states, as `live.training.rng_tree` gives them, with the checkpoint's.
 
     Return differences, and a note if they can't be compared. Raises OSError.
     """

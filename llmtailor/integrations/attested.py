@@ -26,8 +26,8 @@ from llmtailor.saving.around import around, replaced
 
 if TYPE_CHECKING:
     from llmtailor.attestation.compare import Attestation
+    from llmtailor.live.training import Held
     from llmtailor.ranks.group import Team
-    from llmtailor.saving.training import Held
 
 Call = Callable[..., Any]
 ATTESTING = "LLMTAILOR_ATTESTING"
@@ -75,7 +75,7 @@ def forget() -> None:
 def _hook_engine(module: ModuleType) -> None:
     @around(module.DeepSpeedEngine, "load_checkpoint")
     def loading(load: Call, self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        from llmtailor.saving.training import Held
+        from llmtailor.live.training import Held
 
         result = load(self, load_dir, tag, *args, **kwargs)
         if result[0] is not None:  # else it has only logged that there is no checkpoint
@@ -224,7 +224,7 @@ def end_with_error(error: Exception) -> NoReturn:
 def _end(result: Mapping[str, object]) -> NoReturn:
     """End the process at once, with exit code 0 so that a launcher reports no failure: the program's own handlers could
     catch an exception, and threads could keep it alive."""
-    from llmtailor.saving.training import Ranks
+    from llmtailor.live.training import Ranks
 
     ranks, to = Ranks.here(), task().result
     with suppress(OSError, RuntimeError):  # another node may lack the folder, and another rank may have died

@@ -24,6 +24,7 @@ from llmtailor.attestation.compare import OFF, Attestation
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.integrations.attested import announce_or_leave, attest_and_end, forget, task
+from llmtailor.live.training import Held
 from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
@@ -33,7 +34,6 @@ from llmtailor.saving.attesting import attest_loop, attest_training
 from llmtailor.saving.client_state import LightningClient
 from llmtailor.saving.options import SavingArguments, SavingOptions, resume_options
 from llmtailor.saving.restart import trainer_state_of
-from llmtailor.saving.training import Held
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:

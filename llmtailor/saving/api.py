@@ -15,16 +15,16 @@ from llmtailor.attestation.check import announce
 from llmtailor.attestation.compare import Attestation
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.live.any_training import AnyTraining
+from llmtailor.live.torch_training import PlainTraining
+from llmtailor.live.training import HasState, Held, Pretrained, Ranks, Training
 from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.policies import DEFAULT_POLICY, Policy
-from llmtailor.saving.any_training import AnyTraining
 from llmtailor.saving.attesting import Attestable, attest_training, parts_of
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
 from llmtailor.saving.options import ATTEST, ON_MISMATCH, Arguments, SavingArguments, SavingOptions, from_environment
 from llmtailor.saving.save import PendingSave, SaveFailed
 from llmtailor.saving.saver import PartialSaver
-from llmtailor.saving.torch_training import PlainTraining
-from llmtailor.saving.training import HasState, Held, Pretrained, Ranks, Training
 from llmtailor.saving.writing import owners_of
 from llmtailor.storage.local import as_path
 
@@ -120,7 +120,7 @@ def training_of(held: Held, loader: Loader = LOADERS[DEEPSPEED]) -> Training:
     ``loader`` names the checkpoints of an engine.
     """
     if held.engine is not None:
-        from llmtailor.saving.deepspeed import ZeroTraining
+        from llmtailor.live.deepspeed import ZeroTraining
 
         return ZeroTraining(held.engine, loader)
     assert held.model is not None and held.optimizer is not None, "without an engine"

@@ -33,15 +33,16 @@ from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.common.param_names import ModelFacts, known_model
 from llmtailor.formats.registry import display_name, index_checkpoint
+from llmtailor.live.any_training import AnyTraining
+from llmtailor.live.model import is_adapted, saved_names
+from llmtailor.live.tensors import DTYPES
+from llmtailor.live.torch_training import NamedTraining
+from llmtailor.live.training import Fragment, Held, Ranks, Training, rng_tree
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.any_training import AnyTraining
 from llmtailor.saving.around import around
-from llmtailor.saving.model import is_adapted, saved_names
 from llmtailor.saving.options import SavingOptions
-from llmtailor.saving.snapshot import DTYPES, bytes_of
-from llmtailor.saving.torch_training import NamedTraining
-from llmtailor.saving.training import Fragment, Held, Ranks, Training, rng_tree
+from llmtailor.saving.snapshot import bytes_of
 from llmtailor.training import decaying_names
 
 if TYPE_CHECKING:

@@ -30,6 +30,9 @@ from llmtailor.attestation.check import announce
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError, attempt
 from llmtailor.formats.other_optimizers import unsupported, unsupported_name
+from llmtailor.live.model import check_before_training
+from llmtailor.live.torch_training import unwrap
+from llmtailor.live.training import rng_tree
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
@@ -38,7 +41,6 @@ from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.api import FSDP1, FSDP1_FIX, AttestingCallback, SaverCallback, attestable_of, make_saver
 from llmtailor.saving.attesting import TrainerResume, callers, parts_of
 from llmtailor.saving.client_state import TrainerClient
-from llmtailor.saving.model import check_before_training
 from llmtailor.saving.options import (
     SAME_FIX,
     WHERE,
@@ -49,8 +51,6 @@ from llmtailor.saving.options import (
 )
 from llmtailor.saving.restart import resume_automatically
 from llmtailor.saving.stock_trainer import StockSaving
-from llmtailor.saving.torch_training import unwrap
-from llmtailor.saving.training import rng_tree
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -17,9 +17,9 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from llmtailor.errors import Problem, UsageError
+from llmtailor.live.deepspeed import writes_unseen
 from llmtailor.loaders.files import LATEST
 from llmtailor.saving.around import around, replaced
-from llmtailor.saving.deepspeed import writes_unseen
 from llmtailor.saving.options import stock_options
 from llmtailor.saving.stock import StockSaver, finish_before
 from llmtailor.storage.local import fsync_folder, replace_durably

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER
 from llmtailor.formats.common.lightning import OPTIMIZERS, STATE_DICT
+from llmtailor.live.training import HasState, Ranks, rng_tree
 from llmtailor.loaders.files import OPTIMIZER, is_rng_file, rng_file
 from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.loaders.rng import ACCELERATE_KEYS
-from llmtailor.saving.training import HasState, Ranks, rng_tree
 from llmtailor.saving.writing import files_of
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TargetError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.provenance import stated_attempt
+from llmtailor.live.training import Ranks, Training
 from llmtailor.loaders.files import MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark
 from llmtailor.model.parts import Part
@@ -22,7 +23,6 @@ from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import compose_newest, continues
 from llmtailor.saving.around import around
 from llmtailor.saving.save import abandon_after
-from llmtailor.saving.training import Ranks, Training
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:

@@ -32,6 +32,8 @@ from typing import Any, Protocol
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import Problem, StorageError, TailorError, Unanswered, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.live.model import Samples
+from llmtailor.live.training import Ranks, Training
 from llmtailor.model.precision import Precision
 from llmtailor.ranks.board import Pulse, StoreBoard, as_error, await_messages, from_json, merged, to_json, turns
 from llmtailor.ranks.group import check_same
@@ -39,11 +41,9 @@ from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.gc import deletable
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, LoggedSave
 from llmtailor.runs.scan import prove_step
-from llmtailor.saving.model import Samples
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import STUCK, Arena, Snapshot
 from llmtailor.saving.tiers import Finished, open_tier
-from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import Share, write_share
 from llmtailor.storage.local import replace_durably
 

@@ -27,6 +27,18 @@ from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
+from llmtailor.live.model import (
+    Drift,
+    PartChanges,
+    Samples,
+    Sums,
+    bias_correction,
+    change_of,
+    find_trained_parts,
+    weigh,
+)
+from llmtailor.live.tensors import DTYPES, storage_of
+from llmtailor.live.training import Held, Ranks, Training
 from llmtailor.model.parts import Part
 from llmtailor.model.precision import EXACT
 from llmtailor.model.roles import D24, MASTER
@@ -50,16 +62,6 @@ from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.attesting import attest_loop, attest_training
 from llmtailor.saving.client_state import ClientState
-from llmtailor.saving.model import (
-    Drift,
-    PartChanges,
-    Samples,
-    Sums,
-    bias_correction,
-    change_of,
-    find_trained_parts,
-    weigh,
-)
 from llmtailor.saving.options import SAME_FIX, SavingOptions
 from llmtailor.saving.restart import resume, trainer_state_of
 from llmtailor.saving.save import (
@@ -74,8 +76,7 @@ from llmtailor.saving.save import (
     release,
     save_error,
 )
-from llmtailor.saving.snapshot import ANY_STEP, DTYPES, Arena, Bases, Snapshot, StepBarrier, storage_of
-from llmtailor.saving.training import Held, Ranks, Training
+from llmtailor.saving.snapshot import ANY_STEP, Arena, Bases, Snapshot, StepBarrier
 from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish, sample_frozen
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import packer

@@ -27,6 +27,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.streams import Store, huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import Entry
+from llmtailor.live.tensors import DTYPES, not_compiled, storage_of
 from llmtailor.model.roles import BLOCKS, D16, D24, F24, ITEMSIZE, PACKED, Q8_ROOT, size_of
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import pack_frame
@@ -42,22 +43,6 @@ times as long, because Python starts the kernels."""
 ANY_STEP = -1
 """`LiveTensor.written_with` of a tensor that any step of the training may change"""
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
-"""torch dtype -> its name in safetensors files"""
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -681,14 +666,3 @@ class StepBarrier:
         snapshot.wait(written if written <= self._masters else None)
         if is_last:
             self._snapshot = None
-
-
-def not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that is called, and not compiled, if the optimizer's step is."""
-    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; of a DTensor, that of this rank's part."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.untyped_storage().data_ptr()

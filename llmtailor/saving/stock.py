@@ -31,6 +31,9 @@ from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
 from llmtailor.errors import StorageError, TailorError, UsageError
 from llmtailor.formats.other_optimizers import unsupported
 from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.live.tensors import DTYPES, storage_of
+from llmtailor.live.torch_training import innermost
+from llmtailor.live.training import Ranks
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import files_in, link_or_copy
 from llmtailor.saving.around import around
@@ -45,7 +48,7 @@ from llmtailor.saving.save import (
     release,
     save_error,
 )
-from llmtailor.saving.snapshot import DTYPES, LiveTensors, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.snapshot import LiveTensors, Snapshot, StepBarrier
 from llmtailor.saving.stock_mirror import StockMirror
 from llmtailor.saving.torch_save import (
     Stepped,
@@ -55,8 +58,6 @@ from llmtailor.saving.torch_save import (
     masters_of,
     stepped_storages,
 )
-from llmtailor.saving.torch_training import innermost
-from llmtailor.saving.training import Ranks
 from llmtailor.saving.writing import Share
 from llmtailor.storage.local import Lock, LockHeld, fsync_file, fsync_folder, replace_folder
 
@@ -159,7 +160,7 @@ class StockSaver:
         model: its trained params are weights that only the optimizers' steps write.
         optimizers: return the optimizers that the framework holds.
         options: how to save.
-        writes_unseen: see `saving.training.Training.writes_unseen`.
+        writes_unseen: see `live.training.Training.writes_unseen`.
         masters: return masters that the optimizers do not list; this decides the size of the host buffer only.
     """
 
@@ -235,7 +236,7 @@ class StockSaver:
         self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Mapping[str, str] | None = None
     ) -> bool:
         """Take over what ``save_file`` of safetensors would write; return False for a path outside the open save, and
-        for dtypes that `snapshot.DTYPES` lacks."""
+        for dtypes that `live.tensors.DTYPES` lacks."""
         if any(one.dtype not in DTYPES for one in tensors.values()):
             return False
         return self.add_file(path, lambda *more: lay_out_saved_tensors(more[0], tensors, metadata, *more[1:]))

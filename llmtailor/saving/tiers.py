@@ -24,12 +24,12 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.copy import Context, execute
 from llmtailor.errors import StorageError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact, bundle_name, differences_name, frozen_name, read_manifest
+from llmtailor.live.training import Ranks
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.ranks.board import StoreBoard, await_messages
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.retrying import RetryingQueue
-from llmtailor.saving.training import Ranks
 from llmtailor.saving.writing import complete
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import Files, replace_durably

@@ -18,7 +18,8 @@ from torch.serialization import location_tag
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece
 from llmtailor.containers.torch_file import TorchLayout, place_torch_blob
 from llmtailor.formats.partial.json_trees import Entry, lay_out_tensors
-from llmtailor.saving.snapshot import ANY_STEP, DTYPES, LiveTensor, LiveTensors, bytes_of, storage_of
+from llmtailor.live.tensors import DTYPES, storage_of
+from llmtailor.saving.snapshot import ANY_STEP, LiveTensor, LiveTensors, bytes_of
 
 _SMALL_BYTES = 4096
 """Storages on the CPU up to this size are copied at once: a piece of its own costs more"""

@@ -41,26 +41,16 @@ from llmtailor.formats.partial.manifest import (
     read_manifest,
 )
 from llmtailor.formats.partial.write import Bundle
+from llmtailor.live.model import is_adapted
+from llmtailor.live.tensors import DTYPES, storage_of
+from llmtailor.live.training import Constant, FrozenFile, Omitted, Ranks, StoredElsewhere, Training
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment
 from llmtailor.runs.folder import link_or_copy
-from llmtailor.saving.model import is_adapted
-from llmtailor.saving.snapshot import (
-    ANY_STEP,
-    CHANGE_EARLIER,
-    CHANGED,
-    DTYPES,
-    SOURCE,
-    Bases,
-    Keeping,
-    LiveTensors,
-    bytes_of,
-    storage_of,
-)
-from llmtailor.saving.training import Constant, FrozenFile, Omitted, Ranks, StoredElsewhere, Training
+from llmtailor.saving.snapshot import ANY_STEP, CHANGE_EARLIER, CHANGED, SOURCE, Bases, Keeping, LiveTensors, bytes_of
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.encoder import pack_frame
 from llmtailor.storage.frames import ELEMENTS, lengths_in, room_for

@@ -27,9 +27,9 @@ from helpers.commands import call
 from llmtailor.codes import Code
 from llmtailor.engine import streams
 from llmtailor.errors import PathIn, TailorError, UnsafePickle, UsageError
+from llmtailor.live.training import Ranks
 from llmtailor.saving import PartialSaving, newest_checkpoint, tiers
 from llmtailor.saving import save as shutdown
-from llmtailor.saving.training import Ranks
 from saving.loop import Loop, check_states, fold, manifests
 from trainings.alone import Alone
 from trainings.spec import Spec

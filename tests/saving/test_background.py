@@ -31,11 +31,12 @@ from llmtailor.checkpoint.layout import BLOCK_BYTES
 from llmtailor.engine import streams
 from llmtailor.errors import StorageError, UsageError
 from llmtailor.formats.partial.json_trees import lay_out_tensors
+from llmtailor.live.tensors import storage_of
+from llmtailor.live.torch_training import PlainTraining
 from llmtailor.saving import SaveFailed, SavingOptions, saver, writing
 from llmtailor.saving import save as shutdown
 from llmtailor.saving import snapshot as snapshots
-from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier, storage_of
-from llmtailor.saving.torch_training import PlainTraining
+from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier
 from llmtailor.saving.writing import Share, write_share
 from saving.loop import Disk, Loop, log_of
 from trainings.harness import start_ranks

@@ -11,7 +11,8 @@ import torch
 
 from llmtailor.errors import StorageError
 from llmtailor.formats.partial.json_trees import lay_out_tensors
-from llmtailor.saving.snapshot import GPU_ELEMENTS, Arena, LiveTensors, Snapshot, StepBarrier, pack_by_torch, storage_of
+from llmtailor.live.tensors import storage_of
+from llmtailor.saving.snapshot import GPU_ELEMENTS, Arena, LiveTensors, Snapshot, StepBarrier, pack_by_torch
 from llmtailor.storage import casts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from transformers import TrainerCallback, set_seed
 
 import llmtailor
+from llmtailor.live.training import Fragment, Held
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.saving.api import prepared, training_of
 from llmtailor.saving.attesting import parts_of
 from llmtailor.saving.callbacks import find_trainer
-from llmtailor.saving.training import Fragment, Held
 from trainings import trainer as stock
 from trainings.common import MOMENTS
 from trainings.fsdp import KINDS, Loop

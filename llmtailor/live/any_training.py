@@ -9,16 +9,16 @@ import torch
 
 from llmtailor.attestation.by_position import Positions
 from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.live.model import is_adapted, saved_names
+from llmtailor.live.tensors import DTYPES
+from llmtailor.live.torch_training import NamedTraining
+from llmtailor.live.training import describe, dominant, tied_names
 from llmtailor.loaders.files import ADAPTER
 from llmtailor.model.parts import Param
-from llmtailor.saving.model import is_adapted, saved_names
-from llmtailor.saving.snapshot import DTYPES
-from llmtailor.saving.torch_training import NamedTraining
-from llmtailor.saving.training import describe, dominant, tied_names
 
 
 class AnyTraining(NamedTraining):
-    """Implements the part of `saving.training.Training` that is attested. Raises UnsupportedCheckpoint."""
+    """Implements the part of `live.training.Training` that is attested. Raises UnsupportedCheckpoint."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         super().__init__(model, optimizer)

@@ -19,12 +19,9 @@ from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.deepspeed_common.files import STATE_KEYS, describe_shards
 from llmtailor.formats.other_optimizers import flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
-from llmtailor.loaders.loader import LOADERS, Loader
-from llmtailor.loaders.stock_fields import has_adams_options, is_muons
-from llmtailor.model.roles import BUFFER, FROZEN, MASTER
-from llmtailor.saving.model import is_adapted
-from llmtailor.saving.snapshot import DTYPES
-from llmtailor.saving.training import (
+from llmtailor.live.model import is_adapted
+from llmtailor.live.tensors import DTYPES
+from llmtailor.live.training import (
     Constant,
     Fragment,
     FrozenFile,
@@ -37,13 +34,16 @@ from llmtailor.saving.training import (
     tied_names,
     with_elements,
 )
+from llmtailor.loaders.loader import LOADERS, Loader
+from llmtailor.loaders.stock_fields import has_adams_options, is_muons
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER
 
 _WHERE = "DeepSpeed"
 _ELEMENTWISE = "use an optimizer with elementwise states, such as AdamW, Muon or Lion, or train without DeepSpeed"
 
 
 class ZeroTraining:
-    """Implements `saving.training.Training` for a DeepSpeedEngine.
+    """Implements `live.training.Training` for a DeepSpeedEngine.
 
     Raises UnsupportedCheckpoint for what it can't save.
     """

@@ -20,14 +20,9 @@ from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX, flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.weights import NAMING
-from llmtailor.loaders.files import OPTIMIZER, SCALER
-from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
-from llmtailor.model.mergekit_data import on_disk
-from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER
-from llmtailor.saving.model import Names, is_adapted, saved_names
-from llmtailor.saving.snapshot import DTYPES, not_compiled
-from llmtailor.saving.training import (
+from llmtailor.live.model import Names, is_adapted, saved_names
+from llmtailor.live.tensors import DTYPES, not_compiled
+from llmtailor.live.training import (
     Fragment,
     FrozenFile,
     HasState,
@@ -41,6 +36,11 @@ from llmtailor.saving.training import (
     tied_names,
     with_elements,
 )
+from llmtailor.loaders.files import OPTIMIZER, SCALER
+from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
+from llmtailor.model.mergekit_data import on_disk
+from llmtailor.model.parts import Param
+from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER
 
 _PEFT, _FSDP = "PEFT", "FSDP"
 
@@ -130,7 +130,7 @@ class NamedTraining:
 
 
 class PlainTraining(NamedTraining):
-    """Implements `saving.training.Training`. Raises UnsupportedCheckpoint, with every reason, for what it can't save.
+    """Implements `live.training.Training`. Raises UnsupportedCheckpoint, with every reason, for what it can't save.
 
     Under FSDP2, tensor parallelism or both, a param is a DTensor, and every rank saves its own box of it. Cut along
     dimension 0 only, the elements of a rank are adjacent. Of replicas (in a hybrid mesh, HSDP, or of params that tensor

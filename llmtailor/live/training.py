@@ -17,9 +17,9 @@ from llmtailor.checkpoint.placement import Box
 from llmtailor.containers.unpickle import QUANTIZED, Call
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
+from llmtailor.live.tensors import DTYPES
 from llmtailor.ranks.board import OwnStore, StoreBoard
 from llmtailor.ranks.group import Team
-from llmtailor.saving.snapshot import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
