@@ -26,10 +26,10 @@ from llmtailor.model.roles import (
     EXP_AVG_SQ,
     MASTER,
     WEIGHT,
-    WITH_MASTER,
     State,
     is_moment,
     is_optimizer_state,
+    is_tied_to_master,
 )
 from llmtailor.recipe import Average, Origin
 from llmtailor.recipe.resolve import Choice
@@ -253,8 +253,11 @@ def with_sums(
             mix = sources.averages.get(param)
             if mix is None:
                 continue
-            if bound := sorted(WITH_MASTER.intersection(kinds.get(param, ()))):
-                reason = f"{', '.join(bound)} is a part of the weights, so these can't be averaged", "leave them out"
+            if bound := sorted(filter(is_tied_to_master, kinds.get(param, ()))):
+                reason = (
+                    f"{', '.join(bound)} may be a copy or a part of the weights, so these can't be averaged",
+                    "leave them out",
+                )
                 unfit.setdefault(reason, []).append(param)
                 continue
             if mix.moments == RESET and keeps_as_adam(kinds.get(param, ()), target.groups[flat.group].hyper):

@@ -12,7 +12,7 @@ from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.live.model import is_adapted, saved_names
 from llmtailor.live.tensors import DTYPES
 from llmtailor.live.torch_training import NamedTraining
-from llmtailor.live.training import describe, dominant, tied_names
+from llmtailor.live.training import dominant
 from llmtailor.loaders.files import ADAPTER
 from llmtailor.model.parts import Param
 
@@ -25,9 +25,8 @@ class AnyTraining(NamedTraining):
         if self.is_sharded or any(hasattr(param, "ds_id") for param in self.model.parameters()):
             what, fix = "its params are sharded", "use an elementwise one, such as AdamW"
             raise UnsupportedCheckpoint.at(self._where, what, fix)
-        self._groups = self._find_groups()
-        self.params = describe(self.model, {name for group in self._groups for name in group})
-        self.tied = tied_names(self.model)
+        self.inventory = self._look()
+        self.params, self.tied = self.inventory.params, self.inventory.tied
         self.precision = dominant([param.dtype for param in self._live.values()])
         self._stored = self._of_adapters() if is_adapted(self.model) else None
 

@@ -15,7 +15,7 @@ import torch
 
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.checkpoint.optimizer import Slices, Vector, Whole, slice_on
-from llmtailor.errors import Problem, UnsupportedCheckpoint
+from llmtailor.errors import Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.deepspeed_common.files import STATE_KEYS, describe_shards
 from llmtailor.formats.other_optimizers import flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
@@ -25,13 +25,12 @@ from llmtailor.live.training import (
     Constant,
     Fragment,
     FrozenFile,
+    Inventory,
     Omitted,
     Ranks,
     StoredElsewhere,
-    describe,
     is_plain_tensor,
     persistent_buffers,
-    tied_names,
     with_elements,
 )
 from llmtailor.loaders.loader import LOADERS, Loader
@@ -39,6 +38,7 @@ from llmtailor.loaders.stock_fields import has_adams_options, is_muons
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER
 
 _WHERE = "DeepSpeed"
+_AT_START = "give the model all of its params before deepspeed.initialize, and keep them"
 _ELEMENTWISE = "use an optimizer with elementwise states, such as AdamW, Muon or Lion, or train without DeepSpeed"
 
 
@@ -47,6 +47,8 @@ class ZeroTraining:
 
     Raises UnsupportedCheckpoint for what it can't save.
     """
+
+    inventory = Inventory()
 
     def __init__(self, engine: Any, loader: Loader = LOADERS[DEEPSPEED]) -> None:
         self.engine = engine
@@ -62,18 +64,10 @@ class ZeroTraining:
         self._shapes: list[dict[str, tuple[int, ...]]] = [
             {name: tuple(shape) for name, shape in shapes.items()} for shapes in engine._get_zero_param_shapes()
         ]
-        trained = {name for shapes in self._shapes for name in shapes}
-        params = describe(self.model, trained)
         # the Trainer saves no frozen params of a model wrapped by PEFT
         self.has_frozen = not is_adapted(self.model)
-        self.params: Mapping[str, ParamFact] = {
-            name: fact for name, fact in params.items() if self.has_frozen or fact.role != "frozen"
-        }
-        self.tied: Mapping[str, str] = {
-            name: stored for name, stored in tied_names(self.model).items() if stored in self.params
-        }
+        self.refresh()
 
-        self._buffers = [*persistent_buffers(self.model)]
         own = (self.ranks.rank, self.ranks.world_size)
         self._frozen_file = frozen_name(*own) if self.stage == 3 else frozen_name(0, 1)
         self._steps_before: int = engine.global_steps - engine.skipped_steps
@@ -84,8 +78,44 @@ class ZeroTraining:
 
     may_skip = True
 
-    def refresh_params(self) -> bool:
-        return False  # DeepSpeed's flat tensors are laid out once
+    def refresh(self) -> str:
+        """DeepSpeed lays out its flat tensors once, but frozen params and buffers may change."""
+        inventory, last = Inventory.of(self.model, [[*shapes] for shapes in self._shapes]), self.inventory
+        if inventory == last:
+            return ""
+        self._check(inventory)
+        self.inventory = inventory
+        self.params: Mapping[str, ParamFact] = {
+            name: fact for name, fact in inventory.params.items() if self.has_frozen or fact.role != "frozen"
+        }
+        self.tied: Mapping[str, str] = {
+            name: stored for name, stored in inventory.tied.items() if stored in self.params
+        }
+        self._buffers = [*persistent_buffers(self.model)]
+        for cached in ("_named", "_about_model"):
+            self.__dict__.pop(cached, None)
+        return inventory.differs_from(last)
+
+    def _check(self, inventory: Inventory) -> None:
+        """Raise UnsupportedCheckpoint for params that DeepSpeed does not train or partition as it did at its start."""
+        problems = []
+        if gone := [name for shapes in self._shapes for name in shapes if name not in inventory.params]:
+            problems.append(Problem(_WHERE, f"it trains {some(gone)}, which the model no longer has", _AT_START))
+        unlike = [
+            f"{name} {list(inventory.params[name].shape)} instead of {list(shape)}"
+            for shapes in self._shapes
+            for name, shape in shapes.items()
+            if name in inventory.params and inventory.params[name].shape != tuple(shape)
+        ]
+        if unlike:
+            problems.append(Problem(_WHERE, f"it trains other shapes than the model has: {some(unlike)}", _AT_START))
+        late = [name for name, param in self.model.named_parameters() if not hasattr(param, "ds_id")]
+        if self.stage == 3 and late:
+            problems.append(
+                Problem(_WHERE, f"it does not partition {some(late)}, which came after its start", _AT_START)
+            )
+        if problems:
+            raise UnsupportedCheckpoint(problems)
 
     def has_stepped(self) -> bool:
         return bool(self.engine.global_steps - self.engine.skipped_steps > self._steps_before)
@@ -111,6 +141,7 @@ class ZeroTraining:
         yield from self._fragments(flats, self.params.keys())
 
     def present(self) -> Iterator[Fragment]:
+        self.refresh()
         yield from self.fragments(self.params)
         params = self._named
         for name, fact in self.params.items():

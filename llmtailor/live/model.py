@@ -20,11 +20,11 @@ import torch
 
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
-from llmtailor.live.training import Fragment, Ranks, Training, describe, tied_names
+from llmtailor.live.training import Fragment, Inventory, Ranks, Training
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.mergekit_data import naming_of, on_disk
 from llmtailor.model.parts import ModelStructure, Param, Part, SavedAs
-from llmtailor.model.roles import EXP_AVG_SQ, MASTER
+from llmtailor.model.roles import EXP_AVG_SQ, MASTER, is_moment
 from llmtailor.policies import Policy, check_policy
 
 
@@ -165,6 +165,8 @@ class TrainedModel:
     """Part -> bytes of its states, over all ranks"""
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None
     """Param -> the tensors that ``save_pretrained`` would make from it; None if unknown"""
+    always: Mapping[Part, str] = field(default_factory=dict)
+    """Parts that every save holds, and why: what shares memory must be of one step"""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -187,9 +189,16 @@ def find_trained_parts(training: Training, ranks: Ranks, experts: str | None) ->
     """
     structure, params_of = _find_parts(training.model, training.params, training.tied, experts)
     names = saved_names(training.model, training.params, training.tied)
+    shared = {name: other for one in ranks.gather({**training.inventory.shared}) for name, other in one.items()}
+    always = {
+        part: f"{name} shares memory with {shared[name]}"
+        for part, params in params_of.items()
+        for name in map(structure.stored_in, params)
+        if name in shared
+    }
     if structure.pieces:
         training = cast(Training, _InPieces(training, structure))
-    return weigh(TrainedModel(structure, params_of, {}, names), training, ranks), training
+    return weigh(TrainedModel(structure, params_of, {}, names, always), training, ranks), training
 
 
 def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel:
@@ -207,11 +216,45 @@ def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel
     return replace(model, num_bytes={part: sum(one[part] for one in results) for part in model.params_of})
 
 
+_NEAR = 0.1
+"""Relative distance"""
+
+
+def copies_of_weights(training: Training, params: Collection[str], ranks: Ranks) -> list[str]:
+    """Return the kinds of state that have the names of moments but, by a sample, values near those of the weights.
+
+    All ranks call it. Such a kind is a copy of the weights, as some optimizers keep for params in bf16.
+    """
+
+    def measure_mine() -> dict[str, tuple[float, float]]:
+        sums: dict[str, tuple[float, float]] = {}
+        masters: dict[tuple[str, int], torch.Tensor] = {}
+        for fragment in training.fragments(params):
+            place, values = (fragment.param, fragment.begin), _sample(fragment.tensor).float()
+            if fragment.kind == MASTER:
+                masters[place] = values
+            elif is_moment(fragment.kind) and fragment.shape is None and fragment.tensor.is_floating_point():
+                weights = masters[place]
+                apart, size = sums.get(fragment.kind, (0.0, 0.0))
+                squares = torch.stack([(values - weights).square().sum(), weights.square().sum()]).tolist()
+                sums[fragment.kind] = apart + squares[0], size + squares[1]
+        return sums
+
+    measured = ranks.together(measure_mine)
+    total = {
+        kind: [sum(own[kind][at] for own in measured if kind in own) for at in (0, 1)]
+        for own in measured
+        for kind in own
+    }
+    return sorted(kind for kind, (apart, size) in total.items() if apart < _NEAR**2 * size)
+
+
 def check_before_training(model: Any, policy: Policy, max_staleness: int | None, experts: str | None) -> None:
     """Check a policy for a model whose optimizer does not exist yet. Raises what `check_policy` raises."""
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    facts, tied = describe(model, trained), tied_names(model)
-    structure, params_of = _find_parts(model, facts, tied, experts)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    inventory = Inventory.of(model, [trained])
+    facts = inventory.params
+    structure, params_of = _find_parts(model, facts, inventory.tied, experts)
     numels = {name: math.prod(fact.shape) for name, fact in facts.items()}
     numels |= {name: piece.numel for name, piece in structure.pieces.items()}
     num_bytes: dict[str, int] = {

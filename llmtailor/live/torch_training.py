@@ -26,14 +26,13 @@ from llmtailor.live.training import (
     Fragment,
     FrozenFile,
     HasState,
+    Inventory,
     Omitted,
     Ranks,
-    describe,
     dominant,
     is_plain_tensor,
     is_quantized,
     persistent_buffers,
-    tied_names,
     with_elements,
 )
 from llmtailor.loaders.files import OPTIMIZER, SCALER
@@ -48,8 +47,9 @@ _PEFT, _FSDP = "PEFT", "FSDP"
 class NamedTraining:
     """What a model and its optimizer hold, by the names of the model."""
 
-    params: Mapping[str, ParamFact] = {}
-    tied: Mapping[str, str] = {}
+    params: Mapping[str, ParamFact]
+    tied: Mapping[str, str]
+    inventory = Inventory()
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = unwrap(model), innermost(optimizer)
@@ -58,6 +58,15 @@ class NamedTraining:
         self._live: dict[str, torch.nn.Parameter] = {}
         """The params by name, as of the last `_find_groups`"""
         self._groups: list[list[str]] = []
+
+    def _look(self) -> Inventory:
+        """Return what model and optimizer are now."""
+        # after a forward without backward, the model has unsharded params in their place
+        for module in self.model.modules() if self.is_sharded else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self._groups = self._find_groups()
+        return Inventory.of(self.model, self._groups)
 
     def _find_groups(self) -> list[list[str]]:
         """Return the params of the optimizer's groups. Raises UnsupportedCheckpoint for one that the model lacks."""
@@ -158,26 +167,20 @@ class PlainTraining(NamedTraining):
             raise UnsupportedCheckpoint.at(self._where, "it is not a torch.optim.Optimizer", UNSAVED_FIX)
         self.scaler = scaler
         self.ranks = Ranks.here()
-        self.refresh_params()
+        self.refresh()
         self.precision = dominant([param.dtype for param in self.model.parameters()])
         self._num_steps = 0
         self.optimizer.register_step_post_hook(not_compiled(self._count))
 
-    def refresh_params(self) -> bool:
-        # after a forward without backward, the model has unsharded params in their place
-        for module in self.model.modules() if self.is_sharded else ():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        known = self._find_groups()
-        has_changed, self._groups = known != self._groups, known
-        if has_changed:
-            params = describe(self.model, {name for group in known for name in group})
-            self.params, self.tied = params, tied_names(self.model)
-            if is_adapted(self.model):  # a resume reads only the adapter, not the base model
-                saved = saved_names(self.model, params, self.tied)
-                self.params = _check_adapter(self.model, params, saved)
-                self.tied = {}
-        return has_changed
+    def refresh(self) -> str:
+        last, self.inventory = self.inventory, self._look()
+        if self.inventory == last:
+            return ""
+        self.params, self.tied = self.inventory.params, self.inventory.tied
+        if is_adapted(self.model):  # a resume reads only the adapter, not the base model
+            saved = saved_names(self.model, self.params, self.tied)
+            self.params, self.tied = _check_adapter(self.model, self.params, saved), {}
+        return self.inventory.differs_from(last)
 
     def has_stepped(self) -> bool:
         return self._num_steps > 0
@@ -216,7 +219,7 @@ class PlainTraining(NamedTraining):
         yield from (self._fragment(name, MASTER, at, self._live[name]) for name, at in self._mine(trained))
 
     def present(self) -> Iterator[Fragment]:
-        self.refresh_params()
+        self.refresh()
         yield from super().present()
 
     def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:

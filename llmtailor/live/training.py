@@ -12,10 +12,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from llmtailor.checkpoint.placement import Box
 from llmtailor.containers.unpickle import QUANTIZED, Call
-from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.errors import UnsupportedCheckpoint, some
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.live.tensors import DTYPES
 from llmtailor.ranks.board import OwnStore, StoreBoard
@@ -121,6 +122,41 @@ class Held:
         return None if is_engines else self.scheduler
 
 
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a save needs to know of a live model: it is made again at each save, and compared with the last one."""
+
+    params: Mapping[str, ParamFact] = field(default_factory=dict)
+    """Params and persistent buffers, in the order of the model; under ZeRO-3 with the shapes before partitioning"""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Additional name of a param or buffer -> the name that it is stored under"""
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Trained param whose memory is also that of another param or buffer, by other means than ``tied`` -> the other"""
+    groups: Sequence[Sequence[str]] = ()
+    """The params of each param group of the optimizer"""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Inventory:
+        """Raises UnsupportedCheckpoint for a dtype that safetensors files don't have."""
+        trained = {name for group in groups for name in group}
+        params = describe(model, trained)
+        overlaps = find_overlaps({**dict(model.named_parameters()), **persistent_buffers(model)})
+        return cls(params, tied_names(model), {a: b for a, b in overlaps.items() if a in trained}, groups)
+
+    def differs_from(self, last: Inventory) -> str:
+        """Return how it differs from an earlier one, for a message; empty if it does not."""
+        both = [name for name in self.params if name in last.params]
+        unlike = {
+            "new": [name for name in self.params if name not in last.params],
+            "gone": [name for name in last.params if name not in self.params],
+            "another shape, dtype or role": [name for name in both if self.params[name] != last.params[name]],
+            "tied otherwise": sorted({name for name, _ in self.tied.items() ^ last.tied.items()}),
+            "sharing memory otherwise": sorted({name for name, _ in self.shared.items() ^ last.shared.items()}),
+        }
+        texts = [f"{what}: {some(names)}" for what, names in unlike.items() if names]
+        return "; ".join(texts) or ("param groups" if self != last else "")
+
+
 class Pretrained(Protocol):
     """A tokenizer, processor or config of transformers, or anything that saves itself into a folder."""
 
@@ -138,8 +174,9 @@ class Training(Protocol):
     """Dtype of the weights in the forward pass"""
     rounds_masters: bool
     """Whether these are masters rounded to ``precision``, and not the masters themselves"""
+    inventory: Inventory
     params: Mapping[str, ParamFact]
-    """Params and persistent buffers, in the order of the model"""
+    """Params and persistent buffers, in the order of the model; without what PEFT does not save"""
     tied: Mapping[str, str]
 
     @property
@@ -150,8 +187,11 @@ class Training(Protocol):
     def may_skip(self) -> bool:
         """Whether a step of the training may leave out the optimizer's: fp16 training does, if gradients overflow."""
 
-    def refresh_params(self) -> bool:
-        """Return whether the set of trained params has changed since the last call; ``params`` has the new one."""
+    def refresh(self) -> str:
+        """Look at the model and the optimizer again; return what has changed of the `Inventory` since the last call.
+
+        Raises UnsupportedCheckpoint for a change that can't be saved.
+        """
 
     def has_state(self) -> bool:
         """Return whether the optimizer has made its states. Raises UnsupportedCheckpoint if they can't be saved."""
@@ -283,6 +323,31 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
         if stored != name:
             tied[name] = stored
     return tied
+
+
+def find_overlaps(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return each tensor that has bytes of memory in common with another one, and the name of such another one.
+
+    Of a tensor with gaps between its elements, the bytes in the gaps count, too.
+    """
+    spans = []
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel() and local.layout == torch.strided and (begin := local.data_ptr()):
+            steps = zip(local.shape, local.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            spans.append((str(local.device), begin, begin + (last + 1) * local.element_size(), name))
+    overlaps: dict[str, str] = {}
+    reaching = ("", 0, 0, "")
+    """The one of those before that ends last"""
+    for span in sorted(spans):
+        device, begin, end, name = span
+        if device == reaching[0] and begin < reaching[2]:
+            overlaps[name] = reaching[3]
+            overlaps.setdefault(reaching[3], name)
+        if device != reaching[0] or end > reaching[2]:
+            reaching = span
+    return overlaps
 
 
 def dominant(dtypes: Sequence[torch.dtype]) -> torch.dtype:

@@ -326,9 +326,19 @@ FLOATING = frozenset(("F64", "F32", "F16", "BF16", F24))
 _NO_MOMENTS = frozenset((MASTER, WEIGHT, MODULE, FROZEN, BUFFER))
 
 
-WITH_MASTER = frozenset(("z", "kahan_comp", "compensation", "error_bits"))
-"""States of optimizers that are a part of the master's value, so that they never come from another step than it: the
-point that schedule-free optimizers move, and low bits of sums (optimi, AnyPrecisionAdamW, FlashAdamW)"""
+MOMENTS = frozenset(
+    (
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
+        *("square_avg", "grad_avg", "acc_delta", "sum", "prev", "step_size", "mean_square"),
+        *("exp_avg_diff", "prev_grad"),  # Adan
+        *("row_var", "col_var", "variance", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"),
+        *("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2", "unorm_vec"),  # bitsandbytes
+        *("m", "v", "vmean", "v_mean"),  # Adam-mini, and many of one file
+    )
+)
+"""What optimizers keep of past gradients. From an earlier step than the master, it only changes the next updates. Any
+other state may be a copy or a part of the weights: the masters of Transformer Engine, the slow weights of Lookahead,
+``z`` of schedule-free optimizers, low bits of sums (optimi, AnyPrecisionAdamW, FlashAdamW)."""
 
 
 def is_optimizer_state(kind: str) -> bool:
@@ -337,8 +347,16 @@ def is_optimizer_state(kind: str) -> bool:
 
 
 def is_moment(kind: str) -> bool:
-    """Return whether it is one that may be of another step than the master: a running mean, or the like."""
-    return kind not in _NO_MOMENTS and kind not in WITH_MASTER
+    """Return whether this kind is a moment, which may come from another step than the master weight.
+
+    Of a quantized state, ``kind`` names an inner tensor: ``exp_avg.codes``.
+    """
+    return kind.partition(".")[0] in MOMENTS
+
+
+def is_tied_to_master(kind: str) -> bool:
+    """Return whether this kind is a state of the optimizer that must be of the same step as the master weight."""
+    return is_optimizer_state(kind) and not is_moment(kind)
 
 
 class State(NamedTuple):  # which hashes several times faster than a dataclass

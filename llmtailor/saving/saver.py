@@ -34,6 +34,7 @@ from llmtailor.live.model import (
     Sums,
     bias_correction,
     change_of,
+    copies_of_weights,
     find_trained_parts,
     weigh,
 )
@@ -62,6 +63,7 @@ from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.attesting import attest_loop, attest_training
 from llmtailor.saving.client_state import ClientState
+from llmtailor.saving.frozen import FrozenParams
 from llmtailor.saving.options import SAME_FIX, SavingOptions
 from llmtailor.saving.restart import resume, trainer_state_of
 from llmtailor.saving.save import (
@@ -77,7 +79,7 @@ from llmtailor.saving.save import (
     save_error,
 )
 from llmtailor.saving.snapshot import ANY_STEP, Arena, Bases, Snapshot, StepBarrier
-from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish, sample_frozen
+from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import packer
 from llmtailor.storage.local import as_path
@@ -112,8 +114,8 @@ class _Vote:
     in_flight: tuple[str, ...]
     """The ids of the saves that are not done"""
 
-    has_changed: bool
-    """Whether the set of trained params has changed"""
+    has_changed: str
+    """What has changed of the model since the last save; empty if nothing has"""
     has_state: bool
     sums: Sums
     previous: str
@@ -191,10 +193,12 @@ class PartialSaver:
         """The saves in progress, oldest first"""
         self._reports: list[SaveReport] = []
         self._newest: SaveReport | None = None
-        self._frozen: Mapping[str, int] = sample_frozen(self.training.frozen())
+        self._frozen = FrozenParams(self.training.frozen())
         self._has_moved = False
         """Whether frozen params have changed, and the cost was logged"""
         self._is_weighed = self._has_state = all(self.ranks.together(training.has_state))
+        self._copies: Sequence[str] | None = None
+        """States with the names of moments that are copies of the weights; None until the first save"""
         self._begun_at: int | None = None
         """The step that training began at, if `start` was called"""
         self.ranks.together(lambda: check_trees(self._trees(None)))
@@ -401,13 +405,18 @@ class PartialSaver:
             if any(vote.previous == _STUCK for vote in votes):
                 logger.warning("step %d: save skipped: the previous save %s", step, _STUCK)
                 return None
-        if any(vote.has_changed for vote in votes):
-            self._forget()
+        if changes := [vote.has_changed for vote in votes if vote.has_changed]:
+            self._forget(changes[0])
         if not all(vote.has_state for vote in votes):
             logger.warning("step %d: save skipped: the optimizer has not made a step yet", step)
             return None
         if not self._is_weighed:
             self.model, self._is_weighed = weigh(self.model, self.training, self.ranks), True
+        if self._copies is None:
+            self._copies = copies_of_weights(self.training, self.model.names_in(self.model.parts), self.ranks)
+            if self._copies and self.ranks.is_first:
+                what = "%s of the optimizer is a copy of the weights: each save that holds masters holds it, too"
+                logger.warning(what, ", ".join(self._copies))
         return first.save_id, change_of([vote.sums for vote in votes])
 
     def _wait_for(self, save_ids: Collection[str]) -> None:
@@ -421,7 +430,7 @@ class PartialSaver:
             previous = _STUCK
         elif len(self._flights) >= self.options.in_flight:
             previous = "is still being written"
-        has_changed, has_state = self.training.refresh_params(), self._look_for_state()
+        has_changed, has_state = self.training.refresh(), self._look_for_state()
         sums: Sums = {}
         if has_state and not has_changed:
             fragments = self.training.fragments(self.drift.part_of.keys())
@@ -488,13 +497,12 @@ class PartialSaver:
                 trees=self._trees(rng),
                 ranks=self.ranks,
                 before=self._before,
-                seen=self._frozen,
+                frozen_params=self._frozen,
                 precision=self.precision,
                 bases=self._bases,
                 based=self.model.names_in([part for part in choice.masters if part in self._based]),
                 pieces=self.model.structure.pieces,
             )
-            self._frozen = share.samples
             report = replace(
                 work.report,
                 parts={str(part): why for part, why in choice.parts.items()},
@@ -538,6 +546,13 @@ class PartialSaver:
             expected_loss=changes.expected_loss if self.policy.needs_drift else None,
         )
         choice = choose(self.policy, situation, self.max_staleness)
+        always = dict(model.always)
+        if self._copies:
+            always |= dict.fromkeys(choice.masters, "the optimizer keeps a copy of the weights")
+        if always.keys() - choice.parts.keys():
+            reasons = {**always, **choice.parts}
+            parts = {part: reasons[part] for part in model.parts if part in reasons}
+            choice = replace(choice, parts=parts, masters=tuple(part for part in choice.masters if part not in parts))
         for problem in choice.problems if self.ranks.is_first else ():
             logger.warning("%s", problem)
         return choice
@@ -605,9 +620,9 @@ class PartialSaver:
     def _new_id(self) -> str:
         return self.ranks.from_first(uuid.uuid4().hex[:12])
 
-    def _forget(self) -> None:
-        """Continue with another set of trained params, which no earlier save covers."""
-        logger.warning("the set of trained params has changed; the next save holds every part")
+    def _forget(self, what: str) -> None:
+        """Continue with a model that has changed, which no earlier save covers."""
+        logger.warning("the model has changed: %s; this save holds every part", what)
         self.model, self.training = find_trained_parts(self.live, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
         self._based = {}

@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -43,21 +43,19 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.formats.partial.write import Bundle
 from llmtailor.live.model import is_adapted
 from llmtailor.live.tensors import DTYPES, storage_of
-from llmtailor.live.training import Constant, FrozenFile, Omitted, Ranks, StoredElsewhere, Training
+from llmtailor.live.training import Constant, Omitted, Ranks, StoredElsewhere, Training
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment
 from llmtailor.runs.folder import link_or_copy
-from llmtailor.saving.snapshot import ANY_STEP, CHANGE_EARLIER, CHANGED, SOURCE, Bases, Keeping, LiveTensors, bytes_of
+from llmtailor.saving.frozen import FrozenParams
+from llmtailor.saving.snapshot import ANY_STEP, SOURCE, Bases, Keeping, LiveTensors, bytes_of
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.encoder import pack_frame
 from llmtailor.storage.frames import ELEMENTS, lengths_in, room_for
 from llmtailor.storage.local import fsync_folder, replace_durably
-
-_SAMPLES = 1 << 20
-"""Bytes sampled from each frozen param to detect changes since it was written"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +78,8 @@ class Share:
     """Files that are the same as in the previous save"""
     live: LiveTensors
     check: Callable[[], None]
-    """Called once the frozen params are copied; raises StorageError if they have changed meanwhile."""
-    samples: Mapping[str, int] = field(default_factory=dict)
-    """Checksums of samples of the frozen params; see `sample_frozen`"""
+    """Called once the frozen params are copied, or before their file is linked to; raises StorageError if they have
+    changed without being seen."""
     moving: tuple[str, ...] = ()
     """Frozen params in ``files`` that training changes at unknown times"""
     before: Path | None = None
@@ -104,7 +101,7 @@ def lay_out_share(
     trees: Mapping[str, Any],
     ranks: Ranks,
     before: Path | None,
-    seen: Mapping[str, int],
+    frozen_params: FrozenParams,
     precision: Precision = EXACT,
     bases: Bases | None = None,
     based: Collection[str] = (),
@@ -114,10 +111,10 @@ def lay_out_share(
     object trees of stock files by path; and its frozen params unless the previous save, ``before``, has the same.
 
     These names may be those of ``pieces`` that the training has fragments of (`model.find_trained_parts`).
-    A sample decides whether frozen params have changed, because training changes all elements of a param; ``seen`` are
-    those of the last save, or of the beginning. ``based`` are params of ``masters`` that are stored as differences from
-    what ``bases`` has, which also gets what is saved of ``params``. Small tensors are copied at once, because training
-    may change them at any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not hold.
+    ``frozen_params`` decides whether they have changed. ``based`` are params of ``masters`` that are stored as
+    differences from what ``bases`` has, which also gets what is saved of ``params``. Small tensors are copied at once,
+    because training may change them at any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not
+    hold.
     """
     live, bundle = LiveTensors(), Bundle(bundle_name(ranks.rank, ranks.world_size))
     written_with: dict[str, int] = {}
@@ -173,10 +170,9 @@ def lay_out_share(
         "world_size": str(ranks.world_size),
     }
     files, linked, frozen = [bundle.lay_out(facts)], [], training.frozen()
-    samples = sample_frozen(frozen)
-    moving: tuple[str, ...] = ()
+    digests, moving = frozen_params.look(frozen)
     if frozen:
-        fingerprint = f"{crc32(to_text(samples).encode()):08x}"
+        fingerprint = f"{crc32(to_text(digests).encode()):08x}"
         if before is not None and (fact := _known(before, frozen.name, fingerprint)) is not None:
             linked.append(fact)
         else:
@@ -185,15 +181,14 @@ def lay_out_share(
             places = {key: asdict(at) if isinstance(at, Box) else at for key, at in frozen.begin.items()}
             about |= {"begin": to_text(places)} if places else {}
             files.insert(0, lay_out_tensors(frozen.name, entries, about))
-            moving = tuple(key for key, sample in samples.items() if seen.get(key, sample) != sample)
 
     def check() -> None:
-        if len(files) > 1 and sample_frozen(frozen) != samples:
-            raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
+        if frozen is not None:
+            frozen_params.check(frozen, digests, is_copied=not linked)
 
     path = differences_name(ranks.rank, ranks.world_size)
     more = lay_out_compressed(path, facts, compressed) if compressed else None
-    return Share(tuple(files), tuple(linked), live, check, samples, moving, before, more)
+    return Share(tuple(files), tuple(linked), live, check, moving, before, more)
 
 
 def lay_out_compressed(
@@ -218,6 +213,8 @@ def write_share(
 
     Raises OSError, or StorageError.
     """
+    if share.linked:
+        share.check()
     source = Keeping(share.live, store or share.live)
     context = Context(
         stores={SOURCE: source},
@@ -412,17 +409,6 @@ def _known(before: Path, name: str, fingerprint: str) -> BundleFact | None:
     except SourceError:
         return None
     return listed.get(name) if header.metadata.get("fingerprint") == fingerprint else None
-
-
-def sample_frozen(frozen: FrozenFile | None) -> dict[str, int]:
-    """Return the CRC-32 of a sample of each frozen param, by the keys of its file: another one if the param changes."""
-    samples = {}
-    for key, tensor in sorted(frozen.tensors.items()) if frozen is not None else ():
-        flat = tensor.detach().reshape(-1)
-        stride = max(1, flat.numel() * flat.element_size() // _SAMPLES)
-        sample = flat[::stride].to("cpu").contiguous()
-        samples[key] = crc32(bytes_of(sample), crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode()))
-    return samples
 
 
 def carried_files(owners: Collection[Any]) -> Callable[[], Mapping[str, bytes]]:

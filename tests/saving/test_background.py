@@ -355,7 +355,7 @@ def test_a_frozen_param_that_moves_first_while_it_is_copied_costs_one_save(loop,
     save = run.save()
     run.update_teacher()
     run.train()
-    with pytest.raises(SaveFailed, match="a tensor changed outside optimizer"):
+    with pytest.raises(SaveFailed, match="frozen params changed outside optimizer"):
         save.wait(60)
     run.save().wait(60)
     assert run.saves == [2]
