@@ -22,10 +22,11 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from llmtailor.attestation.compare import OFF, Attestation
 from llmtailor.checkpoint.lineage import Past
+from llmtailor.containers.json import read_json
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.integrations.attested import announce_or_leave, attest_and_end, forget, task
 from llmtailor.live.training import Held
-from llmtailor.loaders.files import CKPT
+from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.scan import compose_newest
@@ -33,7 +34,6 @@ from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, 
 from llmtailor.saving.attesting import attest_loop, attest_training
 from llmtailor.saving.client_state import LightningClient
 from llmtailor.saving.options import SavingArguments, SavingOptions, resume_options
-from llmtailor.saving.restart import trainer_state_of
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:
@@ -142,7 +142,9 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
             path = Path(str(ckpt_path))
             folder = path.parent if path.name == CKPT else path
             assert self.saver is not None
-            return self.saver.ranks.on_first(lambda: trainer_state_of(folder)) or {CALLBACKS: self._loaded}
+            state = folder / TRAINER_STATE
+            content = self.saver.ranks.on_first(lambda: read_json(state, f"{state}") if state.is_file() else {})
+            return content or {CALLBACKS: self._loaded}
         if not step:  # a training from scratch, maybe by another Trainer with the same callback
             return None
         return {CALLBACKS: {MARK: self._mark}} if self._mark else None  # of an earlier `fit` of the same Trainer

@@ -31,6 +31,7 @@ from llmtailor.live.training import (
     StoredElsewhere,
     is_plain_tensor,
     persistent_buffers,
+    why_not_storable,
     with_elements,
 )
 from llmtailor.loaders.loader import LOADERS, Loader
@@ -227,6 +228,8 @@ class ZeroTraining:
             known = flattened(states.get(flat_id, {}))
             kinds = with_elements(known)
             for kind, value in known.items():
+                if why := why_not_storable(kind):
+                    raise UnsupportedCheckpoint.at(_WHERE, f"the optimizer's state {kind} {why}", _ELEMENTWISE)
                 is_flat = kind not in kinds or (
                     is_plain_tensor(value) and value.is_floating_point() and value.numel() >= master.numel()
                 )

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llmtailor.balance import deal
 from llmtailor.checkpoint.index import FSDP
-from llmtailor.checkpoint.optimizer import SAVED_NAMES
+from llmtailor.checkpoint.optimizer import NAME_KEYS, SAVED_NAMES
 from llmtailor.checkpoint.placement import Box
 from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX, flattened, is_storable, unsupported
@@ -33,10 +33,11 @@ from llmtailor.live.training import (
     is_plain_tensor,
     is_quantized,
     persistent_buffers,
+    why_not_storable,
     with_elements,
 )
 from llmtailor.loaders.files import OPTIMIZER, SCALER
-from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
+from llmtailor.loaders.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
 from llmtailor.model.mergekit_data import on_disk
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER
@@ -67,6 +68,11 @@ class NamedTraining:
                 module.reshard()
         self._groups = self._find_groups()
         return Inventory.of(self.model, self._groups)
+
+    @property
+    def _options(self) -> dict[str, Mapping[str, Any]]:
+        """The options of each trained param"""
+        return {name: options for names, options in self.groups() for name in names}
 
     def _find_groups(self) -> list[list[str]]:
         """Return the params of the optimizer's groups. Raises UnsupportedCheckpoint for one that the model lacks."""
@@ -277,14 +283,14 @@ class PlainTraining(NamedTraining):
         """
         state, param = self._saved(name), self._live[name]
         if not state:
-            return {
-                kind: (torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
-                if kind == "step"
-                else torch.zeros_like(param)
-                for kind, value in like.items()
-            }
+            zeros: dict[str, Any] = (
+                {kind: torch.zeros_like(param) for kind in adams_first_kinds(self._options[name])} if like else {}
+            )
+            if "step" in like:
+                zeros["step"] = torch.zeros_like(step) if isinstance(step := like["step"], torch.Tensor) else 0
+            return zeros
         for kind, value in state.items():
-            if why := self._why_not(name, value):
+            if why := why_not_storable(kind) or self._why_not(name, value):
                 raise UnsupportedCheckpoint.at(self._where, f"its state {kind} of {name} {why}", UNSAVED_FIX)
         return state
 
@@ -313,9 +319,16 @@ class PlainTraining(NamedTraining):
         return {
             "state": {number: Omitted.all_of(state) for number, state in states.items() if state},
             "param_groups": [
-                {**group, SAVED_NAMES: list(names)} for group, names in zip(groups, self._groups, strict=True)
+                {**self._renamed(group, names), SAVED_NAMES: list(names)}
+                for group, names in zip(groups, self._groups, strict=True)
             ],
         }
+
+    def _renamed(self, group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """Return a group with the current names of its params in place of old ones: a loop may have moved params."""
+        old = {key: group[key] for key in NAME_KEYS if isinstance(group.get(key), (list, tuple))}
+        stale = [key for key, has in old.items() if len(has) != len(names) or not self._live.keys().isdisjoint(has)]
+        return {**group, **{key: list(names) for key in stale}}
 
 
 def _check_adapter(model: Any, params: Mapping[str, ParamFact], saved: Names | None) -> dict[str, ParamFact]:

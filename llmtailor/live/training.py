@@ -19,6 +19,7 @@ from llmtailor.containers.unpickle import QUANTIZED, Call
 from llmtailor.errors import UnsupportedCheckpoint, some
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.live.tensors import DTYPES
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT
 from llmtailor.ranks.board import OwnStore, StoreBoard
 from llmtailor.ranks.group import Team
 
@@ -281,6 +282,16 @@ def with_elements(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             tensors[kind] = one
     has_dims = any(one.dim() for one in tensors.values())
     return {kind: one for kind, one in tensors.items() if one.dim() or not has_dims}
+
+
+_RESERVED = {MASTER, WEIGHT, MODULE, FROZEN, BUFFER, "tree", "padding"}
+
+
+def why_not_storable(kind: object) -> str | None:
+    """Return why no checkpoint can hold a state of this name beside llmtailor's own kinds; None if it can."""
+    if not isinstance(kind, str) or not kind or "/" in kind or not kind.isprintable():
+        return "has a name that can't be saved: it must be printable text without a slash"
+    return "has a name that llmtailor uses for something else: give it another name" if kind in _RESERVED else None
 
 
 def is_quantized(value: Any) -> bool:

@@ -269,6 +269,11 @@ def keeps_as_adam(kinds: Collection[str], options: Collection[str]) -> bool:
     return ADAM_KINDS.issuperset(kinds) and ({"exp_avg", "exp_avg_sq"} <= {*kinds} or has_adams_options(options))
 
 
+def adams_first_kinds(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of state, all zeros, that Adam gives a param with its first gradient, by its group's options."""
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options.get("amsgrad") else ()))
+
+
 def has_adams_options(options: Collection[str]) -> bool:
     """Whether param groups have options that only torch's and DeepSpeed's Adam have together."""
     return "betas" in options and ("bias_correction" in options or {"amsgrad", "fused"} <= {*options})

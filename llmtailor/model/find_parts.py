@@ -152,7 +152,8 @@ def find_parts(
     return find_parts_by_name(names, tied, numels, hints) if hints else structure
 
 
-_OWN = re.compile(r"(?:.+\.)?experts\.([0-9]{1,5})\..+")
+_OWN = re.compile(r"(?:.+\.)?[0-9]+\.(?:.+\.)?experts\.([0-9]{1,5})\..+")
+"""Below a layer: modules outside of layers may be called experts, too, and be tied to something in one"""
 _FUSED = re.compile(r"((?:.+\.)?experts)\.([^.]+)")
 _MOST = 4096
 """More experts than any layer has; a hostile file may claim more"""

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtailor.checkpoint.lineage import Ledger, Past, lost_parts
-from llmtailor.containers.json import read_json
-from llmtailor.errors import SourceError, TargetError
+from llmtailor.errors import TargetError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.live.training import Ranks, Training
-from llmtailor.loaders.files import MANIFEST, TRAINER_STATE
+from llmtailor.loaders.files import MANIFEST
 from llmtailor.loaders.trainer_state import read_mark
 from llmtailor.model.parts import Part
 from llmtailor.ranks.board import as_error, await_messages, from_json, to_json
@@ -87,21 +86,13 @@ def resume_automatically(trainer: Trainer, also: Sequence[str | Path] = ()) -> N
         return train(given, *args, **kwargs)
 
 
-def trainer_state_of(resumed_from: str | Path | Mapping[str, object] | None) -> Mapping[str, Any] | None:
-    """Return the content of the ``trainer_state.json`` of a checkpoint; empty if there is no such file."""
-    if resumed_from is None or isinstance(resumed_from, Mapping):
-        return resumed_from
-    path = as_path(resumed_from) / TRAINER_STATE
-    return read_json(path, f"{path}") if path.is_file() else {}
-
-
 def resume(
     folder: RunFolder,
     training: Training,
     parts: Collection[Part],
     step: int,
     lineage: str,
-    trainer_state: Mapping[str, Any] | None,
+    resumed_from: str | Path | Mapping[str, object] | None,
     is_retry: bool,
 ) -> tuple[Ledger, Path | None]:
     """Start an attempt at a step: record it, and move aside the checkpoints that it abandons.
@@ -109,9 +100,9 @@ def resume(
     Return its ledger before its first save, which without a record to continue holds only the past, and the partial
     checkpoint at this step that it continues, if any.
 
-    ``parts`` are those that it saves. ``trainer_state`` is the content of the ``trainer_state.json`` of the checkpoint
-    resumed from; None means the run's newest checkpoint at that step. ``is_retry``: what is there is of earlier
-    attempts of the same training.
+    ``parts`` are those that it saves. ``resumed_from`` is a checkpoint, or the content of its ``trainer_state.json``;
+    None means the run's newest checkpoint at that step. ``is_retry``: what is there is of earlier attempts of the same
+    training.
 
     Raises TargetError if training starts from scratch where another run has saved, SourceError for a damaged record of
     attempts, StorageError.
@@ -127,7 +118,12 @@ def resume(
         )
         raise TargetError.at(folder.partial, what, fix)
     before = there.get(step)
-    if before is not None and _is_same_save(before, step, trainer_state):
+    stated = None
+    if isinstance(resumed_from, Mapping):
+        stated = read_mark(resumed_from, step)
+    elif resumed_from is not None:
+        stated = stated_attempt(as_path(resumed_from))
+    if before is not None and (resumed_from is None or stated_attempt(before) == stated):
         manifest = read_manifest(before, before.name)
         saved = Ledger.from_json(manifest.ledger, before.name)
         ledger = saved.resumed(lineage, step)
@@ -138,25 +134,14 @@ def resume(
             logger.warning(what, before.name)
             ledger = Ledger(lineage, ledger.history)
     else:
-        full = folder.run / f"checkpoint-{step}"
-        stated = stated_attempt(full) if trainer_state is None else read_mark(trainer_state, step)
+        if resumed_from is None:
+            stated = stated_attempt(folder.run / f"checkpoint-{step}")
         before = None
         ledger = Ledger(lineage, {**stated.history, stated.lineage: step} if stated else {})
     folder.record_attempt(Past(step, ledger.lineage, ledger.history))
     _set_aside(folder, step, before)
     abandon_after(folder.partial, step)
     return ledger, before
-
-
-def _is_same_save(path: Path, step: int, trainer_state: Mapping[str, Any] | None) -> bool:
-    """Return whether the partial checkpoint at the step belongs to the attempt that was resumed from."""
-    if trainer_state is None:
-        return True
-    try:
-        saved = read_json(path / TRAINER_STATE, f"{path.name}/{TRAINER_STATE}")
-    except SourceError:
-        return False
-    return read_mark(saved, step) == read_mark(trainer_state, step)
 
 
 def _set_aside(folder: RunFolder, step: int, before: Path | None) -> None:

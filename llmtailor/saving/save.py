@@ -22,16 +22,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import Problem, StorageError, TailorError, Unanswered, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.formats.registry import index_checkpoint
 from llmtailor.live.model import Samples
 from llmtailor.live.training import Ranks, Training
 from llmtailor.model.precision import Precision
@@ -131,12 +133,16 @@ class RunRecord:
         self.keep_composable = options.keep_composable
         self.is_begun = False
         """Whether the attempt is recorded"""
-        self.is_proven = False
-        """Whether a save of this process was found to be composable, or was reported not to be"""
+        self.is_composable = True
+        """Whether the run can be composed with the last save that was tested; rank 0 knows"""
         self.linked: Callable[[], Collection[Path]] = tuple
         """Returns the earlier saves that those in progress take files of"""
         self._carried = carried
         self._proof: threading.Thread | None = None
+        self._indexes: dict[Path, CheckpointIndex] = {}
+        """Of the saves that were tested"""
+        self.planned: set[Hashable] = set()
+        """The choices of parts whose composites were planned; of others like them, the indexes are compared"""
 
     def begin(self, work: PartialWork) -> None:
         """Make the folder of a save; record the attempt of a loop that did not call `PartialSaver.start`."""
@@ -168,7 +174,7 @@ class RunRecord:
 
     def published(self, work: PartialWork, report: SaveReport) -> None:
         """Log a save, and delete what is no longer needed; copy it first if there is a second tier."""
-        line, retire = report.to_json(), partial(self._retire, work.ledger)
+        line, retire = report.to_json(), partial(self._retire, work.ledger, report)
         if self.copier is not None:
             self.copier.add(Finished(report.step, work.save_id, work.began, line, retire))
         elif self.ranks.is_first:
@@ -186,33 +192,44 @@ class RunRecord:
             self._proof.join()
         self.folder.unlock()
 
-    def _prove(self, step: int) -> None:
+    def _prove(self, step: int, choice: Hashable) -> None:
         """Plan a composite; log an error if that fails. Training continues: what is saved may still be of use."""
-        there = self.folder.complete().keys()
+        there = self.folder.complete()
+        self._indexes = {path: index for path, index in self._indexes.items() if path in there.values()}
         try:
-            prove_step(self.folder.run, step)
+            prove_step(self.folder.run, step, self._index, plans=choice not in self.planned)
+            self.is_composable = True
+            self.planned.add(choice)
         except (OSError, StorageError, Unanswered) as error:
             logger.info("could not check whether step %d can be composed: %s", step, error)
         except Exception as error:
-            if there - self.folder.complete().keys():  # deleted meanwhile; the next save is tested
+            if there.keys() - self.folder.complete().keys():  # deleted meanwhile; the next save is tested
                 return
             logger.error(
-                "the save at step %d is complete, but can't be composed into a checkpoint: %s. Training and saving "
-                "continue; also keep full checkpoints until this is solved",
+                "the save at step %d is complete, but can't be composed into a checkpoint: %s. Training continues, and "
+                "the next save holds every part; also keep full checkpoints until this is solved",
                 step,
                 error,
                 exc_info=None if isinstance(error, TailorError) else error,
             )
             self.append({"step": step, "not_composable": str(error)})
-        self.is_proven = True
+            self.is_composable = False
 
-    def _retire(self, ledger: Ledger) -> list[int]:
-        """Prove the first save to be composable, in a thread; delete checkpoints that are no longer needed.
+    def _index(self, path: Path) -> CheckpointIndex:
+        """Return the index of a checkpoint, which does not change."""
+        if path not in self._indexes:
+            self._indexes[path] = index_checkpoint(path)
+        return self._indexes[path]
+
+    def _retire(self, ledger: Ledger, report: SaveReport) -> list[int]:
+        """Prove the save to be composable, in a thread, unless an earlier one is still being tested; delete checkpoints
+        that are no longer needed.
 
         Return their steps; the next save retries failed ones.
         """
-        if not self.is_proven and (self._proof is None or not self._proof.is_alive()):
-            self._proof = threading.Thread(target=self._prove, args=(ledger.step,), name="llmtailor-proof", daemon=True)
+        if self._proof is None or not self._proof.is_alive():
+            args = (report.step, (frozenset(report.parts), frozenset(report.masters)))
+            self._proof = threading.Thread(target=self._prove, args=args, name="llmtailor-proof", daemon=True)
             self._proof.start()
         if self.keep_composable is None:
             return []

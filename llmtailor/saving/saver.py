@@ -65,7 +65,7 @@ from llmtailor.saving.attesting import attest_loop, attest_training
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.frozen import FrozenParams
 from llmtailor.saving.options import SAME_FIX, SavingOptions
-from llmtailor.saving.restart import resume, trainer_state_of
+from llmtailor.saving.restart import resume
 from llmtailor.saving.save import (
     PartialWork,
     PendingSave,
@@ -118,6 +118,8 @@ class _Vote:
     """What has changed of the model since the last save; empty if nothing has"""
     has_state: bool
     sums: Sums
+    is_composable: bool
+    """Of rank 0: whether the run could be composed with the last save that was tested"""
     previous: str
     """What delays the oldest of the saves in progress; empty if there is room for another one"""
     save_id: str
@@ -259,7 +261,7 @@ class PartialSaver:
                 parts=self.model.parts,
                 step=step,
                 lineage=lineage,
-                trainer_state=trainer_state_of(resumed_from),
+                resumed_from=resumed_from,
                 is_retry=is_retry,
             )
         )
@@ -406,7 +408,11 @@ class PartialSaver:
                 logger.warning("step %d: save skipped: the previous save %s", step, _STUCK)
                 return None
         if changes := [vote.has_changed for vote in votes if vote.has_changed]:
-            self._forget(changes[0])
+            logger.warning("the model has changed: %s; this save holds every part", changes[0])
+            self._forget()
+        if not first.is_composable and self.ledger.held_by and set(self.ledger.steps.values()) != {self.ledger.step}:
+            logger.warning("the run can't be composed with the last save; this one holds every part")
+            self._forget()
         if not all(vote.has_state for vote in votes):
             logger.warning("step %d: save skipped: the optimizer has not made a step yet", step)
             return None
@@ -436,7 +442,8 @@ class PartialSaver:
             fragments = self.training.fragments(self.drift.part_of.keys())
             sums = self.drift.sums(fragments, bias_correction(self.training.optimizers()))
         in_flight = tuple(one.work.save_id for one in self._flights if not one.save.is_done)
-        return _Vote(in_flight, has_changed, has_state, sums, previous, uuid.uuid4().hex)
+        is_composable = self.record.is_composable
+        return _Vote(in_flight, has_changed, has_state, sums, is_composable, previous, uuid.uuid4().hex)
 
     def _settle(self) -> None:
         """Take the outcomes of earlier saves into account, oldest first."""
@@ -620,13 +627,12 @@ class PartialSaver:
     def _new_id(self) -> str:
         return self.ranks.from_first(uuid.uuid4().hex[:12])
 
-    def _forget(self, what: str) -> None:
-        """Continue with a model that has changed, which no earlier save covers."""
-        logger.warning("the model has changed: %s; this save holds every part", what)
+    def _forget(self) -> None:
+        """Let the next save hold every part, as the first one."""
         self.model, self.training = find_trained_parts(self.live, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
         self._based = {}
-        self.record.is_proven = False
+        self.record.planned.clear()
         self.ledger = self.ledger.without(self.ledger.held_by.keys())
 
     def _find_state(self, step: int | None, most_skipped: int) -> bool:

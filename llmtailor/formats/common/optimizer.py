@@ -120,8 +120,8 @@ class SavedOptimizer:
     step_dtype: str = "F32"
     findings: tuple[Finding, ...] = ()
     """What makes a resume fail, or change, without preventing reading"""
-    zeroed: tuple[str, ...] = ()
-    """Adam: the kinds that a param gets with its first gradient, as zeros"""
+    is_zeroed: bool = False
+    """Whether it is Adam, so that a param without states gets zeros with its first gradient"""
 
     def shape(self, number: int) -> tuple[int, ...] | None:
         """Return the shape of the param with this id; None if its states don't show it."""
@@ -185,7 +185,6 @@ def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     _check_kinds(kinds, scalars, counted, groups, where)
     known = frozenset().union(*kinds.values(), *scalars.values())
     is_zeroed = keeps_as_adam(known, options) if known else has_adams_options(options)
-    zeroed = (*next(iter(kinds.values()), _OF_ADAM),) if is_zeroed else ()
     steps = {number: read_step(root, node, number, where) for number, node in counted.items()}
     step = next((view for node in counted.values() if (view := as_tensor(node)) is not None), None)
     return SavedOptimizer(
@@ -195,7 +194,7 @@ def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
         {number: steps.get(number, 0.0 if is_zeroed and number not in nodes else None) for number in ids},
         all(as_tensor(node) for node in counted.values()),
         "F32" if step is None else step.storage.dtype,
-        zeroed=zeroed,
+        is_zeroed=is_zeroed,
     )
 
 

@@ -35,7 +35,7 @@ from llmtailor.formats.weights import adapter_file, new_weights
 from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, rank_of
 from llmtailor.loaders.read import TrainerFiles, compare_global_step
 from llmtailor.loaders.scheduler import read_scheduler
-from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
+from llmtailor.loaders.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
 
@@ -82,7 +82,7 @@ def make_index(
             sub_groups.append(SubGroup(at, (param,), optimizer.steps[number], scalars=optimizer.scalars[number]))
             kinds = optimizer.kinds[number]
             held |= {State(param, kind): one.entry for kind, one in kinds.items()}
-            for kind in () if kinds else optimizer.zeroed:
+            for kind in adams_first_kinds(saved.hyper) if optimizer.is_zeroed and not kinds else ():
                 entry = TensorEntry(dtypes.get(param, usual), params[param].shape, AllZero())
                 zero[State(param, kind)] = entry
     return CheckpointIndex(
