@@ -65,7 +65,7 @@ class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc]
             saved = super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
             return saved  # noqa: RET504
         inner = FsspecWriter if filesystem.is_remote(checkpoint_id) else FileSystemWriter
-        writer = self._saver.writer(inner(checkpoint_id), int(checkpoint_id.rpartition("-")[2]))
+        writer = self._saver.writer(inner(checkpoint_id), int(checkpoint_id.rpartition("-")[2]), state_dict)
         if async_mode == titan.AsyncMode.DISABLED:
             save(state_dict, storage_writer=writer)
         elif async_mode == titan.AsyncMode.ASYNC:

@@ -47,8 +47,9 @@ def install(manager: Any, policy: Any) -> None:
             return stock_save(self, local_path, *args, **options)
         step = options.get("global_step", args[1] if len(args) > 1 else 0)
         weights, states = get_state_dict(self.model, self.optimizer)
-        writer = _saver(self, policy).writer(FileSystemWriter(Path(local_path) / FOLDER), step)
-        save({"model": weights, "optimizer": states}, storage_writer=writer)  # first, as verl's own removes older ones
+        state = {"model": weights, "optimizer": states}
+        writer = _saver(self, policy).writer(FileSystemWriter(Path(local_path) / FOLDER), step, state)
+        save(state, storage_writer=writer)  # first, as verl's own removes older ones
         with replaced(self, "checkpoint_save_contents", _others(saved)):
             return stock_save(self, local_path, *args, **options)
 

@@ -228,7 +228,7 @@ class ZeroTraining:
             known = flattened(states.get(flat_id, {}))
             kinds = with_elements(known)
             for kind, value in known.items():
-                if why := why_not_storable(kind):
+                if why := why_not_storable(kind, value):
                     raise UnsupportedCheckpoint.at(_WHERE, f"the optimizer's state {kind} {why}", _ELEMENTWISE)
                 is_flat = kind not in kinds or (
                     is_plain_tensor(value) and value.is_floating_point() and value.numel() >= master.numel()

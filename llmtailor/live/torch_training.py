@@ -290,7 +290,7 @@ class PlainTraining(NamedTraining):
                 zeros["step"] = torch.zeros_like(step) if isinstance(step := like["step"], torch.Tensor) else 0
             return zeros
         for kind, value in state.items():
-            if why := why_not_storable(kind) or self._why_not(name, value):
+            if why := why_not_storable(kind, value) or self._why_not(name, value):
                 raise UnsupportedCheckpoint.at(self._where, f"its state {kind} of {name} {why}", UNSAVED_FIX)
         return state
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from llmtailor.checkpoint.placement import Box
+from llmtailor.containers.json import is_name
 from llmtailor.containers.unpickle import QUANTIZED, Call
 from llmtailor.errors import UnsupportedCheckpoint, some
 from llmtailor.formats.partial.manifest import ParamFact
@@ -254,9 +255,13 @@ def rng_tree() -> dict[str, Any]:
 def describe(model: torch.nn.Module, trained: Collection[str]) -> dict[str, ParamFact]:
     """Describe the params and persistent buffers of a model; under ZeRO-3 with the shapes before partitioning.
 
-    Raises UnsupportedCheckpoint for a dtype that safetensors files don't have.
+    Raises UnsupportedCheckpoint for a dtype that safetensors files don't have, and for names that are not printable.
     """
     facts = {}
+    named = (*model.named_parameters(), *persistent_buffers(model).items())
+    if unprintable := [name for name, _ in named if not is_name(name)]:
+        what = f"names of params or buffers are not printable text: {some(map(repr, unprintable))}"
+        raise UnsupportedCheckpoint.at("the model", what, "give them names without tabs and other control characters")
     for name, param in model.named_parameters():
         shape = tuple(getattr(param, "ds_shape", param.shape))
         facts[name] = ParamFact(shape, "trainable" if name in trained else "frozen", _dtype_name(name, param))
@@ -287,8 +292,10 @@ def with_elements(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 _RESERVED = {MASTER, WEIGHT, MODULE, FROZEN, BUFFER, "tree", "padding"}
 
 
-def why_not_storable(kind: object) -> str | None:
+def why_not_storable(kind: object, value: object) -> str | None:
     """Return why no checkpoint can hold a state of this name beside llmtailor's own kinds; None if it can."""
+    if kind == "step" and isinstance(value, torch.Tensor) and value.numel() != 1:
+        return "is not a single number: give it another name"
     if not isinstance(kind, str) or not kind or "/" in kind or not kind.isprintable():
         return "has a name that can't be saved: it must be printable text without a slash"
     return "has a name that llmtailor uses for something else: give it another name" if kind in _RESERVED else None

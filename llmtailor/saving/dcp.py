@@ -17,12 +17,13 @@ pass through it. A copy takes space, so masters and states of each part are a fi
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import pickle
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,9 +31,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -40,10 +43,12 @@ from llmtailor.balance import deal
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.json import as_dict
 from llmtailor.errors import SourceError, UsageError, size, some
+from llmtailor.live.training import find_overlaps
 from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import ModelStructure, Part, condense
 from llmtailor.model.precision import EXACT
+from llmtailor.model.roles import is_moment
 from llmtailor.policies import (
     DEFAULT_POLICY,
     Policy,
@@ -85,6 +90,7 @@ class DcpSaver:
         self._lineage = uuid.uuid4().hex
         self._resumed = ""
         self._saves: list[Folder] = []
+        self._warned = ""
         if self.policy.needs_drift:
             what = "it chooses by how parts have changed, which is not measured in saves through DCP"
             raise UsageError.at(f"policy {self.policy.name}", what, f"use another one, such as {DEFAULT_POLICY}")
@@ -101,15 +107,24 @@ class DcpSaver:
         self._resumed = "" if folder is None else str(folder if is_url(folder) else Path(folder).absolute())
         self._saves = []
 
-    def writer(self, inner: StorageWriter, step: int) -> PartialWriter:
+    def writer(self, inner: StorageWriter, step: int, state_dict: Mapping[str, Any] | None = None) -> PartialWriter:
         """Return the writer for one save; ``inner`` writes the files.
+
+        ``state_dict`` is what dcp.save gets. It shows which tensors are tied to each other. Without it, a policy that
+        leaves weights out still saves each time what may be tied to another tensor: what has as many elements.
 
         The caller's folder should be new, as with `dcp.save`. Data of an earlier save in it is removed. Raises
         UsageError if later saves could neither link to the files nor copy them.
         """
-        writer = PartialWriter(self, inner, step)
+        writer = PartialWriter(self, inner, step, _Memory.of(state_dict) if state_dict is not None else None)
         self._saves = [*self._saves[-_KNOWN_SAVES:], writer.folder]
         return writer
+
+    def _warn(self, what: str) -> None:
+        """Log a warning, once if each save has the same."""
+        if what != self._warned:
+            logger.warning("%s", what)
+        self._warned = what
 
     def _find_base(self, folder: Folder, step: int) -> _Base | None:
         """Return the newest complete save before this one, of this training or the one that it resumed from."""
@@ -132,6 +147,8 @@ class _Base:
     ledger: Ledger
     metadata: Metadata
     checksums: Mapping[str, str | None]
+    keys: Mapping[str, str]
+    """Part -> digest of its keys"""
 
     def has(self, key: str, kind: object) -> bool:
         entries = self.metadata.state_dict_metadata
@@ -149,13 +166,21 @@ class _Model:
 
     structure: ModelStructure
     masters: dict[Part, list[str]] = field(default_factory=dict)
-    """Part -> keys of the weights of trained params"""
+    """Part -> keys of the weights of trained params, of other tensors under the params' names, such as averages, and
+    of all else that must be of the weights' step"""
     states: dict[Part, list[str]] = field(default_factory=dict)
-    """Part -> keys of the optimizer's states, with the ``step`` that belongs to the moments"""
+    """Part -> keys of the optimizer's moments, with the ``step`` that belongs to them"""
     num_bytes: dict[str, int] = field(default_factory=dict)
+    unclear: dict[Part, str] = field(default_factory=dict)
+    """Part -> why all of it must be saved each time, unless all weights are"""
 
     def keys(self, part: Part) -> list[str]:
         return self.masters[part] + self.states[part]
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of the keys of each part."""
+        joined = {part: "\n".join(sorted(self.keys(part))) for part in self.masters}
+        return {part: hashlib.sha256(keys.encode()).hexdigest()[:16] for part, keys in joined.items()}
 
     def number(self, keys: Iterable[str]) -> dict[str, int]:
         """Return which file each key is in, if those have one of their own that are always saved together."""
@@ -177,8 +202,11 @@ class _Share:
 class PartialWriter(StorageWriter):
     """Writes one partial save; `DcpSaver.writer` makes it."""
 
-    def __init__(self, saver: DcpSaver, inner: StorageWriter, step: int) -> None:
+    def __init__(self, saver: DcpSaver, inner: StorageWriter, step: int, memory: _Memory | None = None) -> None:
         self.saver, self.inner, self.step = saver, inner, step
+        self._memory = memory
+        self._keys: Mapping[str, str] = {}
+        """Part -> digest of its keys, for `_Base`"""
         self.folder = folder_of(inner)
         self._left_out: dict[str, Any] = {}
         """Key that is not saved -> its entry in the metadata of the earlier save"""
@@ -209,7 +237,13 @@ class PartialWriter(StorageWriter):
         kinds = {item.index.fqn: _kind_of(item.tensor_data) for plan in plans for item in plan.items}
         if isinstance(self.folder, ShardsFolder):
             _check_shards(plans, kinds)
-        model = _find_model(kinds)
+        model = _find_model(kinds, self._memory)
+        self._keys = model.digests()
+        if not model.masters and (unknown := [key for key in kinds if _STATE.fullmatch(key)]):
+            what = f"each save holds everything: {some(unknown)} have no names of the model's params; "
+            self.saver._warn(
+                what + "get the optimizer's states from torch.distributed.checkpoint.state_dict.get_state_dict"
+            )
         base = self.saver._find_base(self.folder, self.step) if model.masters else None
         _clear(self.folder)
         self._file_of = model.number(kinds)
@@ -239,13 +273,24 @@ class PartialWriter(StorageWriter):
         ledger = base.ledger
         ledger = ledger if ledger.lineage == lineage else ledger.resumed(lineage, ledger.step or 0)
         ledger = ledger.without(
-            [part for part in parts if not all(base.has(key, kinds[key]) for key in model.keys(part))]
+            [
+                part
+                for part in parts
+                if base.keys.get(part) != self._keys[part]
+                or not all(base.has(key, kinds[key]) for key in model.keys(part))
+            ]
         )
         restore_state(policy, ledger.policy_state)
         now = Situation(self.step, ledger.saves, model.structure, tuple(parts), model.num_bytes, ledger.last)
         chosen = choose(policy, now, most)
         for problem in chosen.problems:
             logger.warning("%s", problem)
+        if added := [part for part in model.unclear if part not in chosen.parts and part not in chosen.masters]:
+            hint = "" if self._memory else "; to know, give DcpSaver.writer the state dict, too"
+            self.saver._warn(f"each save also holds {condense(model.unclear)}: {model.unclear[added[0]]}{hint}")
+            reasons = {**model.unclear, **chosen.parts}
+            due = {*chosen.parts, *added}
+            chosen = replace(chosen, parts={part: reasons[part] for part in parts if part in due})
         self._ledger = ledger.after(self.step, chosen.parts, parts, state_of(policy))
         logger.info("step %d: a save of %s", self.step, condense(chosen.parts))
         old = [part for part in parts if part not in chosen.parts]
@@ -350,6 +395,7 @@ class PartialWriter(StorageWriter):
     def _record(self, ledger: Ledger, places: Sequence[Any]) -> None:
         record = {
             "ledger": ledger.to_json(),
+            "keys": dict(self._keys),
             "files": self.folder.checksums(sorted({one.relative_path for one in places}), places),
             "save_id": save_id(self.inner.storage_meta()),
         }
@@ -386,10 +432,11 @@ def _read_base(folder: Folder) -> _Base | None:
         record = json.loads(folder.read(DCP_RECORD))
         ledger = Ledger.from_json(record.get("ledger"), f"{folder}/{DCP_RECORD}")
         checksums = as_dict(record.get("files"), "files", f"{folder}/{DCP_RECORD}")
+        keys = as_dict(record.get("keys", {}), "keys", f"{folder}/{DCP_RECORD}")
         metadata = folder.read_save(record)
     except (SourceError, OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError):
         return None
-    return _Base(folder, ledger, metadata, checksums) if metadata is not None else None
+    return _Base(folder, ledger, metadata, checksums, keys) if metadata is not None else None
 
 
 def _clear(folder: Folder) -> None:
@@ -419,33 +466,89 @@ _STATE = re.compile(r"((?:.*?\.)??state\.)(.+)\.([^.]+)")
 """Keys of the optimizer: its prefix, the param, and the kind"""
 
 
-def _find_model(kinds: Mapping[str, object]) -> _Model:
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What DistributedDataParallel, torch.compile, FSDP and activation checkpointing add to names"""
+
+
+def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
     """Return what keys mean; ``kinds`` has the shape and dtype of each tensor. No parts if there is no optimizer.
 
-    The names of params in the optimizer's keys are those of the model's, which may have a prefix there. A param may
-    also be saved in pieces under other names, as the fused ones of torchtitan; these pieces are saved each time.
+    A tensor belongs to the param whose name it has, whatever it is: the weight, or an average of weights. All tensors
+    of a param are of one step, except its moments. A param may also be saved in pieces under other names, as the fused
+    ones of torchtitan; these pieces are saved each time.
     """
-    found = {key: match for key in kinds if (match := _STATE.fullmatch(key))}
-    weights: dict[str, str] = {}
-    """End of a key of the model -> the key"""
-    others = [key for key, kind in kinds.items() if kind is not None and key not in found]
-    for key in sorted(others, key=lambda one: one.count(".")):
-        words = key.split(".")
-        for at in range(len(words)):
-            weights.setdefault(".".join(words[at:]), key)
-    optimizers = {match[1] for match in found.values() if match[2] in weights}
+    matches = {key: match for key in kinds if (match := _STATE.fullmatch(key))}
+    param_of = {_WRAPPERS.sub("", match[2]): match[2] for match in matches.values()}
+    tensors: dict[str, list[str]] = {}
+    """Param -> the keys of tensors under its name"""
+    others = [key for key, kind in kinds.items() if kind is not None and key not in matches]
+    for key in others:
+        if param := next((param_of[name] for name in _ends(_WRAPPERS.sub("", key)) if name in param_of), None):
+            tensors.setdefault(param, []).append(key)
+    optimizers = {match[1] for match in matches.values() if match[2] in tensors}
     states: dict[str, list[str]] = {}
-    for key, match in found.items():
+    for key, match in matches.items():
         if match[1] in optimizers:
             states.setdefault(match[2], []).append(key)
     numels = {param: max(_numel(kinds[key]) for key in keys) for param, keys in states.items()}
+    owner = {key: param for param, keys in tensors.items() if param in states for key in keys}
+    is_known = memory is not None and memory.keys.issuperset(others)
+    unclear: dict[str, str] = {}
+    for keys in memory.shared if is_known and memory is not None else ():
+        owners = sorted({owner[key] for key in keys if key in owner})
+        tensors.setdefault(owners[0], []).extend(keys & {*others} - owner.keys()) if owners else None
+        unclear |= dict.fromkeys(owners[:-1], f"it shares memory with {owners[-1]}")
+        unclear |= dict.fromkeys(owners[1:], f"it shares memory with {owners[0]}")
+    like = {} if is_known else {_numel(kinds[key]): key for key in others if key not in owner}
     model = _Model(find_parts_by_name([*states], {}, numels))
     for part in model.structure.parts:
         params = model.structure.names(part)
-        model.masters[part] = [weights[param] for param in params if param in weights]
-        model.states[part] = [key for param in params for key in states[param]]
+        of_optimizer = [key for param in params for key in states[param]]
+        model.states[part] = [key for key in of_optimizer if _is_moment(matches[key][3], kinds[key])]
+        model.masters[part] = [key for param in params for key in tensors.get(param, ())]
+        model.masters[part] += [key for key in of_optimizer if key not in {*model.states[part]}]
         model.num_bytes[part] = sum(_num_bytes(kinds[key]) for key in model.keys(part))
+        for param in params:
+            if param not in tensors:
+                model.unclear[part] = f"no tensor has the name of {param}"
+            elif numels[param] in like:
+                model.unclear[part] = f"{like[numels[param]]} may be tied to {param}"
+            elif param in unclear:
+                model.unclear[part] = f"{param}: {unclear[param]}"
     return model
+
+
+def _ends(key: str) -> Iterator[str]:
+    """Yield a key, and what is left of it without its first words."""
+    words = key.split(".")
+    yield from (".".join(words[at:]) for at in range(len(words)))
+
+
+def _is_moment(kind: str, stored: Any) -> bool:
+    """Return whether a state may be of another step than the weights; what is a single number goes with the moments."""
+    return is_moment(kind) or _numel(stored) <= 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Which tensors of a state dict share memory, by the keys of a save."""
+
+    keys: frozenset[str]
+    shared: Sequence[frozenset[str]]
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any]) -> _Memory:
+        plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+        flat, _ = flatten_state_dict(plain)
+        tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+        first: dict[int, str] = {}
+        pairs = [(key, first.setdefault(id(tensor), key)) for key, tensor in tensors.items()]
+        group_of = {key: {key} for key in tensors}
+        for key, other in (*pairs, *find_overlaps(tensors).items()):
+            joined = group_of[key] | group_of[other]
+            group_of |= dict.fromkeys(joined, joined)
+        groups = {id(group): frozenset(group) for group in group_of.values() if len(group) > 1}
+        return cls(frozenset(tensors), [*groups.values()])
 
 
 def _numel(kind: Any) -> int:

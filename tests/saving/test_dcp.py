@@ -160,17 +160,19 @@ def test_whole_parts_in_turn(tmp_path):
     assert {found[key] for key in found if "layers.0" not in key} == {2}
 
 
-def test_a_param_that_the_model_saves_in_pieces(tmp_path):
-    """As torchtitan's fused projections: the states take their turn, the pieces are saved each time."""
-    saver = DcpSaver("parity")
+@pytest.mark.parametrize(("policy", "layer", "moments"), [("moments_in_turn:2", 1, 1), ("parity", 0, 2)])
+def test_a_param_that_the_model_saves_in_pieces(tmp_path, policy, layer, moments):
+    """As torchtitan's fused projections: the pieces are saved each time. The states may be older than the weights where
+    the policy leaves moments out, but are of their step where it leaves out whole parts."""
+    saver = DcpSaver(policy)
     for step in (1, 2):
         state = tiny(step)
-        state["model"] |= {f"layers.0.{half}": torch.full((2, 3), float(step)) for half in ("q", "k")}
-        state["optim"]["state"]["layers.0.qk"] = {"exp_avg": torch.full((4, 3), float(step))}
+        state["model"] |= {f"layers.{layer}.{half}": torch.full((2, 3), float(step)) for half in ("q", "k")}
+        state["optim"]["state"][f"layers.{layer}.qk"] = {"exp_avg": torch.full((4, 3), float(step))}
         dcp.save(state, storage_writer=saver.writer(FileSystemWriter(tmp_path / f"step-{step}"), step))
     found = ages(tmp_path / "step-2")
-    assert [found[f"model.layers.0.{half}"] for half in ("q", "k")] == [2, 2]
-    assert found["optim.state.layers.0.qk.exp_avg"] == 1
+    assert [found[f"model.layers.{layer}.{half}"] for half in ("q", "k")] == [2, 2]
+    assert found[f"optim.state.layers.{layer}.qk.exp_avg"] == moments
 
 
 def test_a_shape_that_changes_is_saved(tmp_path):
