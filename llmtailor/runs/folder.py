@@ -36,7 +36,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
 from functools import cached_property
@@ -190,9 +190,8 @@ class RunFolder:
         for path in self.complete().values():
             with suppress(TailorError):
                 made = read_manifest(path, path.name)
-                found.append(
-                    RunCheckpoint.from_json(path, made.ledger, path.name, made.masters, made.save_id, made.bases)
-                )
+                one = RunCheckpoint.from_json(path, made.ledger, path.name, made.masters, made.save_id, made.bases)
+                found.append(replace(one, is_thinned=made.is_thinned))
         return found
 
     def attempts(self) -> list[Past]:

@@ -236,6 +236,7 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
         master_steps=index.composite.masters,
         save_id=index.partial.save_id,
         bases={structure.part_of[name]: one.base for name, one in index.partial.differences.items()},
+        is_thinned=index.partial.is_thinned,
     )
 
 
