@@ -33,6 +33,10 @@ class Past:
     history: Mapping[str, int]
     """Earlier lineage -> its last step that belongs to this one"""
 
+    @property
+    def lineages(self) -> set[str]:
+        return {self.lineage, *self.history}
+
     def includes(self, other: Past) -> bool:
         """Whether the other is this one or part of its past."""
         until = self.step if other.lineage == self.lineage else self.history.get(other.lineage, -1)

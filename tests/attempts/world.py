@@ -141,8 +141,8 @@ class World:
 
         An attempt without the saver may go unnoticed, but never be mixed with others.
         """
-        recorded = next(one for one in reversed(self.attempts) if one.saver is not None)
-        made = [newest(self.own(at, attempt)) for attempt in (self.present, recorded)]
+        recorded = max(one.number for one in self.attempts if one.saver is not None)
+        made = [newest(self.own(at, attempt)) for attempt in self.attempts[recorded - 1 :]]
         return [one for one in made if one is not None]
 
     def is_promised(self, at: int | None) -> bool:
