@@ -19,6 +19,7 @@ from hypothesis import settings
 
 from helpers.asking import answers_from_a_fork  # noqa: F401
 from helpers.reflinks import copied, folder, reflinks, small_limits  # noqa: F401
+from llmtailor.salvage import replace
 from trainings import harness
 from trainings.catalogue import LONG
 from trainings.forkserver import MIN_HOST_BUFFER
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Take Ctrl-C, which tests send, again: shells let what they run in the background ignore it."""
     gc.disable()  # until everything is imported
+    replace.SETTLED_S = 0.0  # what tests damage has just been written
     if hasattr(config, "workerinput"):  # of pytest-xdist
         sys.argv = config.workerinput["mainargv"]
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

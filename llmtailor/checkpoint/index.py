@@ -285,6 +285,8 @@ class PartialFacts:
     save_id: str = ""
     differences: Mapping[str, Difference] = field(default_factory=dict)
     """By param"""
+    is_thinned: bool = False
+    """Whether ``thin`` made it from a full checkpoint"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from llmtailor.errors import Problem, SourceError
 from llmtailor.model.parts import Part, step_of, with_layers
 
 THINNED = "thin-"
-"""Prefix of the lineages of partial checkpoints that ``thin`` made from full ones: they don't identify an attempt."""
+"""Prefix of the lineages of partial checkpoints that ``thin`` made from full ones that state no attempt"""
 
 UNRECORDED = "after-"
 """Prefix of the lineages of trainings that resumed from a save without the saver"""
@@ -32,6 +32,10 @@ class Past:
     lineage: str
     history: Mapping[str, int]
     """Earlier lineage -> its last step that belongs to this one"""
+
+    @property
+    def lineages(self) -> set[str]:
+        return {self.lineage, *self.history}
 
     def includes(self, other: Past) -> bool:
         """Whether the other is this one or part of its past."""
@@ -220,6 +224,8 @@ class RunCheckpoint:
     save_id: str = field(default="", compare=False)
     bases: Mapping[Part, str] = field(default_factory=dict, compare=False)
     """Of ``masters``: those that can't be read without another save -> its ``save_id``"""
+    is_thinned: bool = field(default=False, compare=False)
+    """Of a partial checkpoint: whether ``thin`` made it from a full one"""
 
     @classmethod
     def saved(cls, path: Path, ledger: Ledger, masters: Collection[Part] = ()) -> RunCheckpoint:
@@ -347,6 +353,19 @@ def sources_at(
         return None
     found = best_holders(usable, parts)
     return found if found.keys() >= set(parts) else None
+
+
+def steps_at(
+    checkpoints: Iterable[RunCheckpoint], step: int, parts: Collection[Part]
+) -> dict[Part, tuple[int, int]] | None:
+    """Return the step of each part's states in a composite at a step, and that of its masters; None if it can't be
+    composed."""
+    usable = usable_at(checkpoints, step)
+    sources = sources_at(usable, step, parts)
+    if sources is None:
+        return None
+    masters = {**sources, **newer_masters(usable, sources)}
+    return {part: (sources[part].step_of(part), masters[part].master_step_of(part) or 0) for part in parts}
 
 
 def composable_steps(checkpoints: Sequence[RunCheckpoint], parts: Collection[Part]) -> list[int]:

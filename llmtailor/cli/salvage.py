@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     {
         0: "OUT is complete, or not needed because an intact checkpoint is as good",
         4: "the intact data does not make a complete checkpoint",
-        6: "OUT exists, or a name that --replace needs is taken",
+        6: "OUT exists; with --replace: a name is taken, or a checkpoint to be moved aside is being written",
         8: "also with --dry-run, if the output does not fit",
     }
 )
@@ -59,7 +59,7 @@ def salvage(
     from llmtailor.compose.write import check_room, write
     from llmtailor.loaders.loader import loader_of
     from llmtailor.salvage.plan import plan_salvage, to_json
-    from llmtailor.salvage.replace import plan_replacement, unfinished_replacement
+    from llmtailor.salvage.replace import check_settled, plan_replacement, seen_in, unfinished_replacement
 
     if replace and out is not None:
         raise UsageError.at("--replace", "it determines the output folder", "omit -o")
@@ -68,6 +68,7 @@ def salvage(
             _put_in_place(left, as_json)
         else:
             notify("an earlier --replace was interrupted; run salvage --replace to finish it")
+    seen = seen_in(run.absolute())
     with progress_bar(None, quiet=quiet or not options["deep"], label="reading") as on_progress:
         options |= {"replace_out": force, "in_place": replace, "on_progress": on_progress}
         salvage = plan_salvage(run, out, **options)
@@ -89,6 +90,8 @@ def salvage(
         _show_how_to_resume(salvage, resume_from, replace, as_json, is_done=composition is None and replacement is None)
         click.echo("dry run: nothing was written", err=True)
         return
+    if replacement is not None:
+        check_settled(replacement, seen, notify)
     if composition is not None and is_written:
         with progress_bar(composition.report.num_bytes, quiet=quiet) as on_progress:
             moved = write(composition, on_progress, notify)
@@ -97,6 +100,7 @@ def salvage(
         if as_json:
             print_json(to_json(salvage, resume_from, moved))
     if replacement is not None:
+        check_settled(replacement, seen, notify)
         _put_in_place(replacement, as_json)
     _show_how_to_resume(salvage, resume_from, replace, as_json)
 

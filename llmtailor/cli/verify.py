@@ -8,7 +8,7 @@ import click
 
 from llmtailor.cli.command import command, notify, print_json, progress_bar
 from llmtailor.cli.options import AT, FOR, JSON, LOCATION, RUN, TRUST_UNRECORDED
-from llmtailor.errors import VerificationError
+from llmtailor.errors import UnsupportedCheckpoint, VerificationError
 
 
 @command(
@@ -87,7 +87,7 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, client: str | None,
 @command(
     {
         0: "a checkpoint's path is printed",
-        4: "RUN_DIR does not exist",
+        4: "RUN_DIR does not exist, or its newest checkpoint can't be judged; no path is printed",
         7: "RUN_DIR has no resumable checkpoint; no path is printed",
     }
 )
@@ -101,11 +101,12 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
     """Print the newest checkpoint in RUN_DIR that verifies as resumable.
 
     Checkpoints of abandoned attempts are skipped. Only the path is printed on stdout; the reasons for skipping newer
-    checkpoints go to stderr.
+    checkpoints go to stderr. If it can't be judged whether a checkpoint is resumable, no older one is printed, unless
+    you ask for it with --at.
 
     \b
     Examples:
-      python train.py --resume_from_checkpoint "$(llmtailor latest runs/x)"
+      newest=$(llmtailor latest runs/x) && python train.py --resume_from_checkpoint "$newest"
       llmtailor latest runs/x --at 400 --deep
     """
     from llmtailor.runs.scan import find_latest, latest_to_json
@@ -122,6 +123,10 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
     how = f"llmtailor merge --run {run}{f' --at {at}' if at is not None else ''}"
     if found.newer_partial is not None:
         notify(f"{found.newer_partial} is newer; compose a checkpoint of its step: {how}")
+    if found.unjudged is not None:
+        what = "it can't be judged whether it is resumable, so no older checkpoint is printed"
+        fix = "if your program can read it, resume from it; for an older one, use --at with an earlier step"
+        raise UnsupportedCheckpoint.at(found.unjudged.name, what, fix)
     if found.path is None:
         until = f" at or before step {at}" if at is not None else ""
         what = f"none of the {len(found.passed_over)} checkpoints{until} is resumable"

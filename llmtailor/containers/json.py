@@ -28,12 +28,16 @@ MAX_BYTES = 64 << 20
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises SourceError for anything else.
+    """Return the JSON object in a file. Raises SourceError for anything else."""
+    return parse_json(read_source(path, where, MAX_BYTES), where)
+
+
+def parse_json(data: bytes, where: str) -> dict[str, Any]:
+    """Return a JSON object. Raises SourceError for anything else.
 
     As for stock software that resumes from the file, the last of duplicate keys counts, NaN is a number, and the text
     is UTF-8 without a byte order mark.
     """
-    data = read_source(path, where, MAX_BYTES)
     try:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:

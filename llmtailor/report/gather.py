@@ -165,7 +165,7 @@ def _verify(path: Path, survey: Callable[[Path], Survey]) -> Verdict:
     try:
         return verify_surveyed(survey(path), path)
     except SourceError as error:  # not a checkpoint, or of an unsupported kind
-        return refused(path, False, error.problems)
+        return refused(path, False, error)
 
 
 def _check(

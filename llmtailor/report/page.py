@@ -77,7 +77,7 @@ def page(facts: RunFacts) -> str:
             verdicts=[
                 (
                     one.verdict.name,
-                    ("✓ " if one.verdict.is_intact else "✗ ") + one.verdict.level,
+                    ("✓ " if one.verdict.is_intact else "✗ " if one.verdict.is_judged else "? ") + one.verdict.level,
                     _FOREIGN.get(one.foreign) or one.foreign,
                     len(one.verdict.findings),
                 )

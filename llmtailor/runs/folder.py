@@ -34,9 +34,9 @@ import re
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
 from functools import cached_property
@@ -68,7 +68,9 @@ from llmtailor.storage.local import (
 _LOCK = ".lock"
 _locks: dict[Path, Lock] = {}
 """The locks that this process holds"""
-_ATTEMPTS = "attempts.json"
+ATTEMPTS = "attempts.json"
+Start = tuple[Past, str]
+"""Where an attempt began, and when (ISO 8601)"""
 _SCHEMA = "llmtailor.attempts/1"
 _ABANDONED = re.compile(r"(step-\d{8,}\.abandoned)(-\d+)?")
 _HIDDEN = re.compile(r"\.(.+)\.llmtailor-(staging|thinning|old|thinned)")
@@ -190,9 +192,8 @@ class RunFolder:
         for path in self.complete().values():
             with suppress(TailorError):
                 made = read_manifest(path, path.name)
-                found.append(
-                    RunCheckpoint.from_json(path, made.ledger, path.name, made.masters, made.save_id, made.bases)
-                )
+                one = RunCheckpoint.from_json(path, made.ledger, path.name, made.masters, made.save_id, made.bases)
+                found.append(replace(one, is_thinned=made.is_thinned))
         return found
 
     def attempts(self) -> list[Past]:
@@ -202,28 +203,13 @@ class RunFolder:
     def record_attempt(self, past: Past) -> None:
         """Durably record the start of an attempt. Raises SourceError or StorageError."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        listed = [
-            {"lineage": past.lineage, "resumed_at": past.step, "history": dict(past.history), "started": started}
-            for past, started in [*self.starts(), (past, now)]
-        ]
-        content = {"schema": _SCHEMA, "attempts": listed}
-        replace_durably(self.partial / _ATTEMPTS, json.dumps(content, indent=1).encode() + b"\n")
+        replace_durably(self.partial / ATTEMPTS, starts_json([*self.starts(), (past, now)]))
         fsync_folder(self.partial)
 
-    def starts(self) -> list[tuple[Past, str]]:
-        """Return where each attempt began, and when (ISO 8601), oldest first. Raises SourceError as `attempts`."""
-        path, where = self.partial / _ATTEMPTS, f"{FOLDER}/{_ATTEMPTS}"
-        if not path.exists():
-            return []
-        content = read_json(path, where)
-        try:
-            listed = content.get("attempts") if content.get("schema") == _SCHEMA else None
-            if not isinstance(listed, list):
-                raise ValueError(f"its schema is not {_SCHEMA!r}")
-            return list(map(_read_attempt, listed))
-        except ValueError as error:
-            fix = "restore it; or move it away, if the run never resumed from a step before its newest save"
-            raise SourceError.at(where, f"the attempt record is damaged: {error}", fix) from error
+    def starts(self) -> list[Start]:
+        """Return where each attempt began, and when, oldest first. Raises SourceError as `attempts`."""
+        path, where = self.partial / ATTEMPTS, f"{FOLDER}/{ATTEMPTS}"
+        return read_starts(read_json(path, where), where) if path.exists() else []
 
     def lock(self) -> None:
         """Keep other processes out until this one has unlocked as often as it locked, or ends.
@@ -300,7 +286,28 @@ def _is_full(path: Path) -> bool:
     return path.name.startswith("checkpoint-") or (is_checkpoint(path) and not looks_partial(path))
 
 
-def _read_attempt(content: Any) -> tuple[Past, str]:
+def starts_json(starts: Iterable[Start]) -> bytes:
+    """Return the content of a record of attempts."""
+    listed = [
+        {"lineage": past.lineage, "resumed_at": past.step, "history": dict(past.history), "started": started}
+        for past, started in starts
+    ]
+    return json.dumps({"schema": _SCHEMA, "attempts": listed}, indent=1).encode() + b"\n"
+
+
+def read_starts(content: Mapping[str, Any], where: str) -> list[Start]:
+    """Read the output of `starts_json`; ``where`` names the file. Raises SourceError."""
+    try:
+        listed = content.get("attempts") if content.get("schema") == _SCHEMA else None
+        if not isinstance(listed, list):
+            raise ValueError(f"its schema is not {_SCHEMA!r}")
+        return list(map(_read_attempt, listed))
+    except ValueError as error:
+        fix = "restore it; or move it away, if the run never resumed from a step before its newest save"
+        raise SourceError.at(where, f"the attempt record is damaged: {error}", fix) from error
+
+
+def _read_attempt(content: Any) -> Start:
     values = content if isinstance(content, dict) else {}
     past = read_past(values.get("resumed_at"), values.get("lineage"), values.get("history"))
     started = values.get("started")
@@ -460,15 +467,17 @@ class AttemptFilter:
         """Read the record of attempts or, without one, what the checkpoints up to step ``at`` state.
 
         Without a record, as in a folder assembled by hand, the current attempt is that of the newest checkpoint that no
-        other one abandons. Raises SourceError for a damaged record.
+        other one abandons. Raises SourceError for a damaged record, and for saves of several runs.
         """
         if recorded := folder.attempts():
             last = recorded[-1]
             own = [one for one in recorded if one.lineage == last.lineage or one.lineage in last.history]
             present = Past(FOREVER, last.lineage, last.history)
             return cls(folder, present, min(one.step for one in own), trust_unrecorded)
-        until = (path for step, path in folder.checkpoints() if at is None or step <= at)
-        return cls(folder, _newest_alive(filter(None, map(stated_attempt, until))), FOREVER, trust_unrecorded)
+        until = [path for step, path in folder.checkpoints() if at is None or step <= at]
+        stated = {path: past for path in until if (past := stated_attempt(path)) is not None}
+        _check_one_run({path: past for path, past in stated.items() if path.parent.name == FOLDER}, folder.partial)
+        return cls(folder, _newest_alive(stated.values()), FOREVER, trust_unrecorded)
 
     def why_not(self, path: Path, step: int) -> Problem | None:
         """Return why a checkpoint must not be used with those of the current attempt, or None."""
@@ -517,6 +526,21 @@ class AttemptFilter:
         """The newest step that the current attempt is known to have saved"""
         there = self.folder.checkpoints()
         return next((step for step, path in there if self._is_own(step, stated_attempt(path))), -1)
+
+
+def _check_one_run(stated: Mapping[Path, Past], where: Path) -> None:
+    """Raise SourceError unless all partial checkpoints go back to one training. A mirror or a copy has no lock."""
+    runs: list[tuple[set[str], list[str]]] = []
+    for path, past in stated.items():
+        kin = [one for one in runs if not one[0].isdisjoint(past.lineages)]
+        runs = [one for one in runs if one not in kin]
+        runs.append(
+            (past.lineages.union(*(one[0] for one in kin)), [path.name, *(name for one in kin for name in one[1])])
+        )
+    if len(runs) > 1:
+        what = f"it holds saves of {len(runs)} runs: {'; '.join(some(sorted(names)) for _, names in runs)}"
+        fix = f"move those of all runs but one to another folder; or restore {ATTEMPTS}, if it is one run"
+        raise SourceError.at(display_name(where), what, fix)
 
 
 def _newest_alive(stated: Iterable[Past]) -> Past | None:

@@ -54,7 +54,8 @@ def needed(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> set[int
 
     They are those that the newest ``keep`` composable steps need, including their own, and every holder of the newest
     state of a part, for future steps. Only steps of the run's own past count; while an abandoned attempt has newer
-    ones, its newest ``keep`` stay as well. Partial checkpoints of other runs always stay.
+    ones, its newest ``keep`` stay as well. Partial checkpoints of other runs, and those that ``thin`` made, always
+    stay.
     """
     if keep < 1:
         raise ValueError("keep must be 1 or more")
@@ -62,7 +63,7 @@ def needed(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> set[int
     kin = [save for save in saves if _is_kin(save, ledger)]
     complete = sorted((save for save in kin if is_complete(save, kin)), key=lambda save: save.step)
     own = [save for save in complete if present.builds_on(save)]
-    stay = [save for save in saves if not _is_kin(save, ledger)]
+    stay = [save for save in saves if save.is_thinned or not _is_kin(save, ledger)]
     for save in (*_newest(complete, keep), *_newest(own, keep), present):
         stay += partial_needs(save, kin)
     return {save.step for save in stay}

@@ -26,11 +26,13 @@ from llmtailor.checkpoint.layout import FileLayout, Plan
 from llmtailor.checkpoint.lineage import (
     THINNED,
     Ledger,
+    Past,
     RunCheckpoint,
     composable_steps,
     is_complete,
     lost_parts,
     sources_at,
+    steps_at,
 )
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
@@ -54,7 +56,7 @@ from llmtailor.findings import ERROR
 from llmtailor.formats.dcp.links import has_linkable_files
 from llmtailor.formats.dcp.read import MODEL_FOLDER
 from llmtailor.formats.dcp.write import check_states, lay_out_model
-from llmtailor.formats.partial.manifest import BundleFact, manifest_json, read_manifest
+from llmtailor.formats.partial.manifest import IS_THINNED, BundleFact, manifest_json, read_manifest
 from llmtailor.formats.partial.write import (
     PartialLayout,
     check_can_be_partial,
@@ -62,6 +64,7 @@ from llmtailor.formats.partial.write import (
     lay_out_partial,
     trained_states,
 )
+from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import find_structure
 from llmtailor.loaders.files import (
     ADAPTER,
@@ -276,7 +279,7 @@ class Chooser:
         return choose(self.policy, situation, self.bound)
 
     def settings(self) -> dict[str, Any]:
-        return {"name": self.policy.name, **self.policy.settings(), "made_of_full_checkpoints": True}
+        return {"name": self.policy.name, **self.policy.settings(), IS_THINNED: True}
 
 
 def _whole_parts(selectors: Sequence[str], structure: ModelStructure, trained: Sequence[str]) -> frozenset[str]:
@@ -306,6 +309,8 @@ class FullFacts:
     """Part -> bytes of its trained states"""
     has_links: bool = False
     """Whether ``thin`` has made it"""
+    attempt: Past | None = None
+    """The attempt that it states"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +326,8 @@ class PruneAction:
     """Further parts, of which it keeps the masters without the moments"""
     successor: RunCheckpoint | None = None
     """The checkpoint that replaces it: a partial one, or one with links"""
+    kept: RunCheckpoint | None = None
+    """For one that becomes partial: what the policy leaves of it, as a full checkpoint, which every attempt can use"""
     ledger: Ledger | None = None
     """The ledger after it, if it is written, or if others will link to it"""
     links_to: RunCheckpoint | None = None
@@ -380,10 +387,14 @@ class Pruner:
                 continue
             action = self._propose(checkpoint, there)
             left = action.applied_to(there)
-            broken = {step for step in promised if sources_at(left, step, self.parts) is None}
+            later = [step for step in sorted(promised) if step >= checkpoint.step]
+            broken = {step for step in later if sources_at(left, step, self.parts) is None}
             requested = {checkpoint.step} if action.becomes == WEIGHTS else set()
             if needed := sorted(broken - requested):
                 why = f"step {', '.join(map(str, needed))} could not be composed without it"
+                action = PruneAction(checkpoint, STAYS, why)
+            elif older := [step for step in later if self._is_older(step, left, there, action)]:
+                why = f"the composite of step {', '.join(map(str, older))} would have older states without it"
                 action = PruneAction(checkpoint, STAYS, why)
             else:
                 there, promised = left, promised - broken
@@ -402,15 +413,7 @@ class Pruner:
             return PruneAction(checkpoint, STAYS, facts.obstacle)
         if self.chooser is None:
             return PruneAction(checkpoint, WEIGHTS)
-        for other in () if self.reference else there:
-            if other.is_partial and other.step == step:
-                trained = self.chooser.trained
-                parts = {part: "already exists" for part in trained if other.holds(part)}
-                masters = tuple(
-                    part for part in trained if part not in parts and other.master_step_of(part) is not None
-                )
-                return PruneAction(checkpoint, PARTIAL, parts=parts, masters=masters, successor=other)
-        before = ledger_before(step, facts.losses, self.thinned, self.new_lineage)
+        before = ledger_before(step, facts, self.thinned, self.new_lineage)
         choice = self.chooser.choose(before, step, facts.num_bytes)
         ledger = before.after(step, choice.parts, self.chooser.trained)
         action = PruneAction(checkpoint, PARTIAL, parts=choice.parts, masters=choice.masters, ledger=ledger)
@@ -426,8 +429,27 @@ class Pruner:
             master_steps=checkpoint.master_steps,
             ledger=ledger,
             masters=frozenset(choice.masters),
+            is_thinned=True,
         )
-        return replace(action, successor=successor)
+        action = replace(action, successor=successor, kept=replace(successor, ledger=None))
+        if (other := next((one for one in there if one.is_partial and one.step == step), None)) is not None:
+            trained = self.chooser.trained
+            parts = {part: "already exists" for part in trained if other.holds(part)}
+            masters = tuple(part for part in trained if part not in parts and other.master_step_of(part) is not None)
+            action = replace(action, parts=parts, masters=masters, successor=other, ledger=None)
+        return action
+
+    def _is_older(
+        self, step: int, left: Sequence[RunCheckpoint], there: Sequence[RunCheckpoint], action: PruneAction
+    ) -> bool:
+        """Whether a step would be composed of older states than those that the policy leaves: what stands in for a
+        full checkpoint may hold less, or belong to another attempt than the newest save."""
+        if action.kept is None:
+            return False
+        left_over = [*(one for one in there if one.path != action.checkpoint.path), action.kept]
+        wanted, found = (steps_at(one, step, self.parts) for one in (left_over, left))
+        assert wanted and found, "it can be composed"
+        return any(have < want for part in self.parts for have, want in zip(found[part], wanted[part], strict=True))
 
     def _with_links(self, action: PruneAction, there: Iterable[RunCheckpoint], ledger: Ledger) -> PruneAction:
         """Return the action that keeps a checkpoint full, with links to the one before it, of the same attempt."""
@@ -464,23 +486,31 @@ class Pruner:
             raise VerificationError.at("thin", what, BUG)
 
 
-def ledger_before(
-    step: int, losses: Mapping[int, float], thinned: Sequence[Thinned], new_lineage: Callable[[], str]
-) -> Ledger:
+def ledger_before(step: int, facts: FullFacts, thinned: Sequence[Thinned], new_lineage: Callable[[], str]) -> Ledger:
     """Return the ledger under which a step's full checkpoint is saved as one of ``thinned``.
 
-    It continues the newest older one of the same attempt. If there is none, or another one already continues it, it
-    starts a new lineage. Parts whose newest state is lost are left out, so that they are saved again.
+    It belongs to the attempt that the full one states, and continues the newest older one that this attempt goes back
+    to. If none is stated, attempts are told apart by their losses: without an older one, or if another already
+    continues it, it starts a new lineage. Parts whose newest state is lost are left out, so that they are saved again.
     """
     saves = [save for save, _ in thinned]
-    older = [save for save, logged in thinned if save.step < step and not _contradict(logged, losses)]
+    older = [save for save, logged in thinned if save.step < step and _goes_back_to(facts, save, logged)]
     last = max(older, key=lambda save: save.step, default=None)
-    if last is None or last.ledger is None:
-        return Ledger(new_lineage())
-    ledger, lost = last.ledger, lost_parts(last.ledger, saves)
-    if any(save.ledger and save.ledger.lineage == ledger.lineage and save.step > last.step for save in saves):
+    ledger = last.ledger if last is not None else None
+    lost = lost_parts(ledger, saves) if ledger is not None else set()
+    if facts.attempt is not None:
+        ledger = replace(ledger or Ledger("new"), lineage=facts.attempt.lineage, history=facts.attempt.history)
+    elif last is None or ledger is None:
+        ledger = Ledger(new_lineage())
+    elif any(save.ledger and save.ledger.lineage == ledger.lineage and save.step > last.step for save in saves):
         ledger = ledger.resumed(new_lineage(), last.step)
     return ledger.without(lost)
+
+
+def _goes_back_to(facts: FullFacts, save: RunCheckpoint, logged: Mapping[int, float]) -> bool:
+    if facts.attempt is not None and save.past is not None:
+        return facts.attempt.includes(save.past)
+    return save.ledger is not None and save.ledger.lineage.startswith(THINNED) and not _contradict(logged, facts.losses)
 
 
 def _contradict(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
@@ -546,7 +576,8 @@ def read_facts(
     elif not obstacle and ADAPTER not in index.files and not any(state.kind == WEIGHT for state in index.held):
         obstacle = "it has no safetensors weights, so nothing would remain"
     has_links = ledger_of_links(index) is not None
-    return FullFacts(obstacle, read_losses(index.root), part_bytes(index, structure), has_links)
+    num_bytes = part_bytes(index, structure)
+    return FullFacts(obstacle, read_losses(index.root), num_bytes, has_links, stated_attempt(index.root))
 
 
 def _why_untouchable(index: CheckpointIndex) -> str:
@@ -648,9 +679,8 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
         thinned=[
             (replace(one, ledger=ledger), read_losses(one.path))
             for one in scan.usable
-            if one.is_partial != options.reference
+            if (one.is_thinned if not options.reference else not one.is_partial)
             and (ledger := one.ledger or ledger_of_links(indexes[one.path]))
-            and ledger.lineage.startswith(THINNED)
         ],
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,

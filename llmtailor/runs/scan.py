@@ -236,6 +236,7 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
         master_steps=index.composite.masters,
         save_id=index.partial.save_id,
         bases={structure.part_of[name]: one.base for name, one in index.partial.differences.items()},
+        is_thinned=index.partial.is_thinned,
     )
 
 
@@ -447,9 +448,14 @@ class Latest:
     """The newest resumable checkpoint, or None"""
     verdict: Verdict | None
     passed_over: tuple[Verdict, ...]
-    """The verdicts on newer checkpoints"""
+    """The verdicts on newer checkpoints, or on all if none is resumable"""
     newer_partial: Path | None
     """The newest partial checkpoint if it is even newer: a composite would resume from its step"""
+
+    @property
+    def unjudged(self) -> Verdict | None:
+        """The verdict on the newest checkpoint that may be resumable, if that can't be judged; then ``path`` is None"""
+        return next((verdict for verdict in self.passed_over if not verdict.is_judged), None)
 
 
 def find_latest(
@@ -463,7 +469,8 @@ def find_latest(
 ) -> Latest:
     """Find the newest full checkpoint of a run that `verify_checkpoint` finds resumable.
 
-    Checkpoints of abandoned attempts are skipped.
+    Checkpoints of abandoned attempts are skipped. The search ends at a checkpoint that can't be judged: it may be
+    resumable, so older ones are not looked at.
 
     Args:
         run: the run's folder.
@@ -486,6 +493,7 @@ def find_latest(
             verdicts.append(_verify(path, step, deep, on_progress, judge, client))
             if verdicts[-1].is_resumable:
                 found = path
+            if found or not verdicts[-1].is_judged:
                 break
     verdict = verdicts.pop() if found else None
     least = verdict.index.global_step if verdict and verdict.index else -1
@@ -501,11 +509,11 @@ def _verify(
     path: Path, step: int, deep: bool, on_progress: Callable[[int], None], judge: AttemptFilter, client: str | None
 ) -> Verdict:
     if (problem := judge.why_not(path, step)) is not None:
-        return refused(path, deep, (problem,))
+        return refused(path, deep, SourceError(problem))
     try:
         return verify_checkpoint(path, deep, on_progress, client=client)
     except SourceError as error:  # not a checkpoint, or of an unsupported kind
-        return refused(path, deep, error.problems)
+        return refused(path, deep, error)
 
 
 def latest_to_json(latest: Latest) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from llmtailor.documents import document
 from llmtailor.engine.copy import CopyStats
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import already_there
-from llmtailor.errors import PathIn, Problem, SourceError, some
+from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.provenance import read_manifest
 from llmtailor.formats.registry import display_name, find_structure, shared_layers, with_experts
@@ -465,11 +465,18 @@ def _choose(
 ) -> Salvage:
     """Assess the run's checkpoints from the newest on, until a composite is complete.
 
-    Raises SourceError if nothing of them is usable.
+    Raises SourceError if nothing of them is usable, UnsupportedCheckpoint if a newer one may be intact.
     """
+    unjudged: list[Problem] = []
 
     def read(path: Path, found: list[UsableSource]) -> UsableSource:
-        *found[:], holder = _share_tied([*found, assess(path, deep, on_progress)])
+        try:
+            *found[:], holder = _share_tied([*found, assess(path, deep, on_progress)])
+        except UnsupportedCheckpoint as error:
+            what = "it can't be judged whether it is intact, so nothing older is salvaged in its place"
+            fix = "if your program can read it, resume from it; otherwise use --at with an earlier step"
+            unjudged.extend([Problem(display_name(path), what, fix), *error.problems] if not found else ())
+            raise
         state = "whole" if holder.is_whole else "damaged"
         logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
         return holder
@@ -486,6 +493,8 @@ def _choose(
     if not holders:
         head = Problem(display_name(run), "no checkpoint is usable, even in part", "fix one of the checkpoints below")
         raise SourceError([head, *problems])
+    if unjudged:
+        raise UnsupportedCheckpoint(unjudged)
     newest, structure = RunFolder(run).checkpoints_until(at)[0], find_structure(holders[0].index)
     return Salvage(run, newest, holders, problems, structure, choose(holders, structure, fragments), fragments)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,16 @@ from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.checkpoint.step_names import ASIDE, DAMAGED, REPLACED, step_of
 from llmtailor.containers.json import MAX_NAME, is_path_below, read_json
 from llmtailor.engine.staging import put_in_place, remove_left_over
-from llmtailor.errors import SourceError, StorageError, TargetError
+from llmtailor.errors import Problem, SourceError, StorageError, TargetError, some
+from llmtailor.formats.registry import display_name
 from llmtailor.loaders.files import LATEST
 from llmtailor.runs.folder import Kind, RunFolder
 from llmtailor.salvage.plan import Salvage
 from llmtailor.storage.local import disk_errors, fsync_folder, list_files, replace_durably
 
 RECORD = ".llmtailor-replacing"
+SETTLED_S = 60.0
+"""A checkpoint that has not changed for so long is not being written. A training may pause between two files."""
 _PREFIX = re.compile(f"({'|'.join(ASIDE)})?")
 _SCHEMA = "llmtailor.replacing/1"
 
@@ -60,6 +65,39 @@ def plan_replacement(salvage: Salvage) -> Replacement:
     tag = base.index.zero.tag
     latest = _point_at(base.index, run, tag if target.name == tag else f"{target.name}/{tag}")
     return Replacement(target if composition is None else composition.out, target, aside, latest)
+
+
+def seen_in(run: Path) -> dict[Path, str]:
+    """Return what the full checkpoints of a run look like now, for `check_settled`; take it before they are read."""
+    return {entry.path: _fingerprint(entry.path) for entry in RunFolder(run).entries(Kind.FULL)}
+
+
+def check_settled(
+    replacement: Replacement, seen: Mapping[Path, str], on_wait: Callable[[str], None] = lambda what: None
+) -> None:
+    """Raise TargetError if a checkpoint that would be moved aside has changed since it was ``seen``.
+
+    A training may be writing it, so one that was last changed less than `SETTLED_S` seconds ago is watched for as long.
+    """
+    age = time.time() - max(map(_last_change, replacement.aside), default=0)
+    if 0 <= age < SETTLED_S:
+        names = some(folder.name for folder in replacement.aside)
+        on_wait(
+            f"{names}: changed {age:.0f} s ago; watching for {SETTLED_S - age:.0f} s whether a training writes there"
+        )
+        time.sleep(SETTLED_S - age)
+    if changed := [folder for folder in replacement.aside if _fingerprint(folder) != seen.get(folder)]:
+        fix = "wait until the training has saved it, or stop the training; then rerun the command"
+        raise TargetError(
+            Problem(display_name(one), "it is being written, so it is not moved aside", fix) for one in changed
+        )
+
+
+def _last_change(path: Path) -> float:
+    found = [path.lstat().st_ctime]
+    for where, folders, names in os.walk(path):
+        found += [(Path(where) / name).lstat().st_ctime for name in (*folders, *names)]
+    return max(found)
 
 
 def _point_at(base: CheckpointIndex, run: Path, tag: str) -> tuple[str, str] | None:

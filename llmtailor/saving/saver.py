@@ -245,6 +245,7 @@ class PartialSaver:
             NotTheSame: the training does not hold ``resumed_from``, a path, and ``on_mismatch`` is ``stop``.
             TargetError: training starts from scratch in a folder where another run has saved.
             SourceError, StorageError: the record of attempts cannot be read or written.
+            UsageError: the staging folder or the mirror holds saves of another run.
         """
         named = f"{resumed_from}" if isinstance(resumed_from, (str, Path)) else None
         if self.options.attest != OFF and (checkpoint := self.ranks.from_first(named)) is not None:
@@ -252,8 +253,9 @@ class PartialSaver:
         if attestation.before_saving is not None:
             attestation.before_saving()
         lineage, self._begun_at = self._new_id(), step
-        if self.record.copier is not None:
-            self.record.copier.catch_up(self.folder)
+        copier = self.record.copier
+        if copier is not None and copier.is_staging:  # what it brings may be the save to continue
+            copier.catch_up(self.folder)
         self.ledger, self._before = self.ranks.on_first(
             lambda: resume(
                 self.folder,
@@ -266,6 +268,8 @@ class PartialSaver:
             )
         )
         self.record.is_begun = True
+        if copier is not None and not copier.is_staging:
+            copier.catch_up(self.folder)
         if not self.ledger.held_by:
             return False
         restore_state(self.policy, self.ledger.policy_state)

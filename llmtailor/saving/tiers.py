@@ -20,14 +20,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
+from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.checkpoint.placement import Extent
+from llmtailor.containers.json import MAX_BYTES, parse_json
 from llmtailor.engine.copy import Context, execute
 from llmtailor.errors import StorageError, UsageError
-from llmtailor.formats.partial.manifest import BundleFact, bundle_name, differences_name, frozen_name, read_manifest
+from llmtailor.formats.partial.manifest import (
+    BundleFact,
+    bundle_name,
+    differences_name,
+    frozen_name,
+    read_manifest,
+    step_in_name,
+)
 from llmtailor.live.training import Ranks
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.ranks.board import StoreBoard, await_messages
-from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
+from llmtailor.runs.folder import ATTEMPTS, RunFolder, Start, holds_unknown, read_starts, remove_partial, starts_json
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.retrying import RetryingQueue
 from llmtailor.saving.writing import complete
@@ -41,6 +50,9 @@ class SharedFolder:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
+
+    def claim(self, run: RunFolder) -> None:
+        """Raise UsageError if it holds saves of another run: this is the run's own folder."""
 
     def has(self, step: int) -> bool:
         """Return whether a save is there."""
@@ -78,6 +90,27 @@ class Mirror:
 
     def __init__(self, url: str) -> None:
         self._remote = RemoteFolder(f"{url.rstrip('/')}/partial", Path())
+
+    def claim(self, run: RunFolder) -> None:
+        own, there = run.starts(), self._starts()
+        known = {lineage for past, _ in own for lineage in past.lineages}
+        if there and known.isdisjoint(lineage for past, _ in there for lineage in past.lineages):
+            fix = "give each run a mirror of its own, or move these saves away"
+            raise UsageError.at(self._remote.url, "it holds saves of another run", fix)
+        self._remote.make_folder("")
+        self._remote.put_bytes(ATTEMPTS, starts_json([*there, *(start for start in own if start not in there)]))
+
+    def _starts(self) -> list[Start]:
+        """Return the attempts of the run whose saves are there; without a record of them, that of the newest save."""
+        where = f"{self._remote.url}/{ATTEMPTS}"
+        if self._remote.exists(ATTEMPTS):
+            return read_starts(parse_json(self._remote.get_bytes(ATTEMPTS, MAX_BYTES), where), where)
+        for step in sorted(filter(None, map(step_in_name, self._remote.names())), reverse=True):
+            if self.has(step):
+                data = self._remote.get_bytes(_in_mirror(step, PARTIAL_MANIFEST), MAX_BYTES)
+                ledger = Ledger.from_json(parse_json(data, where).get("ledger"), where)
+                return [(Past(step, ledger.lineage, ledger.history), "")]
+        return []
 
     def has(self, step: int) -> bool:
         return self._remote.exists(_in_mirror(step, PARTIAL_MANIFEST))
@@ -169,8 +202,9 @@ class TierCopier:
         self._node = next(number for number, of_node in enumerate(nodes) if ranks.rank in of_node)
         self._board = board
         self._log = log
-        self._is_staging = is_staging
+        self.is_staging = is_staging
         self._queue = RetryingQueue("llmtailor-copy-tier", self._take, lambda one: f"step {one.step}")
+        self._is_claimed = False
         self._is_leader = ranks.rank == nodes[self._node][0]
         if self._is_leader:
             self._queue.start()
@@ -179,7 +213,7 @@ class TierCopier:
     def elsewhere(self) -> frozenset[str]:
         """The tensor files that this rank can't see"""
         ranks = [rank for rank in range(self._ranks.world_size) if rank not in self._nodes[self._node]]
-        return frozenset(tensor_files(ranks, self._ranks.world_size)) if self._is_staging else frozenset()
+        return frozenset(tensor_files(ranks, self._ranks.world_size)) if self.is_staging else frozenset()
 
     def add(self, item: Finished | Mapping[str, Any]) -> None:
         """Copy a save, or add a line to the log, after everything before it."""
@@ -214,19 +248,27 @@ class TierCopier:
         """Copy what an earlier process of this run has left on the first tier. All ranks call it.
 
         What then remains on the nodes' disks is of no use, and is removed. A mirror that is away does not stop a
-        training. Raises UsageError for saves of another run, and what copying to the run's folder raises.
+        training. Raises UsageError if either tier holds saves of another run, and what copying to the run's folder
+        raises.
         """
         try:
+            self._ranks.on_first(lambda: self._claim(run))
             copied = self._copy_left_over(run)
         except Exception as error:
-            if self._is_staging:
+            if self.is_staging or isinstance(error, UsageError):
                 raise
             logger.warning("copying missing saves to the mirror failed: %s", error)
             return
-        if self._is_staging and self._is_leader:
+        if self.is_staging and self._is_leader:
             self._tidy()
         if copied and self._ranks.is_first:
             logger.warning("copied saves left over from an earlier process: %s", ", ".join(map(str, copied)))
+
+    def _claim(self, run: RunFolder) -> None:
+        """Make sure that the last tier is this run's, before anything is written there."""
+        if not self._is_claimed:
+            self.last.claim(run)
+            self._is_claimed = True
 
     def _copy_left_over(self, run: RunFolder) -> list[int]:
         ranks = self._ranks
@@ -274,6 +316,7 @@ class TierCopier:
         if self._ranks.is_first:
             is_gone = not (folder / PARTIAL_MANIFEST).exists()
             if self._board.read(f"{save.save_id}/open") is None:
+                self._claim(self.first)
                 if not is_gone:
                     self._share_manifest(save)
                     self.last.begin(save.step)
@@ -301,7 +344,7 @@ class TierCopier:
                     logger.warning("step %d could not be removed from the mirror: %s", step, error)
         else:
             self._await(f"{save.save_id}/shared")
-        if self._is_staging:
+        if self.is_staging:
             self._tidy(save.step)  # the newest stays: the next one links to it
 
     def _put(self, step: int) -> None:

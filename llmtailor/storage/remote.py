@@ -208,6 +208,18 @@ class RemoteFolder:
         """Write a small object. Raises OSError, StorageError."""
         self._try(f"write {name}", lambda: self._fs.pipe_file(self._at(name), data))
 
+    def get_bytes(self, name: str, most: int) -> bytes:
+        """Return the first ``most`` bytes of a small object as it is now. Raises OSError, StorageError."""
+        return bytes(self._try(f"read {name}", lambda: self._fs.cat_file(self._at(name), start=0, end=most)))
+
+    def names(self) -> set[str]:
+        """Return the names of what is in the folder now. Raises OSError, StorageError."""
+        self._fs.invalidate_cache()
+        try:
+            return {path.rpartition("/")[2] for path in self._try("list it", lambda: self._fs.ls(self._path, False))}
+        except FileNotFoundError:
+            return set()
+
     def exists(self, name: str) -> bool:
         """Return whether the store has a file now, without a listing. Raises OSError, StorageError."""
         return bool(self._try(f"look for {name}", lambda: self._fs.exists(self._at(name))))

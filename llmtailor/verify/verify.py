@@ -49,6 +49,7 @@ from llmtailor.verify.structure import check_index, check_manifest, check_step, 
 RESUMABLE = "resumable"
 WITH_WARNINGS = "resumable with warnings"
 NOT_RESUMABLE = "not resumable"
+UNJUDGED = "can't be judged"
 INTACT = "partial, intact"
 INTACT_WITH_WARNINGS = "partial, intact with warnings"
 DAMAGED = "partial, damaged"
@@ -96,9 +97,13 @@ class Verdict:
     """Whether it is partial: no stock resume reads it, so it is judged as a source of composites"""
     holding: Holding | None = None
     """Set for a partial checkpoint that could be indexed"""
+    is_judged: bool = True
+    """False for a kind of checkpoint that can't be read here: it may well be resumable"""
 
     @property
     def level(self) -> str:
+        if not self.is_judged:
+            return UNJUDGED
         levels = (
             (DAMAGED, INTACT_WITH_WARNINGS, INTACT) if self.is_partial else (NOT_RESUMABLE, WITH_WARNINGS, RESUMABLE)
         )
@@ -107,7 +112,7 @@ class Verdict:
     @property
     def is_intact(self) -> bool:
         """Whether a stock resume works or, for a partial checkpoint, everything it holds is usable"""
-        return not self.of_severity(ERROR)
+        return self.is_judged and not self.of_severity(ERROR)
 
     @property
     def is_resumable(self) -> bool:
@@ -118,9 +123,11 @@ class Verdict:
         return [finding for finding in self.findings if finding.severity == severity]
 
 
-def refused(path: Path, deep: bool, problems: Iterable[Problem]) -> Verdict:
-    """Return the verdict on a folder that is not a usable checkpoint, with the reasons as errors."""
-    return Verdict(display_name(path), deep, tuple(Finding.of(one, ERROR) for one in problems), Damage(), None)
+def refused(path: Path, deep: bool, error: SourceError) -> Verdict:
+    """Return the verdict on a folder that is not a usable checkpoint, or of a kind that can't be judged."""
+    is_judged = not isinstance(error, UnsupportedCheckpoint)
+    findings = tuple(Finding.of(one, ERROR if is_judged else WARNING) for one in error.problems)
+    return Verdict(display_name(path), deep, findings, Damage(), None, is_judged=is_judged)
 
 
 def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from attempts.campaign import EVERYTHING, SAVING, play
-from attempts.world import PARTS, World, read_full, step_of
+from attempts.world import MOMENTS, PARTS, World, read_full, step_of
 from helpers.cases import diagonal, mostly_long
 from helpers.commands import call, run_here
 from llmtailor.runs import scan as newest
@@ -180,7 +180,7 @@ def test_whatever_goes_wrong_in_a_save_is_save_failed(world, monkeypatch):
     monkeypatch.undo()
     world.save()
     assert lines(world)[-1]["step"] == 12 and "failed" in lines(world)[-2]
-    assert read_full(world.compose()).keys() == set(PARTS)
+    assert read_full(world.compose()).keys() == {*PARTS, *MOMENTS.values()}
 
 
 def test_a_damaged_record_of_attempts_is_refused(world):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from helpers.commands import run_here
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.saving import saver_for
+from oracle.states import states_of
 
 CONFIG = LlamaConfig(
     vocab_size=11,
@@ -35,6 +36,7 @@ CONFIG = LlamaConfig(
     head_dim=4,
 )
 PARTS = ("embed_tokens", "layer 0", "layer 1", "layer 2", "norm", "lm_head")
+MOMENTS = {part: f"{part}, moments" for part in PARTS}
 STEPS = 4096
 """More than any attempt has"""
 
@@ -44,7 +46,7 @@ DAMAGE = (OSError, EOFError, KeyError, RuntimeError, ValueError, SafetensorError
 Made = tuple[int, int]
 """Attempt and step that made a state"""
 Holding = Mapping[str, Made]
-"""What a checkpoint holds: part -> who made it"""
+"""What a checkpoint holds: part -> who made its masters, and with the name in `MOMENTS`, who made its moments"""
 
 
 def part_of(param: str) -> str:
@@ -137,20 +139,14 @@ class World:
     def expected(self, at: int | None) -> list[Holding]:
         """What a composite may be.
 
-        An attempt without the saver may go unnoticed, but never be mixed with others. What `thin` has made of full
-        checkpoints need not be used beside what the saver wrote.
+        An attempt without the saver may go unnoticed, but never be mixed with others.
         """
-        recorded = next(one for one in reversed(self.attempts) if one.saver is not None)
-        made = []
-        for attempt in (self.present, recorded):
-            own = self.own(at, attempt)
-            made += [newest(own), newest({path: held for path, held in own.items() if not is_thinned(path)})]
-            made += [newest({path: held for path, held in own.items() if is_thinned(path) or path.parent == self.run})]
+        recorded = max(one.number for one in self.attempts if one.saver is not None)
+        made = [newest(self.own(at, attempt)) for attempt in self.attempts[recorded - 1 :]]
         return [one for one in made if one is not None]
 
     def is_promised(self, at: int | None) -> bool:
-        """Whether a step can be composed, or any step, as `gc` says: it has given up others, and what `thin` makes of
-        full checkpoints completes nothing that the saver wrote."""
+        """Whether a step can be composed, or any step, as `gc` says: it has given up others."""
         result = run_here("gc", self.run, "--json")
         steps = json.loads(result.stdout)["composable_after"] if result.returncode == 0 else []
         return bool(steps) if at is None else at in steps
@@ -280,11 +276,6 @@ class World:
         return "\n".join([f"seed {self.seed}", *self.notes, "--", *listing, "--", *map(str, told)])
 
 
-def is_thinned(path: Path) -> bool:
-    manifest = path / "manifest.json"
-    return manifest.is_file() and json.loads(manifest.read_text())["ledger"]["lineage"].startswith("thin-")
-
-
 def step_of(path: Path) -> int:
     return int(path.name.split("-")[1])
 
@@ -296,34 +287,32 @@ def newest(own: Mapping[Path, Holding]) -> Holding | None:
         for part, made in holding.items():
             if part not in found or made[1] > found[part][1]:
                 found[part] = made
-    return found if found.keys() == set(PARTS) else None
+    return found if found.keys() == {*PARTS, *MOMENTS.values()} else None
+
+
+KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "master": lambda one: one,
+    "exp_avg": lambda one: -one,
+    "exp_avg_sq": lambda one: one - 0.5,
+}
 
 
 def read_full(path: Path) -> Holding:
-    weights = load_file(path / "model.safetensors")
-    optimizer = torch.load(path / "optimizer.pt", weights_only=True)
-    names = [name for group in optimizer["param_groups"] for name in group.get("param_names") or group["lt_params"]]
-    found: dict[str, set[Made]] = {}
-    for number, name in enumerate(names):
-        state = optimizer["state"][number]
-        found.setdefault(part_of(name), set()).update(
-            {decode(weights[name]), decode(-state["exp_avg"]), decode(state["exp_avg_sq"] - 0.5)}
-        )
-    return {part: only(made) for part, made in found.items()}
+    states = states_of(path)
+    return holding_of((kind, name, of_param[kind]) for name, of_param in states.items() for kind in KINDS)
 
 
 def read_partial(path: Path) -> Holding:
+    tensors = [item for file in path.glob("rank-*.safetensors") for item in load_file(file).items()]
+    named = ((*key.partition("/")[::2], tensor) for key, tensor in tensors)
+    return holding_of((kind, name, tensor) for kind, name, tensor in named if kind in KINDS)
+
+
+def holding_of(states: Iterable[tuple[str, str, torch.Tensor]]) -> Holding:
     found: dict[str, set[Made]] = {}
-    for file in path.glob("rank-*.safetensors"):
-        for key, tensor in load_file(file).items():
-            kind, _, name = key.partition("/")
-            change: Callable[[torch.Tensor], torch.Tensor] | None = {
-                "master": lambda one: one,
-                "exp_avg": lambda one: -one,
-                "exp_avg_sq": lambda one: one - 0.5,
-            }.get(kind)
-            if change is not None:
-                found.setdefault(part_of(name), set()).add(decode(change(tensor)))
+    for kind, name, tensor in states:
+        part = part_of(name)
+        found.setdefault(part if kind == "master" else MOMENTS[part], set()).add(decode(KINDS[kind](tensor)))
     return {part: only(made) for part, made in found.items()}
 
 

@@ -34,7 +34,7 @@ def states_of(checkpoint: Path) -> States:
     if (checkpoint / "optimizer.pt").exists():
         tree = torch.load(checkpoint / "optimizer.pt", weights_only=False)
         weights = {key: one for path in checkpoint.glob("*.safetensors") for key, one in load_file(path).items()}
-        listed = [name for group in tree["param_groups"] for name in group["lt_params"]]
+        listed = [name for group in tree["param_groups"] for name in group.get("param_names") or group["lt_params"]]
         return {
             name: {MASTER: weights[name], **_flattened(tree["state"].get(number, {}))}
             for number, name in enumerate(listed)

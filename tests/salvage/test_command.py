@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -227,3 +229,28 @@ def test_union(a: Runs, b: Runs, c: Runs) -> None:
 def test_without(a: Runs, b: Runs) -> None:
     assert elements(without(a, b)) == elements(a) - elements(b)
     assert is_tidy(without(a, b))
+
+
+@pytest.mark.parametrize("pause", [0.01, 0.1])
+def test_a_checkpoint_that_a_training_is_writing_is_not_moved(run: Path, monkeypatch, pause: float) -> None:
+    """Whether it is still being written after the salvage, or was complete before that moved it."""
+    monkeypatch.setattr(replacing, "SETTLED_S", 0.5)
+    source = Path(shutil.copytree(run / "checkpoint-300", run / "source"))
+    optim_states(run / "checkpoint-300").unlink()
+    target, is_begun = run / "checkpoint-400", threading.Event()
+
+    def save() -> None:
+        for path in sorted(path for path in source.rglob("*") if path.is_file()):
+            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / path.relative_to(source))
+            is_begun.set()
+            time.sleep(pause)
+
+    training = threading.Thread(target=save)
+    training.start()
+    is_begun.wait()
+    told = call("salvage", run, "--replace", code=6).stderr
+    training.join()
+    assert "checkpoint-400: it is being written, so it is not moved aside" in told
+    assert contents(target) == contents(source)
+    assert [name for name in folders(run) if "checkpoint-400" in name] == ["checkpoint-400"]

@@ -222,6 +222,48 @@ def test_a_request_of_a_mirror_is_repeated_at_once(make, monkeypatch, caplog):
     assert "can't be copied" not in caplog.text
 
 
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_mirror_belongs_to_one_run(make, tmp_path, has_record):
+    """Another run that begins anew is refused before it copies anything; one that goes on from there is not."""
+    url = f"memory://bucket/{tmp_path.name}"
+    fs, root = fsspec.core.url_to_fs(url)
+    first = make(policy="parity", mirror=url)
+    first.make_saves(3)
+    first.saver.close()
+    if not has_record:  # as a mirror that was filled by hand
+        fs.rm(f"{root}/partial/attempts.json")
+    there = {path: fs.cat_file(path) for path in fs.find(root)}
+    (tmp_path / "run").rename(tmp_path / "lost")
+    with pytest.raises(UsageError, match="it holds saves of another run"):
+        make(policy="parity", mirror=url)
+    assert {path: fs.cat_file(path) for path in fs.find(root)} == there
+    shutil.rmtree(tmp_path / "run")
+    call("merge", "--run", url, tmp_path / "out")
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    again = Loop(tmp_path / "run", policy="parity", mirror=url)
+    again.step = 3
+    again.saver.start(3, state)
+    again.make_saves()
+    again.saver.close()
+    assert fs.exists(f"{root}/partial/step-00000004/manifest.json")
+    attempts = json.loads(fs.cat_file(f"{root}/partial/attempts.json"))["attempts"]
+    assert [one["resumed_at"] for one in attempts] == [0 if has_record else 3, 3]
+
+
+def test_saves_of_two_runs_in_one_folder_are_refused(tmp_path):
+    """As a mirror of before may hold them: neither is taken for the other's past."""
+    for name, count in (("one", 3), ("other", 2)):
+        run = Loop(tmp_path / name, policy="parity").start(0)
+        run.make_saves(count)
+        run.saver.close()
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / f"one/partial/step-0000000{step}")
+        shutil.copytree(tmp_path / f"other/partial/step-0000000{step}", tmp_path / f"one/partial/step-0000000{step}")
+    (tmp_path / "one/partial/attempts.json").unlink()
+    told = call("merge", "--run", tmp_path / "one", code=4).stderr
+    assert "it holds saves of 2 runs: step-00000003; step-00000001, step-00000002" in told
+
+
 def test_a_mirror_that_cannot_be_used_is_refused(tmp_path):
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(UsageError, match="can't be used"):

@@ -140,17 +140,20 @@ def log(run: Path, losses: dict[int, float]) -> None:
 
 
 def test_beside_the_savers_partial_checkpoints(tmp_path):
-    """One of the same step stands in if it holds the same; the saver's record is never mixed with ours."""
+    """One of the same step stands in if it holds the same; if it lacks something, the full one stays."""
     run = make_run(tmp_path / "run", (100, 150, 200, 300))
     ledger = save_partial(run, run / "checkpoint-100", ODD | EVEN, Ledger("saver"))
     shutil.rmtree(run / "checkpoint-100")
-    save_partial(run, run / "checkpoint-200", EVEN, ledger)
+    ledger = save_partial(run, run / "checkpoint-200", EVEN, ledger)
+    save_partial(run, run / "checkpoint-300", ODD | EVEN, ledger)
+    make(run, 400)
     told = call("thin", run, "--strategy", "parity", "--yes")
-    assert becomes(told) == {150: "partial", 200: "partial", 300: "stays"}
-    assert [row["is_written"] for row in told["checkpoints"]] == [True, False, False]
-    assert told["composable_after"] == [100, 150, 200, 300]
-    assert set(sources(compose(run, 150, tmp_path / "150")).values()) == {150}
-    assert sources(compose(run, 200, tmp_path / "200")) == dict.fromkeys(ODD, 100) | dict.fromkeys(EVEN, 200)
+    assert becomes(told) == {150: "partial", 200: "stays", 300: "partial", 400: "stays"}
+    assert [row["is_written"] for row in told["checkpoints"]] == [True, False, False, False]
+    assert told["checkpoints"][1]["why"] == "the composite of step 200 would have older states without it"
+    assert told["composable_after"] == [100, 150, 200, 300, 400]
+    for step in (150, 200, 300):
+        assert set(sources(compose(run, step, tmp_path / f"{step}")).values()) == {step}
 
 
 def test_a_partial_checkpoint_of_another_attempt_does_not_stand_in(tmp_path):

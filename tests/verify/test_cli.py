@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
+import zipfile
 
 import pytest
 
@@ -151,6 +153,32 @@ def test_none_at_all(folder):
     content = json.loads(call("latest", "run", "--json", code=7).stdout)
     assert (content["path"], content["verdict"]) == (None, None)
     assert [verdict["global_step"] for verdict in content["passed_over"]] == [1000, 100, 90]
+
+
+def deflate(path):
+    """Write a torch file compressed, which stock reads and llmtailor doesn't."""
+    with zipfile.ZipFile(path) as source:
+        content = [(info.filename, source.read(info)) for info in source.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for name, data in content:
+            target.writestr(name, data)
+
+
+def test_what_can_not_be_judged_is_neither_called_damaged_nor_passed_over(folder):
+    deflate(optim_states(folder / "run/checkpoint-1000"))
+    done = call("latest", "run", code=4)
+    assert done.stdout == "" and "restart" not in done.stderr and "not resumable" not in done.stderr
+    assert "run/checkpoint-1000: can't be judged (1 warning)" in done.stderr
+    assert "so no older checkpoint is printed" in done.stderr
+    content = json.loads(call("latest", "run", "--json", code=4).stdout)
+    assert (content["path"], [one["verdict"] for one in content["passed_over"]]) == (None, ["can't be judged"])
+    assert call("latest", "run", "--at", "999").stdout == "run/checkpoint-100\n"
+    for words in ([], ["--replace"]):
+        assert "so nothing older is salvaged in its place" in call("salvage", "run", *words, code=4).stderr
+    assert "damaged-checkpoint-1000" not in [path.name for path in (folder / "run").iterdir()]
+    call("report", "run", "--output", "page.html")
+    page = (folder / "page.html").read_text()
+    assert "? can't be judged" in html.unescape(page) and "not resumable" not in page
 
 
 def test_newer_partial_checkpoints_are_told_of(folder):

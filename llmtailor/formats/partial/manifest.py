@@ -90,6 +90,7 @@ KEY_LAYOUT = "dcp/style"
     {model, optimizer, is_flat, form,
      others: [{path, object} or {path, dtype, shape, boxes: [(offsets, sizes, tensor)]}]}
 """
+IS_THINNED = "made_of_full_checkpoints"
 _FIX = "leave this checkpoint out; its save is damaged"
 
 
@@ -173,6 +174,8 @@ class Manifest:
     and ``pieces_of``."""
     bases: Mapping[Part, str] = field(default_factory=dict)
     """Of ``masters`` -> the ``save_id`` of the save from whose masters theirs are differences"""
+    is_thinned: bool = False
+    """Whether ``thin`` made it from a full checkpoint: `IS_THINNED` among the policy's settings"""
 
     def runs_of(self, kind: str) -> dict[str, Runs]:
         """Return the elements of every trained param for which the rank shards hold a kind of state."""
@@ -300,6 +303,7 @@ def _parse(data: Any) -> Manifest:
         pieces_of=pieces_of,
         masters=tuple(masters),
         bases={part: _name(one["base"]) for part, one in masters.items() if "base" in one},
+        is_thinned=_mapping(data.get("policy", {})).get(IS_THINNED) is True,
     )
 
 

@@ -349,7 +349,14 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
         held=held,
         findings=(*index.findings, *rounded),
         files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
-        partial=PartialFacts(frozenset(partial.tree_of), manifest.saved_as, setback, manifest.save_id, differences),
+        partial=PartialFacts(
+            frozenset(partial.tree_of),
+            manifest.saved_as,
+            setback,
+            manifest.save_id,
+            differences,
+            manifest.is_thinned,
+        ),
         zero=replace(index.zero, module={}),
     )
     return replace(draft, index=index)
