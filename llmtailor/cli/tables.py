@@ -9,7 +9,7 @@ from llmtailor.checkpoint.optimizer import count_ranks
 from llmtailor.compose.report import Report, fold_layers, total_setback
 from llmtailor.errors import Problem, about, counted, printable, ranges, size
 from llmtailor.findings import folded
-from llmtailor.loaders.files import ADAPTER
+from llmtailor.loaders.files import adapters_among
 from llmtailor.model.parts import condense, group_shares
 from llmtailor.model.roles import MASTER
 
@@ -85,7 +85,7 @@ def salvage_text(salvage: Salvage) -> str:
 
 
 def inspection_text(content: Inspection) -> str:
-    is_adapter = any(file["path"] == ADAPTER for file in content["files"])
+    is_adapter = adapters_among(file["path"] for file in content["files"])
     tensors = content["num_tensors"]
     unsaved = "those of an adapter" if is_adapter else "not saved"
     counted_steps = ", ".join(f"{step:g}" for step in content["optimizer_steps"])

@@ -37,16 +37,16 @@ from llmtailor.formats.common.states import (
     optimizer_tree,
 )
 from llmtailor.formats.format import Draft
-from llmtailor.formats.weights import read_adapter
+from llmtailor.formats.weights import read_adapters
 from llmtailor.loaders.files import (
     ADAPTER,
-    ADAPTER_CONFIG,
     CONFIG,
     ENGINE_FILES,
     OPTIMIZER,
     SCALER,
     SCHEDULER,
     Holds,
+    adapters_among,
     holds,
     is_pickled_weights,
     is_sign_of,
@@ -80,7 +80,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     problems, trees = Problems(), FileTrees(root)
     trainer = read_trainer_files(trees, name, problems, client)
     optimizer = attempt(lambda: read_optimizer(trees, PathIn(name, trainer.client.optimizer)), problems)
-    if optimizer and ADAPTER_CONFIG in trainer.files and not has_names(optimizer):
+    if optimizer and trainer.has_adapters and not has_names(optimizer):
         what = f"a PEFT run without DeepSpeed, whose {trainer.client.optimizer} does not say which params it holds"
         fix = "leave it out; the partial checkpoints of such a run can be composed, and full ones with DeepSpeed"
         raise UnsupportedCheckpoint.at(name, what, fix)
@@ -106,15 +106,17 @@ def _weights(
 
     Raises SourceError, or UnsupportedCheckpoint if the only ones are those of ``torch.save``.
     """
-    is_adapter = ADAPTER_CONFIG in trainer.files
-    has_weights = ADAPTER in trainer.files if is_adapter else trainer.weights or not trainer.has_all_weights
+    is_adapter = trainer.has_adapters
+    has_weights = trainer.weights or not trainer.has_all_weights
+    if is_adapter:
+        has_weights = all(f"{folder}{ADAPTER}" in trainer.files for folder in adapters_among(trainer.files).values())
     if not has_weights and (pickled := next(filter(is_pickled_weights, sorted(trainer.files)), None)):
         what = "the only weights are in this file, which a resume reads, but llmtailor does not"
         raise UnsupportedCheckpoint.at(PathIn(name, pickled), what, _AS_SAFETENSORS)
     if not is_adapter:
         return {state.param: held for state, held in trainer.weights.items()}
     trained = [param for group in optimizer.groups for param in group.names or ()] if optimizer else []
-    return read_adapter(root, name, trained)
+    return read_adapters(root, name, trainer.files, trained)
 
 
 def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
@@ -137,7 +139,7 @@ def _index(
 ) -> CheckpointIndex:
     where = PathIn(name, trainer.client.optimizer)
     findings: list[Finding] = []
-    ties = listed_ties(root, name) if has_names(optimizer) and ADAPTER_CONFIG not in trainer.files else None
+    ties = listed_ties(root, name) if has_names(optimizer) and not trainer.has_adapters else None
     model = _ask_model(root, name, optimizer, trainer, findings) if ties is None else None
     buffers = listed_buffers(root, name)
     index, known = index_with_weights(root, where, optimizer, weights, model, buffers, trainer, ties)
@@ -170,7 +172,7 @@ def _ask_model(
     """Return the model's facts if needed. If the names are known without them, a failure is only a finding."""
     if not has_names(optimizer):
         return describe_model(root, name)
-    if ADAPTER_CONFIG in trainer.files:  # nothing is tied, and the base model is not here
+    if trainer.has_adapters:  # nothing is tied, and the base model is not here
         return None
     named = {param for group in optimizer.groups for param in group.names or ()}
     config = read_json(root / CONFIG, PathIn(name, CONFIG)) if CONFIG in trainer.files else {}

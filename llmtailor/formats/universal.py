@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,9 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     count = count_models(file.rpartition("/")[2] for file in facts) if known.stage == 3 else 1
     model_paths = tuple(f"{tag}/{model_name(rank, known.stage)}" for rank in range(count))
     files = ShardFiles(tag, False, (path,), model_paths, known.stage == 3)
-    model = read_all(read_model_shard, trees, files, files.model, name, problems, findings, {})
-    model = fit_models(trees, files, model, name, problems)
+    read_model = partial(read_model_shard, is_adapter=trainer.has_adapters)
+    model = read_all(read_model, trees, files, files.model, name, problems, findings, {})
+    model = fit_models(files, model, name, problems, trainer)
     usual = first_of(model)
     if usual is None:
         return Draft(problems)

@@ -1,15 +1,16 @@
 """Weight files for a composite whose base has no usable ones, laid out from the facts on its params; also adapters.
 
-A PEFT run saves only the trained params, as ``adapter_model.safetensors``, not the model below them. On disk, a param's
+A PEFT run saves its adapters, each as ``adapter_model.safetensors``, not the model below them. On disk, a param's
 name omits the adapter's (``lora_A.default.weight`` is ``lora_A.weight``). The file in the root is that of the adapter
-``default``; others have their own folders. A resume with DeepSpeed reads none of these; without DeepSpeed the file
-holds the master weights. Checked against peft 0.21.
+``default``; others have their own folders. A resume with DeepSpeed reads none of these; without DeepSpeed the files
+hold the master weights. Checked against peft 0.21.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
@@ -17,8 +18,8 @@ from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Absent
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_header
 from llmtailor.errors import COPY_BACK, PathIn, Problem, SourceError, some
-from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG
-from llmtailor.loaders.read import read_config
+from llmtailor.loaders.files import ADAPTER, adapters_among
+from llmtailor.loaders.read import adapters_of, read_config
 from llmtailor.loaders.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, Naming, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
@@ -81,68 +82,109 @@ def _shard(tensors: Iterable[tuple[str, TensorEntry]]) -> list[tuple[str, dict[s
     return list(zip(paths, shards, strict=True))
 
 
-NAMING = Naming(r"(?<=\.lora_magnitude_vector)\.default\.weight$|(\.modules_to_save)?\.default(?=\.[^.]+$)|\.default$")
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The weight files of a run's adapters."""
+
+    files: tuple[WeightFile, ...]
+    """Each tensor with the param that fills it"""
+    frozen: tuple[str, ...]
+    """Paths of those that hold no trained param: of an adapter that is not active, such as a reference model"""
+    unknown: tuple[str, ...]
+    """Paths of those whose tensors follow no known rule for the trained params"""
+
+
 _EXPORT_ADAPTER = "nothing, to resume; to export the adapter, call trainer.save_model() after the resume"
 
 
-def lay_out_adapter(base: CheckpointIndex, dtype: str | None, is_alone: bool) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the adapter's file of a ZeRO base, its tensors rounded from the master weights, and notices.
+def adapter_naming(adapter: str) -> Naming:
+    """Return the rule for the names on disk of an adapter's params."""
+    name = re.escape(adapter)
+    return Naming(rf"(?<=\.lora_magnitude_vector)\.{name}\.weight$|(\.modules_to_save)?\.{name}(?=\.[^.]+$)|\.{name}$")
 
-    If tensors follow no known naming rule, the base's file is used unchanged if nothing comes from another source
+
+def lay_out_adapters(
+    base: CheckpointIndex, dtype: str | None, is_alone: bool
+) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the weight files of a ZeRO base's adapters, their tensors rounded from the master weights, and notices.
+
+    A file whose tensors follow no known naming rule is used unchanged if nothing comes from another source
     (``is_alone``), and left out otherwise.
     """
-    folders = sorted(path.parent.name for path in base.root.glob(f"*/{ADAPTER_CONFIG}"))
-    notices = [
-        Problem(PathIn(base.name, folder), "this adapter's folder is left out", _EXPORT_ADAPTER) for folder in folders
-    ]
-    if file := adapter_file(base):
-        return [lay_out_weights(file, dtype)], notices
-    if ADAPTER in base.files and is_alone:
-        return [carry(ADAPTER, base.files[ADAPTER])], notices
-    what = f"{ADAPTER} is left out: the names of its tensors follow no known rule for the trained params"
-    return [], [*notices, Problem(base.name, what, _EXPORT_ADAPTER)]
+    adapters = find_adapter_files(base)
+    carried = [path for path in adapters.unknown if path in base.files and is_alone]
+    what = "the file is left out: the names of its tensors follow no known rule for the trained params"
+    left_out = [PathIn(base.name, path) for path in adapters.unknown if path not in carried]
+    layouts = [lay_out_weights(file, dtype) for file in adapters.files]
+    layouts += [carry(path, base.files[path]) for path in (*adapters.frozen, *carried)]
+    return layouts, [Problem(where, what, _EXPORT_ADAPTER) for where in left_out]
 
 
-def adapter_file(base: CheckpointIndex) -> WeightFile | None:
-    """Return the adapter's file, each tensor with the param that fills it: the base's, or one of all trained params.
-    None if tensors follow no known naming rule, or trained params are not those of the adapter ``default``.
+def find_adapter_files(base: CheckpointIndex) -> AdapterFiles:
+    """Return the files of the base's adapters; one that is missing or empty is that of all its trained params."""
+    known, others, unknown = list[WeightFile](), list[str](), list[str]()
+    adapters = adapters_of(base)
+    for adapter, folder in adapters.items():
+        path, naming = f"{folder}{ADAPTER}", adapter_naming(adapter)
+        file = read_header(base.root, path, PathIn(base.name, path)) if path in base.files else None
+        if file is None or not file.tensors:  # older Trainers save an empty one where ZeRO-3 does not gather
+            if (file := _new_file(base, path, naming, len(adapters) == 1)) is not None:
+                known.append(file)
+            elif len(adapters) == 1:
+                unknown.append(path)
+            continue
+        named = {tensor.name: param for param in base.params.values() for tensor in on_disk(param, naming)}
+        fitting = [name for name, held in file.tensors.items() if name in named and named[name].shape == held.shape]
+        if len(fitting) == len(file.tensors):
+            known.append(replace(file, filled_by={name: (State(named[name].name, WEIGHT), 0) for name in fitting}))
+        else:
+            (unknown if fitting else others).append(path)
+    trained = {name for name, param in base.params.items() if param.role == "trainable"}
+    if trained <= {state.param for file in known for state, _ in file.filled_by.values()}:
+        return AdapterFiles(tuple(known), tuple(others), tuple(unknown))
+    return AdapterFiles(tuple(known), (), (*unknown, *others))
+
+
+def read_adapters(root: Path, name: str, files: Iterable[str], trained: Sequence[str]) -> dict[str, TensorEntry]:
+    """Return the tensors of the adapters' files by the params' names; those not in ``trained`` keep the names on disk,
+    and files with none of these are left out if there are several.
+
+    Raises SourceError if a file is missing or damaged.
     """
-    file = read_header(base.root, ADAPTER, PathIn(base.name, ADAPTER)) if ADAPTER in base.files else None
-    if file is None or not file.tensors:  # older Trainers save an empty one where ZeRO-3 does not gather
-        return _new_file(base)
-    named = {tensor.name: param for param in base.params.values() for tensor in on_disk(param, NAMING)}
-    if any(name not in named or named[name].shape != held.shape for name, held in file.tensors.items()):
-        return None
-    return replace(file, filled_by={name: (State(named[name].name, WEIGHT), 0) for name in file.tensors})
+    weights: dict[str, TensorEntry] = {}
+    adapters = adapters_among(files)
+    for adapter, folder in adapters.items():
+        path, naming = f"{folder}{ADAPTER}", adapter_naming(adapter)
+        where = PathIn(name, path)
+        if not (root / path).exists():
+            what = "the file is missing; without DeepSpeed it is what the optimizer updates"
+            raise SourceError.at(where, what, COPY_BACK)
+        tensors = read_header(root, path, where).tensors
+        params = (Param(param, (), "trainable") for param in trained)
+        named = {tensor.name: param.name for param in params for tensor in on_disk(param, naming)}
+        if len(adapters) == 1 or not named.keys().isdisjoint(tensors):
+            weights |= {named.get(tensor, tensor): held for tensor, held in tensors.items()}
+    return weights
 
 
-def read_adapter(root: Path, name: str, trained: Iterable[str]) -> dict[str, TensorEntry]:
-    """Return the tensors of the adapter's file by the params' names; those not in ``trained`` keep the names on disk.
+def _new_file(base: CheckpointIndex, path: str, naming: Naming, is_only: bool) -> WeightFile | None:
+    """Return a file of everything that the base says is saved, or else of all trained params with the adapter's name.
 
-    Raises SourceError if the file is missing or damaged.
-    """
-    where = PathIn(name, ADAPTER)
-    if not (root / ADAPTER).exists():
-        raise SourceError.at(
-            where, "the file is missing; without DeepSpeed it is what the optimizer updates", COPY_BACK
-        )
-    named = {tensor.name: param for param in trained for tensor in on_disk(Param(param, (), "trainable"), NAMING)}
-    return {named.get(tensor, tensor): held for tensor, held in read_header(root, ADAPTER, where).tensors.items()}
-
-
-def _new_file(base: CheckpointIndex) -> WeightFile | None:
-    """Return a file of everything that the base says is saved, or else of all trained params.
-
-    None if some of these are not those of the adapter ``default``.
+    None if there are none, or if others are trained as well and may belong to the only adapter.
     """
     params = {name: param for name, param in base.params.items() if param.role == "trainable"}
-    if base.partial.saved_as is not None:
+    if base.partial.saved_as is not None and path == ADAPTER:
         params = {name: base.params[name] for name, tensors in base.partial.saved_as.items() if tensors}
-    elif any(tensor.name == name for name, param in params.items() for tensor in on_disk(param, NAMING)):
+    else:
+        own = {name for name, param in params.items() if all(one.name != name for one in on_disk(param, naming))}
+        if is_only and own != params.keys():
+            return None
+        params = {name: params[name] for name in params if name in own}
+    if not params:
         return None
-    files = new_weights(replace(base, params=params), NAMING)
+    files = new_weights(replace(base, params=params), naming)
     tensors = {name: held for file in files for name, held in file.tensors.items()}
-    return WeightFile(ADAPTER, tensors, files[0].metadata, {k: v for file in files for k, v in file.filled_by.items()})
+    return WeightFile(path, tensors, files[0].metadata, {k: v for file in files for k, v in file.filled_by.items()})
 
 
 _EXPORT = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
@@ -158,8 +200,8 @@ def lay_out_missing_weights(
     """
     if base.has_weight_files and any(state.kind == WEIGHT for state in base.held):
         return [], []
-    if ADAPTER_CONFIG in base.files:
-        return lay_out_adapter(base, dtype, is_alone)
+    if adapters_of(base):
+        return lay_out_adapters(base, dtype, is_alone)
     config = read_config(base)
     model_type = str(config["model_type"]) if "model_type" in config else None
     naming = AS_IN_MEMORY if base.partial.saved_as is not None else naming_of(model_type)

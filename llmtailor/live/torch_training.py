@@ -19,7 +19,7 @@ from llmtailor.checkpoint.placement import Box
 from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX, flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
-from llmtailor.formats.weights import NAMING
+from llmtailor.formats.weights import adapter_naming
 from llmtailor.live.model import Names, is_adapted, saved_names
 from llmtailor.live.tensors import DTYPES, not_compiled
 from llmtailor.live.training import (
@@ -338,7 +338,8 @@ def _check_adapter(model: Any, params: Mapping[str, ParamFact], saved: Names | N
         what = f"a resume without DeepSpeed needs files of the adapters {', '.join(others)}, which are not written"
         raise UnsupportedCheckpoint.at(_PEFT, what, "train one adapter, named default, or use DeepSpeed ZeRO")
     kept = {name: fact for name, fact in params.items() if saved and saved[name]}
-    by_rule = {name: [*on_disk(Param(name, fact.shape, fact.role), NAMING)] for name, fact in kept.items()}
+    naming = adapter_naming("default")
+    by_rule = {name: [*on_disk(Param(name, fact.shape, fact.role), naming)] for name, fact in kept.items()}
     if not saved or any([*saved[name]] != tensors for name, tensors in by_rule.items()):
         what = "how this kind of adapter names its params on disk is unknown"
         raise UnsupportedCheckpoint.at(_PEFT, what, "use LoRA or a variant of it, or DeepSpeed ZeRO")

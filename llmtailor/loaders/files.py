@@ -8,13 +8,14 @@ torch 2.13 and peft 0.21.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
 from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, FSDP, LIGHTNING, MEGATRON, TRAINER, VERL
 from llmtailor.containers.dcp import DATA_FILE, METADATA
-from llmtailor.containers.safetensors import INDEX
+from llmtailor.containers.safetensors import INDEX, SINGLE
 
 TRAINER_STATE, TRAINING_ARGS = "trainer_state.json", "training_args.bin"
 SCHEDULER, SCALER = "scheduler.pt", "scaler.pt"
@@ -180,6 +181,21 @@ def is_second_models(name: str) -> bool:
 def is_weight_file(path: str) -> bool:
     """Return whether a file in the root holds weights or their index: written again, or left out."""
     return holds(path, Holds.WEIGHTS)
+
+
+def adapters_among(paths: Iterable[str]) -> dict[str, str]:
+    """Return the adapters that PEFT has saved among a checkpoint's files, each with its folder.
+
+    ``default`` is in the root, others are in folders of their own, with a ``/`` at the end. Only a run that trains
+    adapters has any.
+    """
+    folders = (path.removesuffix(ADAPTER_CONFIG) for path in paths if path.rpartition("/")[2] == ADAPTER_CONFIG)
+    return {folder[:-1] or "default": folder for folder in sorted(folders)}
+
+
+def may_have_adapters(top: Collection[str]) -> bool:
+    """Return whether folders beside these entries of a checkpoint's root may be adapters': not beside a whole model."""
+    return ADAPTER_CONFIG in top or not {CONFIG, SINGLE, INDEX}.intersection(top)
 
 
 def is_pickled_weights(path: str) -> bool:

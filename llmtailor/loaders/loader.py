@@ -58,12 +58,14 @@ from llmtailor.loaders.files import (
     TRAINER_STATE,
     VERL_RANK,
     Holds,
+    adapters_among,
     holds,
     is_known_name,
     is_shard_name,
     is_sign_of,
     is_tensor_file,
     is_weight_file,
+    may_have_adapters,
 )
 from llmtailor.storage.local import Entries, FileFact, Files, list_entries, read_source
 
@@ -381,7 +383,9 @@ class _Recognizer:
             return lambda name: holds(name, Holds.SETTINGS)
         if path == f"{_TEMPLATES}/":
             return lambda name: name.endswith(".jinja")
-        if ADAPTER_CONFIG in self.top and (self.root / path / ADAPTER_CONFIG).is_file():  # one other than `default`
+        if (
+            may_have_adapters(self.top) and (self.root / path / ADAPTER_CONFIG).is_file()
+        ):  # an adapter other than `default`
             inner = _Recognizer(self.root / path, list_entries(self.root / path))
             return lambda name: name == ADAPTER_CONFIG or name in inner.weights or (name == CARD and inner.file(name))
         return None
@@ -465,5 +469,8 @@ def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
     """Return whether a resume, or a composite of a partial checkpoint, reads states from a file."""
     if index.form.is_partial:
         return path.endswith((".safetensors", ".delta"))
+    folder, _, name = path.rpartition("/")
+    if name and f"{folder}/" in adapters_among(index.files).values():
+        return is_weight_file(name) and not index.form.has_masters
     is_of_states = holds(path, Holds.STATES) or path in (".", loader_of(index).optimizer)
     return "/" in path or is_of_states or (is_weight_file(path) and not index.form.has_masters)

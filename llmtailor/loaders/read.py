@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from llmtailor.loaders.files import (
     SCALER,
     TRAINER_STATE,
     TRAINING_ARGS,
+    adapters_among,
     is_pickled_weights,
     is_rng_file,
     is_second_models,
+    may_have_adapters,
 )
 from llmtailor.loaders.loader import LOADERS, Loader, detect_loader
 from llmtailor.loaders.rng import check_rng, find_swapped
@@ -68,6 +70,11 @@ class TrainerFiles:
     has_all_weights: bool = True
     """Whether every weight file is intact"""
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether PEFT has saved adapters instead of the model"""
+        return bool(adapters_among(self.files))
+
 
 def read_trainer_files(
     trees: Trees, name: str, problems: Problems, client: str | None = None, *, is_engines: bool = False
@@ -80,6 +87,7 @@ def read_trainer_files(
     root, inside = trees.root, trees.inside
     there = sorted(root.iterdir())
     files = {path.name: fact for path in there if (fact := file_fact(path)) is not None}
+    files |= _files_of_adapters(there, files)
     for entry in there:  # folders, pipes and the like under names that a resume opens, and may block on
         if (entry.name in _OPENED or is_rng_file(entry.name)) and entry.exists():
             attempt(lambda: check_regular(entry.stat().st_mode, PathIn(name, entry.name)), problems)  # noqa: B023
@@ -101,7 +109,7 @@ def read_trainer_files(
         what = f"accelerate has saved several models or optimizers: {some(others)}"
         fix = "leave it out; checkpoints of one model and one optimizer can be composed"
         raise UnsupportedCheckpoint.at(name, what, fix)
-    if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and loader.saves_model:
+    if not weights and has_all_weights and not inside and not adapters_among(files) and loader.saves_model:
         what = "there are no weights in safetensors form (ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
         if any(map(is_pickled_weights, files)):
             what = "the weights are in pytorch_model.bin form, which is left out"
@@ -155,6 +163,20 @@ def read_trainer_files(
         findings=tuple(findings),
         has_all_weights=has_all_weights,
     )
+
+
+def _files_of_adapters(there: Sequence[Path], files: Mapping[str, FileFact]) -> dict[str, FileFact]:
+    """Return the files in the folders of adapters that are not in the root; none beside a whole model."""
+    folders = (
+        path for path in there if may_have_adapters(files) and path.is_dir() and (path / ADAPTER_CONFIG).is_file()
+    )
+    found = {f"{path.parent.name}/{path.name}": path for folder in folders for path in sorted(folder.iterdir())}
+    return {name: fact for name, path in found.items() if (fact := file_fact(path)) is not None}
+
+
+def adapters_of(index: CheckpointIndex) -> dict[str, str]:
+    """Return the adapters in a checkpoint; see `files.adapters_among`."""
+    return adapters_among(index.files)
 
 
 def file_fact(path: Path) -> FileFact | None:

@@ -26,7 +26,6 @@ from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.containers.unpickle import TORCH_NAMES
 from llmtailor.errors import COPY_BACK, PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.loaders.files import (
-    ADAPTER_CONFIG,
     CARD,
     CONFIG,
     MANIFEST,
@@ -43,7 +42,7 @@ from llmtailor.loaders.files import (
     rng_file,
 )
 from llmtailor.loaders.loader import LOADERS, loader_of
-from llmtailor.loaders.read import read_config
+from llmtailor.loaders.read import adapters_of, read_config
 from llmtailor.loaders.rng import to_accelerate, to_trainer
 from llmtailor.loaders.scheduler import is_torch_scheduler, read_scheduler, regroup_scheduler
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
@@ -75,11 +74,14 @@ def lay_out_trainer_files(
         made.append(lay_out_torch_file(scheduler, tree))
     paths = {".", LOADERS[base.client].optimizer, *(layout.path for layout in made)}
     others = {ACCELERATE, base.client} & {ACCELERATE, TRAINER, VERL}
+    in_folders = tuple(filter(None, adapters_of(base).values()))
 
     def is_left(path: str) -> bool:
         is_ours = path in (MANIFEST, CARD) or (base.form.is_partial and path == PARTIAL_MANIFEST)
         is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path) or is_of_states(path)
         is_others = not is_same_client and owner_of(path) in others
+        if path.startswith(in_folders):
+            return path in paths or is_weight_file(path.rpartition("/")[2])
         return "/" in path or is_ours or is_laid_out or is_others or is_tokenizer_file(path) or path in leave_out
 
     layouts = _lay_out_rng(base, wanted.layout.world_size, wanted.client)
@@ -245,7 +247,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
             raise SourceError.at(PathIn(base.name, SCHEDULER), what, COPY_BACK, Code.SCHEDULER_MISSING)
         scheduler, more = _scheduler(base, wanted)  # DeepSpeed kept its own
         return [scheduler], [*notices, *more]
-    if wanted.client != TRAINER and ADAPTER_CONFIG in base.files:
+    if wanted.client != TRAINER and adapters_of(base):
         what = "it is a PEFT adapter, and other loaders than the Trainer's miss the frozen params"
         raise UnsupportedCheckpoint.at(base.name, what, "leave out --layout")
     made: list[FileLayout] = []

@@ -80,6 +80,7 @@ from llmtailor.loaders.files import (
     owner_of,
 )
 from llmtailor.loaders.loader import is_partial, loader_of, survey_contents
+from llmtailor.loaders.read import adapters_of
 from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import WEIGHT, State
@@ -195,7 +196,8 @@ def kept_files(index: CheckpointIndex) -> list[str]:
 
 def _is_kept(path: str, index: CheckpointIndex) -> bool:
     if "/" in path:
-        return index.form.family == FSDP and path.startswith(f"{MODEL_FOLDER}/")
+        folders = [f"{MODEL_FOLDER}/"] if index.form.family == FSDP else [*filter(None, adapters_of(index).values())]
+        return path.startswith(tuple(folders))
     if index.form.family == DCP and (path == METADATA or path.endswith(".distcp")):
         return False  # its weights are written to other files
     is_of_accelerate = owner_of(path) == ACCELERATE
@@ -569,11 +571,12 @@ def read_facts(
 ) -> FullFacts:
     """Read the facts of a full checkpoint without its tensors; ``target`` is its path as a partial one."""
     obstacle = _why_untouchable(index)
+    has_adapter = any(f"{folder}{ADAPTER}" in index.files for folder in adapters_of(index).values())
     if not obstacle and options.reference:
         obstacle = _why_no_links(index)
     elif not obstacle and not options.weights_only:
         obstacle = _why_not_partial(index, target, usable)
-    elif not obstacle and ADAPTER not in index.files and not any(state.kind == WEIGHT for state in index.held):
+    elif not obstacle and not has_adapter and not any(state.kind == WEIGHT for state in index.held):
         obstacle = "it has no safetensors weights, so nothing would remain"
     has_links = ledger_of_links(index) is not None
     num_bytes = part_bytes(index, structure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 
-from llmtailor.formats.weights import NAMING
+from llmtailor.formats.weights import adapter_naming
 from llmtailor.model.mergekit_data import FAMILIES, UNCHANGED, naming_of, on_disk
 from llmtailor.model.parts import Param
 from trainings.models import build
@@ -59,7 +59,11 @@ def test_trained_params_are_saved_by_these_names(name):
     model = get_peft_model(build("qwen2", 2, tied=False), CONFIGS[name])
     written = {key: tuple(tensor.shape) for key, tensor in get_peft_model_state_dict(model).items()}
     trained = {key: tuple(param.shape) for key, param in model.named_parameters() if param.requires_grad}
-    ours = [disk for key, shape in trained.items() for disk in on_disk(Param(key, shape, "trainable"), NAMING)]
+    ours = [
+        disk
+        for key, shape in trained.items()
+        for disk in on_disk(Param(key, shape, "trainable"), adapter_naming("default"))
+    ]
     assert {disk.name: disk.shape for disk in ours}.items() <= written.items()
     assert len({disk.name for disk in ours}) == len(trained)
     if name != "embeddings":  # the frozen layer below is saved, too
@@ -71,5 +75,5 @@ def test_prompts_go_by_another_rule():
         build("llama", 2, tied=False), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     )
     trained = [key for key, param in model.named_parameters() if param.requires_grad]
-    ours = {disk.name for key in trained for disk in on_disk(Param(key, (1,), "trainable"), NAMING)}
+    ours = {disk.name for key in trained for disk in on_disk(Param(key, (1,), "trainable"), adapter_naming("default"))}
     assert not ours & get_peft_model_state_dict(model).keys()

@@ -161,16 +161,48 @@ def test_an_adapter_by_other_names_is_carried_or_left_out(runs: Runs, tmp_path: 
     base = copy(run.checkpoint(6), tmp_path / "base")
     tensors = load_file(base / ADAPTER)
     save_file({name.replace("lora_A", "lora_X"): tensor for name, tensor in tensors.items()}, base / ADAPTER)
-    (base / "second").mkdir()
-    (base / "second" / "adapter_config.json").write_text("{}")
     out = tmp_path / "carried"
     report = merge(base, out)
     assert (out / ADAPTER).read_bytes() == (base / ADAPTER).read_bytes()
-    assert [notice.where for notice in report.notices] == [f"{report.base}/second"]
+    assert not report.notices
     out = tmp_path / "left"
     report = merge(base, out, {1: run.checkpoint(4)})
     assert not (out / ADAPTER).exists()
-    assert any(f"{ADAPTER} is left out" in notice.what for notice in report.notices)
+    assert [
+        notice.what.partition(":")[0] for notice in report.notices if notice.where == f"{report.base}/{ADAPTER}"
+    ] == ["the file is left out"]
+
+
+def test_adapters_in_folders_of_their_own(runs: Runs, train: Train, tmp_path: Path) -> None:
+    """A trained one that is not called ``default``, beside a frozen one, which no shard holds."""
+    run = runs["loras1"]
+    base, source = run.checkpoint(6), run.checkpoint(4)
+    assert not {"adapter_config.json", "config.json", "model.safetensors"} & {path.name for path in base.iterdir()}
+    out = tmp_path / "out"
+    report = merge(base, out, {1: source})
+    assert not [notice for notice in report.notices if "adapter" in f"{notice.where}{notice.what}"]
+    choose = lambda name: source if part_of(name.removeprefix("base_model.model.")) == 1 else base  # noqa: E731
+    stock = {one: load_file(one / "policy" / ADAPTER) for one in (base, source)}
+    found = load_file(out / "policy" / ADAPTER)
+    assert found.keys() == stock[base].keys()
+    assert not any(differ(tensor, stock[choose(name)][name]) for name, tensor in found.items())
+    assert any(differ(tensor, stock[base][name]) for name, tensor in found.items())
+    for path in (f"reference/{ADAPTER}", "reference/adapter_config.json", "policy/adapter_config.json"):
+        assert (out / path).read_bytes() == (base / path).read_bytes()
+    assert not (out / "model.safetensors").exists()
+    assert [one.code for one in verify_checkpoint(out, deep=True).findings] == []
+
+    plain, third = convert(base, tmp_path / "plain", stage=0), convert(base, tmp_path / "third", stage=3)
+    masters = {state.param: tensor for state, tensor in load(base).states.items() if state.kind == MASTER}
+    written = load_file(plain / "policy" / ADAPTER)
+    assert len(written) == len(masters)
+    for param, tensor in masters.items():
+        assert not differ(written[param.replace(".modules_to_save", "").replace(".policy", "")], tensor)
+    assert (plain / "reference" / ADAPTER).read_bytes() == (base / "reference" / ADAPTER).read_bytes()
+    again = convert(plain, tmp_path / "again")
+    assert (again / "policy" / ADAPTER).read_bytes() == (plain / "policy" / ADAPTER).read_bytes()
+    done = train([run.spec.resumed(third, "loras1 crossed", stage=3, save_steps=8, steps=8)])
+    assert {*done["loras1 crossed"].losses} == {7, 8}
 
 
 @pytest.mark.parametrize("name", PEFT)

@@ -94,6 +94,7 @@ OTHERS = by_name(
 DEEPSPEED = ZERO3 | OTHERS
 
 PEFT = by_name([Spec("lora3", "llama+lora"), Spec("lora2", "qwen2+lora", tied=True, stage=2)])
+ADAPTERS = by_name([Spec("loras1", "llama+loras", stage=1)])
 DDP = by_name([Spec("dropout", stage=0, dtype="fp32", dropout=0.2)])
 """Without DeepSpeed"""
 
@@ -333,7 +334,9 @@ WITHOUT_SAVER = by_name(
 )
 ALL: dict[str, Training] = by_name(
     [
-        *(DEEPSPEED | PEFT | DDP | FSDP | LOOPS | AUTOTP | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED).values(),
+        *(
+            DEEPSPEED | PEFT | ADAPTERS | DDP | FSDP | LOOPS | AUTOTP | LOOPS_SAVED | LIGHTNING | LIGHTNING_SAVED
+        ).values(),
         *(LIGHTNING_OPTIMIZERS | OPTIMIZERS | WHOLE | OPTIMIZERS_SAVED).values(),
         *(SAVED | JOBS | WITHOUT_SAVER).values(),
     ]
@@ -346,7 +349,19 @@ SHORT = {
     *("zero2-tied", "zero2-extras", "zero2-elastic"),
     *("llama-sub-w3", "zero2-w3", "zero2-rr-w3"),
     *(
-        {*PEFT, *DDP, *FSDP, *LOOPS, "tp-2", "tp-3", "tp-2-fused", *LOOPS_SAVED, *LIGHTNING, *LIGHTNING_SAVED}
+        {
+            *PEFT,
+            *ADAPTERS,
+            *DDP,
+            *FSDP,
+            *LOOPS,
+            "tp-2",
+            "tp-3",
+            "tp-2-fused",
+            *LOOPS_SAVED,
+            *LIGHTNING,
+            *LIGHTNING_SAVED,
+        }
         - {"loop-tied", "titan-bf16", "accelerate-fsdp-named", "hsdp-w4"}
     ),
     *("z3", "z3-bf16", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),

@@ -84,10 +84,14 @@ def new_model(spec: Any) -> Any:
     set_seed(spec.seed)
     arch, _, more = getattr(spec, "arch", "llama").partition("+")
     model = build(arch, spec.layers, spec.tied)
-    if more == "lora":
+    if more:
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+        config = peft.LoraConfig(**LORA)
+        model = peft.get_peft_model(model, config, "default" if more == "lora" else "policy")
+        if more == "loras":
+            model.add_adapter("reference", peft.LoraConfig(**{**LORA, "modules_to_save": None}))
+            model.set_adapter("policy")
     if getattr(spec, "extras", False):
         add_extras(model)
     for name, param in model.named_parameters():

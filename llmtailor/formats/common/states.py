@@ -31,11 +31,12 @@ from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.common.optimizer import SavedOptimizer
 from llmtailor.formats.common.param_names import Fitted, ModelFacts, derived_names, fit, has_names, listed_names
 from llmtailor.formats.format import usual_dtype
-from llmtailor.formats.weights import adapter_file, new_weights
-from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, rank_of
-from llmtailor.loaders.read import TrainerFiles, compare_global_step
+from llmtailor.formats.weights import find_adapter_files, new_weights
+from llmtailor.loaders.files import MANIFEST, rank_of
+from llmtailor.loaders.read import TrainerFiles, adapters_of, compare_global_step
 from llmtailor.loaders.scheduler import read_scheduler
 from llmtailor.loaders.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
+from llmtailor.loaders.write import carry
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
 
@@ -278,12 +279,13 @@ def step_node(base: CheckpointIndex, step: float, what: str) -> Any:
 def lay_out_master_weights(base: CheckpointIndex) -> list[FileLayout]:
     """Return the weight files, which hold the master weights. Raises UnsupportedCheckpoint for an unknown adapter."""
     dtype = "F32" if base.form.has_masters else None
-    if ADAPTER_CONFIG in base.files:
-        file = adapter_file(base)
-        if file is None:
-            what = f"{ADAPTER} has the master weights, but its names for the trained params are unknown"
+    if adapters_of(base):
+        adapters = find_adapter_files(base)
+        if adapters.unknown:
+            what = f"the names of the trained params in {some(adapters.unknown)}, which a resume needs, are unknown"
             raise UnsupportedCheckpoint.at(base.name, what, "stay with DeepSpeed: use --stage 1, 2 or 3")
-        return [lay_out_weights(_from_originals(file, base), dtype)]
+        layouts = [lay_out_weights(_from_originals(file, base), dtype) for file in adapters.files]
+        return [*layouts, *(carry(path, base.files[path]) for path in adapters.frozen)]
     # a resume looks for the params' own names
     if base.form.has_masters or not base.has_weight_files or _is_renamed(base):
         files = new_weights(replace(base, partial=replace(base.partial, saved_as=None)), dtype=dtype)

@@ -56,7 +56,6 @@ from llmtailor.formats.dcp.links import Links
 from llmtailor.formats.dcp.ranks import EXTRA, MODEL, MODEL_OF_RANK, OPTIMIZER, OPTIMIZER_OF_RANK, verl_file
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.loaders.files import (
-    ADAPTER_CONFIG,
     ENGINE_FILES,
     SCALER,
     TRAINER_STATE,
@@ -64,6 +63,7 @@ from llmtailor.loaders.files import (
     is_rng_file,
 )
 from llmtailor.loaders.loader import LOADERS
+from llmtailor.loaders.read import adapters_of
 from llmtailor.loaders.write import (
     LR_SCHEDULER,
     Wanted,
@@ -194,7 +194,7 @@ def check_states(base: CheckpointIndex, groups: Sequence[ParamGroup]) -> None:
     """Raise UnsupportedCheckpoint for a base whose states torch would not load."""
     problems = []
     kinds, scalars = kinds_by_param(base), base.scalars()
-    if ADAPTER_CONFIG in base.files:
+    if adapters_of(base):
         what = "it is a PEFT run, whose checkpoints lack the model below the adapter; FSDP saves the whole model"
         problems.append(Problem(base.name, what, "stay with the Trainer or DeepSpeed"))
     lost = [p.name for p in base.params.values() if p.numel and State(p.name, KIND_OF_ROLE[p.role]) not in base.held]

@@ -72,7 +72,7 @@ from llmtailor.formats.deepspeed_common.shards import (
 )
 from llmtailor.formats.format import Draft
 from llmtailor.formats.provenance import read_manifest
-from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, LATEST_UNIVERSAL, MANIFEST, SCALER, TRAINER_STATE
+from llmtailor.loaders.files import LATEST, LATEST_UNIVERSAL, MANIFEST, SCALER, TRAINER_STATE
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.loaders.scheduler import SchedulerFacts, compare_scheduler
@@ -149,9 +149,8 @@ def _read_tp_rank(
     facts = {path: fact for path in (*files.optim, *files.model) if (fact := file_fact(trees.root / path))}
     found: list[Finding] = []
     # of ZeRO-1/2, each file of model states has its own params
-    model = read_all(
-        read_model_shard, trees, files, files.model, name, problems, found, known if files.is_zero3 else {}
-    )
+    read_model = partial(read_model_shard, is_adapter=trainer.has_adapters)
+    model = read_all(read_model, trees, files, files.model, name, problems, found, known if files.is_zero3 else {})
     optim = read_all(read_optim_shard, trees, files, files.optim, name, problems, found, known)
     if of_first and model[0]:  # only the very first file lists tied names
         model[0] = replace(model[0], tied=of_first.tied)
@@ -166,7 +165,7 @@ def _read_tp_rank(
         attempt(lambda: _check_mappings(name, files.optim, optim, cuts), problems)
     whole = _find_whole(optim, cuts)
     optim = _drop(files.optim, optim, _wrong_flats(usual, cuts, whole), name, problems, Code.STATE_SIZE)
-    model = fit_models(trees, files, model, name, problems)
+    model = fit_models(files, model, name, problems, trainer)
     sample, usual = first_of(optim), first_of(model)
     if sample is None or usual is None:
         return Draft(problems), None, {}
@@ -270,7 +269,7 @@ def draft_of_engine(
 
 
 def fit_models(
-    trees: Trees, files: ShardFiles, model: Sequence[ModelShard | None], name: str, problems: Problems
+    files: ShardFiles, model: Sequence[ModelShard | None], name: str, problems: Problems, trainer: TrainerFiles
 ) -> list[ModelShard | None]:
     """Return the model states that fit together, and None for others, which are reported."""
     kept, where = [*model], PathIn(name, files.model[0])
@@ -284,7 +283,7 @@ def fit_models(
     kept = _drop(files.model, kept, _wrong_module(usual, kept[0]), name, problems, Code.DAMAGED)
     if (first := first_of(kept)) and kept[0]:  # only rank 0 lists tied names
         known, tied = first, kept[0].tied
-        if not (trees.root / ADAPTER_CONFIG).exists():  # PEFT leaves out frozen params, but not their other names
+        if not trainer.has_adapters:  # PEFT leaves out frozen params, but not their other names
             attempt(lambda: _check_tied(tied, known.names, where), problems)
         attempt(lambda: _check_roles(known, known.frozen_shapes, where), problems)
     return kept

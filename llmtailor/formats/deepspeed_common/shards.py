@@ -52,7 +52,6 @@ from llmtailor.findings import Finding
 from llmtailor.formats.deepspeed_common.autotp import check_has_map
 from llmtailor.formats.deepspeed_common.files import STATE_KEYS, ShardFiles, check_archive, unsupported_parallelism
 from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
-from llmtailor.loaders.files import ADAPTER_CONFIG
 from llmtailor.loaders.scheduler import SchedulerFacts, read_scheduler
 from llmtailor.loaders.stock_fields import (
     ANYTHING,
@@ -367,8 +366,13 @@ def _counts(node: Any, what: str, where: str) -> tuple[int, ...]:
     return tuple(node)
 
 
-def read_model_shard(file: TorchFile, root: Path, path: str, where: str, is_zero3: bool) -> ModelShard:
-    """Return the content of one ``model_states`` file. Raises SourceError or UnsupportedCheckpoint."""
+def read_model_shard(
+    file: TorchFile, root: Path, path: str, where: str, is_zero3: bool, is_adapter: bool = False
+) -> ModelShard:
+    """Return the content of one ``model_states`` file; ``is_adapter`` says that PEFT left out what is frozen.
+
+    Raises SourceError or UnsupportedCheckpoint.
+    """
     check_archive(file.archive, path, where)
     tree = as_dict(file.tree, "the file", where)
     _refuse_other_parallelism(tree, where)
@@ -378,7 +382,7 @@ def read_model_shard(file: TorchFile, root: Path, path: str, where: str, is_zero
     param_shapes = tuple(fields.read_shapes(entry, "param_shapes", where) for entry in listed_shapes)
     frozen_shapes = fields.read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
     tied = fields.read_tied(tree.get("shared_params"), where)
-    if not is_zero3 and (root / ADAPTER_CONFIG).exists():  # PEFT drops frozen params, but not their other names
+    if not is_zero3 and is_adapter:  # PEFT drops frozen params, but not their other names
         lost = {name for name, stored in tied.items() if stored not in module}
         module = {name: node for name, node in module.items() if name not in lost}
         tied = {name: stored for name, stored in tied.items() if name not in lost}

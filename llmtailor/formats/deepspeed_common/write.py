@@ -47,8 +47,9 @@ from llmtailor.formats.deepspeed_common.autotp import each, without_tensor_paral
 from llmtailor.formats.deepspeed_common.files import model_name, optim_name
 from llmtailor.formats.deepspeed_common.shards import section
 from llmtailor.formats.weights import lay_out_missing_weights
-from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, SCALER
+from llmtailor.loaders.files import LATEST, SCALER
 from llmtailor.loaders.loader import LOADERS, Loader
+from llmtailor.loaders.read import adapters_of
 from llmtailor.loaders.scheduler import regroup_scheduler
 from llmtailor.loaders.stock_fields import is_muons
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
@@ -234,7 +235,7 @@ class ZeroTarget:
         none if it is None. ZeRO-1 always has None.
         """
         lacks = self.base.form.stage > 1 and model_states.get("frozen_param_fragments") is None
-        return lacks or ADAPTER_CONFIG in self.base.files
+        return lacks or bool(adapters_of(self.base))
 
     def shapes_node(self, params: Iterable[str]) -> Ordered:
         """Return ``param_shapes`` of some params."""
@@ -562,7 +563,7 @@ def _check_plain_base(base: CheckpointIndex, precision: str) -> None:
     if precision == "F16":
         what = "an fp16 run of DeepSpeed needs the state of its loss scaler, which a checkpoint without DeepSpeed lacks"
         raise UnsupportedCheckpoint.at(base.name, what, "resume in bf16")
-    if ADAPTER_CONFIG in base.files:
+    if adapters_of(base):
         what = "it is a PEFT adapter, and does not state the precision in which the model below it was trained"
         raise UnsupportedCheckpoint.at(base.name, what, "stay without DeepSpeed")
     unnamed = [param for group in base.groups for param in group.params if State(param, MASTER) not in base.held]

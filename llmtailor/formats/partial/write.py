@@ -27,7 +27,7 @@ from llmtailor.checkpoint.placement import Box, Boxes, arrange
 from llmtailor.containers.dcp import cut_rows
 from llmtailor.containers.json import extent_of
 from llmtailor.containers.unpickle import Ordered, TensorView, make_tensor
-from llmtailor.errors import PathIn, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, UnsupportedCheckpoint, some
 from llmtailor.formats.common.states import optimizer_tree
 from llmtailor.formats.deepspeed_common.files import describe_shards, optim_name
 from llmtailor.formats.deepspeed_common.write import ZeroTarget, make_shards, slice_of
@@ -62,7 +62,7 @@ from llmtailor.loaders.files import (
     rng_file,
 )
 from llmtailor.loaders.loader import loader_of
-from llmtailor.loaders.read import read_config
+from llmtailor.loaders.read import adapters_of, read_config
 from llmtailor.loaders.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, Part, SavedAs
@@ -192,6 +192,8 @@ def check_can_be_partial(index: CheckpointIndex) -> None:
     has_weight_files = index.has_weight_files and any(state.kind == WEIGHT for state in index.held)
     if reason is None and _saved_as(index) is None and has_weight_files:
         reason = "its weight files hold tensors that are not params of the model, or follow an unknown naming rule"
+    if len(adapters := adapters_of(index)) > 1:
+        reason = f"it has several adapters, {some(adapters)}, of which only the weight files may hold some"
     if index.form.variant == ELASTIC:
         reason = "an elastic checkpoint holds no hyperparameters, so nothing resumes from it"
     if reason:
@@ -297,6 +299,8 @@ def _is_carried(path: str, index: CheckpointIndex) -> bool:
     client = loader_of(index)
     made = {LATEST, CARD, PARTIAL_MANIFEST, client.optimizer, client.scheduler, SCALER}
     is_ours = path in made or is_of_states(path) or is_weight_file(path) or is_rng_file(path)
+    if path.startswith(tuple(filter(None, adapters_of(index).values()))):
+        return not is_weight_file(path.rpartition("/")[2])
     return "/" not in path and not is_ours
 
 
