@@ -46,7 +46,7 @@ from llmtailor.checkpoint.index import (
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
-from llmtailor.containers.dcp import DATA_FILE, METADATA, SHARD_FILE, mentions
+from llmtailor.containers.dcp import DATA_FILE, METADATA, SHARD_FILE, KeyPath, mentions
 from llmtailor.containers.json import FileTrees, Tensor, get, read_json, read_option, read_step, read_tied
 from llmtailor.containers.unpickle import SmallTensor
 from llmtailor.errors import (
@@ -74,7 +74,7 @@ from llmtailor.formats.common.dcp_folder import (
     read_shards,
 )
 from llmtailor.formats.common.states import listed_buffers, listed_ties
-from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
+from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, carried, check_options, sort_keys, split_model
 from llmtailor.formats.dcp.ranks import (
     Folders,
     is_of_ranks,
@@ -317,7 +317,7 @@ class _Indexing:
         optimizer, rest = sort_keys(folder.tensors, folder.objects, self.optimizer_where, self._option)
         trained = [param for group in optimizer.groups for param in group.params]
         refuse_objects(optimizer.numbers, self.optimizer_where)
-        prefix, weights, others = self._weights(rest, trained)
+        prefix, weights, others = self._weights(rest, trained, optimizer.prefix[:-1])
         self._check_states(optimizer, weights)
         steps = self._steps(optimizer, trained)
         listed: Mapping[str, str] | None = None
@@ -399,16 +399,15 @@ class _Indexing:
         return SmallTensor(held.dtype, held.shape, self._read(held, 0, held.numel))
 
     def _weights(
-        self, rest: Mapping[str, DcpEntry | Stored], trained: list[str]
-    ) -> tuple[str, dict[str, Stored], dict[str, DcpEntry]]:
+        self, rest: Mapping[str, DcpEntry | Stored], trained: list[str], root: KeyPath
+    ) -> tuple[KeyPath, dict[str, Stored], dict[str, DcpEntry]]:
         if self.folders.model is None:
-            return split_model(rest, trained, self.name, is_alone=False)
+            return split_model(rest, trained, self.name, root=root, is_alone=False)
         own: dict[str, DcpEntry | Stored] = dict(self.folders.model.tensors)
         own |= {key: DcpEntry(path, value) for key, (path, value) in self.folders.model.objects.items()}
         where = self.name if self.folders.form == SHARDS else self.model_where
-        prefix, weights, more = split_model(own, trained, where, is_alone=True)
-        _, _, others = split_model(rest, (), self.optimizer_where, is_alone=False) if rest else ("", {}, {})
-        return prefix, weights, {**more, **others}
+        prefix, weights, more = split_model(own, trained, where, root=root, is_alone=True)
+        return prefix, weights, {**more, **carried(rest)}
 
     def _scalars(self, optimizer: Optimizer, param: str) -> dict[str, Any]:
         tensors = optimizer.tensors.get(param, {})
