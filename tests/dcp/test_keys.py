@@ -14,7 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from helpers.commands import call
 from helpers.composing import convert, merge
 from helpers.states import assert_same_held
+from llmtailor.codes import Code
 from llmtailor.errors import SourceError
+from llmtailor.findings import ERROR
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 
@@ -145,3 +147,29 @@ def test_keys_without_a_training_are_named(tmp_path, wrap, told):
     train(wrap, tmp_path)
     with pytest.raises(SourceError, match=told):
         index_checkpoint(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize("to", [None, "fsdp", "trainer"])
+def test_a_param_that_never_had_a_gradient(tmp_path, to):
+    """torch's loader asks for the states of every param, so the stock folder does not load: outputs have zeros."""
+
+    def usual(model: dict[str, Any], optim: dict[str, Any]) -> dict[str, Any]:
+        return {"model": model, "optim": optim}
+
+    held = train(usual, tmp_path, has_unused=True)
+    newer, older, out = (tmp_path / name for name in ("checkpoint-4", "checkpoint-2", "out"))
+    verdict = verify_checkpoint(newer, deep=True)
+    assert [(one.severity, one.code) for one in verdict.findings] == [(ERROR, Code.STATE_MISSING)]
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+        Loop(usual, has_unused=True).load(newer)
+    merge(newer, out, {"odd": older}, to=to)
+    if to is not None:
+        assert verify_checkpoint(out, deep=True).is_resumable
+        out = convert(out, tmp_path / "back", to="dcp")
+    mixed = mix(held[4], held[2])
+    for name in ("weight", "bias"):
+        param = f"model.layers.1.unused.{name}"
+        zeros = torch.zeros_like(mixed["weights"][param])
+        mixed["states"][param] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros}
+    assert verify_checkpoint(out, deep=True).level == RESUMABLE
+    assert_same_held(Loop(usual, has_unused=True).load(out).held(), mixed)

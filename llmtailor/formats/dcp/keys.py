@@ -30,7 +30,7 @@ from llmtailor.containers.json import check_kind
 from llmtailor.errors import COPY_CHECKPOINT, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.common.dcp_folder import Stored
-from llmtailor.loaders.stock_fields import has_adams_options
+from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
 
 STATE, GROUPS = "state", "param_groups"
 BUFFERS = ("llmtailor", "buffers")
@@ -71,6 +71,16 @@ class Optimizer:
     """Param -> kind -> a state that is not a tensor: a number, None"""
     groups: tuple[ParamGroup, ...] = ()
     is_flat: bool = False
+
+    @property
+    def zeroed(self) -> dict[str, tuple[str, ...]]:
+        """Adam: the params without states, which it makes with the first gradient, and the kinds that it makes"""
+        kinds = {kind for states in (*self.tensors.values(), *self.numbers.values()) for kind in states}
+        if not keeps_as_adam(kinds - {"step"}, {option for group in self.groups for option in group.hyper}):
+            return {}
+        made = tuple(kind for kind in next(iter(self.tensors.values()), ()) if kind != "step")
+        owned = (param for group in self.groups for param in group.params)
+        return {param: made for param in owned if param not in self.tensors and param not in self.numbers}
 
 
 def sort_keys(
@@ -190,12 +200,12 @@ def _check_owned(optimizer: Optimizer, where: str) -> None:
     if twice := [param for param, count in owned.items() if count > 1]:
         what = f"the param groups own {some(twice)} twice"
         problems.append(Problem(where, what, COPY_CHECKPOINT, Code.FIELD_CONFLICT))
-    is_adam = has_adams_options({option for group in optimizer.groups for option in group.hyper})
     stateless = [(group, [param for param in group.params if param not in states]) for group in optimizer.groups]
     # an optimizer may keep nothing of a whole group, as SGD without momentum
-    if lost := [one for group, found in stateless if is_adam or len(found) < len(group.params) for one in found]:
-        what = f"the optimizer states of {some(lost)} are missing"
-        fix = f"a resume fails, or silently restarts Adam there {_PARTIAL_LOAD}"
+    lost = [param for group, lacking in stateless if len(lacking) < len(group.params) for param in lacking]
+    if lost and not optimizer.zeroed:
+        what = f"the optimizer has no states of {some(lost)}: they had no gradient yet, or were lost"
+        fix = "use a checkpoint of a later step, or train them in a param group of their own"
         problems.append(Problem(where, what, fix, Code.STATE_MISSING))
     if extra := [param for param in states if param not in owned]:
         what = f"it holds the optimizer states of {some(extra)}, which are in no param group"

@@ -44,6 +44,7 @@ from llmtailor.checkpoint.index import (
     buffer_on_ranks,
 )
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
+from llmtailor.checkpoint.placement import AllZero
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA, SHARD_FILE, KeyPath, mentions
@@ -319,7 +320,9 @@ class _Indexing:
         refuse_objects(optimizer.numbers, self.optimizer_where)
         prefix, weights, others = self._weights(rest, trained, optimizer.prefix[:-1])
         self._check_states(optimizer, weights)
-        steps = self._steps(optimizer, trained)
+        zeroed = optimizer.zeroed
+        counted = self._steps(optimizer, [param for param in trained if param not in zeroed])
+        steps = counted | dict.fromkeys(zeroed, 0.0)
         listed: Mapping[str, str] | None = None
         if self.folders.form == FULL:
             listed = attempt(lambda: listed_ties(self.root, self.name), self.problems)
@@ -345,7 +348,7 @@ class _Indexing:
             name=self.name,
             form=Form(family),
             world_size=max(ranks),
-            global_step=self._global_step(others, steps),
+            global_step=self._global_step(others, counted),
             precision=usual_dtype(weights[param].held.dtype for param in trained),
             params=params,
             tied=tied,
@@ -360,7 +363,7 @@ class _Indexing:
             unreadable=self.folders.unreadable,
             client=DCP if self.trainer else family,
             train=TrainState(
-                all("step" in optimizer.tensors.get(param, {}) for param in trained if param in steps),
+                all("step" in optimizer.tensors.get(param, {}) for param in counted),
                 tuple(weights) if self._are_in_order(weights, trained) else (),
                 trees=self.folders.extra,
                 dcp=DcpKeyLayout(
@@ -375,7 +378,7 @@ class _Indexing:
             ),
         )
         index = with_buffers(index, self._buffers(weights, others))
-        findings = (*self._findings(optimizer, steps, index.params), *find_rounded(index))
+        findings = (*self._findings(optimizer, counted, index.params), *find_rounded(index))
         return Draft(self.problems, replace(index, findings=findings), self.trainer)
 
     def _are_in_order(self, weights: Mapping[str, Stored], trained: Sequence[str]) -> bool:
@@ -500,7 +503,7 @@ class _Indexing:
     ) -> tuple[dict[str, Param], dict[State, TensorEntry]]:
         params: dict[str, Param] = {}
         held: dict[State, TensorEntry] = {}
-        trained = {param for group in optimizer.groups for param in group.params}
+        trained, zeroed = {param for group in optimizer.groups for param in group.params}, optimizer.zeroed
         for name, stored in weights.items():
             weight = stored.held
             if name in trained:
@@ -509,6 +512,8 @@ class _Indexing:
                 kinds = optimizer.tensors.get(name, {}).items()
                 others = {"step", *scalars_in(optimizer.tensors.get(name, {}))}
                 held |= {State(name, kind): one.held for kind, one in kinds if kind not in others}
+                zeros = TensorEntry(weight.dtype, weight.shape, AllZero())
+                held |= {State(name, kind): zeros for kind in zeroed.get(name, ())}
             elif name not in tied:
                 params[name] = Param(name, weight.shape, "frozen")
                 held[State(name, FROZEN)] = weight
@@ -556,6 +561,12 @@ class _Indexing:
             where = PathIn(self.name, path)
             yield from compare_scheduler(read_scheduler(tree.get("lr_scheduler")), where, groups, None)
         yield from compare_steps(self.root, self.name, self.trainer, optimizer, steps)
+        if zeroed := [*optimizer.zeroed]:
+            what = f"the optimizer has no state of {some(zeroed)}, as of a param that had no gradient yet"
+            fix = (
+                "a resume that trains it fails; resume from a conversion (llmtailor convert), which has zeros at step 0"
+            )
+            yield Finding(self.optimizer_where, what, fix, Code.STATE_MISSING, ERROR)
         if frozen := [param.name for param in params.values() if param.role == "frozen"]:
             what = f"the optimizer has no states of {some(frozen)}: assumed to be frozen, or buffers"
             fix = "if they were trained, their states are lost: leave this checkpoint out"
