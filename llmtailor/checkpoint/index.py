@@ -78,6 +78,8 @@ class DcpKeyLayout:
     """Of the form `RANKS`"""
     owned: tuple[tuple[str, ...], ...] = ()
     """verl: the params of each group in its order, also those without states"""
+    unclear: frozenset[str] = frozenset()
+    """Tensors that are listed as frozen params, but may be buffers"""
 
     @property
     def root(self) -> tuple[str | int, ...]:

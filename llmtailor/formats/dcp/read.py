@@ -15,7 +15,8 @@ keeps them in fp32 and computes in bf16; a model loaded in bf16 has bf16 params 
 also listed as masters. Adam's ``step`` is stored per param, so every param is its own sub-group.
 
 No format states what is frozen. A tensor of the model without optimizer states counts as tied if its elements equal
-those of a trained one, as a buffer if it holds integers, and else as frozen, so that it is copied.
+those of a trained one, as a buffer if it holds integers, and else as frozen, so that it is copied. If several ranks
+have pieces of it, it is frozen; else it may be a buffer, which is settled when an output depends on it.
 """
 
 from __future__ import annotations
@@ -160,29 +161,39 @@ def find_rounded(index: CheckpointIndex) -> Iterator[Finding]:
         yield Finding(index.name, what, fix, Code.WEIGHTS_DTYPE, WARNING)
 
 
-def agree_on_buffers(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointIndex, ...]:
-    """Return the indexes; a tensor of a DCP folder is a buffer, not a frozen param, if another source says so."""
-    buffers = {name for index in indexes for name, param in index.params.items() if param.role == "buffer"}
-    return tuple(with_buffers(index, buffers) for index in indexes)
+def agree_on_roles(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointIndex, ...]:
+    """Return the indexes; what may be a frozen param or a buffer is what another source says."""
+    roles = {
+        param.name: param.role
+        for index in indexes
+        for param in index.params.values()
+        if param.name not in unclear(index)
+    }
+    buffers = {name for name, role in roles.items() if role == "buffer"}
+    return tuple(with_roles(index, {*roles}, buffers) for index in indexes)
 
 
-def with_buffers(index: CheckpointIndex, names: Collection[str]) -> CheckpointIndex:
-    """Return the index with these tensors as buffers, if they are assumed to be frozen params."""
-    assumed = [param for param in index.params.values() if param.role == "frozen" and param.name in names]
-    if not assumed or index.form.framework not in (FSDP, DCP, VERL):
+def unclear(index: CheckpointIndex) -> frozenset[str]:
+    """Return the names of tensors that are listed as frozen params, but may be buffers."""
+    return index.train.dcp.unclear if index.train.dcp else frozenset()
+
+
+def with_roles(index: CheckpointIndex, known: Collection[str], buffers: Collection[str]) -> CheckpointIndex:
+    """Return the index with those tensors as buffers that were unclear; of the others that are known, it is clear that
+    they are frozen params."""
+    settled = unclear(index).intersection(known, index.params)
+    if not settled or index.train.dcp is None:
         return index
     params, held = dict(index.params), dict(index.held)
-    for param in assumed:
-        name, whole = param.name, index.held[State(param.name, FROZEN)]
-        pieces = [*whole.place.cover(0, whole.numel)]
-        if len(pieces) > 1:  # FSDP cuts params only
+    for name in settled.intersection(buffers):
+        params[name], whole = replace(params[name], role="buffer"), held.pop(State(name, FROZEN), None)
+        if whole is None:  # a partial checkpoint may be without frozen params
             continue
-        params[name] = replace(param, role="buffer")
-        del held[State(name, FROZEN)]
-        for piece in pieces if param.numel else ():  # all ranks resume with the same copy
+        for piece in whole.place.cover(0, whole.numel):  # all ranks resume with the same copy
             copies = (piece.extent,) * index.world_size
             held[State(name, BUFFER)] = buffer_on_ranks(whole.dtype, whole.shape, copies)
-    return replace(index, params=params, held=held)
+    layout = replace(index.train.dcp, unclear=unclear(index) - settled)
+    return replace(index, params=params, held=held, train=replace(index.train, dcp=layout))
 
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -341,6 +352,11 @@ class _Indexing:
             settings = LOADERS[VERL].settings
             paths += [f"{settings}{path.name}" for path in sorted((self.root / settings).glob("*"))]
         params, held = self._hold(optimizer, weights, tied)
+        whole = {
+            param.name
+            for param in params.values()
+            if param.role == "frozen" and len([*weights[param.name].held.place.cover(0, param.numel)]) < 2
+        }  # FSDP cuts params only
         family = FSDP if self.trainer else VERL if self.folders.form == RANKS else DCP
         groups = tuple(ParamGroup(group.params, group.hyper) for group in optimizer.groups)
         index = CheckpointIndex(
@@ -374,10 +390,12 @@ class _Indexing:
                     others,
                     self.folders.mesh,
                     self.folders.owned,
+                    frozenset(whole),
                 ),
             ),
         )
-        index = with_buffers(index, self._buffers(weights, others))
+        buffers = self._buffers(weights, others)
+        index = with_roles(index, buffers if listed is None else whole, buffers)
         findings = (*self._findings(optimizer, counted, index.params), *find_rounded(index))
         return Draft(self.problems, replace(index, findings=findings), self.trainer)
 

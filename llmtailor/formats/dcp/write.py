@@ -54,7 +54,7 @@ from llmtailor.formats.common.states import (
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.links import Links
 from llmtailor.formats.dcp.ranks import EXTRA, MODEL, MODEL_OF_RANK, OPTIMIZER, OPTIMIZER_OF_RANK, verl_file
-from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
+from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER, unclear
 from llmtailor.loaders.files import (
     ADAPTER_CONFIG,
     ENGINE_FILES,
@@ -239,7 +239,7 @@ class _Target:
             state = State(param.name, kind)
             held = base.held.get(state)
             dtype = held.live_dtype if held and kind == BUFFER else written_dtype(base, held)
-            yield name, dtype, param.shape, state, kind != BUFFER
+            yield name, dtype, param.shape, state, kind != BUFFER and name not in unclear(base)
 
     def _place(self, state: State) -> Placement | None:
         """Return where the base has a state, for an output of as many ranks."""
@@ -443,11 +443,15 @@ class _Target:
                 folder.add_object((*scheduler, str(name)), value)
 
     def add_roles(self, folder: FolderBuilder) -> None:
-        """Add the names of floating-point buffers, and tied names: both look like frozen params to a later reader."""
+        """Add the names of floating-point buffers, and tied names: both look like frozen params to a later reader.
+
+        With the latter, it takes all others for frozen.
+        """
         names = [param.name for param in self.base.params.values() if param.role == "buffer" and param.numel]
         if names:
             folder.add(BUFFERS, names)
-        if self.base.tied or any(param.role != "trainable" for param in self.base.params.values()):
+        has_others = self.base.tied or any(param.role != "trainable" for param in self.base.params.values())
+        if has_others and not unclear(self.base):
             folder.add(TIED, dict(self.base.tied))
 
     def notices(self) -> list[Problem]:

@@ -472,7 +472,8 @@ def _read_key_layout(partial: Partial) -> DcpKeyLayout | None:
     model, optimizer = (_read_prefix(tree.get(key), where) for key in ("model", "optimizer"))
     entries = [_read_entry(node, where) for node in get(tree, "others", list, where)]
     others = {".".join(map(str, entry.path)): entry for entry in entries}
-    return DcpKeyLayout(model, optimizer, get(tree, "is_flat", bool, where), form, others)
+    unclear = frozenset(f"{name}" for name in get(tree, "unclear", list, where))
+    return DcpKeyLayout(model, optimizer, get(tree, "is_flat", bool, where), form, others, unclear=unclear)
 
 
 def _read_prefix(node: Any, where: str) -> KeyPath:
