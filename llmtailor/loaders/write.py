@@ -332,7 +332,13 @@ def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
     others = [entry.path for entry in base.train.others.values() if not is_of_scheduler(base, entry)]
     root = base.train.dcp.root if base.train.dcp else ()
     within = (path[len(root) :] if path[: len(root)] == root else path for path in others if path[0] != "llmtailor")
-    return sorted({str(path[0]) for path in within})
+    return [*sorted({str(path[0]) for path in within}), *random_states(base)]
+
+
+def random_states(base: CheckpointIndex) -> list[str]:
+    """Return the files of random states; of verl, which has more in these files, with the key there."""
+    of_verl = [path for path, tree in base.train.trees.items() if base.client == VERL and "rng" in tree]
+    return [path for path in base.files if is_rng_file(path)] + [f"rng in {path}" for path in of_verl]
 
 
 def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:

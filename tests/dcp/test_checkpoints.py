@@ -308,6 +308,12 @@ def test_a_tensor_in_a_schedulers_state_stays_in_it(runs, tmp_path):
         ("titan", "deepspeed", ["train in F32", "its values under train_state"]),
         ("loop", "trainer", ["scheduler.pt is made for step 2", "no trainer_state.json"]),
         ("trainer", "dcp", ["trainer_state.json, config and the like have no place"]),
+        (
+            "verl",
+            "trainer",
+            ["rng in extra_state_world_size_2_rank_0.pt, rng in extra_state_world_size_2_rank_1.pt have"],
+        ),
+        ("verl", "dcp", ["rng in extra_state_world_size_2_rank_0.pt", "have no place in a DCP folder"]),
         ("llama", "fsdp", ["loss scale, counters and ds_config are left out"]),
         ("llama-ds-both", "fsdp", ["scheduler.pt is made for step 2"]),
     ],

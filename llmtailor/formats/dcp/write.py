@@ -71,6 +71,7 @@ from llmtailor.loaders.write import (
     is_of_scheduler,
     lay_out_settings,
     lay_out_trainer_files,
+    random_states,
     saved_scheduler,
     scheduler_for,
     scheduler_tree,
@@ -151,7 +152,7 @@ class DcpWriter:
         target.add_others(folder)
         target.add_roles(folder)
         notices = target.notices()
-        lost = [path for path in base.files if path == TRAINER_STATE or is_rng_file(path)]
+        lost = [*random_states(base), *(path for path in base.files if path == TRAINER_STATE)]
         if base.form.framework != DCP and (lost or base.partial.inside):
             files = some(lost) if lost else "the trainer state"
             what = f"{files}, config and the like have no place in a DCP folder, and are left out"
