@@ -63,10 +63,10 @@ class RankMesh:
 class DcpKeyLayout:
     """How a folder of torch.distributed.checkpoint names and arranges its values."""
 
-    model: str
-    """First word of the model's keys, e.g. ``model``; empty if they begin with the param's name"""
-    optimizer: str
-    """First word of the optimizer's keys, e.g. ``optim``; may be empty"""
+    model: tuple[str | int, ...]
+    """What the paths of the model's values begin with, e.g. ``model``; empty if they begin with the param's name"""
+    optimizer: tuple[str | int, ...]
+    """The same for the optimizer's, e.g. ``app``, ``optim``"""
     is_flat: bool = False
     """Whether options of param groups are stored per param (``flatten_optimizer_state_dict``), so that no groups are
     known"""
@@ -78,6 +78,13 @@ class DcpKeyLayout:
     """Of the form `RANKS`"""
     owned: tuple[tuple[str, ...], ...] = ()
     """verl: the params of each group in its order, also those without states"""
+    unclear: frozenset[str] = frozenset()
+    """Tensors that are listed as frozen params, but may be buffers"""
+
+    @property
+    def root(self) -> tuple[str | int, ...]:
+        """What the paths of all values of the training begin with, e.g. ``app``"""
+        return self.optimizer[:-1]
 
 
 @dataclass(frozen=True, slots=True)

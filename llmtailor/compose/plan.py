@@ -37,7 +37,7 @@ from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source
 from llmtailor.engine.moving import Clone, room_to_upload
 from llmtailor.engine.staging import SPARE_BYTES, check_device, check_target, free_bytes, old_output, space_for
 from llmtailor.errors import Problem, Problems, TailorError, TargetError, attempt
-from llmtailor.formats.dcp.read import agree_on_buffers
+from llmtailor.formats.dcp.read import agree_on_roles
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import (
     check_base,
@@ -49,6 +49,7 @@ from llmtailor.formats.registry import (
     find_structure,
     index_checkpoint,
     lay_out_target,
+    settle_roles,
     with_experts,
     writer_of,
 )
@@ -200,6 +201,8 @@ def plan_merge(
     parts = with_experts(structure, reference)
     replaces = collect(lambda: _check_target(out, [*read, *(index.root for index in indexes)], options))
     family, stage = choose_format(reference, options.to, options.stage)
+    indexes = collect(lambda: settle_roles(indexes, base, family, stage)) or indexes
+    reference = indexes[base]
     client = collect(lambda: choose_loader(reference, family, options.to, options.layout)) or reference.client
     collect(lambda: check_base(reference, client))
     collect(lambda: check_fit(indexes, base, options.groups != "keep"))
@@ -320,7 +323,7 @@ def open_sources(
     else:
         of_cuts = (root for cuts in opened.cuts.values() for *_, root in cuts)
         indexes = tuple(opened.indexes[root] for root in dict.fromkeys([*recipe.sources(), *of_cuts]))
-    indexes = agree_on_buffers(indexes)
+    indexes = agree_on_roles(indexes)
     numbers = [number for number, index in enumerate(indexes) if recipe.base in (None, index.root)]
     base = max(numbers, key=lambda number: indexes[number].global_step, default=None)
     if base is None:

@@ -136,7 +136,7 @@ def find_directory(file: SourceFile) -> tuple[int, int, int]:
     if locator_at >= _END64.size:
         signature, disk, end64_at, num_disks = _LOCATOR.unpack(file.read(locator_at, end_at))
         if signature == b"PK\x06\x07":
-            if end64_at != locator_at - _END64.size or disk or num_disks > 1:
+            if end64_at != locator_at - _END64.size or disk or num_disks != 1:
                 raise BadZip("the zip64 end record is misplaced")
             short = (here, count, size, start)
             signature, own_size, _, _, *disks64, here, count, size, start = _END64.unpack(
@@ -337,6 +337,11 @@ def decode_torch_file(
     """Decode an open file, or a `Window` of one; extents are those of the whole file. See `read_torch_file`."""
     first = file.start if isinstance(file, Window) else 0
     return _parse(Buffered(file), where).decode(path, first, where, any_names, allowed)
+
+
+def check_torch_file(file: SourceFile, where: str) -> None:
+    """Check all of an open file but its pickle and its tensors. Raises what `read_torch_file` raises."""
+    _parse(Buffered(file), where)
 
 
 def open_torch_file(root: Path, path: str, where: str) -> Undecoded:

@@ -38,16 +38,18 @@ from llmtailor.errors import (
     counted,
     damaged,
     printable,
+    some,
 )
 from llmtailor.formats import lightning, plain, universal, zero
-from llmtailor.formats.common.param_names import describe_model
+from llmtailor.formats.common.param_names import describe_model, knows_model
 from llmtailor.formats.dcp import read as dcp_reader
+from llmtailor.formats.dcp.read import unclear, with_roles
 from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.format import Reader, Writer, finish
 from llmtailor.formats.megatron import read as megatron_reader
 from llmtailor.formats.megatron import write as megatron_writer
 from llmtailor.formats.partial import read as partial_reader
-from llmtailor.loaders.files import FOLDER, is_rng_file
+from llmtailor.loaders.files import CONFIG, FOLDER, is_rng_file
 from llmtailor.loaders.loader import LOADERS, loader_of
 from llmtailor.loaders.read import read_config
 from llmtailor.model.find_parts import find_parts, split_experts
@@ -113,6 +115,32 @@ def choose_format(base: CheckpointIndex, to: str | None, stage: int | None) -> t
         what = f"{family} {'needs a ZeRO stage' if has_stage else 'has no ZeRO stages'}"
         raise MismatchError.at("--stage", what, "leave out --stage or --to")
     return family, chosen
+
+
+def settle_roles(indexes: Sequence[CheckpointIndex], base: int, family: str, stage: int) -> tuple[CheckpointIndex, ...]:
+    """Return the indexes; if the output keeps frozen params and buffers apart, with what the model says of tensors that
+    may be either.
+
+    Raises UnsupportedCheckpoint if it can't be asked.
+    """
+    wanted, of_deepspeed = unclear(indexes[base]), family == DEEPSPEED
+    if not wanted or not (family == VERL or (of_deepspeed and stage == 3)):
+        return (*indexes,)
+    name, known = indexes[base].name, dict[str, bool]()
+    if (asked := next((index for index in indexes if knows_model(index.root)), None)) is not None:
+        facts = describe_model(asked.root, asked.name)
+        known = dict.fromkeys(facts.params, False) | dict.fromkeys(facts.buffers, True)
+    if lost := sorted(wanted - known.keys()):
+        title = "ZeRO-3" if of_deepspeed else family
+        what = f"{title} keeps frozen params and buffers in different forms, and nothing says which {some(lost)} are"
+        fix, other = "put the model's config.json (model.config.save_pretrained) into it", "use --stage 2 or --to dcp"
+        if asked is not None:
+            what, fix = f"{what}: the model of its {CONFIG} has no such names", other
+        else:
+            fix = f"{fix}, or {other}"
+        raise UnsupportedCheckpoint.at(name, what, fix)
+    buffers = [param for param, is_buffer in known.items() if is_buffer]
+    return tuple(with_roles(index, known, buffers) for index in indexes)
 
 
 def find_model_order(index: CheckpointIndex) -> list[str]:

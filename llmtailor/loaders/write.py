@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, VERL, CheckpointIndex
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, VERL, CheckpointIndex, DcpEntry
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
@@ -199,12 +199,13 @@ def saved_scheduler(base: CheckpointIndex) -> Any:
         return {**tree, "last_epoch": base.global_step, "_step_count": base.global_step + 1}
     if base.client == DEEPSPEED:
         return base.train.engine_scheduler
-    found = {
-        str(entry.path[1]): entry.content
-        for entry in base.train.others.values()
-        if entry.path[0] == LR_SCHEDULER and len(entry.path) == 2 and not entry.is_tensor
-    }
-    return found or None
+    entries = (entry for entry in base.train.others.values() if is_of_scheduler(base, entry) and not entry.is_tensor)
+    return {str(entry.path[-1]): entry.content for entry in entries} or None
+
+
+def is_of_scheduler(base: CheckpointIndex, entry: DcpEntry) -> bool:
+    """Return whether a value is one of the scheduler's, in a DCP folder."""
+    return base.train.dcp is not None and entry.path[:-1] == (*base.train.dcp.root, LR_SCHEDULER)
 
 
 def scheduler_tree(base: CheckpointIndex, from_group: Sequence[int] | None) -> Any:
@@ -330,7 +331,16 @@ def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
         known = {loader_of(base).scheduler, loader_of(base).optimizer}
         has_rng = LOADERS[client].saves_rng
         return [path for path in own if path not in known and not (is_rng_file(path) and has_rng)]
-    return sorted({str(entry.path[0]) for entry in base.train.others.values()} - {LR_SCHEDULER, "llmtailor"})
+    others = [entry.path for entry in base.train.others.values() if not is_of_scheduler(base, entry)]
+    root = base.train.dcp.root if base.train.dcp else ()
+    within = (path[len(root) :] if path[: len(root)] == root else path for path in others if path[0] != "llmtailor")
+    return [*sorted({str(path[0]) for path in within}), *random_states(base)]
+
+
+def random_states(base: CheckpointIndex) -> list[str]:
+    """Return the files of random states; of verl, which has more in these files, with the key there."""
+    of_verl = [path for path, tree in base.train.trees.items() if base.client == VERL and "rng" in tree]
+    return [path for path in base.files if is_rng_file(path)] + [f"rng in {path}" for path in of_verl]
 
 
 def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path, PosixPath
 from typing import Any, ClassVar, TypeVar
 
-from llmtailor.errors import StorageError, UsageError
+from llmtailor.errors import StorageError, UsageError, some
 from llmtailor.storage.checksums import crc32
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,10 @@ class RemoteFolder:
             found = self._try("list it", self._find)
         except FileNotFoundError:
             found = {}
-        objects = {name: Object(int(info["size"] or 0), _version(info)) for name, info in found.items()}
+        if unsized := [name for name, info in found.items() if info["size"] is None]:
+            what = f"its listing does not state the size of {some(unsized)}"
+            raise StorageError.at(self.url, what, "copy the files to this machine, and name the copy")
+        objects = {name: Object(int(info["size"]), _version(info)) for name, info in found.items()}
         for name in self._objects.keys() - objects.keys():
             (self.root / name).unlink(missing_ok=True)
         for name, one in objects.items():
@@ -359,6 +362,10 @@ _made: Path | None = None
 
 
 def _file_system(url: str) -> tuple[Any, str]:
+    if (scheme := url.partition("://")[0]) in ("http", "https"):
+        what = f"{scheme}:// names a web server, whose listings state neither sizes nor versions of files"
+        fix = "copy the files to this machine, and name the copy; or give the URL of an object store, such as s3://"
+        raise UsageError.at(url, what, fix)
     try:
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 

@@ -25,6 +25,7 @@ from helpers.composing import convert, merge, recipe
 from helpers.states import assert_holds, assert_same_held, held_by, of_snapshot, read
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata
 from llmtailor.errors import MismatchError, SourceError, UnsafePickle, UnsupportedCheckpoint
+from llmtailor.formats.common.param_names import ModelFacts, known_model
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import State
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
@@ -307,6 +308,12 @@ def test_a_tensor_in_a_schedulers_state_stays_in_it(runs, tmp_path):
         ("titan", "deepspeed", ["train in F32", "its values under train_state"]),
         ("loop", "trainer", ["scheduler.pt is made for step 2", "no trainer_state.json"]),
         ("trainer", "dcp", ["trainer_state.json, config and the like have no place"]),
+        (
+            "verl",
+            "trainer",
+            ["rng in extra_state_world_size_2_rank_0.pt, rng in extra_state_world_size_2_rank_1.pt have"],
+        ),
+        ("verl", "dcp", ["rng in extra_state_world_size_2_rank_0.pt", "have no place in a DCP folder"]),
         ("llama", "fsdp", ["loss scale, counters and ds_config are left out"]),
         ("llama-ds-both", "fsdp", ["scheduler.pt is made for step 2"]),
     ],
@@ -331,14 +338,36 @@ def test_what_a_format_does_not_have_is_refused(runs, tmp_path, name, told, dtyp
         convert(runs.checkpoint(name), tmp_path / "out", dtype=dtype, **options)
 
 
+def forget_roles(folder: Path) -> None:
+    """Make of a composite what a training saves."""
+    entries = {key: one for key, one in read_metadata(folder, ".metadata", "x").items() if "llmtailor" not in key}
+    (folder / ".metadata").write_bytes(b"".join(one.data for one in lay_out_metadata(".metadata", entries).each()))
+    (folder / "llmtailor.json").unlink()
+
+
+def test_zero_3_asks_the_model_for_buffers(runs, tmp_path):
+    """It keeps them in other files than frozen params; DeepSpeed refuses, or drops, what is in the wrong one."""
+    source, there, again, out = runs["llama-extras-layer"].checkpoint(4), *(tmp_path / name for name in "abc")
+    convert(source, there, to="dcp")
+    forget_roles(there)
+    convert(there, again, world_size=3)  # whose reader is not told otherwise
+    to_zero_3 = {"to": "deepspeed", "stage": 3, "world_size": 2}
+    for folder in (there, again):
+        with pytest.raises(UnsupportedCheckpoint, match="frozen params and buffers"):
+            convert(folder, out, **to_zero_3)
+    convert(there, tmp_path / "zero2", **(to_zero_3 | {"stage": 2}))
+    params = index_checkpoint(source).params
+    shapes = {name: param.shape for name, param in params.items() if param.role != "buffer"}
+    with known_model(ModelFacts(shapes, frozenset(), {}, frozenset(params.keys() - shapes.keys()))):
+        convert(again, out, **to_zero_3)
+    assert index_checkpoint(out).params == params
+
+
 def test_buffers_are_known_from_the_other_source(runs, tmp_path):
     """As a training saves them, without llmtailor's list"""
     source, there = runs["llama-extras-layer"].checkpoint(4), tmp_path / "there"
     convert(source, there, to="dcp")
-    entries = read_metadata(there, ".metadata", "x")
-    assert entries.pop("llmtailor.buffers")
-    (there / ".metadata").write_bytes(b"".join(one.data for one in lay_out_metadata(".metadata", entries).each()))
-    (there / "llmtailor.json").unlink()
+    forget_roles(there)
     assert index_checkpoint(there).params != index_checkpoint(source).params
     for base, other in ((there, source), (source, there)):
         out = tmp_path / f"on-{base.name}"

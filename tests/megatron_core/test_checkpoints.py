@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -215,3 +217,21 @@ def test_a_run_of_iterations(tmp_path):
             assert torch.equal(read(found.root, held), source[state.param]), state
     shutil.rmtree(run / "iter_0000004")
     assert output_in(run, 4) == run / "iter_0000004"
+
+
+def test_a_flipped_bit_in_an_object_that_stays_pickled(tmp_path):
+    """Also one outside the records, which have checksums: in the zip's headers and directory"""
+    folder = save(MODELS["llama"], tmp_path / "x")
+    places = pickle.loads((folder / ".metadata").read_bytes()).storage_data
+    place = next(one for index, one in places.items() if "rng_state" in index.fqn or "_extra_state" in index.fqn)
+    path = folder / place.relative_path
+    sound, harmful = path.read_bytes(), 0
+    for at in range(place.offset, place.offset + place.length, 29):
+        flipped = sound[:at] + bytes([sound[at] ^ 8]) + sound[at + 1 :]
+        try:
+            torch.load(io.BytesIO(flipped[place.offset : place.offset + place.length]), weights_only=False)
+        except Exception:
+            harmful += 1
+            path.write_bytes(flipped)
+            assert not verify_checkpoint(folder, deep=True).is_intact, at
+    assert harmful > 5

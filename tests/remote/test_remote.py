@@ -174,6 +174,7 @@ def test_outputs_in_a_store_are_never_replaced(url, run, tmp_path):
         *(([command, "faulty://bucket/run"], 2, "is a URL") for command in ("thin", "gc", "salvage")),
         (["inspect", "faulty://bucket/nothing"], 4, "there is no such checkpoint folder"),
         (["inspect", "nonsense://bucket/nothing"], 2, "Protocol not known"),
+        (["inspect", "https://localhost/run"], 2, "names a web server"),
     ],
 )
 def test_what_is_refused(url, words, code, told):
@@ -399,6 +400,12 @@ def test_a_url_whose_listing_failed_is_opened_again(url, monkeypatch):
             with pytest.raises(StorageError, match="can't list it"):
                 remote.open_location(url)
     assert remote.open_location(url).is_dir()
+
+
+def test_files_of_unknown_size_are_not_taken_for_empty_ones(url, monkeypatch):
+    found = {"/bucket/run/latest": {"name": "/bucket/run/latest", "type": "file", "size": None}}
+    monkeypatch.setattr(FaultyFileSystem, "find", lambda *_, **__: found)
+    assert "does not state the size of latest" in call("inspect", url, code=8)
 
 
 def test_a_url_that_is_given_as_text_is_listed_again(run, url):

@@ -692,7 +692,7 @@ DCP: Table = {
     "a moment is missing": (without(f"{HEAD}.exp_avg"), f"exp_avg of {HEAD} is missing"),
     "the states of a param are missing": (
         without(*(f"{HEAD}.{kind}" for kind in ("exp_avg", "exp_avg_sq", "step"))),
-        f"states of {HEAD} are missing",
+        f"no state of {HEAD}",
     ),
     "a step is missing": (without(f"{HEAD}.step"), "the optimizer's step of"),
     "an option of one param group is missing": (without("param_groups.1.eps"), "eps of param group 1 is missing"),

@@ -48,7 +48,7 @@ from llmtailor.containers.dcp import (
 )
 from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count, read_tensor
 from llmtailor.containers.safetensors import read_header
-from llmtailor.containers.torch_file import AlikeBlobs, Window, decode_torch_file, read_torch_file
+from llmtailor.containers.torch_file import AlikeBlobs, Window, check_torch_file, decode_torch_file, read_torch_file
 from llmtailor.containers.unpickle import as_tensor
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, counted, some
 from llmtailor.findings import NOTE, WARNING, Finding
@@ -198,7 +198,8 @@ class _Blobs:
         """Find the elements of all tensors, and decode the other objects.
 
         A file's blobs of the same size, for chunks of the same dtype and sizes, are alike: one of them is read, as long
-        as `check_blobs` does not ask for all. That is a million reads less with a thousand ranks.
+        as `check_blobs` does not ask for all. That is a million reads less with a thousand ranks. Nor are objects that
+        are not decoded read but for it.
         """
         import numpy as np  # a merge of other formats does not need it
 
@@ -226,6 +227,8 @@ class _Blobs:
                         if form[which] >= 0:
                             before[form[which]] = self._place(file, low, high, key, *forms[form[which]]) - low
                         elif not self.decodes:
+                            if all_blobs:
+                                check_torch_file(Window(file, low, high), where)
                             self.objects[key] = Extent(where.path, low, high)
                         else:
                             self.objects[key] = decode_torch_file(Window(file, low, high), where.path, where).tree

@@ -118,6 +118,11 @@ def known_model(facts: ModelFacts) -> Iterator[None]:
         _live.reset(token)
 
 
+def knows_model(root: Path) -> bool:
+    """Return whether `describe_model` can be asked about a checkpoint."""
+    return _live.get() is not None or (root / CONFIG).exists()
+
+
 def describe_model(root: Path, where: str) -> ModelFacts:
     """Return the facts of a checkpoint's model; takes seconds the first time, no time for the same config again.
 

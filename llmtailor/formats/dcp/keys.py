@@ -9,8 +9,9 @@
     optim.param_groups.<param>.<option>           flatten_optimizer_state_dict: options of each param, no groups
     optim.param_groups                            torch 2.3 and before: the list of groups
 
-accelerate and transformers say ``optimizer`` instead of ``optim``. The names of params are those of the model's state
-dict, whatever wraps its modules.
+accelerate and transformers say ``optimizer`` instead of ``optim``. All of them may be below further keys, as in
+``{"app": AppState(model, optimizer)}``. The names of params are those of the model's state dict, whatever wraps its
+modules.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ from llmtailor.containers.json import check_kind
 from llmtailor.errors import COPY_CHECKPOINT, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.common.dcp_folder import Stored
-from llmtailor.loaders.stock_fields import has_adams_options
+from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
 
 STATE, GROUPS = "state", "param_groups"
 BUFFERS = ("llmtailor", "buffers")
 """Path of the names of buffers, in what llmtailor writes: a training saves them like params"""
 TIED = ("llmtailor", "tied")
 """The same of tied names with the names that have their values: both are saved"""
-_USUAL = ("optimizer", "optim")
+_USUAL = (("optimizer",), ("optim",))
 MAX_GROUPS = 100_000
+_MAX_DEPTH = 8
+"""Of model and optimizer in nested dicts"""
 ADAMW = {
     "betas": (0.9, 0.999),
     "eps": 1e-8,
@@ -60,13 +63,24 @@ _IN_ALL = ("lr", "initial_lr", "param_names")
 class Optimizer:
     """An optimizer's values, by the names of the params."""
 
-    prefix: str
+    prefix: KeyPath
+    """What the paths of its values begin with"""
     tensors: dict[str, dict[str, Stored]] = field(default_factory=dict)
     """Param -> kind, ``step`` included -> tensor"""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Param -> kind -> a state that is not a tensor: a number, None"""
     groups: tuple[ParamGroup, ...] = ()
     is_flat: bool = False
+
+    @property
+    def zeroed(self) -> dict[str, tuple[str, ...]]:
+        """Adam: the params without states, which it makes with the first gradient, and the kinds that it makes"""
+        kinds = {kind for states in (*self.tensors.values(), *self.numbers.values()) for kind in states}
+        if not keeps_as_adam(kinds - {"step"}, {option for group in self.groups for option in group.hyper}):
+            return {}
+        made = tuple(kind for kind in next(iter(self.tensors.values()), ()) if kind != "step")
+        owned = (param for group in self.groups for param in group.params)
+        return {param: made for param in owned if param not in self.tensors and param not in self.numbers}
 
 
 def sort_keys(
@@ -109,26 +123,42 @@ def sort_keys(
     return optimizer, rest
 
 
-def _find_prefix(paths: Mapping[str, KeyPath], where: str) -> str:
-    found = Counter(
-        prefix for path in paths.values() for prefix in ("", str(path[0])) if _inside(path, prefix)[0] == STATE
-    )
-    if not found:
+def _find_prefix(paths: Mapping[str, KeyPath], where: str) -> KeyPath:
+    found: dict[str, dict[KeyPath, None]] = {STATE: {}, GROUPS: {}}
+    for path in paths.values():
+        for prefix in _beginnings(path):
+            if section := _inside(path, prefix)[0]:
+                found[section][prefix] = None
+    # a data loader may have a ``state`` too, but no groups
+    prefixes = [prefix for prefix in found[STATE] if prefix in found[GROUPS]] or [*found[STATE]]
+    if not prefixes:
+        what = f"it holds no optimizer states: its keys begin with {_beginning(paths.values())}"
         fix = "use a full checkpoint of the training; weights alone can't resume one"
-        raise UnsupportedCheckpoint.at(where, "it holds no optimizer states", fix)
-    if usual := [prefix for prefix in _USUAL if prefix in found]:
+        raise UnsupportedCheckpoint.at(where, what, fix)
+    if usual := [prefix for prefix in _USUAL if prefix in prefixes]:
         return usual[0]
-    if len(found) > 1:
-        what = f"it holds several optimizers: {some(sorted(found))}"
+    prefixes = [prefix for prefix in prefixes if prefix[-1:] in _USUAL] or prefixes
+    if len(prefixes) > 1:
+        what = f"it holds several optimizers: {some(sorted('.'.join(map(str, prefix)) for prefix in prefixes))}"
         raise UnsupportedCheckpoint.at(where, what, "save the optimizer that you want to compose as `optim`")
-    return next(iter(found))
+    return prefixes[0]
 
 
-def _inside(path: KeyPath, prefix: str) -> tuple[str, Sequence[str | int]]:
+def _beginnings(path: KeyPath) -> Iterator[KeyPath]:
+    """Yield what a value may be below; longer ones would take a time that grows with the square of their length."""
+    return (path[:length] for length in range(min(len(path), _MAX_DEPTH)))
+
+
+def _beginning(paths: Iterable[KeyPath]) -> str:
+    """Return what the keys begin with, for a message."""
+    return some(dict.fromkeys(".".join(map(str, path[:2])) for path in paths))
+
+
+def _inside(path: KeyPath, prefix: KeyPath) -> tuple[str, Sequence[str | int]]:
     """Return the section of a key of the optimizer, ``state`` or ``param_groups``, and the rest of its path."""
-    if prefix and (path[0] != prefix or len(path) == 1):
+    if path[: len(prefix)] != prefix or len(path) == len(prefix):
         return "", ()
-    first, *others = path[1:] if prefix else path
+    first, *others = path[len(prefix) :]
     for section in (STATE, GROUPS):
         if first == section:
             return section, others
@@ -170,12 +200,12 @@ def _check_owned(optimizer: Optimizer, where: str) -> None:
     if twice := [param for param, count in owned.items() if count > 1]:
         what = f"the param groups own {some(twice)} twice"
         problems.append(Problem(where, what, COPY_CHECKPOINT, Code.FIELD_CONFLICT))
-    is_adam = has_adams_options({option for group in optimizer.groups for option in group.hyper})
     stateless = [(group, [param for param in group.params if param not in states]) for group in optimizer.groups]
     # an optimizer may keep nothing of a whole group, as SGD without momentum
-    if lost := [one for group, found in stateless if is_adam or len(found) < len(group.params) for one in found]:
-        what = f"the optimizer states of {some(lost)} are missing"
-        fix = f"a resume fails, or silently restarts Adam there {_PARTIAL_LOAD}"
+    lost = [param for group, lacking in stateless if len(lacking) < len(group.params) for param in lacking]
+    if lost and not optimizer.zeroed:
+        what = f"the optimizer has no states of {some(lost)}: they had no gradient yet, or were lost"
+        fix = "use a checkpoint of a later step, or train them in a param group of their own"
         problems.append(Problem(where, what, fix, Code.STATE_MISSING))
     if extra := [param for param in states if param not in owned]:
         what = f"it holds the optimizer states of {some(extra)}, which are in no param group"
@@ -202,34 +232,46 @@ def check_options(optimizer: Optimizer, where: str) -> Iterator[Finding]:
 
 
 def split_model(
-    rest: Mapping[str, DcpEntry | Stored], trained: Iterable[str], where: str, *, is_alone: bool
-) -> tuple[str, dict[str, Stored], dict[str, DcpEntry]]:
-    """Return the first word of the model's keys, its tensors by name, and everything else by key.
+    rest: Mapping[str, DcpEntry | Stored], trained: Iterable[str], where: str, *, root: KeyPath, is_alone: bool
+) -> tuple[KeyPath, dict[str, Stored], dict[str, DcpEntry]]:
+    """Return what the paths of the model begin with, its tensors by name, and everything else by key.
 
-    ``is_alone`` says that only the model is in these keys. Raises SourceError for missing weights.
+    All paths of the training begin with ``root``. ``is_alone`` says that only the model is in these keys. Raises
+    SourceError for missing weights.
     """
     trained = list(trained)
     tensors = {key: value for key, value in rest.items() if isinstance(value, Stored)}
-    firsts = dict.fromkeys(str(stored.path[0]) for stored in tensors.values() if len(stored.path) > 1)
-    counts = {"": sum(param in tensors for param in trained)}
-    counts |= {first: sum(f"{first}.{param}" in tensors for param in trained) for first in firsts}
-    prefix = max(counts, key=lambda first: (counts[first], first == "model"))
+    counts: dict[KeyPath, int] = {(): 0}
+    names = {*trained}
+    for stored in tensors.values():
+        for prefix in _beginnings(stored.path):
+            counts[prefix] = counts.get(prefix, 0) + (".".join(map(str, stored.path[len(prefix) :])) in names)
+    prefix = max(counts, key=lambda one: (counts[one], one[:-1] == root, one[-1:] == ("model",)))
     model = {
-        ".".join(map(str, stored.path[1:] if prefix else stored.path)): stored
+        ".".join(map(str, stored.path[len(prefix) :])): stored
         for stored in tensors.values()
-        if (stored.path[0] == prefix if prefix else is_alone or len(stored.path) == 1)
+        if stored.path[: len(prefix)] == prefix and (prefix or is_alone or len(stored.path) == 1)
     }
+    if trained and not counts[prefix]:
+        others = (
+            f"its other keys begin with {_beginning(value.path for value in rest.values())}"
+            if rest
+            else "no other keys"
+        )
+        what = f"it holds no weights under the names that its optimizer has, such as {trained[0]}: {others}"
+        fix = "save the model's state_dict() beside the optimizer's, under the same names"
+        raise SourceError.at(where, what, fix, Code.STATE_MISSING)
     if lost := [param for param in trained if param not in model]:
         what = f"the weights of {some(lost)} are missing"
         fix = f"a resume fails, or silently keeps their initial values {_PARTIAL_LOAD}"
         raise SourceError.at(where, what, fix, Code.STATE_MISSING)
     taken = {id(stored) for stored in model.values()}
-    others = {
-        key: _carried(value) if isinstance(value, Stored) else value
-        for key, value in rest.items()
-        if not (isinstance(value, Stored) and id(value) in taken)
-    }
-    return prefix, model, others
+    return prefix, model, carried({key: value for key, value in rest.items() if id(value) not in taken})
+
+
+def carried(rest: Mapping[str, DcpEntry | Stored]) -> dict[str, DcpEntry]:
+    """Return values that belong to neither model nor optimizer."""
+    return {key: _carried(value) if isinstance(value, Stored) else value for key, value in rest.items()}
 
 
 def _carried(stored: Stored) -> DcpEntry:

@@ -16,8 +16,9 @@ from llmtailor.checkpoint.index import DCP, FOLDERS, FSDP, SHARDS, CheckpointInd
 from llmtailor.checkpoint.layout import Copy, LinkLayout, Piece
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.sources import Linkable
-from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, checksum_of_save, read_metadata
+from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, KeyPath, checksum_of_save, read_metadata
 from llmtailor.errors import PathIn
+from llmtailor.formats.common.dcp_builder import join_key
 from llmtailor.formats.dcp.keys import STATE
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.model.roles import State
@@ -73,10 +74,10 @@ class Links:
         layout = index.train.dcp
         if layout is None or not has_linkable_files(index, is_model=bool(name)):
             return None
-        path: tuple[str, ...] = (layout.model, name) if name else (layout.optimizer, STATE, state.param, state.kind)
+        path: KeyPath = (*layout.model, name) if name else (*layout.optimizer, STATE, state.param, state.kind)
         inside = MODEL_FOLDER if name else OPTIMIZER_FOLDER
         prefix = f"{inside}/" if index.form.framework == FSDP else ""
-        entry = self._entries(source, prefix).get(".".join(filter(None, path)))
+        entry = self._entries(source, prefix).get(join_key(path))
         if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
             return None
         found = tuple(replace(one, blob=self._link(folder, source, prefix, one.blob)) for one in entry.chunks)

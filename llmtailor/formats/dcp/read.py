@@ -15,7 +15,8 @@ keeps them in fp32 and computes in bf16; a model loaded in bf16 has bf16 params 
 also listed as masters. Adam's ``step`` is stored per param, so every param is its own sub-group.
 
 No format states what is frozen. A tensor of the model without optimizer states counts as tied if its elements equal
-those of a trained one, as a buffer if it holds integers, and else as frozen, so that it is copied.
+those of a trained one, as a buffer if it holds integers, and else as frozen, so that it is copied. If several ranks
+have pieces of it, it is frozen; else it may be a buffer, which is settled when an output depends on it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ from llmtailor.checkpoint.index import (
     buffer_on_ranks,
 )
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
+from llmtailor.checkpoint.placement import AllZero
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
-from llmtailor.containers.dcp import DATA_FILE, METADATA, SHARD_FILE, mentions
+from llmtailor.containers.dcp import DATA_FILE, METADATA, SHARD_FILE, KeyPath, mentions
 from llmtailor.containers.json import FileTrees, Tensor, get, read_json, read_option, read_step, read_tied
 from llmtailor.containers.unpickle import SmallTensor
 from llmtailor.errors import (
@@ -74,7 +76,7 @@ from llmtailor.formats.common.dcp_folder import (
     read_shards,
 )
 from llmtailor.formats.common.states import listed_buffers, listed_ties
-from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
+from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, carried, check_options, sort_keys, split_model
 from llmtailor.formats.dcp.ranks import (
     Folders,
     is_of_ranks,
@@ -159,29 +161,39 @@ def find_rounded(index: CheckpointIndex) -> Iterator[Finding]:
         yield Finding(index.name, what, fix, Code.WEIGHTS_DTYPE, WARNING)
 
 
-def agree_on_buffers(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointIndex, ...]:
-    """Return the indexes; a tensor of a DCP folder is a buffer, not a frozen param, if another source says so."""
-    buffers = {name for index in indexes for name, param in index.params.items() if param.role == "buffer"}
-    return tuple(with_buffers(index, buffers) for index in indexes)
+def agree_on_roles(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointIndex, ...]:
+    """Return the indexes; what may be a frozen param or a buffer is what another source says."""
+    roles = {
+        param.name: param.role
+        for index in indexes
+        for param in index.params.values()
+        if param.name not in unclear(index)
+    }
+    buffers = {name for name, role in roles.items() if role == "buffer"}
+    return tuple(with_roles(index, {*roles}, buffers) for index in indexes)
 
 
-def with_buffers(index: CheckpointIndex, names: Collection[str]) -> CheckpointIndex:
-    """Return the index with these tensors as buffers, if they are assumed to be frozen params."""
-    assumed = [param for param in index.params.values() if param.role == "frozen" and param.name in names]
-    if not assumed or index.form.framework not in (FSDP, DCP, VERL):
+def unclear(index: CheckpointIndex) -> frozenset[str]:
+    """Return the names of tensors that are listed as frozen params, but may be buffers."""
+    return index.train.dcp.unclear if index.train.dcp else frozenset()
+
+
+def with_roles(index: CheckpointIndex, known: Collection[str], buffers: Collection[str]) -> CheckpointIndex:
+    """Return the index with those tensors as buffers that were unclear; of the others that are known, it is clear that
+    they are frozen params."""
+    settled = unclear(index).intersection(known, index.params)
+    if not settled or index.train.dcp is None:
         return index
     params, held = dict(index.params), dict(index.held)
-    for param in assumed:
-        name, whole = param.name, index.held[State(param.name, FROZEN)]
-        pieces = [*whole.place.cover(0, whole.numel)]
-        if len(pieces) > 1:  # FSDP cuts params only
+    for name in settled.intersection(buffers):
+        params[name], whole = replace(params[name], role="buffer"), held.pop(State(name, FROZEN), None)
+        if whole is None:  # a partial checkpoint may be without frozen params
             continue
-        params[name] = replace(param, role="buffer")
-        del held[State(name, FROZEN)]
-        for piece in pieces if param.numel else ():  # all ranks resume with the same copy
+        for piece in whole.place.cover(0, whole.numel):  # all ranks resume with the same copy
             copies = (piece.extent,) * index.world_size
             held[State(name, BUFFER)] = buffer_on_ranks(whole.dtype, whole.shape, copies)
-    return replace(index, params=params, held=held)
+    layout = replace(index.train.dcp, unclear=unclear(index) - settled)
+    return replace(index, params=params, held=held, train=replace(index.train, dcp=layout))
 
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -317,9 +329,11 @@ class _Indexing:
         optimizer, rest = sort_keys(folder.tensors, folder.objects, self.optimizer_where, self._option)
         trained = [param for group in optimizer.groups for param in group.params]
         refuse_objects(optimizer.numbers, self.optimizer_where)
-        prefix, weights, others = self._weights(rest, trained)
+        prefix, weights, others = self._weights(rest, trained, optimizer.prefix[:-1])
         self._check_states(optimizer, weights)
-        steps = self._steps(optimizer, trained)
+        zeroed = optimizer.zeroed
+        counted = self._steps(optimizer, [param for param in trained if param not in zeroed])
+        steps = counted | dict.fromkeys(zeroed, 0.0)
         listed: Mapping[str, str] | None = None
         if self.folders.form == FULL:
             listed = attempt(lambda: listed_ties(self.root, self.name), self.problems)
@@ -338,6 +352,11 @@ class _Indexing:
             settings = LOADERS[VERL].settings
             paths += [f"{settings}{path.name}" for path in sorted((self.root / settings).glob("*"))]
         params, held = self._hold(optimizer, weights, tied)
+        whole = {
+            param.name
+            for param in params.values()
+            if param.role == "frozen" and len([*weights[param.name].held.place.cover(0, param.numel)]) < 2
+        }  # FSDP cuts params only
         family = FSDP if self.trainer else VERL if self.folders.form == RANKS else DCP
         groups = tuple(ParamGroup(group.params, group.hyper) for group in optimizer.groups)
         index = CheckpointIndex(
@@ -345,7 +364,7 @@ class _Indexing:
             name=self.name,
             form=Form(family),
             world_size=max(ranks),
-            global_step=self._global_step(others, steps),
+            global_step=self._global_step(others, counted),
             precision=usual_dtype(weights[param].held.dtype for param in trained),
             params=params,
             tied=tied,
@@ -360,7 +379,7 @@ class _Indexing:
             unreadable=self.folders.unreadable,
             client=DCP if self.trainer else family,
             train=TrainState(
-                all("step" in optimizer.tensors.get(param, {}) for param in trained if param in steps),
+                all("step" in optimizer.tensors.get(param, {}) for param in counted),
                 tuple(weights) if self._are_in_order(weights, trained) else (),
                 trees=self.folders.extra,
                 dcp=DcpKeyLayout(
@@ -371,11 +390,13 @@ class _Indexing:
                     others,
                     self.folders.mesh,
                     self.folders.owned,
+                    frozenset(whole),
                 ),
             ),
         )
-        index = with_buffers(index, self._buffers(weights, others))
-        findings = (*self._findings(optimizer, steps, index.params), *find_rounded(index))
+        buffers = self._buffers(weights, others)
+        index = with_roles(index, buffers if listed is None else whole, buffers)
+        findings = (*self._findings(optimizer, counted, index.params), *find_rounded(index))
         return Draft(self.problems, replace(index, findings=findings), self.trainer)
 
     def _are_in_order(self, weights: Mapping[str, Stored], trained: Sequence[str]) -> bool:
@@ -399,16 +420,15 @@ class _Indexing:
         return SmallTensor(held.dtype, held.shape, self._read(held, 0, held.numel))
 
     def _weights(
-        self, rest: Mapping[str, DcpEntry | Stored], trained: list[str]
-    ) -> tuple[str, dict[str, Stored], dict[str, DcpEntry]]:
+        self, rest: Mapping[str, DcpEntry | Stored], trained: list[str], root: KeyPath
+    ) -> tuple[KeyPath, dict[str, Stored], dict[str, DcpEntry]]:
         if self.folders.model is None:
-            return split_model(rest, trained, self.name, is_alone=False)
+            return split_model(rest, trained, self.name, root=root, is_alone=False)
         own: dict[str, DcpEntry | Stored] = dict(self.folders.model.tensors)
         own |= {key: DcpEntry(path, value) for key, (path, value) in self.folders.model.objects.items()}
         where = self.name if self.folders.form == SHARDS else self.model_where
-        prefix, weights, more = split_model(own, trained, where, is_alone=True)
-        _, _, others = split_model(rest, (), self.optimizer_where, is_alone=False) if rest else ("", {}, {})
-        return prefix, weights, {**more, **others}
+        prefix, weights, more = split_model(own, trained, where, root=root, is_alone=True)
+        return prefix, weights, {**more, **carried(rest)}
 
     def _scalars(self, optimizer: Optimizer, param: str) -> dict[str, Any]:
         tensors = optimizer.tensors.get(param, {})
@@ -501,7 +521,7 @@ class _Indexing:
     ) -> tuple[dict[str, Param], dict[State, TensorEntry]]:
         params: dict[str, Param] = {}
         held: dict[State, TensorEntry] = {}
-        trained = {param for group in optimizer.groups for param in group.params}
+        trained, zeroed = {param for group in optimizer.groups for param in group.params}, optimizer.zeroed
         for name, stored in weights.items():
             weight = stored.held
             if name in trained:
@@ -510,6 +530,8 @@ class _Indexing:
                 kinds = optimizer.tensors.get(name, {}).items()
                 others = {"step", *scalars_in(optimizer.tensors.get(name, {}))}
                 held |= {State(name, kind): one.held for kind, one in kinds if kind not in others}
+                zeros = TensorEntry(weight.dtype, weight.shape, AllZero())
+                held |= {State(name, kind): zeros for kind in zeroed.get(name, ())}
             elif name not in tied:
                 params[name] = Param(name, weight.shape, "frozen")
                 held[State(name, FROZEN)] = weight
@@ -557,6 +579,12 @@ class _Indexing:
             where = PathIn(self.name, path)
             yield from compare_scheduler(read_scheduler(tree.get("lr_scheduler")), where, groups, None)
         yield from compare_steps(self.root, self.name, self.trainer, optimizer, steps)
+        if zeroed := [*optimizer.zeroed]:
+            what = f"the optimizer has no state of {some(zeroed)}, as of a param that had no gradient yet"
+            fix = (
+                "a resume that trains it fails; resume from a conversion (llmtailor convert), which has zeros at step 0"
+            )
+            yield Finding(self.optimizer_where, what, fix, Code.STATE_MISSING, ERROR)
         if frozen := [param.name for param in params.values() if param.role == "frozen"]:
             what = f"the optimizer has no states of {some(frozen)}: assumed to be frozen, or buffers"
             fix = "if they were trained, their states are lost: leave this checkpoint out"

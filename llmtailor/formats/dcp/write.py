@@ -54,7 +54,7 @@ from llmtailor.formats.common.states import (
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.links import Links
 from llmtailor.formats.dcp.ranks import EXTRA, MODEL, MODEL_OF_RANK, OPTIMIZER, OPTIMIZER_OF_RANK, verl_file
-from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
+from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER, unclear
 from llmtailor.loaders.files import (
     ENGINE_FILES,
     SCALER,
@@ -68,8 +68,10 @@ from llmtailor.loaders.write import (
     LR_SCHEDULER,
     Wanted,
     first_rates,
+    is_of_scheduler,
     lay_out_settings,
     lay_out_trainer_files,
+    random_states,
     saved_scheduler,
     scheduler_for,
     scheduler_tree,
@@ -78,9 +80,9 @@ from llmtailor.loaders.write import (
 from llmtailor.model.roles import BUFFER, KIND_OF_ROLE, State
 
 _STYLES = {
-    FSDP: DcpKeyLayout("model", "optimizer"),
-    DCP: DcpKeyLayout("model", "optim"),
-    VERL: DcpKeyLayout("model", "optimizer", form=RANKS),
+    FSDP: DcpKeyLayout(("model",), ("optimizer",)),
+    DCP: DcpKeyLayout(("model",), ("optim",)),
+    VERL: DcpKeyLayout(("model",), ("optimizer",), form=RANKS),
 }
 """Of a base that has none of its own"""
 
@@ -150,7 +152,7 @@ class DcpWriter:
         target.add_others(folder)
         target.add_roles(folder)
         notices = target.notices()
-        lost = [path for path in base.files if path == TRAINER_STATE or is_rng_file(path)]
+        lost = [*random_states(base), *(path for path in base.files if path == TRAINER_STATE)]
         if base.form.framework != DCP and (lost or base.partial.inside):
             files = some(lost) if lost else "the trainer state"
             what = f"{files}, config and the like have no place in a DCP folder, and are left out"
@@ -238,7 +240,7 @@ class _Target:
             state = State(param.name, kind)
             held = base.held.get(state)
             dtype = held.live_dtype if held and kind == BUFFER else written_dtype(base, held)
-            yield name, dtype, param.shape, state, kind != BUFFER
+            yield name, dtype, param.shape, state, kind != BUFFER and name not in unclear(base)
 
     def _place(self, state: State) -> Placement | None:
         """Return where the base has a state, for an output of as many ranks."""
@@ -247,8 +249,9 @@ class _Target:
 
     def add_model(self, folder: FolderBuilder) -> None:
         for name, dtype, shape, state, is_cut in self._weights():
-            path: KeyPath = (self.style.model, name) if self.style.model else (name,)
-            folder.add_state(path, state, dtype, shape, name=name, is_cut=is_cut, like=self._place(state))
+            folder.add_state(
+                (*self.style.model, name), state, dtype, shape, name=name, is_cut=is_cut, like=self._place(state)
+            )
 
     def folders(self) -> list[FileLayout]:
         """Return the files of the optimizer's folder, and of the model's, or its shards."""
@@ -399,16 +402,12 @@ class _Target:
                         folder.add(self._path(GROUPS, param, key), value)
                 continue
             for key, value in {**options, "params": list(group.params)}.items():
-                folder.add((*self._optimizer, GROUPS, number, key), value)
-
-    @property
-    def _optimizer(self) -> tuple[str, ...]:
-        return (self.style.optimizer,) if self.style.optimizer else ()
+                folder.add((*self.style.optimizer, GROUPS, number, key), value)
 
     def _path(self, section: str, param: str, last: str) -> KeyPath:
         if self.style.is_flat:
-            return (*self._optimizer, f"{section}.{param}.{last}")
-        return (*self._optimizer, section, param, last)
+            return (*self.style.optimizer, f"{section}.{param}.{last}")
+        return (*self.style.optimizer, section, param, last)
 
     def options(self, group: ParamGroup, number: int) -> dict[str, Any]:
         """Return the options of a param group, with those that its loader asks for."""
@@ -436,19 +435,24 @@ class _Target:
     def add_others(self, folder: FolderBuilder) -> None:
         """Add everything except model and optimizer, such as the scheduler's state."""
         tree = scheduler_tree(self.base, self.wanted.from_group)
+        scheduler = (*self.style.root, LR_SCHEDULER)
         for key, entry in self.base.train.others.items():
-            if entry.path[0] != LR_SCHEDULER and key not in (".".join(BUFFERS), ".".join(TIED)):
+            if not is_of_scheduler(self.base, entry) and key not in (".".join(BUFFERS), ".".join(TIED)):
                 folder.add_entry(entry)
         if isinstance(tree, dict):
             for name, value in tree.items():
-                folder.add_object((LR_SCHEDULER, str(name)), value)
+                folder.add_object((*scheduler, str(name)), value)
 
     def add_roles(self, folder: FolderBuilder) -> None:
-        """Add the names of floating-point buffers, and tied names: both look like frozen params to a later reader."""
+        """Add the names of floating-point buffers, and tied names: both look like frozen params to a later reader.
+
+        With the latter, it takes all others for frozen.
+        """
         names = [param.name for param in self.base.params.values() if param.role == "buffer" and param.numel]
         if names:
             folder.add(BUFFERS, names)
-        if self.base.tied or any(param.role != "trainable" for param in self.base.params.values()):
+        has_others = self.base.tied or any(param.role != "trainable" for param in self.base.params.values())
+        if has_others and not unclear(self.base):
             folder.add(TIED, dict(self.base.tied))
 
     def notices(self) -> list[Problem]:

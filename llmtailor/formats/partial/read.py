@@ -41,6 +41,7 @@ from llmtailor.checkpoint.placement import (
     union,
 )
 from llmtailor.codes import Code
+from llmtailor.containers.dcp import KeyPath
 from llmtailor.containers.json import as_dict, get, is_count, is_path_below, read_strict_json, read_tensor
 from llmtailor.containers.safetensors import WeightFile, read_header
 from llmtailor.containers.torch_file import TorchFile, Undecoded
@@ -472,19 +473,30 @@ def _read_key_layout(partial: Partial) -> DcpKeyLayout | None:
         return None
     where = PathIn(partial.name, partial.tree_of[KEY_LAYOUT])
     tree = as_dict(partial.read(KEY_LAYOUT, where).tree, "the file", where)
-    words = [get(tree, key, str, where) for key in ("model", "optimizer", "form")]
-    if words[2] not in (FOLDERS, SHARDS, FULL):
-        raise damaged(where, f"form {words[2]!r:.40} is unknown", Code.FIELD_RANGE)
+    form = get(tree, "form", str, where)
+    if form not in (FOLDERS, SHARDS, FULL):
+        raise damaged(where, f"form {form!r:.40} is unknown", Code.FIELD_RANGE)
+    model, optimizer = (_read_prefix(tree.get(key), where) for key in ("model", "optimizer"))
     entries = [_read_entry(node, where) for node in get(tree, "others", list, where)]
     others = {".".join(map(str, entry.path)): entry for entry in entries}
-    return DcpKeyLayout(words[0], words[1], get(tree, "is_flat", bool, where), words[2], others)
+    unclear = frozenset(f"{name}" for name in get(tree, "unclear", list, where))
+    return DcpKeyLayout(model, optimizer, get(tree, "is_flat", bool, where), form, others, unclear=unclear)
+
+
+def _read_prefix(node: Any, where: str) -> KeyPath:
+    """Return what the paths of the model, or of the optimizer, begin with."""
+    return () if node == () else _read_path(node, where)
+
+
+def _read_path(node: Any, where: str) -> KeyPath:
+    if not isinstance(node, tuple) or not node or not all(type(word) in (str, int) for word in node):
+        raise damaged(where, "the path of a value is not one", Code.FIELD_TYPE)
+    return node
 
 
 def _read_entry(node: Any, where: str) -> DcpEntry:
     node = as_dict(node, "a value", where)
-    path = get(node, "path", tuple, where)
-    if not path or not all(type(word) in (str, int) for word in path):
-        raise damaged(where, "the path of a value is not one", Code.FIELD_TYPE)
+    path = _read_path(node.get("path"), where)
     if "object" in node:
         return DcpEntry(path, node["object"])
     dtype, shape = get(node, "dtype", str, where), as_ints(node.get("shape"))

@@ -425,6 +425,7 @@ def _key_layout_tree(style: DcpKeyLayout) -> dict[str, Any]:
         "optimizer": style.optimizer,
         "is_flat": style.is_flat,
         "form": style.form,
+        "unclear": sorted(style.unclear),
         "others": [_entry_tree(entry) for entry in style.others.values()],
     }
 
