@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import pickle
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +38,7 @@ from torch.futures import Future
 from llmtailor.balance import deal
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.json import as_dict
-from llmtailor.errors import SourceError, UsageError, size, some
+from llmtailor.errors import TailorError, UsageError, size, some
 from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import ModelStructure, Part, condense
@@ -387,7 +386,7 @@ def _read_base(folder: Folder) -> _Base | None:
         ledger = Ledger.from_json(record.get("ledger"), f"{folder}/{DCP_RECORD}")
         checksums = as_dict(record.get("files"), "files", f"{folder}/{DCP_RECORD}")
         metadata = folder.read_save(record)
-    except (SourceError, OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError):
+    except (TailorError, OSError, ValueError, KeyError, AttributeError, RecursionError):
         return None
     return _Base(folder, ledger, metadata, checksums) if metadata is not None else None
 
