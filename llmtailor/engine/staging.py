@@ -25,6 +25,7 @@ from llmtailor.storage.local import (
     Entries,
     Lock,
     LockHeld,
+    OpenFile,
     added_since,
     check_own,
     disk_errors,
@@ -37,6 +38,8 @@ from llmtailor.storage.remote import RemotePath, device_of
 
 logger = logging.getLogger(__name__)
 OUT, JOURNAL, OWNER, OLD, RANKS = "out", "journal", "owner", "old", "ranks"
+MAX_JOURNAL_BYTES = 1 << 30
+"""A journal has about 100 bytes for each file, and for each 256 MiB"""
 _ATTEMPTS = 100
 """Attempts to lock a staging folder that other processes keep removing"""
 _LEAVING_S, _RETRY_S = 10.0, 0.1
@@ -147,8 +150,13 @@ def _check_own(folder: Path) -> None:
     """Raise TargetError if something that no merge makes has a name in a staging folder, or of it. Raises OSError."""
     for path in (folder, folder / OUT, folder / OLD, folder / RANKS):
         check_own(path)
-    for path in (folder / JOURNAL, folder / OWNER, *rank_journals(folder)):
+    check_own(folder / OWNER, is_file=True)
+    for path in (folder / JOURNAL, *rank_journals(folder)):
         check_own(path, is_file=True)
+        with suppress(FileNotFoundError):
+            if (num_bytes := path.stat().st_size) > MAX_JOURNAL_BYTES:
+                what = f"it has {num_bytes:,} bytes, but no journal of a merge has more than {MAX_JOURNAL_BYTES:,}"
+                raise TargetError.at(path, what, "move it elsewhere, then rerun the command")
 
 
 def rank_journal(folder: Path, rank: int) -> Path:
@@ -161,8 +169,7 @@ def rank_journals(folder: Path) -> list[Path]:
 
 
 def _read(journal: Path) -> Unfinished | None:
-    with journal.open("rb", buffering=0) as file:
-        return read_journal(file.fileno())
+    return read_journal(OpenFile(journal).fd)
 
 
 def lock_of(out: Path) -> Lock:

@@ -76,7 +76,7 @@ class FileBoard:
                 try:
                     head = os.pread(fd, 16, 0)
                     length = int(head[8:] or b"0", 16)
-                    data = os.pread(fd, length, 16)
+                    data = os.pread(fd, min(length, os.fstat(fd).st_size), 16)
                 finally:
                     os.close(fd)
             except FileNotFoundError:

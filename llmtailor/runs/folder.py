@@ -59,6 +59,7 @@ from llmtailor.storage.local import (
     LockHeld,
     as_path,
     check_own,
+    check_regular,
     disk_errors,
     fsync_file,
     fsync_folder,
@@ -384,8 +385,9 @@ def log_entries(checkpoint: Path, name: str) -> list[dict[str, Any]]:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Hard-link ``target`` to ``source``, or copy it where links are not possible. Raises OSError."""
+    """Hard-link ``target`` to ``source``, or copy it where links are not possible. Raises OSError or SourceError."""
     if not try_link(source, target):
+        check_regular(source.stat().st_mode, f"{source}")
         shutil.copyfile(source, target)
         fsync_file(target)
 

@@ -276,7 +276,7 @@ def try_link(source: Path, target: Path) -> bool:
 
 
 def fsync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
@@ -379,7 +379,7 @@ class Changed(OSError):
 
 
 class OpenFile:
-    """An open file, closed when its last user drops it: another thread may still be reading.
+    """An open regular file, closed when its last user drops it: another thread may still be reading.
 
     Raises Changed if it is not as indexed (``fact``), or another OSError.
     """
@@ -391,6 +391,8 @@ class OpenFile:
         """Set if the bytes are in an object store"""
         self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, f"it is {_kind(status.st_mode)}")
         self.num_bytes = status.st_size
         self.device = status.st_dev
         if fact is not None and not fact.is_like(FileFact.of(status)):
@@ -667,7 +669,6 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _read(owner: Path) -> str:
-    try:
-        return owner.read_text(errors="replace")[:200] or "an unknown process"
-    except OSError:
-        return "an unknown process"
+    with suppress(OSError):
+        return os.pread(OpenFile(owner).fd, 200, 0).decode(errors="replace") or "an unknown process"
+    return "an unknown process"
