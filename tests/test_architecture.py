@@ -285,6 +285,7 @@ def test_codes_are_written_alike():
 OPENS_FILES = {
     "recipe/parse.py": "a recipe may be a pipe, and is read up to a limit",
     "cli/options.py": "a log of updates may be a pipe, and is read up to a limit",
+    "cli/main.py": "the null device, in place of a closed stream",
     "model/mergekit_data.py": "files of an installed package",
     "saving/save.py": "the kernel's files, which have no size",
 }

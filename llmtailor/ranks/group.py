@@ -31,6 +31,7 @@ from llmtailor.errors import PathIn, Problem, SourceError, StorageError, TailorE
 from llmtailor.ranks.board import FileBoard, as_error, await_messages, from_json, merged, to_json
 from llmtailor.ranks.launch import RankInfo
 from llmtailor.storage.local import Lock, OpenFile, check_own, make_folder
+from llmtailor.storage.threads import start
 from llmtailor.timing import TIME_LIMIT, time_limit
 
 _T = TypeVar("_T")
@@ -178,7 +179,7 @@ class RankGroup(Team):
         make_folder(self.folder)
         if self.is_first:
             self._post()
-        self._thread.start()
+        start(self._thread)
         return self
 
     def __exit__(

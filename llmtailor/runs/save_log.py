@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.containers.json import decode
 from llmtailor.errors import PathIn
 from llmtailor.storage.local import check_size, open_source
 
@@ -89,7 +89,7 @@ def read_log(path: Path) -> SaveLog:
     unreadable = 0
     for line in lines_of(path):
         try:
-            content = json.loads(line)
+            content = decode(line)
             step = _count(content["step"])
             if "failed" in content:
                 failed.append(FailedSave(step, str(content["failed"])))

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmtailor.checkpoint.lineage import Ledger, Past
+from llmtailor.containers.json import decode
 from llmtailor.errors import Problem, StorageError, TailorError, TargetError, Unanswered, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.live.model import Samples
@@ -86,7 +87,7 @@ def abandon_after(folder: Path, step: int) -> None:
         lines, kept, later = [*lines_of(folder / LOG)], list[bytes](), list[bytes]()
         for line in lines:
             with suppress(ValueError, KeyError, TypeError, RecursionError):  # a kill truncated it
-                (kept if json.loads(line)["step"] <= step else later).append(line)
+                (kept if decode(line)["step"] <= step else later).append(line)
         if later:
             append_line(folder / ABANDONED_LOG, b"\n".join(later))
         if kept != lines:
