@@ -25,6 +25,7 @@ The module also formats names, lists of names and sizes for messages.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -46,8 +47,28 @@ MAX_TEXT = 2000
 
 def printable(text: str) -> str:
     """Return a text fit for a terminal: names in a hostile file may hold control characters, or be megabytes long, so
-    they are cut after `MAX_TEXT` characters."""
+    they are cut after `MAX_TEXT` characters, and URLs may hold passwords."""
+    text = masked(text)
     return escaped(f"{text[:MAX_TEXT]} ..." if len(text) > MAX_TEXT else text)
+
+
+_USER = re.compile(r"([a-z][a-z0-9+.-]*)://((?:[^\s/'\"]*|[^\s/@:'\"]+:(?![0-9]+/)[^\s@'\"]*)@)", re.IGNORECASE)
+"""The scheme of a URL, and the user and password in it, which may hold a slash that should have been written as %2F"""
+_QUERY = re.compile(r"(://[^\s?'\"]+)\?[^\s'\"]+")
+_CONTAINERS = ("abfs", "abfss", "az", "wasb", "wasbs")
+"""Schemes in whose URLs a name before ``@`` is that of a container"""
+
+
+def masked(text: str) -> str:
+    """Return a text without the users, keys, passwords and queries of the URLs in it."""
+    if "://" not in text:
+        return text
+
+    def mask(match: re.Match[str]) -> str:
+        is_container = match[1].lower() in _CONTAINERS and ":" not in match[2]
+        return match[0] if is_container else f"{match[1]}://***@"
+
+    return _QUERY.sub(r"\1?***", _USER.sub(mask, text))
 
 
 def escaped(text: str) -> str:

@@ -282,6 +282,62 @@ def test_codes_are_written_alike():
         assert code.meaning
 
 
+OPENS_FILES = {
+    "recipe/parse.py": "a recipe may be a pipe, and is read up to a limit",
+    "cli/options.py": "a log of updates may be a pipe, and is read up to a limit",
+    "cli/main.py": "the null device, in place of a closed stream",
+    "model/mergekit_data.py": "files of an installed package",
+    "saving/save.py": "the kernel's files, which have no size",
+}
+"""The files outside of storage/ that open a file to read it, and why; all others use the readers there, which open
+regular files of bounded sizes."""
+
+
+def opens_to_read(nodes: Iterable[ast.AST]) -> list[int]:
+    """Return the lines that open a file in another way than to write a new one."""
+    found = []
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        words = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        match node.func:
+            case ast.Attribute(attr="read_text" | "read_bytes"):
+                found.append(node.lineno)
+            case ast.Attribute(attr="open", value=ast.Name(id="os")):
+                if "O_CREAT" not in ast.unparse(node) and "_OPEN" not in ast.unparse(node):
+                    found.append(node.lineno)
+            case ast.Attribute(attr="open") if not node.args or words:
+                if not any(word[:1] in ("w", "x") for word in words):
+                    found.append(node.lineno)
+            case ast.Name(id="open"):
+                found.append(node.lineno)
+    return found
+
+
+def test_only_the_bounded_readers_open_files(package):
+    outside = {path: opens_to_read(nodes) for path, nodes in package.items() if not path.startswith("storage/")}
+    found = {path: lines for path, lines in outside.items() if lines}
+    assert found.keys() == OPENS_FILES.keys(), found
+
+
+@pytest.mark.parametrize(
+    ("source", "is_seen"),
+    [
+        ("path.read_text()", True),
+        ("path.open()", True),
+        ("with path.open('rb') as file: pass", True),
+        ("path.open('ab+')", True),
+        ("open(path, 'w')", True),
+        ("os.open(path, os.O_RDONLY)", True),
+        ("path.open('wb')", False),
+        ("os.open(path, os.O_WRONLY | os.O_CREAT)", False),
+        ("files.open(path)", False),
+    ],
+)
+def test_such_openings_would_be_seen(source, is_seen):
+    assert bool(opens_to_read(nodes_of(source))) == is_seen
+
+
 FORM_WORDS = {"stage", "is_partial", "variant"}
 FORM_FUNCTIONS = {"is_partial", "looks_partial", "is_plain"}
 MAY_ASK_FOR_THE_FORM = {

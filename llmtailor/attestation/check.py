@@ -34,7 +34,7 @@ from llmtailor.containers.unpickle import Call
 from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint, VerificationError
 from llmtailor.formats.common.lightning import SCHEDULERS
 from llmtailor.formats.registry import survey_checkpoint
-from llmtailor.loaders.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE
+from llmtailor.loaders.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE, tag_in
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, State
 from llmtailor.ranks.group import Team
@@ -59,11 +59,9 @@ def open_index(checkpoint: Path) -> CheckpointIndex:
     Where ``latest`` names a tag inside another checkpoint's folder, as ``salvage`` leaves it, that checkpoint is meant.
     Raises SourceError.
     """
-    latest = checkpoint / LATEST
-    if latest.is_file():
-        inside = Path(latest.read_text(errors="replace").strip()).parent
-        if inside.name and (checkpoint / inside).is_dir():
-            checkpoint = checkpoint / inside
+    inside = Path(tag_in(checkpoint / LATEST)).parent
+    if inside.name and (checkpoint / inside).is_dir():
+        checkpoint = checkpoint / inside
     survey = survey_checkpoint(checkpoint)
     problems = [one for error in survey.problems.errors for one in error.problems]
     if survey.index is not None and all(one.path == SCHEDULER and one.code is Code.FILE_MISSING for one in problems):

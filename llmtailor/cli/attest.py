@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import click
 from llmtailor.cli.command import command, print_json
 from llmtailor.cli.options import JSON, PATH
 from llmtailor.cli.run import PROGRAM, is_first_launcher, prepare
+from llmtailor.containers.json import read_json
 from llmtailor.documents import document
 from llmtailor.errors import SourceError, StorageError, UsageError, VerificationError
 from llmtailor.ranks.board import from_json
@@ -56,7 +56,7 @@ def attest(checkpoint: Path, program: tuple[str, ...], full: bool, as_json: bool
         environ = {**os.environ, ATTESTING: Task(str(checkpoint.resolve()), str(result)).to_text()}
         prepare(environ, {"attest": "full" if full else "sample"})
         code = _run([found, *program[1:]], environ)
-        made: dict[str, Any] | None = json.loads(result.read_text()) if result.is_file() else None
+        made: dict[str, Any] | None = read_json(result, result.name) if result.exists() else None
     if made is None:
         what = f"PROGRAM ended with exit code {code} before its first optimizer step"
         fix = "see its output; it must resume with a Trainer, Lightning, engine.load_checkpoint or load_state"

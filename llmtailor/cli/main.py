@@ -7,13 +7,16 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import click
 
 from llmtailor import __version__
 from llmtailor.cli.command import verbose_option, write_exit_codes
-from llmtailor.errors import BRANCHES, Interrupted, StorageError, TailorError
+from llmtailor.errors import BRANCHES, Interrupted, StorageError, TailorError, masked
 
 _COMMANDS = {
     "merge": ("merge", "compose one resumable checkpoint from several"),
@@ -105,6 +108,7 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line, and turn every error into a message and an exit code."""
+    _open_streams()
     signal.signal(signal.SIGTERM, _terminate)
     gc.set_threshold(_ALLOCATIONS)
     try:
@@ -112,7 +116,9 @@ def main() -> None:
     except SystemExit as end:  # click exits with 1 when the output's reader is gone: `llmtailor inspect x | head -1`
         sys.exit(BROKEN_PIPE if end.code == 1 else end.code)
     except click.ClickException as error:
-        error.show()
+        text = StringIO()
+        error.show(text)
+        _say(text.getvalue().rstrip("\n"))
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _fail(Interrupted.at("", "interrupted", "rerun the same command"))
@@ -127,8 +133,24 @@ def main() -> None:
         sys.exit(code if isinstance(code, int) else 0)
 
 
+def _open_streams() -> None:
+    """Give closed standard streams to the null device: else files would get their numbers, and be written to."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+
+
 def _terminate(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the exit code says it, too
+        click.echo(masked(text), err=True)
 
 
 def _fail(error: TailorError) -> None:
@@ -141,7 +163,7 @@ def _fail(error: TailorError) -> None:
     if error.is_reported:
         sys.exit(error.exit_code)
     for problem in folded(error.problems):
-        click.echo(f"error: {problem}", err=True)
+        _say(f"error: {problem}")
     if len(error.problems) > 1:
-        click.echo(f"{len(error.problems)} problems" + ("" if error.came_late else "; nothing was written"), err=True)
+        _say(f"{len(error.problems)} problems" + ("" if error.came_late else "; nothing was written"))
     sys.exit(error.exit_code)

@@ -58,6 +58,7 @@ from llmtailor.errors import (
     Unanswered,
     UsageError,
     VerificationError,
+    masked,
 )
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.provenance import read_manifest, read_merge
@@ -116,7 +117,7 @@ def make_manifest(
         "base": report.base,
         "global_step": report.global_step,
         "world_size": report.world_size,
-        "recipe": {"name": report.recipe, "text": composition.recipe.text},
+        "recipe": {"name": report.recipe, "text": masked(composition.recipe.text)},
         "sources": [
             {
                 "name": index.name,

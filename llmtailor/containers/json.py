@@ -25,6 +25,8 @@ from llmtailor.storage.local import open_source, read_source
 
 MAX_BYTES = 64 << 20
 """Enough for a trainer_state.json that logs 400,000 steps. Its Python objects take up to 20 times as much memory."""
+_MOST_DIGITS = 300
+"""Of integers; a float has up to 308"""
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     is UTF-8 without a byte order mark.
     """
     try:
-        content = json.loads(data.decode())
+        content = decode(data)
     except (ValueError, RecursionError) as error:
         raise damaged(where, f"the file is not JSON ({error})", Code.FILE_DAMAGED) from error
     if not isinstance(content, dict):
@@ -47,12 +49,24 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     return content
 
 
-def read_strict_json(data: bytes) -> Any:
-    """Return decoded JSON; refuse duplicate keys and NaN, about which decoders disagree.
+def decode(data: str | bytes) -> Any:
+    """Return decoded JSON, with infinity for an integer that is too large for a float.
 
     Raises ValueError or RecursionError.
     """
-    return json.loads(data, object_pairs_hook=_no_twins, parse_constant=_no_constant)
+    return json.loads(data if isinstance(data, str) else data.decode(), parse_int=_integer)
+
+
+def _integer(text: str) -> int | float:
+    return int(text) if len(text) < _MOST_DIGITS else float(text)
+
+
+def read_strict_json(data: bytes) -> Any:
+    """Return decoded JSON; refuse duplicate keys, NaN, and integers as `decode` does not return them.
+
+    Raises ValueError or RecursionError.
+    """
+    return json.loads(data, object_pairs_hook=_no_twins, parse_constant=_no_constant, parse_int=_no_infinity)
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -60,6 +74,12 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a duplicate key")
     return found
+
+
+def _no_infinity(text: str) -> int:
+    if len(text) >= _MOST_DIGITS:
+        raise ValueError(f"an integer has {len(text)} digits")
+    return int(text)
 
 
 def _no_constant(name: str) -> Any:

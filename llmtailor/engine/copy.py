@@ -15,7 +15,7 @@ import operator
 import os
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from llmtailor.model.roles import BLOCKS, DIFFERENCES, ITEMSIZE, State, size_of
 from llmtailor.storage.checksums import combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.storage.remote import STORE_WORKERS, RemotePath
+from llmtailor.storage.threads import Threads
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -359,7 +360,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:
-            with work.turns, Inline() if context.inline else ThreadPoolExecutor(1) as marker:
+            with work.turns, Inline() if context.inline else Threads(1) as marker:
                 watch.lap()
                 context.stop.check()
                 filled, output = _take_over(file.made(), fd, marks, work)

@@ -6,11 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from llmtailor.errors import Interrupted
+from llmtailor.errors import Interrupted, StorageError
+from llmtailor.storage.threads import Threads
 
 T = TypeVar("T")
 MAX_WORKERS = 4
@@ -90,7 +91,8 @@ def num_writers() -> int:
 def run_all(jobs: Iterable[Callable[[], T]], workers: int, stop: Stop) -> list[T]:
     """Run all jobs in threads, starting with the first; return their results.
 
-    The first failure sets ``stop.failed`` and is raised once all threads have stopped. Raises Interrupted on request.
+    The first failure sets ``stop.failed`` and is raised once all threads have stopped. Raises Interrupted on request,
+    and StorageError if there are fewer threads to be had.
     """
     numbered, lock = enumerate(jobs), threading.Lock()
     results: dict[int, T] = {}
@@ -109,8 +111,12 @@ def run_all(jobs: Iterable[Callable[[], T]], workers: int, stop: Stop) -> list[T
             stop.failed = True
             raise
 
-    with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(run) for _ in range(workers)]
+    with Threads(workers) as pool:
+        try:
+            futures = [pool.submit(run) for _ in range(workers)]
+        except StorageError:  # no thread to be had
+            stop.failed = True
+            raise
         # the kernel may give a signal to any thread, and Python's handlers run only when the main thread next wakes up
         while wait(futures, timeout=_WAKE_UP_S, return_when=FIRST_EXCEPTION).not_done and not stop.failed:
             pass

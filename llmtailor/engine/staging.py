@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -24,7 +25,9 @@ from llmtailor.storage.local import (
     Entries,
     Lock,
     LockHeld,
+    OpenFile,
     added_since,
+    check_own,
     disk_errors,
     fsync_folder,
     make_folder,
@@ -34,7 +37,9 @@ from llmtailor.storage.local import (
 from llmtailor.storage.remote import RemotePath, device_of
 
 logger = logging.getLogger(__name__)
-JOURNAL, OWNER, OLD, RANKS = "journal", "owner", "old", "ranks"
+OUT, JOURNAL, OWNER, OLD, RANKS = "out", "journal", "owner", "old", "ranks"
+MAX_JOURNAL_BYTES = 1 << 30
+"""A journal has about 100 bytes for each file, and for each 256 MiB"""
 _ATTEMPTS = 100
 """Attempts to lock a staging folder that other processes keep removing"""
 _LEAVING_S, _RETRY_S = 10.0, 0.1
@@ -132,12 +137,26 @@ def staging_folder(out: Path) -> Path:
 
 
 def peek(out: Path) -> Unfinished | None:
-    """Return what an earlier merge into ``out`` left, without locking. Raises StorageError."""
+    """Return what an earlier merge into ``out`` left, without locking. Raises TargetError or StorageError."""
     path = staging_folder(out) / JOURNAL
     with disk_errors(path, "can't read", "check its permissions"), suppress(FileNotFoundError):
+        _check_own(path.parent)
         found = _read(path)
         return found and found.with_marks_of(map(_read, rank_journals(path.parent)))
     return None
+
+
+def _check_own(folder: Path) -> None:
+    """Raise TargetError if something that no merge makes has a name in a staging folder, or of it. Raises OSError."""
+    for path in (folder, folder / OUT, folder / OLD, folder / RANKS):
+        check_own(path)
+    check_own(folder / OWNER, is_file=True)
+    for path in (folder / JOURNAL, *rank_journals(folder)):
+        check_own(path, is_file=True)
+        with suppress(FileNotFoundError):
+            if (num_bytes := path.stat().st_size) > MAX_JOURNAL_BYTES:
+                what = f"it has {num_bytes:,} bytes, but no journal of a merge has more than {MAX_JOURNAL_BYTES:,}"
+                raise TargetError.at(path, what, "move it elsewhere, then rerun the command")
 
 
 def rank_journal(folder: Path, rank: int) -> Path:
@@ -150,8 +169,7 @@ def rank_journals(folder: Path) -> list[Path]:
 
 
 def _read(journal: Path) -> Unfinished | None:
-    with journal.open("rb", buffering=0) as file:
-        return read_journal(file.fileno())
+    return read_journal(OpenFile(journal).fd)
 
 
 def lock_of(out: Path) -> Lock:
@@ -163,10 +181,11 @@ def lock_of(out: Path) -> Lock:
 def acquire(lock: Lock, out: Path, until: float = 0.0) -> None:
     """Make the staging folder of an output, and lock it; keep trying until this monotonic time.
 
-    Raises TargetError if another process has the lock, or OSError.
+    Raises TargetError if another process has the lock, or something else has a name in the folder, or OSError.
     """
     folder, attempts = staging_folder(out), 0
     while True:
+        _check_own(folder)
         make_folder(folder)
         try:
             return lock.acquire()
@@ -221,7 +240,7 @@ class Staging:
         self.out = out.absolute()
         self.replaces = replaces
         self.folder = staging_folder(self.out)
-        self.path = self.folder / "out"
+        self.path = self.folder / OUT
         self.unfinished: Unfinished | None = None
         """What an earlier merge left"""
         self._lock, self._is_shared = lock or lock_of(self.out), lock is not None
@@ -316,8 +335,9 @@ class Staging:
             links = (name for name in folders if (Path(folder) / name).is_symlink())
             for name in (*files, *links):
                 path = Path(folder) / name
-                # a name of a file that is also elsewhere must not be written to
-                if str(path.relative_to(self.path)) not in keep or path.is_symlink() or path.lstat().st_nlink > 1:
+                status = path.lstat()
+                is_own = stat.S_ISREG(status.st_mode) and status.st_nlink == 1  # else writing changes other files
+                if not is_own or str(path.relative_to(self.path)) not in keep:
                     path.unlink()
             if Path(folder) != self.path and not any(Path(folder).iterdir()):
                 Path(folder).rmdir()
@@ -403,7 +423,8 @@ def left_over(out: Path) -> Iterator[bool]:
 
 
 def remove_left_over(out: Path) -> None:
-    """Remove leftovers of a merge that was killed after it published an output. Raises OSError."""
+    """Remove leftovers of a merge that was killed after it published an output. Raises TargetError or OSError."""
+    _check_own(staging_folder(out))
     with left_over(out) as is_unused:
         if is_unused and staging_folder(out).exists():
             shutil.rmtree(staging_folder(out))

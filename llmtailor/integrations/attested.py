@@ -76,12 +76,12 @@ def _hook_engine(module: ModuleType) -> None:
     @around(module.DeepSpeedEngine, "load_checkpoint")
     def loading(load: Call, self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         from llmtailor.live.training import Held
+        from llmtailor.loaders.files import LATEST, tag_in
 
         result = load(self, load_dir, tag, *args, **kwargs)
         if result[0] is not None:  # else it has only logged that there is no checkpoint
             folder = Path(load_dir)
-            latest = folder / "latest"
-            is_newest = tag is None or (latest.is_file() and latest.read_text().strip() == str(tag))
+            is_newest = tag is None or tag_in(folder / LATEST) == str(tag)
             _loaded.checkpoint = folder if is_newest else folder / str(tag)
             _loaded.find_held = lambda: Held(self)
         return result
@@ -190,6 +190,8 @@ def attest_and_end(loaded: Path | None, attest: Callable[[], Attestation]) -> No
 
 def check_resumed(loaded: Path | None) -> None:
     """End the program if it has not resumed from the checkpoint of its task."""
+    from llmtailor.loaders.files import LATEST, tag_in
+
     checkpoint = task().checkpoint
     assert checkpoint is not None
     wanted = Path(checkpoint).resolve()
@@ -198,8 +200,7 @@ def check_resumed(loaded: Path | None) -> None:
         fix = f"{_FIX_RESUME}; if it loads in its own way, call llmtailor.attest after loading"
         end_with_error(UsageError.at(checkpoint, what, fix))
     at = loaded.resolve()
-    latest = at / "latest"  # DeepSpeed's: a tag folder can be named by the folder around it
-    is_tag = wanted.parent == at and latest.is_file() and latest.read_text().strip() == wanted.name
+    is_tag = wanted.parent == at and tag_in(at / LATEST) == wanted.name  # named by the folder around it
     if at != wanted and not is_tag:
         end_with_error(UsageError.at(checkpoint, f"PROGRAM has resumed from {loaded} instead", _FIX_RESUME))
 

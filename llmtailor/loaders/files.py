@@ -1,4 +1,4 @@
-"""The names of the files in a checkpoint: who saves each, what it holds, and whether it may be deleted. Pure.
+"""The names of the files in a checkpoint: who saves each, what it holds, and whether it may be deleted.
 
 `TABLE` has a row per name or family of names. It decides which loader is detected, and which files are left out of
 other formats, replaced or deleted. Checked against transformers 5.23, accelerate 1.15, lightning 2.6.6, DeepSpeed 0.19,
@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 
 from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, FSDP, LIGHTNING, MEGATRON, TRAINER, VERL
 from llmtailor.containers.dcp import DATA_FILE, METADATA
+from llmtailor.containers.json import MAX_NAME
 from llmtailor.containers.safetensors import INDEX, SINGLE
+from llmtailor.errors import SourceError
+from llmtailor.storage.local import read_source
 
 TRAINER_STATE, TRAINING_ARGS = "trainer_state.json", "training_args.bin"
 SCHEDULER, SCALER = "scheduler.pt", "scaler.pt"
@@ -55,6 +60,13 @@ ENGINE_FILES = frozenset((LATEST, *_SCRIPTS))
 
 MODEL, TOKENIZER, SEVERAL = "model", "tokenizer", "several loaders"
 """Other owners of files than the loaders and frameworks of `checkpoint.index`"""
+
+
+def tag_in(latest: Path) -> str:
+    """Return the tag that `LATEST` names, empty if there is none. `read_tag` checks it."""
+    with suppress(SourceError):
+        return read_source(latest, latest.name, MAX_NAME).decode(errors="replace").strip()
+    return ""
 
 
 class Holds(Enum):

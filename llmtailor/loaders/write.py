@@ -440,7 +440,7 @@ def _template(value: str) -> str:
     if path is None or not path.is_file():
         fix = "write the template itself (Jinja), or install mergekit, which has the named ones"
         raise SourceError.at("chat_template", f"there is no template named {value!r}", fix)
-    return path.read_text(encoding="utf-8")
+    return read_source(path, path.name, MAX_BYTES).decode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from llmtailor.codes import Code
 from llmtailor.errors import BRANCHES, Interrupted, PathIn, Problem, StorageError, TailorError
 from llmtailor.findings import Finding
 
+_OPEN = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _ROOM = 4096
 """Bytes of a message's file, unless there is more to say"""
 _POLL_S = (0.005, 0.25)
@@ -58,7 +59,7 @@ class FileBoard:
     def post(self, key: str, message: Any) -> None:
         data = json.dumps(message).encode()
         framed = (b"%08x%08x" % (zlib.crc32(data), len(data)) + data).ljust(_ROOM)
-        fd = os.open(self.folder / key, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(self.folder / key, os.O_WRONLY | _OPEN, 0o666)
         try:
             at = 0
             while at < len(framed):
@@ -71,11 +72,11 @@ class FileBoard:
         messages: list[Any] = []
         for key in keys:
             try:
-                fd = os.open(self.folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fd = os.open(self.folder / key, os.O_RDWR | _OPEN, 0o666)
                 try:
                     head = os.pread(fd, 16, 0)
                     length = int(head[8:] or b"0", 16)
-                    data = os.pread(fd, length, 16)
+                    data = os.pread(fd, min(length, os.fstat(fd).st_size), 16)
                 finally:
                     os.close(fd)
             except FileNotFoundError:

@@ -30,7 +30,8 @@ from typing import Any, Protocol, TypeVar
 from llmtailor.errors import PathIn, Problem, SourceError, StorageError, TailorError, Unanswered, ranges, ranks_text
 from llmtailor.ranks.board import FileBoard, as_error, await_messages, from_json, merged, to_json
 from llmtailor.ranks.launch import RankInfo
-from llmtailor.storage.local import Lock, make_folder
+from llmtailor.storage.local import Lock, OpenFile, check_own, make_folder
+from llmtailor.storage.threads import start
 from llmtailor.timing import TIME_LIMIT, time_limit
 
 _T = TypeVar("_T")
@@ -173,10 +174,12 @@ class RankGroup(Team):
         self._thread = threading.Thread(target=self._run, name="llmtailor-ranks", daemon=True)
 
     def __enter__(self) -> RankGroup:
+        for folder in (self.folder.parent, self.folder):
+            check_own(folder)
         make_folder(self.folder)
         if self.is_first:
             self._post()
-        self._thread.start()
+        start(self._thread)
         return self
 
     def __exit__(
@@ -451,8 +454,8 @@ class RankGroup(Team):
 
 
 def _has_size(path: Path, num_bytes: int) -> bool:
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size == num_bytes
+    with suppress(FileNotFoundError):
+        return OpenFile(path).num_bytes == num_bytes
     return False
 
 

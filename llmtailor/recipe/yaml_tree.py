@@ -24,6 +24,10 @@ from llmtailor.storage.remote import open_location
 
 MAX_BYTES = 1 << 20
 
+_SPARE = 10_000
+"""Values that aliases may add to those which a recipe's text has room for"""
+_PATH = 64
+"""Characters of a value's path that count as much as another value"""
 _CORE = "tag:yaml.org,2002:"
 _KINDS: Mapping[type[yaml.Node], tuple[str, ...]] = {
     yaml.ScalarNode: ("str", "int", "float", "bool", "null", "timestamp", "merge", "value"),
@@ -44,6 +48,8 @@ class Document:
     def __init__(self, name: str, folder: Path, environ: Mapping[str, str]) -> None:
         self.name, self.folder, self.environ = name, folder, environ
         self.notices: list[Problem] = []
+        self.room = 0
+        """How many more values there may be"""
         self._refused: list[tuple[int, Problem]] = []
 
     def place(self, line: int, path: str = "") -> str:
@@ -68,8 +74,13 @@ class Document:
     def value(self, node: yaml.Node, line: int, path: str) -> Value:
         """Return the value of a node, with aliases and merge keys expanded.
 
-        Raises RecursionError if an alias refers to a value that contains it.
+        Raises RecursionError if an alias refers to a value that contains it, and RecipeError if aliases stand for many
+        more values than the text itself can hold.
         """
+        self.room -= 1 + len(path) // _PATH
+        if self.room < 0:
+            what = "aliases (*name) stand for too many values, or an alias refers to a value that contains it"
+            self.fail(line, what, "write the values that you need without aliases")
         kind, text = node.tag.removeprefix(_CORE), node.value
         if not node.tag.startswith(_CORE) or kind not in _KINDS[type(node)]:
             tag = node.tag.replace(_CORE, "!!")
@@ -258,6 +269,7 @@ def read_yaml(text: str, document: Document) -> Value:
     )
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "replace")) > MAX_BYTES:
         document.fail(1, "the recipe is larger than 1 MiB", "give the path of a recipe file")
+    document.room = len(text) + _SPARE
     try:
         roots = yaml.compose_all(text, Loader=yaml.SafeLoader)
         root, second = next(roots, None), next(roots, None)

@@ -58,6 +58,8 @@ from llmtailor.storage.local import (
     Lock,
     LockHeld,
     as_path,
+    check_own,
+    check_regular,
     disk_errors,
     fsync_file,
     fsync_folder,
@@ -232,7 +234,7 @@ class RunFolder:
     def begin(self, step: int) -> Path:
         """Make the empty folder of a new save; move aside one that an abandoned attempt left at this step."""
         path = self.at(step)
-        if path.exists():
+        if os.path.lexists(path):
             if is_partial(path) or holds_unknown(path):
                 self.set_aside([path])
             else:
@@ -264,12 +266,13 @@ class RunFolder:
         paths = [entry.path for entry in self.entries(kind) if not holds_unknown(entry.path, made)]
         for path in paths:
             shutil.rmtree(path, ignore_errors=True)
-        return [path.name for path in paths]
+        return [path.name for path in paths if not path.exists()]
 
 
 def _classify(path: Path, in_partial: bool) -> FolderEntry | None:
     if match := _HIDDEN.fullmatch(path.name):
-        entry = None if in_partial and match[2] == Kind.STAGING.value else FolderEntry(path, Kind(match[2]))
+        is_foreign = path.is_symlink() or (in_partial and match[2] == Kind.STAGING.value)
+        entry = None if is_foreign else FolderEntry(path, Kind(match[2]))
     elif not in_partial:
         step = step_of(path)
         entry = None if step is None or not _is_full(path) else FolderEntry(path, Kind.FULL, step)
@@ -318,7 +321,7 @@ def _read_attempt(content: Any) -> Start:
 
 def _unused(path: Path) -> Path:
     number, candidate = 1, path
-    while candidate.exists():
+    while os.path.lexists(candidate):
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
@@ -330,18 +333,23 @@ def staged(path: Path, kind: Kind) -> Path:
 
 
 def remove_partial(path: Path) -> None:
-    """Remove a partial checkpoint, its manifest first so that it never looks complete. Raises OSError."""
+    """Remove a partial checkpoint, its manifest first so that it never looks complete.
+
+    Raises TargetError for a link, or OSError.
+    """
+    check_own(path)
     (path / PARTIAL_MANIFEST).unlink(missing_ok=True)
     fsync_folder(path)
-    shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(path)
 
 
 def remove_replaced(path: Path, now_at: Path | None = None) -> None:
-    """Remove a folder that was replaced; it is at ``now_at``, or still at ``path``. Raises OSError.
+    """Remove a folder that was replaced; it is at ``now_at``, or still at ``path``. Raises TargetError or OSError.
 
     A rename hides it first, so that it is never visible incomplete.
     """
     aside = staged(path, Kind.THINNED)
+    check_own(aside)
     if aside.exists():
         shutil.rmtree(aside)
     (now_at or path).rename(aside)
@@ -351,7 +359,12 @@ def remove_replaced(path: Path, now_at: Path | None = None) -> None:
 
 
 def holds_unknown(path: Path, made: Collection[str] = ()) -> bool:
-    """Return whether a folder has entries not known to come from a training or llmtailor; ``made`` are also known."""
+    """Return whether a folder is a link, or has entries not known to come from a training or llmtailor.
+
+    ``made`` are also known.
+    """
+    if path.is_symlink():
+        return True
     unknown = survey_contents(path).unknown
     return any(name not in made and not UNFINISHED.fullmatch(name) for name in unknown)
 
@@ -379,8 +392,9 @@ def log_entries(checkpoint: Path, name: str) -> list[dict[str, Any]]:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Hard-link ``target`` to ``source``, or copy it where links are not possible. Raises OSError."""
+    """Hard-link ``target`` to ``source``, or copy it where links are not possible. Raises OSError or SourceError."""
     if not try_link(source, target):
+        check_regular(source.stat().st_mode, f"{source}")
         shutil.copyfile(source, target)
         fsync_file(target)
 

@@ -232,13 +232,9 @@ def plan_gc(run: str | Path, keep: int | None, *, trust_unrecorded: bool = False
                 found.append(Removal(entry.path, _WHY[Kind.STAGING], out=entry.target))
             else:
                 in_use.append(entry.path)
-    unknown = {removal: _unknown(removal) for removal in found}
-    removals = tuple(removal for removal in found if not unknown[removal])
-    kept = tuple(
-        Problem(display_name(removal.path), f"it contains unknown files: {some(names)}", "move them elsewhere")
-        for removal, names in unknown.items()
-        if names
-    )
+    obstacles = {removal: _obstacle(removal) for removal in found}
+    removals = tuple(removal for removal in found if not obstacles[removal])
+    kept = tuple(problem for problem in obstacles.values() if problem)
     freed = freed_bytes(path for removal in removals for path in files_in(removal.path))
     removed = {removal.path for removal in removals}
     rest = [one for one in scan.usable if one.path not in removed]
@@ -246,13 +242,19 @@ def plan_gc(run: str | Path, keep: int | None, *, trust_unrecorded: bool = False
     return GcPlan(scan, reachable.before, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
 
 
-def _unknown(removal: Removal) -> tuple[str, ...]:
+def _obstacle(removal: Removal) -> Problem | None:
+    """Return why a folder must not be removed, if so: it holds, or leads to, what llmtailor did not make."""
+    name = display_name(removal.path)
+    if removal.path.is_symlink():
+        fix = "remove the link, and what it points to, if you don't need them"
+        return Problem(name, f"{removal.why}, but it is a symbolic link, so it stays", fix)
     if removal.out is not None:
-        return ()
+        return None
     try:
-        return survey_contents(removal.path).unknown
+        unknown = survey_contents(removal.path).unknown
     except OSError as error:
-        return (f"an unreadable entry ({error.strerror})",)
+        unknown = (f"an unreadable entry ({error.strerror})",)
+    return Problem(name, f"it contains unknown files: {some(unknown)}", "move them elsewhere") if unknown else None
 
 
 def collect(plan: GcPlan, notify: Callable[[Removal], None] = lambda removal: None) -> None:
@@ -262,8 +264,8 @@ def collect(plan: GcPlan, notify: Callable[[Removal], None] = lambda removal: No
     """
     with carrying_out(plan.scan.run, "can't remove it", "check the permissions, then rerun the command"):
         for removal in plan.removals:
-            if unknown := _unknown(removal):
-                logger.info("did not touch %s: %s appeared there", removal.path, some(unknown))
+            if obstacle := _obstacle(removal):
+                logger.info("did not touch %s: %s", removal.path, obstacle.what)
                 continue
             with left_over(removal.out) if removal.out else nullcontext(True) as is_unused:
                 if not is_unused:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from llmtailor.containers.json import decode
+from llmtailor.errors import PathIn
+from llmtailor.storage.local import check_size, open_source
 
 LOG = "saves.jsonl"
 """In the folder of partial checkpoints: one JSON object per save, oldest first"""
@@ -15,6 +18,7 @@ ABANDONED_LOG = "saves.abandoned.jsonl"
 """The same, for saves of abandoned attempts"""
 _MAX_LINE = 16 << 20
 """Bytes of a line that are read; a save of a model with a thousand parts has less than 100 kB"""
+_MAX_BYTES = 4 << 30
 _MAX_INT = 1 << 60
 
 
@@ -78,14 +82,14 @@ class SaveLog:
 
 
 def read_log(path: Path) -> SaveLog:
-    """Read a log; one that does not exist is empty. Raises OSError if the disk does not answer."""
+    """Read a log; one that does not exist is empty. Raises as `lines_of`."""
     saves: list[LoggedSave] = []
     failed: list[FailedSave] = []
     attested: list[AttestedResume] = []
     unreadable = 0
-    for line in _lines(path):
+    for line in lines_of(path):
         try:
-            content = json.loads(line)
+            content = decode(line)
             step = _count(content["step"])
             if "failed" in content:
                 failed.append(FailedSave(step, str(content["failed"])))
@@ -98,15 +102,23 @@ def read_log(path: Path) -> SaveLog:
     return SaveLog(tuple(sorted(saves, key=lambda one: one.step)), tuple(failed), tuple(attested), unreadable)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        file = path.open("rb")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a log that are not empty; none if it does not exist.
+
+    Raises SourceError for anything but a file of reasonable size, or one that can't be read.
+    """
+    if not path.exists():
         return
-    with file:
-        while line := file.readline(_MAX_LINE):
-            if line.strip():
-                yield line
+    with open_source(path, PathIn(path.parent.name, path.name)) as file:
+        check_size(file, _MAX_BYTES)
+        begun = b""
+        for start in range(0, file.num_bytes, _MAX_LINE):
+            *lines, begun = (begun + file.read(start, min(start + _MAX_LINE, file.num_bytes))).split(b"\n")
+            if len(begun) >= _MAX_LINE:
+                lines, begun = [*lines, begun], b""
+            yield from filter(bytes.strip, lines)
+        if begun.strip():
+            yield begun
 
 
 def _save(step: int, content: Mapping[str, Any]) -> LoggedSave:

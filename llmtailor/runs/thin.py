@@ -57,7 +57,15 @@ from llmtailor.runs.prune import (
 from llmtailor.runs.scan import describe_checkpoint
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import Files, added_since, facts_now, fsync_folder, replace_folder, write_durably
+from llmtailor.storage.local import (
+    Files,
+    added_since,
+    check_own,
+    facts_now,
+    fsync_folder,
+    replace_folder,
+    write_durably,
+)
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -219,6 +227,7 @@ def _writing(
     """
     check_space(target, space_for(plan, clone))
     staging, watch = staged(target, Kind.THINNING), Stopwatch()
+    check_own(staging)
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)

@@ -18,11 +18,11 @@ from typing import Any
 
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.checkpoint.step_names import ASIDE, DAMAGED, REPLACED, step_of
-from llmtailor.containers.json import MAX_NAME, is_path_below, read_json
+from llmtailor.containers.json import is_path_below, read_json
 from llmtailor.engine.staging import put_in_place, remove_left_over
 from llmtailor.errors import Problem, SourceError, StorageError, TargetError, some
 from llmtailor.formats.registry import display_name
-from llmtailor.loaders.files import LATEST
+from llmtailor.loaders.files import LATEST, tag_in
 from llmtailor.runs.folder import Kind, RunFolder
 from llmtailor.salvage.plan import Salvage
 from llmtailor.storage.local import disk_errors, fsync_folder, list_files, replace_durably
@@ -105,7 +105,7 @@ def _point_at(base: CheckpointIndex, run: Path, tag: str) -> tuple[str, str] | N
     path = run / LATEST
     if base.client != DEEPSPEED or not path.is_file():
         return None
-    current = path.read_bytes()[:MAX_NAME].decode("utf-8", "replace").strip()
+    current = tag_in(path)
     return None if current == tag else (current, tag)
 
 
@@ -167,7 +167,7 @@ def put_salvaged_in_place(replacement: Replacement) -> None:
 def _rewrite_latest(run: Path, change: tuple[str, str] | None) -> None:
     """Rewrite DeepSpeed's file, unless a training has done so in the meantime. Raises StorageError."""
     path = run / LATEST
-    if change is None or not path.is_file() or path.read_text(errors="replace").strip() != change[0]:
+    if change is None or not path.is_file() or tag_in(path) != change[0]:
         return
     replace_durably(path, change[1].encode())
     fsync_folder(run)

@@ -20,7 +20,6 @@ import errno
 import hashlib
 import json
 import logging
-import pickle
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from torch.futures import Future
 from llmtailor.balance import deal
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.json import as_dict
-from llmtailor.errors import SourceError, UsageError, size, some
+from llmtailor.errors import TailorError, UsageError, size, some
 from llmtailor.live.training import find_overlaps
 from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.model.find_parts import find_parts_by_name
@@ -434,7 +433,7 @@ def _read_base(folder: Folder) -> _Base | None:
         checksums = as_dict(record.get("files"), "files", f"{folder}/{DCP_RECORD}")
         keys = as_dict(record.get("keys", {}), "keys", f"{folder}/{DCP_RECORD}")
         metadata = folder.read_save(record)
-    except (SourceError, OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError):
+    except (TailorError, OSError, ValueError, KeyError, AttributeError, RecursionError):
         return None
     return _Base(folder, ledger, metadata, checksums, keys) if metadata is not None else None
 

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import errno
-import io
 import math
-import pickle
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
 from safetensors import SafetensorError
+from torch import Size
 from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from llmtailor.containers.dcp import ALLOWED, DATA_FILE, METADATA, SHARD_FILE, checksum_of_save, checksum_of_shard
-from llmtailor.containers.safetensors import INDEX
+from llmtailor.containers.dcp import (
+    DATA_FILE,
+    MAX_METADATA_BYTES,
+    METADATA,
+    SHARD_FILE,
+    checksum_of_save,
+    checksum_of_shard,
+    mentions,
+    read_metadata,
+)
+from llmtailor.containers.safetensors import INDEX, read_header
 from llmtailor.errors import SourceError, UsageError
-from llmtailor.storage.local import SourceFile, fsync_folder, open_source, replace_durably, try_link
+from llmtailor.live.tensors import DTYPES
+from llmtailor.storage.local import SourceFile, fsync_folder, open_source, read_source, replace_durably, try_link
 from llmtailor.storage.remote import is_url
 
 WHERE = "DcpSaver"
@@ -62,7 +80,7 @@ class Folder(Protocol):
     def read_save(self, record: Mapping[str, Any]) -> Metadata | None:
         """Return where the data of the save is that ``record`` belongs to, None if another one has followed it.
 
-        Raises what `_read_base` catches.
+        Raises TailorError for what is damaged or hostile, or what `_read_base` catches.
         """
 
     def rename(self, paths: Sequence[str], ranks: int) -> dict[str, str]:
@@ -86,29 +104,12 @@ class Folder(Protocol):
     def copy(self, source: str, target: str) -> None: ...
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes the classes of a ``.metadata`` and nothing else, whatever the file names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}")
-        return super().find_class(module, name)
-
-
 class _Blobs:
     """Files of `FileSystemWriter`, which ``.metadata`` lists."""
 
     data_file: ClassVar[re.Pattern[str]] = DATA_FILE
     index: ClassVar[str] = METADATA
     record_is_last: ClassVar[bool] = False
-
-    def read_save(self, record: Mapping[str, Any]) -> Metadata | None:
-        data = cast(Any, self).read(METADATA)
-        try:
-            metadata = cast(Metadata, _Unpickler(io.BytesIO(data)).load())
-        except Exception as error:  # a damaged pickle raises anything, also TypeError and MemoryError
-            raise pickle.UnpicklingError(f"{METADATA} is damaged: {error}") from error
-        return metadata if record.get("save_id") == save_id(metadata.storage_meta) else None
 
     def rename(self, paths: Sequence[str], ranks: int) -> dict[str, str]:
         names: dict[str, str] = {}
@@ -143,7 +144,13 @@ class LocalFolder(_Blobs):
         return [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
 
     def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+        try:
+            return read_source(self.path / name, f"{self.path / name}", MAX_METADATA_BYTES)
+        except SourceError as error:
+            raise FileNotFoundError(errno.ENOENT, str(error), name) from error
+
+    def read_save(self, record: Mapping[str, Any]) -> Metadata | None:
+        return _read_metadata(self.path, record)
 
     def write(self, name: str, data: bytes) -> None:
         replace_durably(self.path / name, data)
@@ -195,6 +202,8 @@ class ShardsFolder(LocalFolder):
     def read_save(self, record: Mapping[str, Any]) -> Metadata | None:
         if {*filter(SHARD_FILE.fullmatch, self.names())} != record["files"].keys():
             return None
+        for name in record["files"]:  # torch opens anything, and trusts its header
+            read_header(self.path, name, f"{self.path / name}")
         try:
             metadata = HuggingFaceStorageReader(str(self.path)).read_metadata()
         except SafetensorError as error:
@@ -246,7 +255,14 @@ class StoreFolder(_Blobs):
         return [*self._list()]
 
     def read(self, name: str) -> bytes:
+        if self._list().get(name, 0) > MAX_METADATA_BYTES:
+            raise OSError(errno.EFBIG, "it is too large", name)
         return bytes(self.fs.cat_file(f"{self.path}/{name}"))
+
+    def read_save(self, record: Mapping[str, Any]) -> Metadata | None:
+        with tempfile.TemporaryDirectory(prefix="llmtailor-") as folder:
+            (Path(folder) / METADATA).write_bytes(self.read(METADATA))
+            return _read_metadata(Path(folder), record)
 
     def write(self, name: str, data: bytes) -> None:
         self.fs.pipe_file(f"{self.path}/{name}", data)
@@ -267,6 +283,29 @@ class StoreFolder(_Blobs):
 
     def copy(self, source: str, target: str) -> None:
         self.fs.cp_file(source, target)
+
+
+def _read_metadata(root: Path, record: Mapping[str, Any]) -> Metadata | None:
+    """Return the ``.metadata`` of a folder for torch, without unpickling it; None if it is not that of ``record``.
+
+    Raises TailorError, or KeyError for an unknown dtype.
+    """
+    where, own = f"{root / METADATA}", record.get("save_id")
+    if own is not None and not mentions(root, METADATA, where, str(own)):
+        return None
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    found = Metadata({}, storage_data={})
+    for key, entry in read_metadata(root, METADATA, where).items():
+        boxes = [ChunkStorageMetadata(Size(one.offsets), Size(one.sizes)) for one in entry.chunks]
+        if entry.is_tensor:
+            about = TensorProperties(dtype=dtypes[entry.dtype])
+            found.state_dict_metadata[key] = TensorStorageMetadata(about, Size(entry.shape), boxes)
+        else:
+            found.state_dict_metadata[key] = BytesStorageMetadata()
+        for one in entry.chunks:
+            at = MetadataIndex(key, Size(one.offsets) if entry.is_tensor else None)
+            found.storage_data[at] = _StorageInfo(one.blob.path, one.blob.start, one.blob.stop - one.blob.start)
+    return found
 
 
 def folder_of(inner: StorageWriter) -> Folder:

@@ -31,7 +31,8 @@ from typing import Any, Protocol
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import Ledger, Past
-from llmtailor.errors import Problem, StorageError, TailorError, Unanswered, UsageError
+from llmtailor.containers.json import decode
+from llmtailor.errors import Problem, StorageError, TailorError, TargetError, Unanswered, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.live.model import Samples
@@ -41,13 +42,13 @@ from llmtailor.ranks.board import Pulse, StoreBoard, as_error, await_messages, f
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.gc import deletable
-from llmtailor.runs.save_log import ABANDONED_LOG, LOG, LoggedSave
+from llmtailor.runs.save_log import ABANDONED_LOG, LOG, LoggedSave, lines_of
 from llmtailor.runs.scan import prove_step
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import STUCK, Arena, Snapshot
 from llmtailor.saving.tiers import Finished, open_tier
 from llmtailor.saving.writing import Share, write_share
-from llmtailor.storage.local import replace_durably
+from llmtailor.storage.local import append_line, check_own, replace_durably
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +84,16 @@ class SaveReport(LoggedSave):
 
 def abandon_after(folder: Path, step: int) -> None:
     """Move the lines of later saves to `ABANDONED_LOG`: the run resumes at ``step``. A truncated line is dropped."""
-    with suppress(OSError, StorageError):
-        kept, later, lines = b"", b"", (folder / LOG).read_bytes()
-        for line in lines.splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # a kill truncated it
-                if json.loads(line)["step"] <= step:
-                    kept += line + b"\n"
-                else:
-                    later += line + b"\n"
+    with suppress(OSError, TailorError):
+        check_own(folder / LOG, is_file=True)
+        lines, kept, later = [*lines_of(folder / LOG)], list[bytes](), list[bytes]()
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError, RecursionError):  # a kill truncated it
+                (kept if decode(line)["step"] <= step else later).append(line)
+        if later:
+            append_line(folder / ABANDONED_LOG, b"\n".join(later))
         if kept != lines:
-            if later:
-                with (folder / ABANDONED_LOG).open("ab") as file:
-                    file.write(later)
-            replace_durably(folder / LOG, kept)
+            replace_durably(folder / LOG, b"".join(line + b"\n" for line in kept))
 
 
 logger = logging.getLogger("llmtailor.saving")
@@ -162,12 +160,8 @@ class RunRecord:
     def append(self, line: Mapping[str, object]) -> None:
         """Add a line now; ignore errors of the disk."""
         if self.ranks.is_first:
-            with suppress(OSError), (self.folder.partial / LOG).open("ab+") as file:
-                if size := file.tell():
-                    file.seek(size - 1)
-                    if file.read(1) != b"\n":  # a kill truncated the last one
-                        file.write(b"\n")
-                file.write(json.dumps(line).encode() + b"\n")
+            with suppress(OSError, TargetError):
+                append_line(self.folder.partial / LOG, json.dumps(line).encode())
 
     def remove(self, work: PartialWork) -> None:
         remove_partial(work.folder)
@@ -242,7 +236,7 @@ class RunRecord:
                 if folder.at(step) in linked:
                     continue  # the next save does it
                 if holds_unknown(folder.at(step), made):
-                    logger.warning("%s is kept: it contains unknown files", folder.at(step).name)
+                    logger.warning("%s is kept: it is a link, or contains unknown files", folder.at(step).name)
                 else:
                     remove_partial(folder.at(step))
                     deleted.append(step)
@@ -509,7 +503,7 @@ class PendingSave:
             result = self._refusal(error)
         if "error" in result:
             if self._has_begun:
-                with suppress(OSError):
+                with suppress(OSError, TailorError):
                     self._record.remove(self.work)
             if not self._stops_training:  # else `PartialSaver.save` raises it
                 failed = SaveFailed(from_json(result["error"]).problems)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed.checkpoint
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
-from llmtailor.errors import StorageError, TailorError, UsageError
+from llmtailor.errors import StorageError, TailorError, TargetError, UsageError
 from llmtailor.formats.other_optimizers import unsupported
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.live.tensors import DTYPES, storage_of
@@ -59,7 +59,7 @@ from llmtailor.saving.torch_save import (
     stepped_storages,
 )
 from llmtailor.saving.writing import Share
-from llmtailor.storage.local import Lock, LockHeld, fsync_file, fsync_folder, replace_folder
+from llmtailor.storage.local import Lock, LockHeld, check_own, fsync_file, fsync_folder, replace_folder
 
 logger = logging.getLogger("llmtailor.saving")
 _LOCK = "lock"
@@ -119,7 +119,11 @@ class _Record:
         """Hidden folder -> its lock, on rank 0"""
 
     def claim(self, hidden: Path) -> None:
-        """Make a hidden folder anew. Raises OSError, or StorageError if another process saves there."""
+        """Make a hidden folder anew.
+
+        Raises StorageError if another process saves there, TargetError for a link of that name, or OSError.
+        """
+        check_own(hidden)
         if hidden.exists() and not _sweep(hidden):
             raise StorageError.at(hidden, "another process is saving the same checkpoint", "save to another folder")
         hidden.mkdir(parents=True)
@@ -349,7 +353,7 @@ class StockSaver:
         staging = near / f".{folder.name}.llmtailor-saving" / folder.name
         try:
             save_id = self.ranks.on_first(lambda: self._make_room(staging))
-        except (StorageError, OSError) as error:
+        except (StorageError, TargetError, OSError) as error:
             logger.warning("the save at step %d failed; training continues without it: %s", step, error)
             return False
         stepped = stepped_storages(self._optimizers(), self._model)
@@ -361,7 +365,8 @@ class StockSaver:
         around = staging.parent.parent
         if around not in self._swept:
             for left in around.glob(".*.llmtailor-saving"):
-                _sweep(left)
+                if not left.is_symlink():
+                    _sweep(left)
             self._swept.add(around)
         self._record.claim(staging.parent)
         staging.mkdir()

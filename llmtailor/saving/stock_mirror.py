@@ -12,7 +12,7 @@ import logging
 import time
 from pathlib import Path
 
-from llmtailor.loaders.files import LATEST
+from llmtailor.loaders.files import LATEST, tag_in
 from llmtailor.runs.folder import files_in
 from llmtailor.saving.retrying import RetryingQueue
 from llmtailor.storage.local import Files
@@ -61,6 +61,5 @@ class StockMirror:
             self._remote.put(name, path, crc)
             self._queue.progress = time.monotonic()
         self._remote.remove([marker])
-        latest = folder.parent / LATEST  # of a DeepSpeed engine
-        if latest.is_file() and latest.read_text() == folder.name:
+        if tag_in(folder.parent / LATEST) == folder.name:  # of a DeepSpeed engine
             self._remote.put_bytes(LATEST, folder.name.encode())

@@ -24,7 +24,7 @@ from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.json import MAX_BYTES, parse_json
 from llmtailor.engine.copy import Context, execute
-from llmtailor.errors import StorageError, UsageError
+from llmtailor.errors import SourceError, StorageError, UsageError
 from llmtailor.formats.partial.manifest import (
     BundleFact,
     bundle_name,
@@ -40,8 +40,7 @@ from llmtailor.runs.folder import ATTEMPTS, RunFolder, Start, holds_unknown, rea
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.retrying import RetryingQueue
 from llmtailor.saving.writing import complete
-from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import Files, replace_durably
+from llmtailor.storage.local import Files, read_source, replace_durably
 from llmtailor.storage.remote import RemoteFolder
 
 
@@ -228,8 +227,8 @@ class TierCopier:
         if self._ranks.is_first:
             # if it can't be read, the copying of that save reports why
             content = None
-            with suppress(OSError):
-                content = path.read_text()
+            with suppress(OSError, SourceError):
+                content = read_source(path, path.name, MAX_BYTES).decode()
             self._board.post(key, {"content": content})
         elif not path.exists() and (content := self._await(key)["content"]) is not None:
             with suppress(StorageError):  # the copying tries again
@@ -360,12 +359,14 @@ class TierCopier:
     def _complete(self, step: int) -> None:
         """Copy the small files, and the manifest last."""
         folder = self.first.at(step)
-        manifest = (folder / PARTIAL_MANIFEST).read_bytes()
+        manifest = read_source(folder / PARTIAL_MANIFEST, f"{folder.name}/{PARTIAL_MANIFEST}", MAX_BYTES)
         tensors = {fact.path for fact in read_manifest(folder, folder.name).bundles}
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and path.name not in (*tensors, PARTIAL_MANIFEST):
-                content = path.read_bytes()
-                self.last.put(step, path, BundleFact(path.name, len(content), crc32(content)))
+        with Files(folder) as files:
+            for path in sorted(folder.iterdir()):
+                if path.is_file() and path.name not in (*tensors, PARTIAL_MANIFEST):
+                    num_bytes = path.stat().st_size
+                    crc = files.crc_of(path.name, 0, num_bytes)
+                    self.last.put(step, path, BundleFact(path.name, num_bytes, crc))
         self.last.complete(step, manifest)
 
     def _await(self, *keys: str) -> Any:

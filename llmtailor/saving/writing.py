@@ -55,7 +55,7 @@ from llmtailor.saving.snapshot import ANY_STEP, SOURCE, Bases, Keeping, LiveTens
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.encoder import pack_frame
 from llmtailor.storage.frames import ELEMENTS, lengths_in, room_for
-from llmtailor.storage.local import fsync_folder, replace_durably
+from llmtailor.storage.local import fsync_folder, read_source, replace_durably
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +363,8 @@ def files_of(write: Callable[[Path], object]) -> dict[str, bytes]:
     """Return the files that a call writes into the folder it gets. Training waits for a temporary folder only."""
     with tempfile.TemporaryDirectory(prefix="llmtailor-") as folder:
         write(Path(folder))
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+        paths = [path for path in sorted(Path(folder).iterdir()) if path.is_file()]
+        return {path.name: read_source(path, path.name, path.stat().st_size) for path in paths}
 
 
 class _Special:

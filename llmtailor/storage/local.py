@@ -4,7 +4,8 @@ Renames neither overwrite nor leave a gap, by flags of Linux's renameat2 that th
 without them (NFS, some FUSE ones) and other systems use the closest that POSIX offers.
 
 Source files must be regular ones: a pipe would block forever, and opening some devices has side effects. Symbolic
-links are followed, whatever they point to: copying only reads what the user may read anyway.
+links are followed, whatever they point to: copying only reads what the user may read anyway. What is written,
+renamed or removed is never behind a link: names that llmtailor chooses itself must be free, or its own (`check_own`).
 
 The lock is taken on a file opened for writing, because NFS refuses to lock a folder. On file systems without locks
 (Lustre as it is often mounted, NFS without its lock service), an exclusively created file replaces it if the caller
@@ -34,7 +35,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from llmtailor.codes import Code
-from llmtailor.errors import SourceError, StorageError, damaged
+from llmtailor.errors import SourceError, StorageError, TargetError, damaged
 from llmtailor.model.roles import Encoding
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.remote import EndsEarly, RemotePath, as_remote, known_location, open_location
@@ -224,6 +225,31 @@ def replace_durably(path: Path, data: bytes) -> None:
         new.replace(path)
 
 
+def check_own(path: Path, *, is_file: bool = False) -> None:
+    """Raise TargetError if a link, or anything else that llmtailor never makes, has the name of its folder or file.
+
+    Call it before writing or removing there. A missing one is fine. Raises OSError.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISREG(mode) if is_file else stat.S_ISDIR(mode)):
+        what = f"llmtailor needs this name for a {'file' if is_file else 'folder'} of its own, but it is {_kind(mode)}"
+        raise TargetError.at(path, what, "move it elsewhere, then rerun the command")
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file of llmtailor's, and end a line that a kill has cut. Raises TargetError, OSError."""
+    check_own(path, is_file=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    try:
+        end = os.lseek(fd, 0, os.SEEK_END)
+        write_all(fd, (b"" if end == 0 or os.pread(fd, 1, end - 1) == b"\n" else b"\n") + line + b"\n")
+    finally:
+        os.close(fd)
+
+
 def make_folder(path: Path) -> None:
     """Durably create a folder and its missing parents; it may already exist. Raises OSError."""
     missing = []
@@ -250,7 +276,7 @@ def try_link(source: Path, target: Path) -> bool:
 
 
 def fsync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
@@ -353,7 +379,7 @@ class Changed(OSError):
 
 
 class OpenFile:
-    """An open file, closed when its last user drops it: another thread may still be reading.
+    """An open regular file, closed when its last user drops it: another thread may still be reading.
 
     Raises Changed if it is not as indexed (``fact``), or another OSError.
     """
@@ -365,6 +391,8 @@ class OpenFile:
         """Set if the bytes are in an object store"""
         self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, f"it is {_kind(status.st_mode)}")
         self.num_bytes = status.st_size
         self.device = status.st_dev
         if fact is not None and not fact.is_like(FileFact.of(status)):
@@ -453,6 +481,8 @@ class Files:
 
 
 _KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -535,8 +565,11 @@ def check_size(file: SourceFile, max_bytes: int) -> None:
 def check_regular(mode: int, where: str) -> None:
     """Raise SourceError, with the kind of file, unless the mode is that of a regular file."""
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
-        raise damaged(where, f"expected a file, but this is {kind}", Code.NOT_A_FILE)
+        raise damaged(where, f"expected a file, but this is {_kind(mode)}", Code.NOT_A_FILE)
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "not a regular file")
 
 
 def _unreadable(where: str, error: OSError) -> SourceError:
@@ -566,11 +599,13 @@ class Lock:
     def acquire(self, *, create: bool = True) -> None:
         """Take the lock, or increment its count if held; ``create`` makes the file if it is missing.
 
-        Raises LockHeld, FileNotFoundError (also if the file was removed in the meantime), or another OSError.
+        Raises LockHeld, TargetError for something else of that name, FileNotFoundError (also if the file was removed in
+        the meantime), or another OSError.
         """
         if self.fd >= 0:
             self._times += 1
             return
+        check_own(self.path, is_file=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o666)
         try:
             try:
@@ -634,7 +669,6 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _read(owner: Path) -> str:
-    try:
-        return owner.read_text(errors="replace")[:200] or "an unknown process"
-    except OSError:
-        return "an unknown process"
+    with suppress(OSError):
+        return os.pread(OpenFile(owner).fd, 200, 0).decode(errors="replace") or "an unknown process"
+    return "an unknown process"

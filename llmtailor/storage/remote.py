@@ -16,20 +16,22 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PosixPath
 from typing import Any, ClassVar, TypeVar
 
-from llmtailor.errors import StorageError, UsageError, some
+from llmtailor.errors import StorageError, UsageError, masked, some
 from llmtailor.storage.checksums import crc32
+from llmtailor.storage.threads import Threads
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,6 +49,8 @@ STORE_WORKERS = 8
 ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
 """Before the second attempt; each further pause is twice as long"""
+_SECRET = 6
+"""Characters from which on a part of what was masked in a URL is not shown in messages of stores"""
 _ONE_FILE = ".ckpt"
 """The suffix of the URL of a checkpoint that is one file; the URL of a folder may also have it"""
 _OF_OBSTORE = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az"}
@@ -85,10 +89,13 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str, root: Path) -> None:
-        self.url = url.rstrip("/")
+        self.given = url.rstrip("/")
+        """What opens it; it may hold a password"""
+        self.url = masked(self.given)
+        """What is shown and written down"""
         self.root = root
-        self._fs, self._path = _file_system(self.url)
-        self._fast = _obstore(self.url)
+        self._fs, self._path = _file_system(self.given)
+        self._fast = _obstore(self.given)
         self._lock = threading.Lock()
         self._present: set[tuple[str, int]] = set()
         self._objects: dict[str, Object] = {}
@@ -118,7 +125,7 @@ class RemoteFolder:
         self._objects = objects
 
     def _find(self) -> dict[str, dict[str, Any]]:
-        if self.url.endswith(_ONE_FILE) and (alone := self._fs.info(self._path))["type"] == "file":
+        if self.given.endswith(_ONE_FILE) and (alone := self._fs.info(self._path))["type"] == "file":
             return {"": alone}
         prefix, found = self._path.strip("/") + "/", self._fs.find(self._path, detail=True)
         named = ((full.strip("/").removeprefix(prefix), info) for full, info in found.items())
@@ -160,7 +167,7 @@ class RemoteFolder:
 
     def stream(self, name: str, start: int, stop: int) -> Iterator[bytes]:
         """Yield a file's bytes in order, with some requests ahead. Raises OSError."""
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        with Threads(IN_FLIGHT) as pool:
             waiting: list[Future[bytes]] = []
             cuts = iter(range(start, stop, REQUEST_BYTES))
             try:
@@ -185,7 +192,7 @@ class RemoteFolder:
                 is_same = first == second
                 why = "it sees another object"
             except Exception as error:  # it takes its configuration from the environment only
-                is_same, why = False, _short(error)
+                is_same, why = False, self._short(error)
             if not is_same:
                 logger.info("%s: fsspec reads it, not obstore: %s", self.url, why)
                 self._fast = None
@@ -253,21 +260,29 @@ class RemoteFolder:
             except Exception as error:
                 if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:  # a retry is pointless
                     fix = "set or renew the credentials, and rerun the same command"
-                    raise StorageError.at(self.url, f"can't {what}: {_short(error)}", fix) from error
+                    raise StorageError.at(self.url, f"can't {what}: {self._short(error)}", fix) from error
                 if attempt == ATTEMPTS:
                     fix = "check the connection, and rerun the same command"
-                    raise StorageError.at(self.url, f"can't {what}: {_short(error)}", fix) from error
-                logger.info("%s: %s; attempt %d of %d follows", self.url, _short(error), attempt + 1, ATTEMPTS)
+                    raise StorageError.at(self.url, f"can't {what}: {self._short(error)}", fix) from error
+                logger.info("%s: %s; attempt %d of %d follows", self.url, self._short(error), attempt + 1, ATTEMPTS)
                 time.sleep(pause)
                 pause *= 2
         raise AssertionError
+
+    def _short(self, error: BaseException) -> str:
+        text = masked((str(error).splitlines() or [type(error).__name__])[0])
+        if self.url != self.given:  # a store may show a part of what was masked
+            words = re.split(r"[/:?&=@]", self.given)
+            for word in (one for one in words if len(one) >= _SECRET and one not in self.url):
+                text = text.replace(word, "***")
+        return f"{type(error).__name__}: {text[:200]}"
 
 
 class RemotePath(PosixPath):
     """A path in a folder of an object store; `open_location` makes a subclass for each folder.
 
     It is the path in the folder's cache, so any code that takes a path can list it and read sizes. Its bytes come from
-    the store. Formatted as text (``f"{path}"``), it is the URL.
+    the store. Formatted as text (``f"{path}"``), it is the URL, without passwords.
     """
 
     remote: ClassVar[RemoteFolder]
@@ -290,7 +305,7 @@ class RemotePath(PosixPath):
         return f"RemotePath({f'{self}'!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:  # another process opens the URL
-        return open_location, (f"{self}",)
+        return open_location, (f"{self.remote.given}/{self.key}".rstrip("/"),)
 
 
 def open_location(text: str) -> Path:
@@ -372,7 +387,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         fix = "pip install 'llmtailor[remote]' and the package of this kind of URL, such as s3fs"
-        raise UsageError.at(url, f"the URL can't be used: {error}", fix) from error
+        raise UsageError.at(masked(url), f"the URL can't be used: {masked(str(error))}", fix) from error
     return fs, str(path).rstrip("/")
 
 
@@ -395,8 +410,3 @@ def _version(info: dict[str, Any]) -> str:
 
 def _is_safe(name: str) -> bool:
     return not name or (all(word not in ("", ".", "..") for word in name.split("/")) and "\0" not in name)
-
-
-def _short(error: BaseException) -> str:
-    lines = str(error).splitlines() or [type(error).__name__]
-    return f"{type(error).__name__}: {lines[0][:200]}"

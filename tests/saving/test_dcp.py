@@ -7,12 +7,13 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
@@ -251,6 +252,40 @@ def test_a_base_with_damaged_metadata_is_not_used(tmp_path, data):
     again.resumed_from(tmp_path / "step-1")
     save(again, tmp_path / "step-2", 2)
     assert {*ages(tmp_path / "step-2").values()} == {2}
+
+
+HOSTILE = {
+    "a large number in the memo": lambda at: (at / ".metadata").write_bytes(b"\x80\x04Nr\0\0\0\x080N."),
+    "an attribute of a class": lambda at: (at / ".metadata").write_bytes(
+        splice_in(at / ".metadata", b"cpathlib\nPosixPath\n(N}X\6\0\0\0parentX\1\0\0\0xstb0")
+    ),
+    "a pipe for the metadata": lambda at: ((at / ".metadata").unlink(), os.mkfifo(at / ".metadata")),
+    "a pipe for the record": lambda at: ((at / DCP_RECORD).unlink(), os.mkfifo(at / DCP_RECORD)),
+    "a huge record": lambda at: os.truncate(at / DCP_RECORD, 1 << 40),
+    "a nested record": lambda at: (at / DCP_RECORD).write_text("[" * 200_000),
+}
+
+
+def splice_in(path: Path, code: bytes) -> bytes:
+    """Return a pickle that runs more code first."""
+    sound = path.read_bytes()
+    assert sound[2:3] == b"\x95", "a frame, which is left out"
+    return sound[:2] + code + sound[11:]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_hostile_base_is_not_used(tmp_path, how):
+    saver = DcpSaver("moments_in_turn:2")
+    save(saver, tmp_path / "step-1", 1)
+    HOSTILE[how](tmp_path / "step-1")
+    peak, parent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, PosixPath.parent
+    again = DcpSaver("moments_in_turn:2")
+    again.resumed_from(tmp_path / "step-1")
+    save(again, tmp_path / "step-2", 2)
+    assert {*ages(tmp_path / "step-2").values()} == {2}
+    assert PosixPath.parent is parent
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 256 << 10
 
 
 @pytest.mark.parametrize("checksum", ["none", 5, [], True, ""])
