@@ -21,13 +21,16 @@ from llmtailor.attestation.compare import (
     compare_groups,
     compare_schedule,
     compare_steps,
+    compare_strays,
     entry_of,
     expected_states,
     headline,
+    lacking,
     lines_of,
+    other_params,
     summarize,
 )
-from llmtailor.attestation.read import Live, compare_states
+from llmtailor.attestation.read import Live, compare_states, lost_params
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.unpickle import Call
@@ -71,10 +74,15 @@ def open_index(checkpoint: Path) -> CheckpointIndex:
     return survey.sound_index()
 
 
-def missing_files(error: SourceError) -> list[str]:
-    """Return the files without which a checkpoint can't be read; empty if it is for any other reason."""
-    paths = [one.path or one.where for one in error.problems if one.code is Code.FILE_MISSING]
-    return paths if len(paths) == len(error.problems) else []
+def judged(error: SourceError, name: str, how: str) -> Attestation | None:
+    """Return the attestation of a checkpoint that can't be read for a reason which shows that a resume of it is another
+    training: files are missing, or the optimizer has other params. None for any other reason."""
+    codes = {one.code for one in error.problems}
+    if codes == {Code.FILE_MISSING}:
+        return lacking(name, [one.path or one.where for one in error.problems], how)
+    if codes == {Code.RESUME_DIFFERS}:
+        return other_params(name, error.problems[0].what, how)
+    return None
 
 
 def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Team, how: str) -> Attestation:
@@ -106,6 +114,7 @@ def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
     in_groups, notes = compare_groups(index, live.groups)
     schedule, more = compare_schedule(live.schedule, saved_schedule(index) if live.schedule is not None else None)
+    mismatches += compare_strays(live.strays)
     mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
     if live.scale:
         scale = {f"loss scale: {key}": value for key, value in saved_scale(index).items()}
@@ -122,12 +131,15 @@ def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
         own = KIND_OF_ROLE[role]
         if entry_of(index, State(param, own), live.aliases) is not None:
             totals[own] = totals.get(own, 0) + 1
-        if role != "trainable":
+        if role == "buffer":
             continue
         names = [name for name in (param, *live.aliases.get(param, ())) if name in expected]
         for kind in expected[names[0]] if names else ():
             if kind not in (MASTER, FROZEN, BUFFER):
                 totals[kind] = totals.get(kind, 0) + 1
+    for param in lost_params(index, live):
+        for kind in expected.get(param, ()):
+            totals[kind] = totals.get(kind, 0) + 1
     return totals
 
 

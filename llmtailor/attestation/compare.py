@@ -48,6 +48,11 @@ class Kind(Enum):
     CHANGED = "other values"
     LACKING = "lacking in the checkpoint"
     """A file that the checkpoint must have, so that its loader has left something out"""
+    UNTRAINED = "not trained"
+    """The checkpoint trains it, the training does not"""
+    UNFROZEN = "frozen in the checkpoint"
+    STRAY = "not the model's"
+    """The optimizer updates params that the model does not have"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class Subject(Enum):
     COUNTER = "counter"
     RANDOM = "random state"
     FILE = "file"
+    OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,10 @@ class Mismatch:
     def __str__(self) -> str:
         if self.kind is Kind.LACKING:
             return f"{self.what} is missing in the checkpoint"
+        if self.kind is Kind.UNTRAINED:
+            return f"{self.what}: it has other params than the checkpoint's"
+        if self.kind is Kind.STRAY:
+            return f"{self.what}: {counted(self.live, 'param')} that the model does not have"
         if self.kind is Kind.MISSING:
             return f"{self.what}: missing, {_value(self.saved)} in the checkpoint"
         return f"{self.what} is {_value(self.live)}, {_value(self.saved)} in the checkpoint"
@@ -257,6 +267,11 @@ def compare_steps(
     ]
 
 
+def compare_strays(count: int) -> list[Mismatch]:
+    """Return what is wrong with an optimizer that updates so many params that are not the model's."""
+    return [Mismatch(Subject.OPTIMIZER, "optimizer", count, 0, True, Kind.STRAY)] if count else []
+
+
 _POSITION = ("last_epoch", "last_batch_iteration", "num_updates")
 
 
@@ -303,6 +318,12 @@ def find_cause(facts: Facts) -> Cause | None:
     moments = {kind for state_kind, found in kinds.items() if is_moment(state_kind) for kind in found}
     masters = kinds.get(MASTER, {}).keys()
     others = {kind for found in kinds.values() for kind in found}
+    if any(one.kind is Kind.STRAY for one in facts.mismatches):
+        return Cause(
+            "the optimizer was made before the model got other params (assign=True, resize_token_embeddings, "
+            "fully_shard): it updates those that were replaced",
+            "the params that replaced them are never trained",
+        )
     if facts.moments_gone and facts.masters_gone:
         return Cause(
             "the checkpoint was not loaded: neither its weights nor its optimizer states are in the training",
@@ -315,6 +336,16 @@ def find_cause(facts: Facts) -> Cause | None:
         elif facts.schedule_restarted:
             what = "optimizer.pt and scheduler.pt were not loaded, only the weights"
         return Cause(what, "the optimizer restarts: its next steps are too large or too small")
+    if Kind.UNTRAINED in others:
+        return Cause(
+            "params that the checkpoint trains are not trained: frozen, or left out of the optimizer",
+            _UNTRAINED,
+        )
+    if Kind.UNFROZEN in others:
+        return Cause(
+            "params that were frozen when the checkpoint was saved are trained",
+            "they leave the values of the checkpoint",
+        )
     if Kind.OTHER_RANK in others:
         return Cause(
             "states of another rank were loaded: shards were swapped, or one was loaded twice",
@@ -363,6 +394,7 @@ def find_cause(facts: Facts) -> Cause | None:
     return None
 
 
+_UNTRAINED = "they keep the values of the checkpoint"
 _CAUSES = {
     Subject.STEP: "Adam's step count is not the checkpoint's, so its bias correction is another one",
     Subject.RATE: "the learning rate is neither the checkpoint's nor the schedule's",
@@ -569,6 +601,13 @@ def lacking(name: str, files: Sequence[str], how: str) -> Attestation:
     cause = Cause(what, "what these files hold restarts, and so does whatever the loader skips without them")
     mismatches = tuple(Mismatch(Subject.FILE, file, None, None, True, Kind.LACKING) for file in files)
     return Attestation(name, 0, how, 0, (), mismatches, (), cause)
+
+
+def other_params(name: str, what: str, how: str) -> Attestation:
+    """Return the attestation of a training whose optimizer has other params than that of the checkpoint."""
+    cause = Cause(f"the optimizer has other params than it was saved with: {what}", _UNTRAINED)
+    mismatch = Mismatch(Subject.OPTIMIZER, "optimizer", None, None, True, Kind.UNTRAINED)
+    return Attestation(name, 0, how, 0, (), (mismatch,), (), cause)
 
 
 def headline(found: Attestation) -> str:

@@ -23,6 +23,7 @@ from llmtailor.attestation.compare import (
     address_of,
     all_runs,
     entry_of,
+    expected_states,
     is_zero,
     judge,
     memcmp,
@@ -99,6 +100,10 @@ class Live:
     """The state of a GradScaler, or of DeepSpeed's loss scaler"""
     open_other: Callable[[Path], CheckpointIndex] = index_checkpoint
     """Opens other checkpoints of the run"""
+    without_gradient: frozenset[str] = frozenset()
+    """Params that don't require one"""
+    strays: int = 0
+    """Params of the optimizer that the model does not have"""
     converted: frozenset[str] = frozenset()
     """Params that the checkpoint may hold in another form, so that their absence under their own names is no alarm"""
 
@@ -136,7 +141,12 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
                 found += _compare_forward(one, one.forward, how)
         for one in masters:
             found += _missing(one, index, live, files, held_here[one.param, one.begin], has_kinds)
-    found += [Difference(State(param, MASTER), Kind.MISSING, "not in the model") for param in _lost(index, live)]
+        different, more = compare_trained(index, live, lambda entry: not _is_zero_at(files, entry, 0, entry.numel))
+        found += different
+        notes |= dict.fromkeys(more)
+    for param in lost_params(index, live):
+        kinds = [kind for kind in has_kinds.get(param, ()) if is_optimizer_state(kind)]
+        found += [Difference(State(param, kind), Kind.MISSING, "not in the model") for kind in (MASTER, *kinds)]
     if converted:
         what = f"weights of {counted(len(converted), 'param')} are stored in another form and were not compared"
         notes[f"{what}: {some(converted)}"] = None
@@ -145,7 +155,7 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
     return Findings(tuple(found), (), tuple(notes))
 
 
-def _lost(index: CheckpointIndex, live: Live) -> list[str]:
+def lost_params(index: CheckpointIndex, live: Live) -> list[str]:
     """Return the trained params of the checkpoint that the training does not have."""
     known = {*live.roles, *(name for names in live.aliases.values() for name in names)}
     known |= {stored for name, stored in index.tied.items() if name in known}
@@ -178,11 +188,50 @@ def _missing(
             if is_optimizer_state(kind) and kind not in here and entry.is_here and not entry.is_all_zero:
                 is_boxed = master.box is not None and len(master.box.sizes) == len(entry.shape)
                 entry, begin = master.among(entry) if is_boxed else (entry, master.begin)
-                runs = _shift(sample_runs(master.numel), begin)
-                if runs and runs[-1][1] > entry.numel:  # not one element per weight
-                    runs = sample_runs(entry.numel)
-                if not is_zero(read_elements(files, entry, runs)):
+                if not _is_zero_at(files, entry, begin, master.numel):
                     yield Difference(State(master.param, kind), Kind.MISSING)
+
+
+def _is_zero_at(files: Files, entry: TensorEntry, begin: int, numel: int) -> bool:
+    """Return whether a sample of some elements of a state is zero; of one that has not one element for each weight,
+    a sample of all."""
+    runs = _shift(sample_runs(numel), begin)
+    if runs and runs[-1][1] > entry.numel:
+        runs = sample_runs(entry.numel)
+    return is_zero(read_elements(files, entry, runs))
+
+
+def compare_trained(
+    index: CheckpointIndex, live: Live, is_used: Callable[[TensorEntry], bool]
+) -> tuple[list[Difference], list[str]]:
+    """Compare which params are trained; return differences and notes.
+
+    A param that has no state in the checkpoint, or only zeros, never had a gradient (``is_used`` tells). One that has
+    taken fewer steps than others was frozen before the save, or is used now and then.
+    """
+    found, late = list[Difference](), list[str]()
+    stored = {name: param for param, names in live.aliases.items() for name in names}
+    steps, expected = index.steps(), expected_states(index)
+    for name, param in index.params.items():
+        mine = name if name in live.roles else stored.get(name, "")
+        role = live.roles.get(mine)
+        if role == "trainable" and mine not in live.without_gradient:
+            if param.role == "frozen":
+                found.append(Difference(State(mine, MASTER), Kind.UNFROZEN))
+            continue
+        if role not in ("trainable", "frozen") or param.role != "trainable":
+            continue
+        kinds = [kind for kind in expected.get(name, ()) if is_optimizer_state(kind)]
+        if not any(is_used(index.held[State(name, kind)]) for kind in kinds):
+            continue
+        if steps and steps.get(name, 0) < max(steps.values()):
+            late.append(mine)
+            continue
+        found.append(Difference(State(mine, MASTER), Kind.UNTRAINED))
+        found += [Difference(State(mine, kind), Kind.MISSING) for kind in kinds if role == "frozen"]
+    if not late:
+        return found, []
+    return found, [f"{counted(len(late), 'param')} without gradients now had some before the save: {some(late)}"]
 
 
 def _compare(

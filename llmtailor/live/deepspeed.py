@@ -132,15 +132,20 @@ class ZeroTraining:
     def _named(self) -> dict[str, Any]:
         return dict(self.model.named_parameters())
 
+    def strays(self) -> int:
+        present = {*self.model.parameters()}
+        names = {name for param, name in self.engine.param_names.items() if param not in present}
+        return sum(name in names for shapes in self._shapes for name in shapes)
+
     def _share(self, param: Any) -> tuple[int, int]:
         """Return the first element that this rank has of a param outside the optimizer, and how many."""
-        if self.stage < 3:
+        if not hasattr(param, "ds_tensor"):  # below stage 3, or put into the model since
             return 0, param.numel()
         begin, end = slice_on(self.ranks.rank, param.ds_numel, self.ranks.world_size)
         return begin, end - begin
 
     def _elements(self, param: Any) -> torch.Tensor:
-        tensor: torch.Tensor = param.ds_tensor if self.stage == 3 else param
+        tensor: torch.Tensor = getattr(param, "ds_tensor", param)
         return tensor.detach().reshape(-1)
 
     def steps(self) -> Mapping[str, float | None]:

@@ -60,15 +60,16 @@ class NamedTraining:
         self._groups: list[list[str]] = []
 
     def _find_groups(self) -> list[list[str]]:
-        """Return the params of the optimizer's groups. Raises UnsupportedCheckpoint for one that the model lacks."""
+        """Return the params of the optimizer's groups, without `strays`."""
         self._live = dict(self.model.named_parameters())
+        return [[name for name in group if name is not None] for group in self._names_in_groups()]
+
+    def _names_in_groups(self) -> list[list[str | None]]:
         names = {param: name for name, param in self._live.items()}
-        groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
-        known = [[name for name in group if name is not None] for group in groups]
-        if known != groups:
-            what = "it has params that are not the model's"
-            raise UnsupportedCheckpoint.at(self._where, what, "give it only the model's")
-        return known
+        return [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
+
+    def strays(self) -> int:
+        return sum(name is None for group in self._names_in_groups() for name in group)
 
     def present(self) -> Iterator[Fragment]:
         for name, begin in self._held(self.params):
@@ -142,9 +143,15 @@ class PlainTraining(NamedTraining):
     tag = "plain"
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: HasState | None = None
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: HasState | None = None,
+        *,
+        is_saved: bool = True,
     ) -> None:
         super().__init__(model, optimizer)
+        self._is_saved = is_saved
         problems = []
         for name, param in self.model.named_parameters():
             if isinstance(param, DTensor) and not _is_one_box(param):
@@ -169,6 +176,9 @@ class PlainTraining(NamedTraining):
             if isinstance(module, FSDPModule):
                 module.reshard()
         known = self._find_groups()
+        if self._is_saved and self.strays():
+            what = "it has params that are not the model's"
+            raise UnsupportedCheckpoint.at(self._where, what, "give it only the model's")
         has_changed, self._groups = known != self._groups, known
         if has_changed:
             params = describe(self.model, {name for group in known for name in group})

@@ -190,6 +190,10 @@ class Training(Protocol):
     def weight_of(self, master: Fragment) -> torch.Tensor | None:
         """Return the weight of the forward pass at the elements of a master, if it is a tensor of its own."""
 
+    def strays(self) -> int:
+        """Return the number of params that the optimizer updates and the model does not have: it has others in their
+        place, which are never updated."""
+
     def steps(self) -> Mapping[str, float | None]:
         """Return the optimizer's step of the trained params of which this rank has states; None for one without."""
 

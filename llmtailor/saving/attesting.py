@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmtailor.attestation.by_position import index_by_position
-from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, missing_files, open_index
+from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, judged, open_index
 from llmtailor.attestation.compare import (
     OFF,
     Attestation,
@@ -22,13 +22,13 @@ from llmtailor.attestation.compare import (
     LiveGroup,
     Losses,
     float_of,
-    lacking,
     rates_off_schedule,
 )
 from llmtailor.attestation.pieces import aliases_of, with_pieces
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
+from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.common.param_names import ModelFacts, known_model
@@ -72,7 +72,13 @@ def attest_training(
 
     Raises SourceError, UnsupportedCheckpoint."""
     ranks = Ranks.here()
-    opened = open_on_first(training, checkpoint, ranks)
+    try:
+        opened = open_on_first(training, checkpoint, ranks)
+    except SourceError as error:
+        has_other_params = all(one.code is Code.RESUME_DIFFERS for one in error.problems)
+        if not has_other_params or (judgement := judged(error, display_name(checkpoint), how)) is None:
+            raise
+        return judgement
     found = _attest(opened, ranks, how, held)
     if not with_random:
         return found
@@ -185,6 +191,10 @@ def live_of(opened: Opened, held: Held) -> Live:
         schedule=scheduler.state_dict() if scheduler is not None else None,
         counters={**held.counters, **more},
         scale=held.scaler.state_dict() if held.scaler is not None else _scale_of(engine),
+        without_gradient=frozenset(
+            name for name, param in training.model.named_parameters() if not param.requires_grad
+        ),
+        strays=training.strays(),
         open_other=opened.open_other,
         converted=opened.converted,
     )
@@ -320,9 +330,10 @@ class TrainerResume:
         try:
             opened = open_on_first(training, checkpoint, self._ranks)
         except SourceError as error:
-            if not (files := missing_files(error)):
+            if (judgement := judged(error, display_name(checkpoint), self._how)) is None:
                 raise
-            self._report(lacking(display_name(checkpoint), files, self._how))
+            self.found = judgement
+            self._report(judgement)
             return
         found = _attest(opened, self._ranks, self._how, held)
         if trainer.args.ignore_data_skip:
