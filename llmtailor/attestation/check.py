@@ -16,6 +16,7 @@ from llmtailor.attestation.compare import (
     Attestation,
     Findings,
     Mismatch,
+    Schedule,
     Subject,
     compare_counters,
     compare_groups,
@@ -24,6 +25,7 @@ from llmtailor.attestation.compare import (
     compare_strays,
     entry_of,
     expected_states,
+    float_of,
     headline,
     lacking,
     lines_of,
@@ -143,16 +145,26 @@ def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
     return totals
 
 
-def saved_schedule(index: CheckpointIndex) -> Mapping[str, Any] | None:
-    """Return the scheduler's state: that of the loader's file, of DeepSpeed's model states, or Lightning's one."""
+def saved_schedule(index: CheckpointIndex) -> Schedule | None:
+    """Return the scheduler: that of the loader's file, of DeepSpeed's model states, or Lightning's one."""
     tree = index.train.trees.get(LOADERS[index.client].scheduler) or index.train.trees.get(SCHEDULER)
-    models = [model for model in index.train.model[:1] if model]
+    models: list[Mapping[str, Any]] = [model for model in index.train.model[:1] if model]
     listed = [one.get(SCHEDULERS) for one in (index.train.trees.get(CKPT), *models) if isinstance(one, Mapping)]
     of_lightning = [ones[0] for ones in listed if isinstance(ones, list) and len(ones) == 1]
     for one in (tree, *(model.get("lr_scheduler") for model in models), *of_lightning):
         if isinstance(one, Mapping):
-            return one
+            options = next((options_of(model.get("ds_config")) for model in models), {})
+            last = one.get("_last_lr") or [group.hyper.get("lr") for group in index.groups]  # DeepSpeed's has no rates
+            rates = [rate for rate in map(float_of, last) if rate is not None]
+            return Schedule(one, options, rates if len(rates) == len(last) else ())
     return None
+
+
+def options_of(config: object) -> Mapping[str, Any]:
+    """Return the options of the scheduler in a config of DeepSpeed."""
+    scheduler = config.get("scheduler") if isinstance(config, Mapping) else None
+    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
+    return {} if scheduler is None else {"type": scheduler.get("type"), **(params or {})}
 
 
 _OF_SCALE = ("scale", "_growth_tracker", "cur_scale", "cur_iter")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -272,27 +272,74 @@ def compare_strays(count: int) -> list[Mismatch]:
     return [Mismatch(Subject.OPTIMIZER, "optimizer", count, 0, True, Kind.STRAY)] if count else []
 
 
-_POSITION = ("last_epoch", "last_batch_iteration", "num_updates")
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A learning rate scheduler."""
+
+    state: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of DeepSpeed's, whose state is only where it stands: type and params, as the engine's config has them"""
+    rates: Sequence[float] = ()
+    """Where it stands: live those that it computes, if its rule is not in its state; saved those that it had"""
 
 
-def compare_schedule(
-    live: Mapping[str, Any] | None, saved: Mapping[str, Any] | None
-) -> tuple[list[Mismatch], list[str]]:
-    """Compare the states of schedulers: where a schedule stands is an alarm, what it consists of a note."""
+_POSITION = (
+    *("last_epoch", "last_batch_iteration", "num_updates"),
+    *("T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"),  # of warm restarts and plateaus
+)
+_INNER = "_schedulers"
+"""The schedulers that torch's SequentialLR and ChainedScheduler consist of"""
+
+
+def compare_schedule(live: Schedule | None, saved: Schedule | None) -> tuple[list[Mismatch], list[str]]:
+    """Compare schedulers; return differences and notes: where a schedule stands is an alarm, what it consists of not.
+
+    Stock loaders restore the rates of the checkpoint, whatever rule computes those of the next steps.
+    """
     if live is None or saved is None:
         if saved is not None:
             return [Mismatch(Subject.SCHEDULE, "schedule", None, "a state", False, Kind.MISSING)], []
         return [], ["schedule: the checkpoint has none to compare with"] if live is not None else []
-    found, notes = [], []
+    found = list(_compare_scheduler("schedule", live.state, saved.state))
+    if any(one.is_alarm for one in found):
+        return [one for one in found if one.is_alarm], []
+    if live.options and saved.options:
+        found += _compare_plain("schedule", live.options, saved.options, live.options.keys() | saved.options.keys())
+    for number, (mine, other) in enumerate(zip(live.rates, saved.rates, strict=False)):
+        if not math.isclose(mine, other, rel_tol=1e-5, abs_tol=1e-12):
+            what = f"schedule: the learning rate of param group {number} at its step"
+            found.append(Mismatch(Subject.SCHEDULE, what, mine, other, False))
+            break
+    return found, []
+
+
+def _compare_scheduler(what: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[Mismatch]:
     for key in _POSITION:
         mine, other = float_of(live.get(key)), float_of(saved.get(key))
         if mine is not None and other is not None and mine != other:
-            found.append(Mismatch(Subject.SCHEDULE, f"schedule: {key}", _whole(mine), _whole(other), True))
-    for key in live.keys() & saved.keys() - {*_POSITION, "_step_count", "_last_lr", "_get_lr_called_within_step"}:
-        mine, other = plain(live[key]), plain(saved[key])
-        if not found and _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
-            notes.append(f"schedule: {key} is {_value(mine)}, {_value(other)} in the checkpoint")
-    return found, notes
+            yield Mismatch(Subject.SCHEDULE, f"{what}: {key}", _whole(mine), _whole(other), True)
+    ours, others = live.get(_INNER), saved.get(_INNER)
+    if isinstance(ours, (list, tuple)) and isinstance(others, (list, tuple)):
+        if len(ours) != len(others):
+            yield Mismatch(Subject.SCHEDULE, f"{what}: number of schedulers", len(ours), len(others), False)
+        for number, (mine, other) in enumerate(zip(ours, others, strict=False)):
+            yield from _compare_scheduler(f"{what} {number}", mine, other)
+    if more := sorted(key for key in live.keys() - saved.keys() if key[0] != "_" and key not in _NOT_OF_SCHEDULES):
+        yield Mismatch(Subject.SCHEDULE, f"{what}: {', '.join(more)}", "of this scheduler", "another one", False)
+    keys = live.keys() & saved.keys() - {*_POSITION, *_NOT_OF_SCHEDULES}
+    yield from _compare_plain(what, live, saved, keys)
+
+
+_NOT_OF_SCHEDULES = {"_step_count", "_last_lr", "_get_lr_called_within_step", "verbose"}
+
+
+def _compare_plain(
+    what: str, live: Mapping[str, Any], saved: Mapping[str, Any], keys: Iterable[str]
+) -> Iterator[Mismatch]:
+    for key in sorted(keys):
+        mine, other = plain(live.get(key)), plain(saved.get(key))
+        if _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
+            yield Mismatch(Subject.SCHEDULE, f"{what}: {key}", mine, other, False)
 
 
 def compare_counters(subject: Subject, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Mismatch]:
@@ -473,7 +520,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _whole(value: float) -> float | int:
-    return int(value) if value == int(value) else value
+    return int(value) if value.is_integer() else value
 
 
 def _value(value: Any) -> str:
@@ -644,28 +691,28 @@ class Losses:
 
     before: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Step -> its log entry"""
+    is_evidence: bool = True
+    """Whether equal losses show that the resume is right: they don't show what the schedule will be"""
     same: list[int] = field(default_factory=list)
-    has_seen: bool = False
-    """Whether a learning rate was compared"""
 
     def see(self, step: int, logs: Mapping[str, Any]) -> str | None:
         """Take a log entry of the new attempt; return what is to be said about it, if anything.
 
         The first loss after a resume is computed by weights and data alone, the second also by the optimizer's first
         step. So two equal losses show that the resume is right; other kernels or ranks may change them, so different
-        ones show nothing.
+        ones show nothing. The rates of all steps are compared, until some differ.
         """
         old = self.before.get(step, {})
-        if not self.has_seen and "learning_rate" in old and "learning_rate" in logs:
-            self.has_seen = True
+        if self.is_evidence and "learning_rate" in old and "learning_rate" in logs:
             live, before = logs["learning_rate"], old["learning_rate"]
             if not _alike(live, before):
+                self.is_evidence = False
                 return f"the learning rate of step {step} is {live:g}, {before:g} in the abandoned attempt"
         if "loss" not in old or "loss" not in logs or len(self.same) >= 2:
             return None
         if logs["loss"] == old["loss"]:
             self.same.append(step)
-            if len(self.same) == 2:
+            if len(self.same) == 2 and self.is_evidence:
                 first, second = self.same
                 what = f"the losses of steps {first} and {second} equal those of the abandoned attempt"
                 return f"{what}: strong evidence that the resume is right"

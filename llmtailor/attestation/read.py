@@ -19,6 +19,7 @@ from llmtailor.attestation.compare import (
     Kind,
     LiveGroup,
     Mismatch,
+    Schedule,
     Subject,
     address_of,
     all_runs,
@@ -94,7 +95,7 @@ class Live:
     rank: int
     world_size: int
     precision: str
-    schedule: Mapping[str, Any] | None = None
+    schedule: Schedule | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     scale: Mapping[str, Any] | None = None
     """The state of a GradScaler, or of DeepSpeed's loss scaler"""

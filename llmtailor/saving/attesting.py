@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmtailor.attestation.by_position import index_by_position
-from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, judged, open_index
+from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, judged, open_index, options_of
 from llmtailor.attestation.compare import (
     OFF,
     Attestation,
     Cause,
     LiveGroup,
     Losses,
+    Schedule,
+    Subject,
     float_of,
     rates_off_schedule,
 )
@@ -188,7 +190,7 @@ def live_of(opened: Opened, held: Held) -> Live:
         rank=ranks.rank,
         world_size=ranks.world_size,
         precision=DTYPES.get(training.precision, ""),
-        schedule=scheduler.state_dict() if scheduler is not None else None,
+        schedule=schedule_of(scheduler, engine) if scheduler is not None else None,
         counters={**held.counters, **more},
         scale=held.scaler.state_dict() if held.scaler is not None else _scale_of(engine),
         without_gradient=frozenset(
@@ -198,6 +200,14 @@ def live_of(opened: Opened, held: Held) -> Live:
         open_other=opened.open_other,
         converted=opened.converted,
     )
+
+
+def schedule_of(scheduler: Any, engine: Any) -> Schedule:
+    inner = getattr(scheduler, "scheduler", scheduler)
+    is_deepspeeds = type(inner).__module__.startswith("deepspeed.")
+    options = options_of(engine.config) if is_deepspeeds and engine is not None else {}
+    has_rule_beside = is_deepspeeds or isinstance(inner, torch.optim.lr_scheduler.LambdaLR)
+    return Schedule(scheduler.state_dict(), options, rates_of(scheduler) if has_rule_beside else ())
 
 
 def _scale_of(engine: Any) -> Mapping[str, Any] | None:
@@ -242,6 +252,8 @@ def rates_of(scheduler: Any) -> list[float]:
                 float(base) * rule(inner.last_epoch)
                 for base, rule in zip(inner.base_lrs, inner.lr_lambdas, strict=True)
             ]
+        if type(inner).__module__.startswith("deepspeed."):
+            return [float(rate) for rate in inner.get_lr()]
         if hasattr(inner, "_get_closed_form_lr"):
             return [float(rate) for rate in inner._get_closed_form_lr()]
         return [float(rate) for rate in inner.get_last_lr()]
@@ -341,7 +353,8 @@ class TrainerResume:
         self.found, self._index = found, opened.index
         if self._ranks.is_first:
             state = trainer.state
-            self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), state.global_step, state.log_history))
+            log = abandoned_log(Path(trainer.args.output_dir), state.global_step, state.log_history)
+            self._losses = Losses(log, not any(one.subject is Subject.SCHEDULE for one in found.mismatches))
         self._report(found)
 
     def _report(self, found: Attestation) -> None:

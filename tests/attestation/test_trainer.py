@@ -16,7 +16,7 @@ import llmtailor  # noqa: E402
 from llmtailor.errors import VerificationError  # noqa: E402
 from llmtailor.saving import AttestResume  # noqa: E402
 from saving.loop import log_of  # noqa: E402
-from trainings.alone import train  # noqa: E402
+from trainings.alone import Stops, train  # noqa: E402
 
 STEP = 2
 
@@ -47,6 +47,18 @@ def test_a_clean_resume_says_so_and_its_losses_prove_it(run, caplog):
     assert f"checkpoint-{STEP}: {attested['num_states']} of {attested['num_states']} states are" in caplog.text
     assert "the losses of steps 3 and 4 equal those of the abandoned attempt" in caplog.text
     assert [line["step"] for line in lines if "losses" in line] == [4]
+
+
+@pytest.mark.parametrize("options", [{"lr_scheduler_type": "cosine"}, {"steps": 60}])
+def test_another_schedule_is_a_note_and_never_evidence(run, caplog, options):
+    """The first rate is the checkpoint's, whatever rule computes the next ones."""
+    given = {"attached": ATTACHED, "resume_from": run / f"checkpoint-{STEP}", "steps": 6, **options}
+    train(run, callbacks=(Stops(4),), **given)
+    (attested,) = [line["attested"] for line in log_of(run) if "attested" in line]
+    assert attested["is_same"]
+    assert [one for one in attested["others"] if one["what"].startswith("schedule: the learning rate")]
+    assert "note: schedule: the learning rate of param group 0 at its step is" in caplog.text
+    assert "strong evidence" not in caplog.text
 
 
 class NoWeights(Trainer):

@@ -291,6 +291,13 @@ class Faults:
     def _first_trained(self) -> str:
         return next(name for name, fact in self.one.training.params.items() if fact.role == "trainable")
 
+    def schedule_changed(self) -> Undo:
+        """Another rule, which stands where the one that was saved stood"""
+        state = vars(self.one.scheduler)
+        if "lr_lambdas" in state:
+            return change(state, "lr_lambdas", [lambda step: 0.5**step] * len(state["lr_lambdas"]))
+        return change(state, "inverse_log_warm_up", state["inverse_log_warm_up"] / 2)
+
     def counter_reset(self) -> Undo:
         return change(vars(self.one.engine), "global_steps", 0)
 
