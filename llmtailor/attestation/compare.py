@@ -149,24 +149,35 @@ def is_zero(data: Buffer) -> bool:
     return not len(data) or not np.frombuffer(data, np.uint8).any()
 
 
-def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str, precision: str) -> Kind | None:
+def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> Kind | None:
     """Return how elements differ from those of the checkpoint; None if they are the same.
 
-    They are compared in the training's dtype, bit for bit. Values that were rounded to ``precision``, that of the
-    weights in training, are masters rebuilt from weights.
+    They are compared in the training's dtype, bit for bit. Values that were rounded to 16 bits in between are masters
+    rebuilt from weights.
     """
     castable = live_dtype in FLOATING and saved_dtype in FLOATING
     if live_dtype == saved_dtype:
         if same_bytes(live, saved):
             return None
     elif castable and same_bytes(live, cast(saved, saved_dtype, live_dtype)):
-        return None if same_bytes(cast(live, live_dtype, saved_dtype), saved) else Kind.ROUNDED
+        if same_bytes(cast(live, live_dtype, saved_dtype), saved):
+            return None
+        return Kind.ZERO if is_zero(live) else Kind.ROUNDED
     if castable and is_zero(live) and not is_zero(saved):
         return Kind.ZERO
-    if castable and precision in FLOATING:
-        rounded = cast(cast(saved, saved_dtype, precision), precision, live_dtype)
-        return Kind.ROUNDED if same_bytes(live, rounded) else Kind.CHANGED
-    return Kind.CHANGED
+    is_rounded = castable and any(
+        same_bytes(live, cast(cast(saved, saved_dtype, dtype), dtype, live_dtype)) for dtype in ("BF16", "F16")
+    )
+    return Kind.ROUNDED if is_rounded else Kind.CHANGED
+
+
+def has_vanished(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> bool:
+    """Return whether elements are zero that are not so in the checkpoint: too small for the training's dtype."""
+    mine, other = (
+        np.frombuffer(cast(data, dtype, "F32"), np.float32)
+        for data, dtype in ((live, live_dtype), (saved, saved_dtype))
+    )
+    return bool(((mine == 0) & (other != 0)).any())
 
 
 def entry_of(index: CheckpointIndex, state: State, aliases: Mapping[str, Sequence[str]]) -> TensorEntry | None:
@@ -359,8 +370,8 @@ class Cause:
     meaning: str
 
 
-def find_cause(facts: Facts) -> Cause | None:
-    """Return the likeliest cause of the alarms; None if there are none."""
+def find_cause(facts: Facts) -> Cause:
+    """Return the likeliest cause of the alarms; without one, nothing is the same."""
     kinds = facts.kinds
     moments = {kind for state_kind, found in kinds.items() if is_moment(state_kind) for kind in found}
     masters = kinds.get(MASTER, {}).keys()
@@ -419,7 +430,9 @@ def find_cause(facts: Facts) -> Cause | None:
     if Kind.MISSING in moments:
         return Cause("the optimizer has states of some params only", "the optimizer restarts for the others")
     if Kind.ZERO in moments:
-        return Cause("moments were reset to zero", "the optimizer restarts for them")
+        return Cause(
+            "moments were reset to zero, or rounded to it", "the optimizer restarts for them, or divides by zero"
+        )
     if facts.schedule_restarted:
         return Cause("the schedule was restarted", "the learning rates of the next steps are those of its beginning")
     if Kind.FORWARD in others:
@@ -438,7 +451,7 @@ def find_cause(facts: Facts) -> Cause | None:
             _CAUSES.get(first.subject, f"{first.what} differs"),
             "the next steps differ from those of the training that was saved",
         )
-    return None
+    return Cause("all states were rounded: the training has another precision", "it continues from other values")
 
 
 _UNTRAINED = "they keep the values of the checkpoint"
@@ -563,8 +576,9 @@ class Attestation:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing that was compared is an alarm"""
-        return not any(row.is_alarm for row in self.rows) and not any(one.is_alarm for one in self.mismatches)
+        """Whether nothing that was compared is an alarm, and some of it is exactly the checkpoint's"""
+        has_alarm = any(row.is_alarm for row in self.rows) or any(one.is_alarm for one in self.mismatches)
+        return not has_alarm and (self.num_same > 0 or not self.num_states)
 
     @property
     def num_same(self) -> int:

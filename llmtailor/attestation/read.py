@@ -25,6 +25,7 @@ from llmtailor.attestation.compare import (
     all_runs,
     entry_of,
     expected_states,
+    has_vanished,
     is_zero,
     judge,
     memcmp,
@@ -40,7 +41,7 @@ from llmtailor.errors import TailorError, counted, some
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.loaders.files import rng_file
 from llmtailor.loaders.rng import to_trainer
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, State, is_optimizer_state
+from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, State, is_moment, is_optimizer_state
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.casts import cast
 from llmtailor.storage.local import Files
@@ -94,7 +95,6 @@ class Live:
     groups: Sequence[LiveGroup]
     rank: int
     world_size: int
-    precision: str
     schedule: Schedule | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     scale: Mapping[str, Any] | None = None
@@ -256,18 +256,27 @@ def _compare(
         if one.dtype == entry.stored_as and _holds(files, entry, at, mine, search.room):
             continue
         saved = read_elements(files, entry, at, search.room)
-        kind = judge(mine, one.dtype, saved, entry.dtype, search.live.precision)
+        kind = judge(mine, one.dtype, saved, entry.dtype)
         if kind is None:
             continue
-        if kind is Kind.CHANGED or (kind is Kind.ROUNDED and how != FULL):
+        if kind is Kind.CHANGED:
             if one.box is not None:
                 return Difference(state, kind)
             break_at = _narrow(runs, mine, one, saved, entry)
-            return search.explain(one, entry, kind, break_at, offset)
+            return search.explain(one, entry, break_at, offset)
         if kind is Kind.ZERO:
             return Difference(state, kind)
+        if is_moment(one.kind) and has_vanished(mine, one.dtype, saved, entry.dtype):
+            return Difference(state, Kind.ZERO, f"rounded to zero in {one.dtype}")
         worst = kind
-    return None if worst is None else Difference(state, worst, _rounding(one, entry, search.live.precision))
+    if worst is None:
+        return None
+    is_cast = one.dtype != entry.dtype
+    how_rounded = f"{entry.dtype} in the checkpoint, {one.dtype} in the training" if is_cast else _REBUILT
+    return Difference(state, worst, how_rounded)
+
+
+_REBUILT = "to 16 bits, as if made from the weights"
 
 
 def _holds(files: Files, entry: TensorEntry, runs: Runs, mine: Buffer, room: bytearray) -> bool:
@@ -302,15 +311,9 @@ def _narrow(runs: Runs, mine: Buffer, one: LiveFragment, saved: Buffer, entry: T
             count = min(RUN_ELEMENTS, end - low)
             a, b = mine[at * size : (at + count) * size], saved[at * other : (at + count) * other]
             at += count
-            if judge(a, one.dtype, b, entry.dtype, one.dtype) is not None and not is_zero(a):
+            if judge(a, one.dtype, b, entry.dtype) is not None and not is_zero(a):
                 return ((low, low + count),)
     return runs[:1]
-
-
-def _rounding(one: LiveFragment, entry: TensorEntry, precision: str) -> str:
-    if one.dtype != entry.dtype:
-        return f"{entry.dtype} in the checkpoint, {one.dtype} in the training"
-    return f"to {precision}, as if made from the weights"
 
 
 def _compare_forward(master: LiveFragment, weight: LiveFragment, how: str) -> Iterator[Difference]:
@@ -363,8 +366,8 @@ class Search:
         self._misses: dict[str, int] = {}
         self._num_reads = 0
 
-    def explain(self, one: LiveFragment, entry: TensorEntry, kind: Kind, runs: Runs, offset: int) -> Difference:
-        """Return the difference of a fragment, with the place that its values are of, if that is found.
+    def explain(self, one: LiveFragment, entry: TensorEntry, runs: Runs, offset: int) -> Difference:
+        """Return the difference of a fragment, with the place that its other values are of, if that is found.
 
         ``runs`` are elements that differ, counted from the fragment's first, ``offset``, in the state.
         """
@@ -380,11 +383,12 @@ class Search:
                     return Difference(state, *found)
             else:
                 self._misses[one.kind] = self._misses.get(one.kind, 0) + 1
-        return Difference(state, kind, _rounding(one, entry, self.live.precision) if kind is Kind.ROUNDED else "")
+        return Difference(state, Kind.CHANGED)
 
     def _is_of(self, one: LiveFragment, mine: bytes, files: Files, held: TensorEntry, runs: Runs) -> bool:
         saved = self._try(files, held, runs)
-        return bool(saved) and judge(mine, one.dtype, saved, held.dtype, one.dtype) in (None, Kind.ROUNDED)
+        is_cast = one.dtype != held.dtype
+        return bool(saved) and judge(mine, one.dtype, saved, held.dtype) in (None, Kind.ROUNDED if is_cast else None)
 
     def _try(self, files: Files, held: TensorEntry, runs: Runs) -> Buffer:
         self._num_reads += 1

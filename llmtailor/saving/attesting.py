@@ -189,7 +189,6 @@ def live_of(opened: Opened, held: Held) -> Live:
         groups=groups,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        precision=DTYPES.get(training.precision, ""),
         schedule=schedule_of(scheduler, engine) if scheduler is not None else None,
         counters={**held.counters, **more},
         scale=held.scaler.state_dict() if held.scaler is not None else _scale_of(engine),

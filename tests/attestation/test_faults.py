@@ -18,6 +18,8 @@ EVERYWHERE = {
     "moments_dropped": ("missing", ADAM, "only the weights were loaded"),
     "zeroed": ("zero", {"exp_avg"}, "reset to zero"),
     "zeroed_on_one_rank": ("zero", {"exp_avg_sq"}, "reset to zero"),
+    "moments_in_16_bits": ("zero", {"exp_avg_sq"}, "reset to zero, or rounded to it"),
+    "masters_rounded": (),
     "moments_of_another_step": ("of another step", ADAM, "of another checkpoint: step 2"),
     "weights_of_another_step": ("of another step", {"master"}, "of another checkpoint: step 2"),
     "one_state_of_another_step": ("of another step", {"exp_avg"}, "of another checkpoint: step 2"),
@@ -39,7 +41,6 @@ ZERO = {
     "forward_of_another_save": ("not the rounded master", {"master"}, "forward pass"),
     "counter_reset": ("DeepSpeed's global_steps is 0, 4", "", "global_steps"),
     "scale_changed": ("loss scale: cur_scale is", "", "loss scale"),
-    "masters_rounded": (),
 }
 SHARDED = {
     "param_gone": ("not trained", {"master"}, "not trained: frozen, or left out"),

@@ -220,6 +220,11 @@ class Faults:
     def masters_rounded(self) -> Undo:
         return overwrite(self.one.fragments("master"), lambda one: one.tensor.bfloat16().to(one.tensor.dtype))
 
+    def moments_in_16_bits(self) -> Undo:
+        """Second moments in fp16: most of them are too small for it."""
+        found = self.one.fragments("exp_avg_sq")
+        return overwrite(found, lambda one: one.tensor.half().to(one.tensor.dtype))
+
     def one_weight_changed(self) -> Undo:
         found = self.one.fragments("master")
         return overwrite([found[self.draw.randrange(len(found))]], lambda one: one.tensor + 0.01)
