@@ -32,7 +32,7 @@ from llmtailor.attestation.compare import (
     other_params,
     summarize,
 )
-from llmtailor.attestation.read import Live, compare_states, lost_params
+from llmtailor.attestation.read import Live, compare_copies, compare_states, digest_copies, lost_params
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.unpickle import Call
@@ -95,10 +95,21 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Te
     """
     began = time.monotonic()
 
+    lives: list[Live] = []
+
+    def begin() -> dict[str, bytes]:
+        lives.append(find_live())
+        return digest_copies(lives[0], how)
+
+    first, *others = ranks.together(begin)
+    unlike = {name for name in first if any(one.get(name) != first[name] for one in others)}
+
     def compare() -> tuple[Findings, dict[str, int], bool]:
-        live = find_live()
+        live = lives[0]
         needs = LOADERS[index.client].needs_scheduler and live.schedule is not None
-        return _compare_all(index, live, how), _totals(index, live), needs and saved_schedule(index) is None
+        found = _compare_all(index, live, how)
+        found = replace(found, differences=(*found.differences, *compare_copies(index, live, how, unlike)))
+        return found, _totals(index, live), needs and saved_schedule(index) is None
 
     results = ranks.together(compare)
     _, totals, lacks_scheduler = results[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from llmtailor.loaders.rng import to_trainer
 from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, State, is_moment, is_optimizer_state
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.casts import cast
+from llmtailor.storage.checksums import new_digest
 from llmtailor.storage.local import Files
 from llmtailor.storage.remote import device_of
 
@@ -87,6 +88,8 @@ class Live:
 
     fragments: Callable[[], Iterator[LiveFragment]]
     """All states of this rank, copies of what other ranks hold as well included. A param without moments has none."""
+    copies: Callable[[], Iterator[LiveFragment]]
+    """The weights of the forward pass that every rank has whole, beside the masters in `fragments`"""
     roles: Mapping[str, str]
     """Param or persistent buffer -> ``trainable``, ``frozen`` or ``buffer``"""
     aliases: Mapping[str, Sequence[str]]
@@ -249,9 +252,7 @@ def _compare(
         entry, offset = one.among(entry)
     worst: Kind | None = None
     itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
-    for runs in all_runs(one.numel, itemsize) if how == FULL else [sample_runs(one.numel, at_least)]:
-        if not runs:
-            continue
+    for runs in _runs_of(one, how, itemsize, at_least):
         mine, at = one.read(runs, one.dtype), _shift(runs, offset)
         if one.dtype == entry.stored_as and _holds(files, entry, at, mine, search.room):
             continue
@@ -318,10 +319,47 @@ def _narrow(runs: Runs, mine: Buffer, one: LiveFragment, saved: Buffer, entry: T
 
 def _compare_forward(master: LiveFragment, weight: LiveFragment, how: str) -> Iterator[Difference]:
     itemsize = max(ITEMSIZE[master.dtype], ITEMSIZE[weight.dtype])
-    for runs in all_runs(master.numel, itemsize) if how == FULL else [sample_runs(master.numel)]:
-        if runs and not same_bytes(weight.read(runs, weight.dtype), master.read(runs, weight.dtype)):
+    for runs in _runs_of(master, how, itemsize):
+        if not same_bytes(weight.read(runs, weight.dtype), master.read(runs, weight.dtype)):
             yield Difference(State(master.param, MASTER), Kind.FORWARD)
             return
+
+
+def digest_copies(live: Live, how: str) -> dict[str, bytes]:
+    """Return digests of the weights of the forward pass that other ranks have as well.
+
+    Each rank compares those at the elements of its own masters; so all are right if they are also alike on all ranks.
+    """
+    digests = {}
+    for one in live.copies() if live.world_size > 1 else ():
+        digest = new_digest()
+        for runs in _runs_of(one, how, ITEMSIZE[one.dtype]):
+            digest.update(one.read(runs, one.dtype))
+        digests[one.param] = digest.digest()
+    return digests
+
+
+def compare_copies(index: CheckpointIndex, live: Live, how: str, unlike: Collection[str]) -> list[Difference]:
+    """Compare weights of the forward pass that differ between ranks with the rounded masters of the checkpoint."""
+    found = []
+    with Files(index.root, index.files) as files:
+        for one in live.copies() if unlike else ():
+            entry = entry_of(index, State(one.param, MASTER), live.aliases)
+            if one.param not in unlike or entry is None or entry.numel != one.numel:
+                continue
+            itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
+            for runs in _runs_of(one, how, itemsize):
+                saved = read_elements(files, entry, runs)
+                if not same_bytes(one.read(runs, one.dtype), _as_live(saved, entry.dtype, one.dtype)):
+                    found.append(Difference(State(one.param, MASTER), Kind.FORWARD))
+                    break
+    return found
+
+
+def _runs_of(one: LiveFragment, how: str, itemsize: int, at_least: int = 0) -> list[Runs]:
+    if how == FULL:
+        return all_runs(one.numel, itemsize)
+    return [sample_runs(one.numel, at_least)] if one.numel else []
 
 
 def _shift(runs: Runs, by: int) -> Runs:

@@ -119,6 +119,9 @@ class NamedTraining:
     def weight_of(self, master: Fragment) -> torch.Tensor | None:
         return None  # the optimizer updates the weights themselves
 
+    def copies(self) -> Iterator[Fragment]:
+        yield from ()
+
     def steps(self) -> Mapping[str, float | None]:
         found = {name: self._saved(name).get("step") for name in self._names_of("trainable")}
         return {name: None if step is None else float(step) for name, step in found.items()}

@@ -190,6 +190,9 @@ class Training(Protocol):
     def weight_of(self, master: Fragment) -> torch.Tensor | None:
         """Return the weight of the forward pass at the elements of a master, if it is a tensor of its own."""
 
+    def copies(self) -> Iterator[Fragment]:
+        """Yield the weights of the forward pass that every rank has whole, if they are not the masters themselves."""
+
     def strays(self) -> int:
         """Return the number of params that the optimizer updates and the model does not have: it has others in their
         place, which are never updated."""

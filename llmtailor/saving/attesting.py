@@ -183,6 +183,7 @@ def live_of(opened: Opened, held: Held) -> Live:
     ]
     return Live(
         fragments=lambda: _fragments(training),
+        copies=lambda: (_fragment(one, training.params[one.param].shape) for one in training.copies()),
         roles={name: fact.role for name, fact in training.params.items()},
         aliases=aliases_of(training.tied),
         steps=training.steps(),

@@ -39,6 +39,8 @@ ZERO = {
     "flats_swapped": ("of another rank", {"master", *ADAM}, "of another rank"),
     "flat_twice": ("of another rank", {"master", *ADAM}, "of another rank"),
     "forward_of_another_save": ("not the rounded master", {"master"}, "forward pass"),
+    "forward_on_one_rank": ("not the rounded master", {"master"}, "forward pass"),
+    "forward_stale": ("not the rounded master", {"master"}, "forward pass"),
     "counter_reset": ("DeepSpeed's global_steps is 0, 4", "", "global_steps"),
     "scale_changed": ("loss scale: cur_scale is", "", "loss scale"),
 }

@@ -237,6 +237,16 @@ class Faults:
         weights = [Fragment(one.param, "", one.begin, self.one.training.weight_of(one)) for one in masters]  # type: ignore[arg-type]
         return overwrite(weights, lambda one: one.tensor * 1.25 + 0.01)
 
+    def forward_on_one_rank(self) -> Undo:
+        """Where this rank has no masters"""
+        begins = {one.param: one.begin for one in self.one.fragments("master")}
+        copies = [one for one in self.one.training.copies() if begins.get(one.param, 1)]
+        return overwrite(of_rank({1}, copies), lambda one: torch.cat([one.tensor[:1] + 0.1, one.tensor[1:]]))
+
+    def forward_stale(self) -> Undo:
+        """The whole weights that a rank has, on all ranks"""
+        return overwrite([*self.one.training.copies()], lambda one: one.tensor + 0.1)
+
     def steps_reset(self) -> Undo:
         undos = []
         for kinds in self.one.torchs.state.values():
