@@ -656,6 +656,18 @@ def summarize(
     return made if made.is_same else replace(made, cause=find_cause(facts))
 
 
+def with_random(found: Attestation, ranks: Sequence[tuple[Sequence[Mismatch], str]]) -> Attestation:
+    """Add what each rank has found of its random states: differences, and a note if they can't be compared."""
+    where = [rank for rank, (mismatches, _) in enumerate(ranks) if mismatches]
+    mismatches = dict.fromkeys(one for mismatches, _ in ranks for one in mismatches)
+    notes = dict.fromkeys(note for _, note in ranks if note)
+    cause = found.cause
+    if where and cause is None:
+        what = f"the random states were not restored on {len(where)} of {len(ranks)} ranks"
+        cause = Cause(what, "dropout and the order of the data differ")
+    return replace(found, mismatches=(*found.mismatches, *mismatches), notes=(*found.notes, *notes), cause=cause)
+
+
 def lacking(name: str, files: Sequence[str], how: str) -> Attestation:
     """Return the attestation of a checkpoint that lacks files, so that what it holds is not known."""
     what = f"the checkpoint lacks {some(files)}, which a resume needs"

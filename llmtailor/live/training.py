@@ -113,6 +113,8 @@ class Held:
     scheduler: HasState | None = None
     scaler: HasState | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Persistent buffers as they were before a forward pass, which may change them, if there was one"""
 
     @property
     def own_scheduler(self) -> HasState | None:

@@ -127,6 +127,44 @@ def test_stop_ends_the_training_before_its_first_step(run):
     assert resume(run)[0][-1]["is_same"], "nothing was moved aside, and the folder is not locked"
 
 
+class Spoiling(TrainerCallback):
+    """Changes a weight in an event of the training."""
+
+    def __init__(self, event):
+        self.is_due = True
+        setattr(self, event, self.spoil)
+
+    def spoil(self, args, state, control, model=None, **_):
+        if self.is_due:
+            self.is_due = False
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.5)
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_step_begin"])
+@pytest.mark.parametrize("has_saver", [True, False])
+def test_what_callbacks_change_before_the_first_step_is_seen(run, event, has_saver, capfd):
+    spoiling = Spoiling(event)
+    callbacks = (spoiling,) if has_saver else (AttestResume(), spoiling)
+    attached = ATTACHED if has_saver else None
+    train(run, callbacks=callbacks, attached=attached, resume_from=run / f"checkpoint-{STEP}", steps=6)
+    assert "master of 1 param: other values" in capfd.readouterr().err
+
+
+def test_the_first_forward_pass_may_change_buffers(tmp_path, caplog):
+    def counting(model):
+        model.register_buffer("num_passes", torch.zeros(1))
+
+        def count(*_):
+            model.num_passes.add_(1)
+
+        model.register_forward_pre_hook(count)
+
+    train(tmp_path, prepare=counting)
+    train(tmp_path, prepare=counting, callbacks=(AttestResume(),), resume_from=tmp_path / "checkpoint-2")
+    assert "NOT THE TRAINING" not in caplog.text and "states are the checkpoint's" in caplog.text
+
+
 def test_off_compares_nothing(run):
     assert resume(run, NoOptimizer, attest="off")[0] == []
 
