@@ -34,8 +34,8 @@ class Positions:
     """What of a live training says which params a checkpoint holds."""
 
     params: Mapping[str, Param]
-    groups: Sequence[Sequence[str]]
-    """The params of each group of the optimizer, in its order"""
+    groups: Sequence[Sequence[str | None]]
+    """The params of each group of the optimizer, in its order; None for one that is not the model's"""
     stored: Mapping[str, tuple[str, str]] | None = None
     """Of an adapted model: param or buffer -> the file of an adapter that holds it, and its name there"""
     saved_as: Names | None = None
@@ -47,8 +47,8 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
     """Return the index of a checkpoint without DeepSpeed or FSDP, each state at its place in the files; and the params
     whose weights are stored in another form, so that they can't be compared.
 
-    Only the 4 bytes of each step are read. Raises SourceError for files that are missing or damaged, or have other
-    param groups than the training.
+    Only the 4 bytes of each step are read. Raises SourceError for files that are missing or damaged, and, with
+    `Code.RESUME_DIFFERS`, if they have other param groups than the training.
     """
     name, problems, trees = display_name(root), Problems(), FileTrees(root)
     trainer = read_trainer_files(trees, name, problems)
@@ -62,12 +62,14 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
     numbers = [get(group, "params", list, where) for group in groups]
     if [len(ones) for ones in numbers] != [len(names) for names in live.groups]:
         what = f"its param groups have {_counts(numbers)} params, those of the training {_counts(live.groups)}"
-        fix = "resume with the optimizer that was saved; torch refuses to load this one"
-        raise SourceError.at(where, what, fix, Code.FIELD_CONFLICT)
+        fix = "give the optimizer the params that it was saved with; torch refuses to load others"
+        raise SourceError.at(where, what, fix, Code.RESUME_DIFFERS)
     held: dict[State, TensorEntry] = {}
     sub_groups: list[SubGroup] = []
     for group, (names, ids) in enumerate(zip(live.groups, numbers, strict=True)):
         for param, number in zip(names, ids, strict=True):
+            if param is None:
+                continue
             entries = states.get(number, {})
             step = entries.get("step", 0.0)
             is_known = as_number(step) is not None or as_tensor(step) is not None
@@ -85,7 +87,10 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
         params=live.params,
         tied=live.tied,
         held=held,
-        groups=tuple(ParamGroup(tuple(names), one) for names, one in zip(live.groups, groups, strict=True)),
+        groups=tuple(
+            ParamGroup(tuple(name for name in names if name is not None), one)
+            for names, one in zip(live.groups, groups, strict=True)
+        ),
         sub_groups=tuple(sub_groups),
         files=trainer.files,
         client=trainer.client.name,

@@ -16,18 +16,23 @@ from llmtailor.attestation.compare import (
     Attestation,
     Findings,
     Mismatch,
+    Schedule,
     Subject,
     compare_counters,
     compare_groups,
     compare_schedule,
     compare_steps,
+    compare_strays,
     entry_of,
     expected_states,
+    float_of,
     headline,
+    lacking,
     lines_of,
+    other_params,
     summarize,
 )
-from llmtailor.attestation.read import Live, compare_states
+from llmtailor.attestation.read import Live, compare_copies, compare_states, digest_copies, lost_params
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.unpickle import Call
@@ -69,10 +74,15 @@ def open_index(checkpoint: Path) -> CheckpointIndex:
     return survey.sound_index()
 
 
-def missing_files(error: SourceError) -> list[str]:
-    """Return the files without which a checkpoint can't be read; empty if it is for any other reason."""
-    paths = [one.path or one.where for one in error.problems if one.code is Code.FILE_MISSING]
-    return paths if len(paths) == len(error.problems) else []
+def judged(error: SourceError, name: str, how: str) -> Attestation | None:
+    """Return the attestation of a checkpoint that can't be read for a reason which shows that a resume of it is another
+    training: files are missing, or the optimizer has other params. None for any other reason."""
+    codes = {one.code for one in error.problems}
+    if codes == {Code.FILE_MISSING}:
+        return lacking(name, [one.path or one.where for one in error.problems], how)
+    if codes == {Code.RESUME_DIFFERS}:
+        return other_params(name, error.problems[0].what, how)
+    return None
 
 
 def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Team, how: str) -> Attestation:
@@ -83,10 +93,21 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Te
     """
     began = time.monotonic()
 
+    lives: list[Live] = []
+
+    def begin() -> dict[str, bytes]:
+        lives.append(find_live())
+        return digest_copies(lives[0], how)
+
+    first, *others = ranks.together(begin)
+    unlike = {name for name in first if any(one.get(name) != first[name] for one in others)}
+
     def compare() -> tuple[Findings, dict[str, int], bool]:
-        live = find_live()
+        live = lives[0]
         needs = LOADERS[index.client].needs_scheduler and live.schedule is not None
-        return _compare_all(index, live, how), _totals(index, live), needs and saved_schedule(index) is None
+        found = _compare_all(index, live, how)
+        found = replace(found, differences=(*found.differences, *compare_copies(index, live, how, unlike)))
+        return found, _totals(index, live), needs and saved_schedule(index) is None
 
     results = ranks.together(compare)
     _, totals, lacks_scheduler = results[0]
@@ -104,6 +125,7 @@ def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
     in_groups, notes = compare_groups(index, live.groups)
     schedule, more = compare_schedule(live.schedule, saved_schedule(index) if live.schedule is not None else None)
+    mismatches += compare_strays(live.strays)
     mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
     if live.scale:
         scale = {f"loss scale: {key}": value for key, value in saved_scale(index).items()}
@@ -120,25 +142,38 @@ def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
         own = KIND_OF_ROLE[role]
         if entry_of(index, State(param, own), live.aliases) is not None:
             totals[own] = totals.get(own, 0) + 1
-        if role != "trainable":
+        if role == "buffer":
             continue
         names = [name for name in (param, *live.aliases.get(param, ())) if name in expected]
         for kind in expected[names[0]] if names else ():
             if kind not in (MASTER, FROZEN, BUFFER):
                 totals[kind] = totals.get(kind, 0) + 1
+    for param in lost_params(index, live):
+        for kind in expected.get(param, ()):
+            totals[kind] = totals.get(kind, 0) + 1
     return totals
 
 
-def saved_schedule(index: CheckpointIndex) -> Mapping[str, Any] | None:
-    """Return the scheduler's state: that of the loader's file, of DeepSpeed's model states, or Lightning's one."""
+def saved_schedule(index: CheckpointIndex) -> Schedule | None:
+    """Return the scheduler: that of the loader's file, of DeepSpeed's model states, or Lightning's one."""
     tree = index.train.trees.get(LOADERS[index.client].scheduler) or index.train.trees.get(SCHEDULER)
-    models = [model for model in index.train.model[:1] if model]
+    models: list[Mapping[str, Any]] = [model for model in index.train.model[:1] if model]
     listed = [one.get(SCHEDULERS) for one in (index.train.trees.get(CKPT), *models) if isinstance(one, Mapping)]
     of_lightning = [ones[0] for ones in listed if isinstance(ones, list) and len(ones) == 1]
     for one in (tree, *(model.get("lr_scheduler") for model in models), *of_lightning):
         if isinstance(one, Mapping):
-            return one
+            options = next((options_of(model.get("ds_config")) for model in models), {})
+            last = one.get("_last_lr") or [group.hyper.get("lr") for group in index.groups]  # DeepSpeed's has no rates
+            rates = [rate for rate in map(float_of, last) if rate is not None]
+            return Schedule(one, options, rates if len(rates) == len(last) else ())
     return None
+
+
+def options_of(config: object) -> Mapping[str, Any]:
+    """Return the options of the scheduler in a config of DeepSpeed."""
+    scheduler = config.get("scheduler") if isinstance(config, Mapping) else None
+    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
+    return {} if scheduler is None else {"type": scheduler.get("type"), **(params or {})}
 
 
 _OF_SCALE = ("scale", "_growth_tracker", "cur_scale", "cur_iter")

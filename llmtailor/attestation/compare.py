@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -48,6 +48,11 @@ class Kind(Enum):
     CHANGED = "other values"
     LACKING = "lacking in the checkpoint"
     """A file that the checkpoint must have, so that its loader has left something out"""
+    UNTRAINED = "not trained"
+    """The checkpoint trains it, the training does not"""
+    UNFROZEN = "frozen in the checkpoint"
+    STRAY = "not the model's"
+    """The optimizer updates params that the model does not have"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class Subject(Enum):
     COUNTER = "counter"
     RANDOM = "random state"
     FILE = "file"
+    OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,10 @@ class Mismatch:
     def __str__(self) -> str:
         if self.kind is Kind.LACKING:
             return f"{self.what} is missing in the checkpoint"
+        if self.kind is Kind.UNTRAINED:
+            return f"{self.what}: it has other params than the checkpoint's"
+        if self.kind is Kind.STRAY:
+            return f"{self.what}: {counted(self.live, 'param')} that the model does not have"
         if self.kind is Kind.MISSING:
             return f"{self.what}: missing, {_value(self.saved)} in the checkpoint"
         return f"{self.what} is {_value(self.live)}, {_value(self.saved)} in the checkpoint"
@@ -139,24 +149,35 @@ def is_zero(data: Buffer) -> bool:
     return not len(data) or not np.frombuffer(data, np.uint8).any()
 
 
-def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str, precision: str) -> Kind | None:
+def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> Kind | None:
     """Return how elements differ from those of the checkpoint; None if they are the same.
 
-    They are compared in the training's dtype, bit for bit. Values that were rounded to ``precision``, that of the
-    weights in training, are masters rebuilt from weights.
+    They are compared in the training's dtype, bit for bit. Values that were rounded to 16 bits in between are masters
+    rebuilt from weights.
     """
     castable = live_dtype in FLOATING and saved_dtype in FLOATING
     if live_dtype == saved_dtype:
         if same_bytes(live, saved):
             return None
     elif castable and same_bytes(live, cast(saved, saved_dtype, live_dtype)):
-        return None if same_bytes(cast(live, live_dtype, saved_dtype), saved) else Kind.ROUNDED
+        if same_bytes(cast(live, live_dtype, saved_dtype), saved):
+            return None
+        return Kind.ZERO if is_zero(live) else Kind.ROUNDED
     if castable and is_zero(live) and not is_zero(saved):
         return Kind.ZERO
-    if castable and precision in FLOATING:
-        rounded = cast(cast(saved, saved_dtype, precision), precision, live_dtype)
-        return Kind.ROUNDED if same_bytes(live, rounded) else Kind.CHANGED
-    return Kind.CHANGED
+    is_rounded = castable and any(
+        same_bytes(live, cast(cast(saved, saved_dtype, dtype), dtype, live_dtype)) for dtype in ("BF16", "F16")
+    )
+    return Kind.ROUNDED if is_rounded else Kind.CHANGED
+
+
+def has_vanished(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> bool:
+    """Return whether elements are zero that are not so in the checkpoint: too small for the training's dtype."""
+    mine, other = (
+        np.frombuffer(cast(data, dtype, "F32"), np.float32)
+        for data, dtype in ((live, live_dtype), (saved, saved_dtype))
+    )
+    return bool(((mine == 0) & (other != 0)).any())
 
 
 def entry_of(index: CheckpointIndex, state: State, aliases: Mapping[str, Sequence[str]]) -> TensorEntry | None:
@@ -257,27 +278,79 @@ def compare_steps(
     ]
 
 
-_POSITION = ("last_epoch", "last_batch_iteration", "num_updates")
+def compare_strays(count: int) -> list[Mismatch]:
+    """Return what is wrong with an optimizer that updates so many params that are not the model's."""
+    return [Mismatch(Subject.OPTIMIZER, "optimizer", count, 0, True, Kind.STRAY)] if count else []
 
 
-def compare_schedule(
-    live: Mapping[str, Any] | None, saved: Mapping[str, Any] | None
-) -> tuple[list[Mismatch], list[str]]:
-    """Compare the states of schedulers: where a schedule stands is an alarm, what it consists of a note."""
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A learning rate scheduler."""
+
+    state: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of DeepSpeed's, whose state is only where it stands: type and params, as the engine's config has them"""
+    rates: Sequence[float] = ()
+    """Where it stands: live those that it computes, if its rule is not in its state; saved those that it had"""
+
+
+_POSITION = (
+    *("last_epoch", "last_batch_iteration", "num_updates"),
+    *("T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"),  # of warm restarts and plateaus
+)
+_INNER = "_schedulers"
+"""The schedulers that torch's SequentialLR and ChainedScheduler consist of"""
+
+
+def compare_schedule(live: Schedule | None, saved: Schedule | None) -> tuple[list[Mismatch], list[str]]:
+    """Compare schedulers; return differences and notes: where a schedule stands is an alarm, what it consists of not.
+
+    Stock loaders restore the rates of the checkpoint, whatever rule computes those of the next steps.
+    """
     if live is None or saved is None:
         if saved is not None:
             return [Mismatch(Subject.SCHEDULE, "schedule", None, "a state", False, Kind.MISSING)], []
         return [], ["schedule: the checkpoint has none to compare with"] if live is not None else []
-    found, notes = [], []
+    found = list(_compare_scheduler("schedule", live.state, saved.state))
+    if any(one.is_alarm for one in found):
+        return [one for one in found if one.is_alarm], []
+    if live.options and saved.options:
+        found += _compare_plain("schedule", live.options, saved.options, live.options.keys() | saved.options.keys())
+    for number, (mine, other) in enumerate(zip(live.rates, saved.rates, strict=False)):
+        if not math.isclose(mine, other, rel_tol=1e-5, abs_tol=1e-12):
+            what = f"schedule: the learning rate of param group {number} at its step"
+            found.append(Mismatch(Subject.SCHEDULE, what, mine, other, False))
+            break
+    return found, []
+
+
+def _compare_scheduler(what: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[Mismatch]:
     for key in _POSITION:
         mine, other = float_of(live.get(key)), float_of(saved.get(key))
         if mine is not None and other is not None and mine != other:
-            found.append(Mismatch(Subject.SCHEDULE, f"schedule: {key}", _whole(mine), _whole(other), True))
-    for key in live.keys() & saved.keys() - {*_POSITION, "_step_count", "_last_lr", "_get_lr_called_within_step"}:
-        mine, other = plain(live[key]), plain(saved[key])
-        if not found and _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
-            notes.append(f"schedule: {key} is {_value(mine)}, {_value(other)} in the checkpoint")
-    return found, notes
+            yield Mismatch(Subject.SCHEDULE, f"{what}: {key}", _whole(mine), _whole(other), True)
+    ours, others = live.get(_INNER), saved.get(_INNER)
+    if isinstance(ours, (list, tuple)) and isinstance(others, (list, tuple)):
+        if len(ours) != len(others):
+            yield Mismatch(Subject.SCHEDULE, f"{what}: number of schedulers", len(ours), len(others), False)
+        for number, (mine, other) in enumerate(zip(ours, others, strict=False)):
+            yield from _compare_scheduler(f"{what} {number}", mine, other)
+    if more := sorted(key for key in live.keys() - saved.keys() if key[0] != "_" and key not in _NOT_OF_SCHEDULES):
+        yield Mismatch(Subject.SCHEDULE, f"{what}: {', '.join(more)}", "of this scheduler", "another one", False)
+    keys = live.keys() & saved.keys() - {*_POSITION, *_NOT_OF_SCHEDULES}
+    yield from _compare_plain(what, live, saved, keys)
+
+
+_NOT_OF_SCHEDULES = {"_step_count", "_last_lr", "_get_lr_called_within_step", "verbose"}
+
+
+def _compare_plain(
+    what: str, live: Mapping[str, Any], saved: Mapping[str, Any], keys: Iterable[str]
+) -> Iterator[Mismatch]:
+    for key in sorted(keys):
+        mine, other = plain(live.get(key)), plain(saved.get(key))
+        if _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
+            yield Mismatch(Subject.SCHEDULE, f"{what}: {key}", mine, other, False)
 
 
 def compare_counters(subject: Subject, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Mismatch]:
@@ -297,12 +370,18 @@ class Cause:
     meaning: str
 
 
-def find_cause(facts: Facts) -> Cause | None:
-    """Return the likeliest cause of the alarms; None if there are none."""
+def find_cause(facts: Facts) -> Cause:
+    """Return the likeliest cause of the alarms; without one, nothing is the same."""
     kinds = facts.kinds
     moments = {kind for state_kind, found in kinds.items() if is_moment(state_kind) for kind in found}
     masters = kinds.get(MASTER, {}).keys()
     others = {kind for found in kinds.values() for kind in found}
+    if any(one.kind is Kind.STRAY for one in facts.mismatches):
+        return Cause(
+            "the optimizer was made before the model got other params (assign=True, resize_token_embeddings, "
+            "fully_shard): it updates those that were replaced",
+            "the params that replaced them are never trained",
+        )
     if facts.moments_gone and facts.masters_gone:
         return Cause(
             "the checkpoint was not loaded: neither its weights nor its optimizer states are in the training",
@@ -315,6 +394,16 @@ def find_cause(facts: Facts) -> Cause | None:
         elif facts.schedule_restarted:
             what = "optimizer.pt and scheduler.pt were not loaded, only the weights"
         return Cause(what, "the optimizer restarts: its next steps are too large or too small")
+    if Kind.UNTRAINED in others:
+        return Cause(
+            "params that the checkpoint trains are not trained: frozen, or left out of the optimizer",
+            _UNTRAINED,
+        )
+    if Kind.UNFROZEN in others:
+        return Cause(
+            "params that were frozen when the checkpoint was saved are trained",
+            "they leave the values of the checkpoint",
+        )
     if Kind.OTHER_RANK in others:
         return Cause(
             "states of another rank were loaded: shards were swapped, or one was loaded twice",
@@ -341,7 +430,9 @@ def find_cause(facts: Facts) -> Cause | None:
     if Kind.MISSING in moments:
         return Cause("the optimizer has states of some params only", "the optimizer restarts for the others")
     if Kind.ZERO in moments:
-        return Cause("moments were reset to zero", "the optimizer restarts for them")
+        return Cause(
+            "moments were reset to zero, or rounded to it", "the optimizer restarts for them, or divides by zero"
+        )
     if facts.schedule_restarted:
         return Cause("the schedule was restarted", "the learning rates of the next steps are those of its beginning")
     if Kind.FORWARD in others:
@@ -360,9 +451,10 @@ def find_cause(facts: Facts) -> Cause | None:
             _CAUSES.get(first.subject, f"{first.what} differs"),
             "the next steps differ from those of the training that was saved",
         )
-    return None
+    return Cause("all states were rounded: the training has another precision", "it continues from other values")
 
 
+_UNTRAINED = "they keep the values of the checkpoint"
 _CAUSES = {
     Subject.STEP: "Adam's step count is not the checkpoint's, so its bias correction is another one",
     Subject.RATE: "the learning rate is neither the checkpoint's nor the schedule's",
@@ -441,7 +533,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _whole(value: float) -> float | int:
-    return int(value) if value == int(value) else value
+    return int(value) if value.is_integer() else value
 
 
 def _value(value: Any) -> str:
@@ -484,8 +576,9 @@ class Attestation:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing that was compared is an alarm"""
-        return not any(row.is_alarm for row in self.rows) and not any(one.is_alarm for one in self.mismatches)
+        """Whether nothing that was compared is an alarm, and some of it is exactly the checkpoint's"""
+        has_alarm = any(row.is_alarm for row in self.rows) or any(one.is_alarm for one in self.mismatches)
+        return not has_alarm and (self.num_same > 0 or not self.num_states)
 
     @property
     def num_same(self) -> int:
@@ -563,12 +656,31 @@ def summarize(
     return made if made.is_same else replace(made, cause=find_cause(facts))
 
 
+def with_random(found: Attestation, ranks: Sequence[tuple[Sequence[Mismatch], str]]) -> Attestation:
+    """Add what each rank has found of its random states: differences, and a note if they can't be compared."""
+    where = [rank for rank, (mismatches, _) in enumerate(ranks) if mismatches]
+    mismatches = dict.fromkeys(one for mismatches, _ in ranks for one in mismatches)
+    notes = dict.fromkeys(note for _, note in ranks if note)
+    cause = found.cause
+    if where and cause is None:
+        what = f"the random states were not restored on {len(where)} of {len(ranks)} ranks"
+        cause = Cause(what, "dropout and the order of the data differ")
+    return replace(found, mismatches=(*found.mismatches, *mismatches), notes=(*found.notes, *notes), cause=cause)
+
+
 def lacking(name: str, files: Sequence[str], how: str) -> Attestation:
     """Return the attestation of a checkpoint that lacks files, so that what it holds is not known."""
     what = f"the checkpoint lacks {some(files)}, which a resume needs"
     cause = Cause(what, "what these files hold restarts, and so does whatever the loader skips without them")
     mismatches = tuple(Mismatch(Subject.FILE, file, None, None, True, Kind.LACKING) for file in files)
     return Attestation(name, 0, how, 0, (), mismatches, (), cause)
+
+
+def other_params(name: str, what: str, how: str) -> Attestation:
+    """Return the attestation of a training whose optimizer has other params than that of the checkpoint."""
+    cause = Cause(f"the optimizer has other params than it was saved with: {what}", _UNTRAINED)
+    mismatch = Mismatch(Subject.OPTIMIZER, "optimizer", None, None, True, Kind.UNTRAINED)
+    return Attestation(name, 0, how, 0, (), (mismatch,), (), cause)
 
 
 def headline(found: Attestation) -> str:
@@ -605,28 +717,28 @@ class Losses:
 
     before: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Step -> its log entry"""
+    is_evidence: bool = True
+    """Whether equal losses show that the resume is right: they don't show what the schedule will be"""
     same: list[int] = field(default_factory=list)
-    has_seen: bool = False
-    """Whether a learning rate was compared"""
 
     def see(self, step: int, logs: Mapping[str, Any]) -> str | None:
         """Take a log entry of the new attempt; return what is to be said about it, if anything.
 
         The first loss after a resume is computed by weights and data alone, the second also by the optimizer's first
         step. So two equal losses show that the resume is right; other kernels or ranks may change them, so different
-        ones show nothing.
+        ones show nothing. The rates of all steps are compared, until some differ.
         """
         old = self.before.get(step, {})
-        if not self.has_seen and "learning_rate" in old and "learning_rate" in logs:
-            self.has_seen = True
+        if self.is_evidence and "learning_rate" in old and "learning_rate" in logs:
             live, before = logs["learning_rate"], old["learning_rate"]
             if not _alike(live, before):
+                self.is_evidence = False
                 return f"the learning rate of step {step} is {live:g}, {before:g} in the abandoned attempt"
         if "loss" not in old or "loss" not in logs or len(self.same) >= 2:
             return None
         if logs["loss"] == old["loss"]:
             self.same.append(step)
-            if len(self.same) == 2:
+            if len(self.same) == 2 and self.is_evidence:
                 first, second = self.same
                 what = f"the losses of steps {first} and {second} equal those of the abandoned attempt"
                 return f"{what}: strong evidence that the resume is right"

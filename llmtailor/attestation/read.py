@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ from llmtailor.attestation.compare import (
     Kind,
     LiveGroup,
     Mismatch,
+    Schedule,
     Subject,
     address_of,
     all_runs,
     entry_of,
+    expected_states,
+    has_vanished,
     is_zero,
     judge,
     memcmp,
@@ -38,9 +41,10 @@ from llmtailor.errors import TailorError, counted, some
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.loaders.files import rng_file
 from llmtailor.loaders.rng import to_trainer
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, State, is_optimizer_state
+from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, State, is_moment, is_optimizer_state
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.casts import cast
+from llmtailor.storage.checksums import new_digest
 from llmtailor.storage.local import Files
 from llmtailor.storage.remote import device_of
 
@@ -84,6 +88,8 @@ class Live:
 
     fragments: Callable[[], Iterator[LiveFragment]]
     """All states of this rank, copies of what other ranks hold as well included. A param without moments has none."""
+    copies: Callable[[], Iterator[LiveFragment]]
+    """The weights of the forward pass that every rank has whole, beside the masters in `fragments`"""
     roles: Mapping[str, str]
     """Param or persistent buffer -> ``trainable``, ``frozen`` or ``buffer``"""
     aliases: Mapping[str, Sequence[str]]
@@ -92,13 +98,16 @@ class Live:
     groups: Sequence[LiveGroup]
     rank: int
     world_size: int
-    precision: str
-    schedule: Mapping[str, Any] | None = None
+    schedule: Schedule | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     scale: Mapping[str, Any] | None = None
     """The state of a GradScaler, or of DeepSpeed's loss scaler"""
     open_other: Callable[[Path], CheckpointIndex] = index_checkpoint
     """Opens other checkpoints of the run"""
+    without_gradient: frozenset[str] = frozenset()
+    """Params that don't require one"""
+    strays: int = 0
+    """Params of the optimizer that the model does not have"""
     converted: frozenset[str] = frozenset()
     """Params that the checkpoint may hold in another form, so that their absence under their own names is no alarm"""
 
@@ -136,7 +145,12 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
                 found += _compare_forward(one, one.forward, how)
         for one in masters:
             found += _missing(one, index, live, files, held_here[one.param, one.begin], has_kinds)
-    found += [Difference(State(param, MASTER), Kind.MISSING, "not in the model") for param in _lost(index, live)]
+        different, more = compare_trained(index, live, lambda entry: not _is_zero_at(files, entry, 0, entry.numel))
+        found += different
+        notes |= dict.fromkeys(more)
+    for param in lost_params(index, live):
+        kinds = [kind for kind in has_kinds.get(param, ()) if is_optimizer_state(kind)]
+        found += [Difference(State(param, kind), Kind.MISSING, "not in the model") for kind in (MASTER, *kinds)]
     if converted:
         what = f"weights of {counted(len(converted), 'param')} are stored in another form and were not compared"
         notes[f"{what}: {some(converted)}"] = None
@@ -145,7 +159,7 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
     return Findings(tuple(found), (), tuple(notes))
 
 
-def _lost(index: CheckpointIndex, live: Live) -> list[str]:
+def lost_params(index: CheckpointIndex, live: Live) -> list[str]:
     """Return the trained params of the checkpoint that the training does not have."""
     known = {*live.roles, *(name for names in live.aliases.values() for name in names)}
     known |= {stored for name, stored in index.tied.items() if name in known}
@@ -178,11 +192,50 @@ def _missing(
             if is_optimizer_state(kind) and kind not in here and entry.is_here and not entry.is_all_zero:
                 is_boxed = master.box is not None and len(master.box.sizes) == len(entry.shape)
                 entry, begin = master.among(entry) if is_boxed else (entry, master.begin)
-                runs = _shift(sample_runs(master.numel), begin)
-                if runs and runs[-1][1] > entry.numel:  # not one element per weight
-                    runs = sample_runs(entry.numel)
-                if not is_zero(read_elements(files, entry, runs)):
+                if not _is_zero_at(files, entry, begin, master.numel):
                     yield Difference(State(master.param, kind), Kind.MISSING)
+
+
+def _is_zero_at(files: Files, entry: TensorEntry, begin: int, numel: int) -> bool:
+    """Return whether a sample of some elements of a state is zero; of one that has not one element for each weight,
+    a sample of all."""
+    runs = _shift(sample_runs(numel), begin)
+    if runs and runs[-1][1] > entry.numel:
+        runs = sample_runs(entry.numel)
+    return is_zero(read_elements(files, entry, runs))
+
+
+def compare_trained(
+    index: CheckpointIndex, live: Live, is_used: Callable[[TensorEntry], bool]
+) -> tuple[list[Difference], list[str]]:
+    """Compare which params are trained; return differences and notes.
+
+    A param that has no state in the checkpoint, or only zeros, never had a gradient (``is_used`` tells). One that has
+    taken fewer steps than others was frozen before the save, or is used now and then.
+    """
+    found, late = list[Difference](), list[str]()
+    stored = {name: param for param, names in live.aliases.items() for name in names}
+    steps, expected = index.steps(), expected_states(index)
+    for name, param in index.params.items():
+        mine = name if name in live.roles else stored.get(name, "")
+        role = live.roles.get(mine)
+        if role == "trainable" and mine not in live.without_gradient:
+            if param.role == "frozen":
+                found.append(Difference(State(mine, MASTER), Kind.UNFROZEN))
+            continue
+        if role not in ("trainable", "frozen") or param.role != "trainable":
+            continue
+        kinds = [kind for kind in expected.get(name, ()) if is_optimizer_state(kind)]
+        if not any(is_used(index.held[State(name, kind)]) for kind in kinds):
+            continue
+        if steps and steps.get(name, 0) < max(steps.values()):
+            late.append(mine)
+            continue
+        found.append(Difference(State(mine, MASTER), Kind.UNTRAINED))
+        found += [Difference(State(mine, kind), Kind.MISSING) for kind in kinds if role == "frozen"]
+    if not late:
+        return found, []
+    return found, [f"{counted(len(late), 'param')} without gradients now had some before the save: {some(late)}"]
 
 
 def _compare(
@@ -199,25 +252,32 @@ def _compare(
         entry, offset = one.among(entry)
     worst: Kind | None = None
     itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
-    for runs in all_runs(one.numel, itemsize) if how == FULL else [sample_runs(one.numel, at_least)]:
-        if not runs:
-            continue
+    for runs in _runs_of(one, how, itemsize, at_least):
         mine, at = one.read(runs, one.dtype), _shift(runs, offset)
         if one.dtype == entry.stored_as and _holds(files, entry, at, mine, search.room):
             continue
         saved = read_elements(files, entry, at, search.room)
-        kind = judge(mine, one.dtype, saved, entry.dtype, search.live.precision)
+        kind = judge(mine, one.dtype, saved, entry.dtype)
         if kind is None:
             continue
-        if kind is Kind.CHANGED or (kind is Kind.ROUNDED and how != FULL):
+        if kind is Kind.CHANGED:
             if one.box is not None:
                 return Difference(state, kind)
             break_at = _narrow(runs, mine, one, saved, entry)
-            return search.explain(one, entry, kind, break_at, offset)
+            return search.explain(one, entry, break_at, offset)
         if kind is Kind.ZERO:
             return Difference(state, kind)
+        if is_moment(one.kind) and has_vanished(mine, one.dtype, saved, entry.dtype):
+            return Difference(state, Kind.ZERO, f"rounded to zero in {one.dtype}")
         worst = kind
-    return None if worst is None else Difference(state, worst, _rounding(one, entry, search.live.precision))
+    if worst is None:
+        return None
+    is_cast = one.dtype != entry.dtype
+    how_rounded = f"{entry.dtype} in the checkpoint, {one.dtype} in the training" if is_cast else _REBUILT
+    return Difference(state, worst, how_rounded)
+
+
+_REBUILT = "to 16 bits, as if made from the weights"
 
 
 def _holds(files: Files, entry: TensorEntry, runs: Runs, mine: Buffer, room: bytearray) -> bool:
@@ -252,23 +312,54 @@ def _narrow(runs: Runs, mine: Buffer, one: LiveFragment, saved: Buffer, entry: T
             count = min(RUN_ELEMENTS, end - low)
             a, b = mine[at * size : (at + count) * size], saved[at * other : (at + count) * other]
             at += count
-            if judge(a, one.dtype, b, entry.dtype, one.dtype) is not None and not is_zero(a):
+            if judge(a, one.dtype, b, entry.dtype) is not None and not is_zero(a):
                 return ((low, low + count),)
     return runs[:1]
 
 
-def _rounding(one: LiveFragment, entry: TensorEntry, precision: str) -> str:
-    if one.dtype != entry.dtype:
-        return f"{entry.dtype} in the checkpoint, {one.dtype} in the training"
-    return f"to {precision}, as if made from the weights"
-
-
 def _compare_forward(master: LiveFragment, weight: LiveFragment, how: str) -> Iterator[Difference]:
     itemsize = max(ITEMSIZE[master.dtype], ITEMSIZE[weight.dtype])
-    for runs in all_runs(master.numel, itemsize) if how == FULL else [sample_runs(master.numel)]:
-        if runs and not same_bytes(weight.read(runs, weight.dtype), master.read(runs, weight.dtype)):
+    for runs in _runs_of(master, how, itemsize):
+        if not same_bytes(weight.read(runs, weight.dtype), master.read(runs, weight.dtype)):
             yield Difference(State(master.param, MASTER), Kind.FORWARD)
             return
+
+
+def digest_copies(live: Live, how: str) -> dict[str, bytes]:
+    """Return digests of the weights of the forward pass that other ranks have as well.
+
+    Each rank compares those at the elements of its own masters; so all are right if they are also alike on all ranks.
+    """
+    digests = {}
+    for one in live.copies() if live.world_size > 1 else ():
+        digest = new_digest()
+        for runs in _runs_of(one, how, ITEMSIZE[one.dtype]):
+            digest.update(one.read(runs, one.dtype))
+        digests[one.param] = digest.digest()
+    return digests
+
+
+def compare_copies(index: CheckpointIndex, live: Live, how: str, unlike: Collection[str]) -> list[Difference]:
+    """Compare weights of the forward pass that differ between ranks with the rounded masters of the checkpoint."""
+    found = []
+    with Files(index.root, index.files) as files:
+        for one in live.copies() if unlike else ():
+            entry = entry_of(index, State(one.param, MASTER), live.aliases)
+            if one.param not in unlike or entry is None or entry.numel != one.numel:
+                continue
+            itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
+            for runs in _runs_of(one, how, itemsize):
+                saved = read_elements(files, entry, runs)
+                if not same_bytes(one.read(runs, one.dtype), _as_live(saved, entry.dtype, one.dtype)):
+                    found.append(Difference(State(one.param, MASTER), Kind.FORWARD))
+                    break
+    return found
+
+
+def _runs_of(one: LiveFragment, how: str, itemsize: int, at_least: int = 0) -> list[Runs]:
+    if how == FULL:
+        return all_runs(one.numel, itemsize)
+    return [sample_runs(one.numel, at_least)] if one.numel else []
 
 
 def _shift(runs: Runs, by: int) -> Runs:
@@ -313,8 +404,8 @@ class Search:
         self._misses: dict[str, int] = {}
         self._num_reads = 0
 
-    def explain(self, one: LiveFragment, entry: TensorEntry, kind: Kind, runs: Runs, offset: int) -> Difference:
-        """Return the difference of a fragment, with the place that its values are of, if that is found.
+    def explain(self, one: LiveFragment, entry: TensorEntry, runs: Runs, offset: int) -> Difference:
+        """Return the difference of a fragment, with the place that its other values are of, if that is found.
 
         ``runs`` are elements that differ, counted from the fragment's first, ``offset``, in the state.
         """
@@ -330,11 +421,12 @@ class Search:
                     return Difference(state, *found)
             else:
                 self._misses[one.kind] = self._misses.get(one.kind, 0) + 1
-        return Difference(state, kind, _rounding(one, entry, self.live.precision) if kind is Kind.ROUNDED else "")
+        return Difference(state, Kind.CHANGED)
 
     def _is_of(self, one: LiveFragment, mine: bytes, files: Files, held: TensorEntry, runs: Runs) -> bool:
         saved = self._try(files, held, runs)
-        return bool(saved) and judge(mine, one.dtype, saved, held.dtype, one.dtype) in (None, Kind.ROUNDED)
+        is_cast = one.dtype != held.dtype
+        return bool(saved) and judge(mine, one.dtype, saved, held.dtype) in (None, Kind.ROUNDED if is_cast else None)
 
     def _try(self, files: Files, held: TensorEntry, runs: Runs) -> Buffer:
         self._num_reads += 1

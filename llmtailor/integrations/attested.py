@@ -3,9 +3,9 @@
 The ``sitecustomize`` of ``llmtailor run`` calls `HOOKS` when the program imports the modules that load checkpoints and
 take steps. They are imported by launchers as well, so this module imports neither torch nor transformers.
 
-A Trainer is attested by a callback, `launched.LaunchedAttest`, and Lightning's by `lightning.LaunchedAttest`. Other
-loops are attested before the first optimizer step after ``engine.load_checkpoint`` or accelerate's ``load_state``:
-nothing has changed their states before.
+A Trainer is attested by a callback, `launched.LaunchedAttest`; for Lightning's, `lightning.LaunchedAttest` says what
+was loaded. Other loops are attested before the first optimizer step after ``engine.load_checkpoint`` or accelerate's
+``load_state``: only buffers may have changed before, so they are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -67,6 +67,11 @@ _loaded = _Loaded()
 _task: Task | None = None
 
 
+def remember(checkpoint: Path, find_held: Callable[[], Held]) -> None:
+    """Attest a training, which holds what was loaded from a checkpoint, before its next optimizer step."""
+    _loaded.checkpoint, _loaded.find_held = checkpoint, find_held
+
+
 def forget() -> None:
     """Leave what was loaded to somebody else who attests it."""
     _loaded.checkpoint, _loaded.find_held = None, None
@@ -77,13 +82,14 @@ def _hook_engine(module: ModuleType) -> None:
     def loading(load: Call, self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         from llmtailor.live.training import Held
         from llmtailor.loaders.files import LATEST, tag_in
+        from llmtailor.saving.attesting import kept_buffers
 
         result = load(self, load_dir, tag, *args, **kwargs)
         if result[0] is not None:  # else it has only logged that there is no checkpoint
             folder = Path(load_dir)
             is_newest = tag is None or tag_in(folder / LATEST) == str(tag)
-            _loaded.checkpoint = folder if is_newest else folder / str(tag)
-            _loaded.find_held = lambda: Held(self)
+            buffers = kept_buffers(Held(self))
+            remember(folder if is_newest else folder / str(tag), lambda: Held(self, buffers=buffers))
         return result
 
     @around(module.DeepSpeedEngine, "step")
@@ -96,6 +102,7 @@ def _hook_accelerator(module: ModuleType) -> None:
     @around(module.Accelerator, "load_state")
     def loading(load: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
         from llmtailor.saving.api import prepared
+        from llmtailor.saving.attesting import kept_buffers
 
         folders: list[str] = []  # accelerate may choose the folder itself
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(str(folder)))
@@ -104,9 +111,16 @@ def _hook_accelerator(module: ModuleType) -> None:
         finally:
             hook.remove()
         if folders:
-            _loaded.checkpoint = Path(folders[-1])
-            _loaded.find_held = lambda: prepared(self)
+            buffers = kept_buffers(prepared(self))
+            remember(Path(folders[-1]), lambda: replace(prepared(self), buffers=buffers))
         return result
+
+
+def _hook_scaler(module: ModuleType) -> None:
+    @around(module.GradScaler, "step")
+    def stepping(step: Call, *args: Any, **kwargs: Any) -> Any:
+        _before_step()  # the optimizer's step is left out if gradients overflow, which changes the scale
+        return step(*args, **kwargs)
 
 
 def _hook_optimizer(module: ModuleType) -> None:
@@ -137,6 +151,7 @@ def task() -> Task:
 HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
     "deepspeed.runtime.engine": _hook_engine,
     "accelerate.accelerator": _hook_accelerator,
+    "torch.amp.grad_scaler": _hook_scaler,
     "torch.optim.optimizer": _hook_optimizer,
     "torch.distributed.checkpoint.state_dict": _hook_state_dict,
 }

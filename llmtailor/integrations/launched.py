@@ -8,11 +8,9 @@ the names in a dict, to which the module `report_to` adds ours.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from transformers import TrainerCallback
 
-from llmtailor.attestation.compare import Attestation
 from llmtailor.integrations.attested import announce_or_leave, check_resumed, end, end_with_error, forget, task
 from llmtailor.integrations.report_to import NamedSaving
 from llmtailor.saving.attesting import resumed_from
@@ -47,7 +45,6 @@ class LaunchedAttest(AttestResume):
 
     def __init__(self) -> None:
         self.options = resume_options(os.environ)
-        self._found: list[Attestation] = []
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         forget()
@@ -60,17 +57,7 @@ class LaunchedAttest(AttestResume):
         # in place, because the Trainer iterates over this list; savers come later in it
         callbacks[:] = [one for one in callbacks if not isinstance(one, PartialSaving)]
         check_resumed(resumed_from(trainer))
-        try:
-            self._begin(trainer, say=lambda found, *_: self._found.append(found), is_strict=True)
-        except Exception as error:
-            end_with_error(error)
-
-    def on_step_begin(self, *_: object, **__: object) -> None:
-        if self._found:
-            states, *random = self._found
-            more = [one for found in random for one in found.mismatches]
-            cause = states.cause or next((found.cause for found in random), None)
-            end(replace(states, mismatches=(*states.mismatches, *more), cause=cause))
+        self._begin(trainer, say=lambda found, *_: end(found), otherwise=end_with_error, is_strict=True)
 
 
 class LaunchedStock(TrainerCallback):  # type: ignore[misc]

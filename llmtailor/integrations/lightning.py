@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,18 +22,19 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
+from llmtailor.attestation.check import guarded
 from llmtailor.attestation.compare import OFF, Attestation
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.containers.json import read_json
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
-from llmtailor.integrations.attested import announce_or_leave, attest_and_end, forget, task
-from llmtailor.live.training import Held
+from llmtailor.integrations.attested import forget, remember, task
+from llmtailor.live.training import Held, Ranks
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.scan import compose_newest
 from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, make_saver
-from llmtailor.saving.attesting import attest_loop, attest_training
+from llmtailor.saving.attesting import attest_loop, kept_buffers
 from llmtailor.saving.client_state import LightningClient
 from llmtailor.saving.options import SavingArguments, SavingOptions, resume_options
 from llmtailor.storage.local import as_path
@@ -77,6 +80,7 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         self._step = -1
         self._mark: dict[str, Any] = {}
         """The attempt of the last training, after its saver was closed"""
+        self._resume: _Resume | None = None
         self._loaded: Mapping[str, Any] = {}
         """The states of callbacks in the checkpoint that was loaded last"""
 
@@ -102,12 +106,23 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         output_dir = self.output_dir or trainer.default_root_dir
         self.saver = make_saver(output_dir, held, beside, None, self.policy, self.options)
         self._saved_step = self._step = step
-        attest = partial(attest_training, self.saver.live, _loaded(trainer), self.options.attest, held)
+        self._resume = _Resume(trainer, held, self.options) if _is_attested(trainer, self.options) else None
+        if self._resume is None:
+            self._start(trainer, step)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
+        if (resume := self._resume) is None or self.saver is None:
+            return
+        self._resume = None
         try:
-            _attest(trainer, attest, self.options, step=step, write=self.saver.record.append)
+            resume.attest(pl_module, step=self._step, write=self.saver.record.append)
         except TailorError:
             self._close(trainer)
             raise
+        self._start(trainer, self._step)
+
+    def _start(self, trainer: Trainer, step: int) -> None:
+        assert self.saver is not None
         self.saver.start(step, self._resumed_from(trainer.ckpt_path, step))
 
     def on_train_batch_end(
@@ -158,44 +173,73 @@ class AttestResume(AttestingCallback, Callback):  # type: ignore[misc]
     It has the arguments of `AttestingCallback`.
     """
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _attest(trainer, lambda: self._found(trainer, pl_module), self.options, say=self._say)
+    _resume: _Resume | None = None
 
-    def _found(self, trainer: Trainer, module: LightningModule) -> Attestation:
-        return attest_held(_held(trainer, module, "AttestResume"), _loaded(trainer), self.options.attest)
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _is_attested(trainer, self.options):
+            held = partial(_held, trainer, pl_module, "AttestResume")
+            guarded(lambda: self._begin(trainer, held()), _loaded(trainer), Ranks.here().is_first)
+
+    def _begin(self, trainer: Trainer, held: Held) -> None:
+        self._resume = _Resume(trainer, held, self.options)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
+        if (resume := self._resume) is not None:
+            self._resume = None
+            resume.attest(pl_module, say=self._say)
+
+
+class _Resume:
+    """What Lightning has restored: after ``on_fit_start`` and before ``on_train_start`` optimizers and loops, no random
+    states. It is attested before the first optimizer step: callbacks may change it until then."""
+
+    def __init__(self, trainer: Trainer, held: Held, options: SavingOptions) -> None:
+        self._trainer, self._options, self._buffers = trainer, options, kept_buffers(held)
+
+    def attest(self, module: LightningModule, **how: Any) -> None:
+        """Do what `attest_loop` does."""
+        loaded = _loaded(self._trainer)
+        attest_loop(lambda: self.found(module), loaded, self._options.on_mismatch, **how)
+
+    def found(self, module: LightningModule) -> Attestation:
+        held = replace(_held(self._trainer, module, "AttestResume"), buffers=self._buffers)
+        return attest_held(held, _loaded(self._trainer), self._options.attest)
 
 
 class LaunchedAttest(AttestResume):
     """Attests with the options of the environment in every Trainer of a program that ``llmtailor run --attest`` has
-    started, and ends one of ``llmtailor attest``, before other callbacks begin. It gives way to those of the program.
+    started, and ends one of ``llmtailor attest``, before the first optimizer step. It gives way to those of the
+    program.
     """
-
-    _say = staticmethod(announce_or_leave)
 
     def __init__(self) -> None:
         self.options = resume_options(os.environ)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         forget()
-        if (wanted := task().checkpoint) is not None:
-            loaded = _loaded(trainer) if trainer.ckpt_path else None
-            if loaded is not None and loaded.name == CKPT and Path(wanted).name != CKPT:
-                loaded = loaded.parent
-            attest_and_end(loaded, lambda: self._found(trainer, pl_module))
         own = [one for one in trainer.callbacks if isinstance(one, (PartialSaving, AttestResume)) and one is not self]
-        if not own:
-            super().on_train_start(trainer, pl_module)
+        if task().checkpoint is not None:
+            # in place, because Lightning iterates over this list; savers come later in it
+            trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, PartialSaving)]
+        if not trainer.ckpt_path or (own and task().checkpoint is None):
+            return
+        loaded = _loaded(trainer)
+        if loaded.name == CKPT and Path(task().checkpoint or CKPT).name != CKPT:
+            loaded = loaded.parent
+        held = partial(_held, trainer, pl_module, "AttestResume")
+        buffers = {}
+        with suppress(UnsupportedCheckpoint):  # it is raised once more when the training is attested
+            buffers = kept_buffers(held())
+        remember(loaded, lambda: replace(held(), buffers=buffers))
 
 
 def _loaded(trainer: Trainer) -> Path:
     return as_path(str(trainer.ckpt_path))
 
 
-def _attest(trainer: Trainer, attest: Callable[[], Attestation], options: SavingOptions, **how: Any) -> None:
-    """Compare the training with the checkpoint that ``fit`` has loaded, if any. Lightning restores optimizers and loops
-    after ``on_fit_start`` and before ``on_train_start``; it saves no random states."""
-    if trainer.ckpt_path and options.attest != OFF:
-        attest_loop(attest, _loaded(trainer), options.on_mismatch, **how)
+def _is_attested(trainer: Trainer, options: SavingOptions) -> bool:
+    """Return whether ``fit`` has loaded a checkpoint, and the training is to be compared with it."""
+    return bool(trainer.ckpt_path) and options.attest != OFF
 
 
 def newest_checkpoint(output_dir: str | Path, world_size: int | None = None) -> str | None:

@@ -50,7 +50,7 @@ class AnyTraining(NamedTraining):
     def positions(self) -> Positions:
         params = {name: Param(name, fact.shape, fact.role) for name, fact in self.params.items()}
         saved_as = None if self._stored is not None else saved_names(self.model, self.params, self.tied)
-        return Positions(params, self._groups, self._stored, saved_as, self.tied)
+        return Positions(params, self._names_in_groups(), self._stored, saved_as, self.tied)
 
     def _compared(self, name: str) -> Mapping[str, torch.Tensor]:
         return {

@@ -164,15 +164,25 @@ class ZeroTraining:
     def _named(self) -> dict[str, Any]:
         return dict(self.model.named_parameters())
 
+    def strays(self) -> int:
+        present = {*self.model.parameters()}
+        names = {name for param, name in self.engine.param_names.items() if param not in present}
+        return sum(name in names for shapes in self._shapes for name in shapes)
+
+    def copies(self) -> Iterator[Fragment]:
+        for name, fact in self.params.items():
+            if fact.role == "trainable" and _is_whole(param := self._named[name]):
+                yield Fragment(name, MASTER, 0, self._elements(param))
+
     def _share(self, param: Any) -> tuple[int, int]:
         """Return the first element that this rank has of a param outside the optimizer, and how many."""
-        if self.stage < 3:
+        if _is_whole(param):
             return 0, param.numel()
         begin, end = slice_on(self.ranks.rank, param.ds_numel, self.ranks.world_size)
         return begin, end - begin
 
     def _elements(self, param: Any) -> torch.Tensor:
-        tensor: torch.Tensor = param.ds_tensor if self.stage == 3 else param
+        tensor: torch.Tensor = param if _is_whole(param) else param.ds_tensor
         return tensor.detach().reshape(-1)
 
     def steps(self) -> Mapping[str, float | None]:
@@ -326,6 +336,12 @@ class ZeroTraining:
         if hasattr(state, "_metadata"):
             module._metadata = state._metadata  # type: ignore[attr-defined]
         return module
+
+
+def _is_whole(param: Any) -> bool:
+    """Return whether a rank has all of a param: below stage 3 always, there if it is small enough to persist, and if
+    it was put into the model since. The forward pass then uses that, not the share of each rank."""
+    return not hasattr(param, "ds_tensor") or param.ds_status.name == "AVAILABLE"
 
 
 def writes_unseen(engine: Any, optimizers: Collection[object]) -> str | None:

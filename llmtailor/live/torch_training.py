@@ -75,15 +75,16 @@ class NamedTraining:
         return {name: options for names, options in self.groups() for name in names}
 
     def _find_groups(self) -> list[list[str]]:
-        """Return the params of the optimizer's groups. Raises UnsupportedCheckpoint for one that the model lacks."""
+        """Return the params of the optimizer's groups, without `strays`."""
         self._live = dict(self.model.named_parameters())
+        return [[name for name in group if name is not None] for group in self._names_in_groups()]
+
+    def _names_in_groups(self) -> list[list[str | None]]:
         names = {param: name for name, param in self._live.items()}
-        groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
-        known = [[name for name in group if name is not None] for group in groups]
-        if known != groups:
-            what = "it has params that are not the model's"
-            raise UnsupportedCheckpoint.at(self._where, what, "give it only the model's")
-        return known
+        return [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
+
+    def strays(self) -> int:
+        return sum(name is None for group in self._names_in_groups() for name in group)
 
     def present(self) -> Iterator[Fragment]:
         for name, begin in self._held(self.params):
@@ -133,6 +134,9 @@ class NamedTraining:
     def weight_of(self, master: Fragment) -> torch.Tensor | None:
         return None  # the optimizer updates the weights themselves
 
+    def copies(self) -> Iterator[Fragment]:
+        yield from ()
+
     def steps(self) -> Mapping[str, float | None]:
         found = {name: self._saved(name).get("step") for name in self._names_of("trainable")}
         return {name: None if step is None else float(step) for name, step in found.items()}
@@ -157,9 +161,15 @@ class PlainTraining(NamedTraining):
     tag = "plain"
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: HasState | None = None
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: HasState | None = None,
+        *,
+        is_saved: bool = True,
     ) -> None:
         super().__init__(model, optimizer)
+        self._is_saved = is_saved
         problems = []
         for name, param in self.model.named_parameters():
             if isinstance(param, DTensor) and not _is_one_box(param):
@@ -180,6 +190,9 @@ class PlainTraining(NamedTraining):
 
     def refresh(self) -> str:
         last, self.inventory = self.inventory, self._look()
+        if self._is_saved and self.strays():
+            what = "it has params that are not the model's"
+            raise UnsupportedCheckpoint.at(self._where, what, "give it only the model's")
         if self.inventory == last:
             return ""
         self.params, self.tied = self.inventory.params, self.inventory.tied

@@ -116,6 +116,8 @@ class Held:
     scheduler: HasState | None = None
     scaler: HasState | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Persistent buffers as they were before a forward pass, which may change them, if there was one"""
 
     @property
     def own_scheduler(self) -> HasState | None:
@@ -231,6 +233,13 @@ class Training(Protocol):
 
     def weight_of(self, master: Fragment) -> torch.Tensor | None:
         """Return the weight of the forward pass at the elements of a master, if it is a tensor of its own."""
+
+    def copies(self) -> Iterator[Fragment]:
+        """Yield the weights of the forward pass that every rank has whole, if they are not the masters themselves."""
+
+    def strays(self) -> int:
+        """Return the number of params that the optimizer updates and the model does not have: it has others in their
+        place, which are never updated."""
 
     def steps(self) -> Mapping[str, float | None]:
         """Return the optimizer's step of the trained params of which this rank has states; None for one without."""

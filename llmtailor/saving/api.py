@@ -114,17 +114,18 @@ def make_saver(
     )
 
 
-def training_of(held: Held, loader: Loader = LOADERS[DEEPSPEED]) -> Training:
+def training_of(held: Held, loader: Loader = LOADERS[DEEPSPEED], *, is_saved: bool = True) -> Training:
     """Return the live training of an engine, or of a model and its optimizer. Raises UnsupportedCheckpoint.
 
-    ``loader`` names the checkpoints of an engine.
+    ``loader`` names the checkpoints of an engine. A training that is only compared, not ``is_saved``, may be wrong in
+    ways that a saver refuses.
     """
     if held.engine is not None:
         from llmtailor.live.deepspeed import ZeroTraining
 
         return ZeroTraining(held.engine, loader)
     assert held.model is not None and held.optimizer is not None, "without an engine"
-    return PlainTraining(held.model, held.optimizer, held.scaler)
+    return PlainTraining(held.model, held.optimizer, held.scaler, is_saved=is_saved)
 
 
 def attestable_of(held: Held) -> Attestable:
@@ -136,7 +137,7 @@ def attestable_of(held: Held) -> Attestable:
     if any(type(one).__name__ == "FullyShardedDataParallel" for one in modules):
         raise UnsupportedCheckpoint.at("attest", "the flat tensors of FSDP version 1 can't be compared", FSDP1_FIX)
     try:
-        return training_of(held)
+        return training_of(held, is_saved=False)
     except UnsupportedCheckpoint:
         if held.engine is not None or held.model is None or held.optimizer is None:
             raise

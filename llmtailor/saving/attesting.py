@@ -14,21 +14,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmtailor.attestation.by_position import index_by_position
-from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, missing_files, open_index
+from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, judged, open_index, options_of
 from llmtailor.attestation.compare import (
     OFF,
     Attestation,
-    Cause,
     LiveGroup,
     Losses,
+    Mismatch,
+    Schedule,
+    Subject,
     float_of,
-    lacking,
     rates_off_schedule,
+    with_random,
 )
 from llmtailor.attestation.pieces import aliases_of, with_pieces
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
+from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.common.param_names import ModelFacts, known_model
@@ -36,9 +39,10 @@ from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.model import is_adapted, saved_names
 from llmtailor.live.tensors import DTYPES
-from llmtailor.live.torch_training import NamedTraining
-from llmtailor.live.training import Fragment, Held, Ranks, Training, rng_tree
+from llmtailor.live.torch_training import NamedTraining, unwrap
+from llmtailor.live.training import Fragment, Held, Ranks, Training, persistent_buffers, rng_tree
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
+from llmtailor.model.roles import BUFFER
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.around import around
 from llmtailor.saving.options import SavingOptions
@@ -72,7 +76,13 @@ def attest_training(
 
     Raises SourceError, UnsupportedCheckpoint."""
     ranks = Ranks.here()
-    opened = open_on_first(training, checkpoint, ranks)
+    try:
+        opened = open_on_first(training, checkpoint, ranks)
+    except SourceError as error:
+        has_other_params = all(one.code is Code.RESUME_DIFFERS for one in error.problems)
+        if not has_other_params or (judgement := judged(error, display_name(checkpoint), how)) is None:
+            raise
+        return judgement
     found = _attest(opened, ranks, how, held)
     if not with_random:
         return found
@@ -174,20 +184,32 @@ def live_of(opened: Opened, held: Held) -> Live:
         for number, (names, hyper) in enumerate(training.groups())
     ]
     return Live(
-        fragments=lambda: _fragments(training),
+        fragments=lambda: _fragments(training, held.buffers),
+        copies=lambda: (_fragment(one, training.params[one.param].shape) for one in training.copies()),
         roles={name: fact.role for name, fact in training.params.items()},
         aliases=aliases_of(training.tied),
         steps=training.steps(),
         groups=groups,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        precision=DTYPES.get(training.precision, ""),
-        schedule=scheduler.state_dict() if scheduler is not None else None,
+        schedule=schedule_of(scheduler, engine) if scheduler is not None else None,
         counters={**held.counters, **more},
         scale=held.scaler.state_dict() if held.scaler is not None else _scale_of(engine),
+        without_gradient=frozenset(
+            name for name, param in training.model.named_parameters() if not param.requires_grad
+        ),
+        strays=training.strays(),
         open_other=opened.open_other,
         converted=opened.converted,
     )
+
+
+def schedule_of(scheduler: Any, engine: Any) -> Schedule:
+    inner = getattr(scheduler, "scheduler", scheduler)
+    is_deepspeeds = type(inner).__module__.startswith("deepspeed.")
+    options = options_of(engine.config) if is_deepspeeds and engine is not None else {}
+    has_rule_beside = is_deepspeeds or isinstance(inner, torch.optim.lr_scheduler.LambdaLR)
+    return Schedule(scheduler.state_dict(), options, rates_of(scheduler) if has_rule_beside else ())
 
 
 def _scale_of(engine: Any) -> Mapping[str, Any] | None:
@@ -196,8 +218,10 @@ def _scale_of(engine: Any) -> Mapping[str, Any] | None:
     return None if scaler is None else getattr(scaler, "__dict__", None)
 
 
-def _fragments(training: Attestable) -> Iterator[LiveFragment]:
+def _fragments(training: Attestable, buffers: Mapping[str, torch.Tensor]) -> Iterator[LiveFragment]:
     for one in training.present():
+        if one.kind == BUFFER and one.param in buffers:
+            one = replace(one, tensor=buffers[one.param].reshape(-1))
         if one.tensor.dtype not in DTYPES:
             continue
         weight = training.weight_of(one) if one.kind == "master" else None
@@ -232,11 +256,20 @@ def rates_of(scheduler: Any) -> list[float]:
                 float(base) * rule(inner.last_epoch)
                 for base, rule in zip(inner.base_lrs, inner.lr_lambdas, strict=True)
             ]
+        if type(inner).__module__.startswith("deepspeed."):
+            return [float(rate) for rate in inner.get_lr()]
         if hasattr(inner, "_get_closed_form_lr"):
             return [float(rate) for rate in inner._get_closed_form_lr()]
         return [float(rate) for rate in inner.get_last_lr()]
     except Exception:  # a scheduler of the user's may raise anything
         return []
+
+
+def kept_buffers(held: Held) -> dict[str, torch.Tensor]:
+    """Return copies of a model's persistent buffers, which the forward pass may change before the first step."""
+    model = held.engine.module if held.engine is not None else held.model
+    assert model is not None
+    return {name: buffer.detach().clone() for name, buffer in persistent_buffers(unwrap(model)).items()}
 
 
 def parts_of(trainer: Trainer) -> Held:
@@ -273,13 +306,15 @@ def resumed_from(trainer: Trainer) -> Path | None:
 
 
 class TrainerResume:
-    """Attests what a Trainer has resumed: the states when training begins, the random states once it has restored
-    them, and the first losses.
+    """Attests what a Trainer has resumed, before its first optimizer step: callbacks may change it until then. The
+    random states are those that the Trainer has restored, and the first losses are compared later.
 
     Args:
         options: decide what of it is compared, and what happens if it differs.
         write: adds a line to the record of the run; called on every rank.
         say: takes each attestation, in place of `announce`.
+        then: is called once the training was attested, or if there is nothing to attest.
+        otherwise: gets the error that ends the training.
         is_strict: raise what prevents an attestation; else it is a warning.
     """
 
@@ -290,47 +325,85 @@ class TrainerResume:
         write: Write = _write_nothing,
         *,
         say: Say = announce,
+        then: Callable[[], object] = lambda: None,
+        otherwise: Callable[[Any], object] = lambda error: None,
         is_strict: bool = False,
     ) -> None:
         self._trainer, self._how, self._on_mismatch = trainer, options.attest, options.on_mismatch
         self._write, self._say, self._is_strict = write, say, is_strict
+        self._then, self._otherwise = then, otherwise
         self._ranks = Ranks.here()
-        self._index: CheckpointIndex | None = None
+        self._checkpoint: Path | None = None
         self._losses = Losses()
-        self._waits_for_rng = self._has_stepped = False
-        self.found: Attestation | None = None
+        self._is_due = self._waits_for_rng = self._has_stepped = False
+        self._buffers: Mapping[str, torch.Tensor] = {}
+        self._random: Mapping[str, Any] | None = None
+        """The random states after the Trainer has restored them: at the start of an epoch it then draws from them"""
 
     def begin(self, find_training: Callable[[], Attestable]) -> None:
-        """Attest the states; call it in ``on_train_begin``, on every rank. ``find_training`` returns the
-        live training.
-
-        Raises NotTheSame if they are not the checkpoint's and that is to stop the training.
-        """
-        checkpoint, trainer = resumed_from(self._trainer), self._trainer
-        if checkpoint is None or self._how == OFF:
+        """Take the checkpoint; call it in ``on_train_begin``, on every rank. ``find_training`` returns the live
+        training."""
+        trainer, self._find_training = self._trainer, find_training
+        self._checkpoint = resumed_from(trainer)
+        if self._checkpoint is None or self._how == OFF:
+            self._checkpoint = None
+            self._call(self._then)
             return
-        begin = partial(self._begin, find_training, checkpoint)
-        guarded(begin, checkpoint, self._ranks.is_first, is_strict=self._is_strict)
-        if self._index is not None and not trainer.args.ignore_data_skip:
+        self._is_due, held = True, parts_of(trainer)
+        self._buffers = kept_buffers(held)
+        self._waits_for_rng = not trainer.args.ignore_data_skip
+        if self._waits_for_rng:
             self._watch_rng(trainer)
+        if held.engine is not None:  # which makes the step within the backward pass
+            around(held.engine, "step")(self._stepping)
 
-    def _begin(self, find_training: Callable[[], Attestable], checkpoint: Path) -> None:
-        trainer = self._trainer
-        training, held = find_training(), parts_of(trainer)
+    def _stepping(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.before_step()
+        return step(*args, **kwargs)
+
+    def before_step(self) -> None:
+        """Attest the training, once; call it before each optimizer step, on every rank.
+
+        Raises NotTheSame if it is not the checkpoint's and that is to stop the training.
+        """
+        if self._is_due:
+            self._is_due = False
+            self._call(self._attest)
+
+    def give_up(self) -> None:
+        """Attest nothing: the training begins again."""
+        self._is_due = False
+
+    def _call(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (Exception, SystemExit) as error:
+            self._otherwise(error)
+            raise
+
+    def _attest(self) -> None:
+        checkpoint = self._checkpoint
+        assert checkpoint is not None
+        guarded(self._attest_all, checkpoint, self._ranks.is_first, is_strict=self._is_strict)
+        self._buffers, self._random = {}, None
+        self._then()
+
+    def _attest_all(self) -> None:
+        checkpoint, trainer = self._checkpoint, self._trainer
+        assert checkpoint is not None
+        training, held = self._find_training(), replace(parts_of(trainer), buffers=self._buffers)
         try:
             opened = open_on_first(training, checkpoint, self._ranks)
         except SourceError as error:
-            if not (files := missing_files(error)):
+            if (judgement := judged(error, display_name(checkpoint), self._how)) is None:
                 raise
-            self._report(lacking(display_name(checkpoint), files, self._how))
+            self._report(judgement)
             return
-        found = _attest(opened, self._ranks, self._how, held)
-        if trainer.args.ignore_data_skip:
-            found = replace(found, notes=(*found.notes, "random states: ignore_data_skip does not restore them"))
-        self.found, self._index = found, opened.index
+        found = self._with_random(_attest(opened, self._ranks, self._how, held), opened.index)
         if self._ranks.is_first:
             state = trainer.state
-            self._losses = Losses(abandoned_log(Path(trainer.args.output_dir), state.global_step, state.log_history))
+            log = abandoned_log(Path(trainer.args.output_dir), state.global_step, state.log_history)
+            self._losses = Losses(log, not any(one.subject is Subject.SCHEDULE for one in found.mismatches))
         self._report(found)
 
     def _report(self, found: Attestation) -> None:
@@ -338,9 +411,7 @@ class TrainerResume:
         self._say(found, self._ranks, self._on_mismatch)
 
     def _watch_rng(self, trainer: Trainer) -> None:
-        """Compare the random states right after the Trainer has restored them: at the start of an epoch it then draws
-        from them. The method is replaced on this one Trainer, once."""
-        self._waits_for_rng = True
+        """Keep the random states that the Trainer restores. The method is replaced on this one Trainer, once."""
 
         @around(trainer, "_load_rng_state")
         def loading(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -348,46 +419,43 @@ class TrainerResume:
             if self._waits_for_rng:
                 self._waits_for_rng = False
                 trainer._load_rng_state = load
-                assert self._index is not None
-                guarded(self._attest_rng, self._index.name, self._ranks.is_first, is_strict=self._is_strict)
+                self._random = rng_tree()
             return result
 
-    def _attest_rng(self) -> None:
-        index, ranks = self._index, self._ranks
-        assert index is not None and self.found is not None
-        mine = ranks.together(lambda: compare_random(index, rng_tree(), ranks.rank, ranks.world_size))
-        mismatches = [(rank, one) for rank, (found, _) in enumerate(mine) for one in found]
-        if not mismatches:
-            if ranks.is_first and (note := next((note for _, note in mine if note), "")):
-                logger.warning("resumed from %s: not compared: %s", index.name, note)
-            return
-        where = sorted({rank for rank, _ in mismatches})
-        what = "the random states were not restored"
-        found = replace(
-            self.found,
-            rows=(),
-            notes=(),
-            mismatches=tuple(dict.fromkeys(one for _, one in mismatches)),
-            cause=Cause(
-                f"{what} on {len(where)} of {ranks.world_size} ranks", "dropout and the order of the data differ"
-            ),
-        )
-        self._report(found)
+    def _with_random(self, found: Attestation, index: CheckpointIndex) -> Attestation:
+        """Add the differences of the random states that were restored."""
+        if self._trainer.args.ignore_data_skip:
+            return replace(found, notes=(*found.notes, "random states: ignore_data_skip does not restore them"))
+        random, ranks = self._random, self._ranks
+
+        def compare() -> tuple[list[Mismatch], str]:
+            if random is None:
+                return [], "random states: they were not restored"
+            return compare_random(index, random, ranks.rank, ranks.world_size)
+
+        return with_random(found, ranks.together(compare))
+
+    def ended(self) -> None:
+        """Call it at the end: there may have been no step to make."""
+        if self._is_due:
+            self._is_due = False
+            self._call(self._then)
 
     def step_ended(self) -> None:
         """Call it after each step."""
-        if self._index is not None and not self._has_stepped:
-            self._has_stepped = True
-            rates = [float_of(group.get("lr")) for group in self._trainer.optimizer.param_groups]
-            said = rates_off_schedule(rates, rates_of(parts_of(self._trainer).scheduler))
-            if said and self._ranks.is_first:
-                step = self._trainer.state.global_step
-                logger.warning("resumed from %s: after step %d %s", self._index.name, step, said)
-                self._write({"step": step, "rates": said})
-        if self._waits_for_rng:
-            self._waits_for_rng = False
-            if self._ranks.is_first and self._index is not None:
-                logger.warning("resumed from %s: the random states were not restored", self._index.name)
+        if self._checkpoint is None or self._has_stepped:
+            return
+        self._has_stepped = True
+        if self._is_due and self._ranks.is_first:
+            what = "the Trainer does not tell callbacks before it makes a step"
+            logger.warning("resumed from %s: not attested: %s", self._checkpoint, what)
+        self.ended()
+        rates = [float_of(group.get("lr")) for group in self._trainer.optimizer.param_groups]
+        said = rates_off_schedule(rates, rates_of(parts_of(self._trainer).scheduler))
+        if said and self._ranks.is_first:
+            step = self._trainer.state.global_step
+            logger.warning("resumed from %s: after step %d %s", display_name(self._checkpoint), step, said)
+            self._write({"step": step, "rates": said})
 
     def logged(self, logs: Mapping[str, Any]) -> None:
         """Call it with each entry of the log."""

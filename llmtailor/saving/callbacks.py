@@ -279,6 +279,10 @@ class Resuming(TrainerCallback):  # type: ignore[misc]
 
     _resume: TrainerResume | None = None
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
+        if self._resume is not None:
+            self._resume.before_step()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         if self._resume is not None:
             self._resume.step_ended()
@@ -369,18 +373,29 @@ class PartialSaving(SaverCallback, Resuming):
         beside, tokenizer = TrainerClient(held.own_scheduler), getattr(trainer.data_collator, "tokenizer", None)
         tokenizer = trainer.processing_class or tokenizer
         self.saver = make_saver(args.output_dir, held, beside, tokenizer, self.policy, self.options, is_tested=True)
-        training = self.saver.live
-        resume = TrainerResume(trainer, self.options, self.saver.record.append, say=self._say)
+        saver, step, before = self.saver, state.global_step, {CALLBACKS: {**state.stateful_callbacks}}
+
+        def start() -> None:
+            saver.start(step, before, is_retry=is_retry)
+            self._mark(state)
+
+        if self._resume is not None:
+            self._resume.give_up()
+        self._resume = TrainerResume(
+            trainer,
+            self.options,
+            saver.record.append,
+            say=self._say,
+            then=start,
+            otherwise=lambda _: saver.close(),
+        )
+        self._saved_step = step
         try:
             self._agree()
-            resume.begin(lambda: training)
-        except (TailorError, SystemExit):
-            self.saver.close()
+        except TailorError:
+            saver.close()
             raise
-        self._resume = resume
-        self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks}, is_retry=is_retry)
-        self._mark(state)
-        self._saved_step = state.global_step
+        self._resume.begin(lambda: attestable_of(parts_of(trainer)))
 
     def _agree(self) -> None:
         """Refuse arguments that differ between the ranks: launchers may not pass the environment to all nodes."""
@@ -398,8 +413,8 @@ class PartialSaving(SaverCallback, Resuming):
         state.stateful_callbacks[MARK] = make_mark(Past(state.global_step, ledger.lineage, ledger.history))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        self._mark(state)
         super().on_step_end(args, state, control)
+        self._mark(state)
         if self.saver is not None:
             self.saver.has_state(state.global_step)  # refuses an optimizer now, not at the first save
         every = self.save_steps or state.save_steps
@@ -442,6 +457,8 @@ class PartialSaving(SaverCallback, Resuming):
     on_epoch_begin = on_step_begin
 
     def on_train_end(self, *_: object, **__: object) -> None:
+        if self._resume is not None:
+            self._resume.ended()
         self._settle(is_last=True)
         if self.saver is not None:
             self.saver.close()
@@ -526,6 +543,8 @@ class AttestResume(AttestingCallback, Resuming):
         self._begin(find_trainer(self))
 
     def _begin(self, trainer: Trainer, **how: Any) -> None:
+        if self._resume is not None:
+            self._resume.give_up()
         self._resume = TrainerResume(trainer, self.options, **{"say": self._say, **how})
         self._resume.begin(lambda: attestable_of(parts_of(trainer)))
 

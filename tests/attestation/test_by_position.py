@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -24,9 +25,8 @@ class Keeping(AttestResume):
 
     found = None
 
-    def on_train_begin(self, *args, **kwargs):
-        super().on_train_begin(*args, **kwargs)
-        self.found = self._resume.found
+    def _say(self, found, *_):
+        self.found = found
 
 
 class Blocks(torch.optim.Optimizer):
@@ -97,7 +97,7 @@ def found_by(checkpoint, change=lambda trainer: None, how="sample", kind=Trainer
 
 def resume(run, change=lambda trainer: None, how="sample"):
     name, folder = run
-    return found_by(folder / f"checkpoint-{STEP}", change, how, max_steps=3, **MADE[name])
+    return found_by(folder / f"checkpoint-{STEP}", change, how, max_steps=4, **MADE[name])
 
 
 @pytest.mark.parametrize("how", ["sample", "full"])
@@ -125,6 +125,35 @@ def test_states_of_another_step_and_reset_ones(run):
     found = resume(run, lambda trainer: trainer.optimizer.state.clear())
     assert _kinds(found) == {(kind, "missing") for kind in kinds}
     assert found.cause is not None and "only the weights" in found.cause.what
+
+
+def replace_params(trainer):
+    """As ``load_state_dict(assign=True)`` does"""
+    copied = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.model.load_state_dict(copied, assign=True, strict=False)
+
+
+def drop_param(trainer):
+    trainer.optimizer.param_groups[0]["params"].pop(0)
+
+
+def freeze(trainer):
+    trainer.optimizer.param_groups[0]["params"][0].requires_grad = False
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (replace_params, "made before the model got other params"),
+        (drop_param, "other params than it was saved with|not trained: frozen, or left out"),
+        (freeze, "params that the checkpoint trains are not trained"),
+    ],
+)
+def test_params_that_are_not_trained(run, change, cause):
+    if (run[0], change) == ("lora", replace_params):
+        pytest.skip("PEFT's params are replaced by name")
+    found = resume(run, change)
+    assert not found.is_same and re.search(cause, found.cause.what)
 
 
 @pytest.mark.parametrize("fault", ["renamed", "lora_B"])

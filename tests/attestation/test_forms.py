@@ -77,9 +77,9 @@ def loop(model, kind=torch.optim.AdamW):
     ), accelerator  # fmt: skip
 
 
-def step(model, optimizer):
+def step(model, optimizer, scale=1.0):
     for param in model.parameters():
-        param.grad = torch.randn_like(param)
+        param.grad = torch.randn_like(param) * scale
     optimizer.step()
 
 
@@ -117,6 +117,32 @@ def test_weights_in_torchs_form_are_a_note(tmp_path):
     found = llmtailor.attest(tmp_path / "saved", model=model, optimizer=optimizer, scheduler=scheduler)
     assert found.is_same and found.num_same == 6
     assert [note for note in found.notes if note.startswith("weights of 3 params are stored in another form")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "cause", "kinds"),
+    [
+        (
+            torch.float16,
+            1e-5,
+            "moments were reset to zero, or rounded to it",
+            {("exp_avg", "zero"), ("exp_avg_sq", "zero")},
+        ),
+        (torch.bfloat16, 1.0, "all states were rounded: the training has another precision", set()),
+    ],
+)
+def test_a_training_in_a_smaller_dtype(tmp_path, dtype, scale, cause, kinds):
+    """torch casts the states that it loads to the dtype of the params."""
+    model, optimizer, _, accelerator = loop(Two())
+    step(model, optimizer, scale)
+    accelerator.save_state(tmp_path / "saved")
+    other = Two().to(dtype)
+    other.load_state_dict(model.state_dict())
+    adam = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    adam.load_state_dict(optimizer.state_dict())
+    found = llmtailor.attest(tmp_path / "saved", model=other, optimizer=adam)
+    assert not found.is_same and found.num_same == 0 and found.cause.what.startswith(cause)
+    assert {(row.state_kind, row.kind.value) for row in found.rows if row.is_alarm} == kinds
 
 
 def test_a_refusal_by_name_is_not_dropped(tmp_path):

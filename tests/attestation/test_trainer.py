@@ -16,7 +16,7 @@ import llmtailor  # noqa: E402
 from llmtailor.errors import VerificationError  # noqa: E402
 from llmtailor.saving import AttestResume  # noqa: E402
 from saving.loop import log_of  # noqa: E402
-from trainings.alone import train  # noqa: E402
+from trainings.alone import Stops, train  # noqa: E402
 
 STEP = 2
 
@@ -47,6 +47,18 @@ def test_a_clean_resume_says_so_and_its_losses_prove_it(run, caplog):
     assert f"checkpoint-{STEP}: {attested['num_states']} of {attested['num_states']} states are" in caplog.text
     assert "the losses of steps 3 and 4 equal those of the abandoned attempt" in caplog.text
     assert [line["step"] for line in lines if "losses" in line] == [4]
+
+
+@pytest.mark.parametrize("options", [{"lr_scheduler_type": "cosine"}, {"steps": 60}])
+def test_another_schedule_is_a_note_and_never_evidence(run, caplog, options):
+    """The first rate is the checkpoint's, whatever rule computes the next ones."""
+    given = {"attached": ATTACHED, "resume_from": run / f"checkpoint-{STEP}", "steps": 6, **options}
+    train(run, callbacks=(Stops(4),), **given)
+    (attested,) = [line["attested"] for line in log_of(run) if "attested" in line]
+    assert attested["is_same"]
+    assert [one for one in attested["others"] if one["what"].startswith("schedule: the learning rate")]
+    assert "note: schedule: the learning rate of param group 0 at its step is" in caplog.text
+    assert "strong evidence" not in caplog.text
 
 
 class NoWeights(Trainer):
@@ -113,6 +125,44 @@ def test_stop_ends_the_training_before_its_first_step(run):
     assert caught.value.exit_code == 7
     assert not [*(run / "partial").glob("step-*")]
     assert resume(run)[0][-1]["is_same"], "nothing was moved aside, and the folder is not locked"
+
+
+class Spoiling(TrainerCallback):
+    """Changes a weight in an event of the training."""
+
+    def __init__(self, event):
+        self.is_due = True
+        setattr(self, event, self.spoil)
+
+    def spoil(self, args, state, control, model=None, **_):
+        if self.is_due:
+            self.is_due = False
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.5)
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_step_begin"])
+@pytest.mark.parametrize("has_saver", [True, False])
+def test_what_callbacks_change_before_the_first_step_is_seen(run, event, has_saver, capfd):
+    spoiling = Spoiling(event)
+    callbacks = (spoiling,) if has_saver else (AttestResume(), spoiling)
+    attached = ATTACHED if has_saver else None
+    train(run, callbacks=callbacks, attached=attached, resume_from=run / f"checkpoint-{STEP}", steps=6)
+    assert "master of 1 param: other values" in capfd.readouterr().err
+
+
+def test_the_first_forward_pass_may_change_buffers(tmp_path, caplog):
+    def counting(model):
+        model.register_buffer("num_passes", torch.zeros(1))
+
+        def count(*_):
+            model.num_passes.add_(1)
+
+        model.register_forward_pre_hook(count)
+
+    train(tmp_path, prepare=counting)
+    train(tmp_path, prepare=counting, callbacks=(AttestResume(),), resume_from=tmp_path / "checkpoint-2")
+    assert "NOT THE TRAINING" not in caplog.text and "states are the checkpoint's" in caplog.text
 
 
 def test_off_compares_nothing(run):

@@ -103,6 +103,14 @@ def change(holder: dict[str, Any], key: str, value: Any) -> Undo:
     return lambda: holder.update({key: before})
 
 
+def all_of(undos: Iterable[Undo]) -> Undo:
+    def undo() -> None:
+        for one in undos:
+            one()
+
+    return undo
+
+
 def of_rank(numbers: set[int], fragments: list[Fragment]) -> list[Fragment]:
     return fragments if dist.get_rank() in numbers else []
 
@@ -212,6 +220,11 @@ class Faults:
     def masters_rounded(self) -> Undo:
         return overwrite(self.one.fragments("master"), lambda one: one.tensor.bfloat16().to(one.tensor.dtype))
 
+    def moments_in_16_bits(self) -> Undo:
+        """Second moments in fp16: most of them are too small for it."""
+        found = self.one.fragments("exp_avg_sq")
+        return overwrite(found, lambda one: one.tensor.half().to(one.tensor.dtype))
+
     def one_weight_changed(self) -> Undo:
         found = self.one.fragments("master")
         return overwrite([found[self.draw.randrange(len(found))]], lambda one: one.tensor + 0.01)
@@ -224,17 +237,23 @@ class Faults:
         weights = [Fragment(one.param, "", one.begin, self.one.training.weight_of(one)) for one in masters]  # type: ignore[arg-type]
         return overwrite(weights, lambda one: one.tensor * 1.25 + 0.01)
 
+    def forward_on_one_rank(self) -> Undo:
+        """Where this rank has no masters"""
+        begins = {one.param: one.begin for one in self.one.fragments("master")}
+        copies = [one for one in self.one.training.copies() if begins.get(one.param, 1)]
+        return overwrite(of_rank({1}, copies), lambda one: torch.cat([one.tensor[:1] + 0.1, one.tensor[1:]]))
+
+    def forward_stale(self) -> Undo:
+        """The whole weights that a rank has, on all ranks"""
+        return overwrite([*self.one.training.copies()], lambda one: one.tensor + 0.1)
+
     def steps_reset(self) -> Undo:
         undos = []
         for kinds in self.one.torchs.state.values():
             zero = torch.zeros_like(kinds["step"]) if isinstance(kinds["step"], torch.Tensor) else 0
             undos.append(change(kinds, "step", zero))
 
-        def undo() -> None:
-            for one in undos:
-                one()
-
-        return undo
+        return all_of(undos)
 
     def rate_changed(self) -> Undo:
         groups = self.one.torchs.param_groups  # those of ZeRO-3 list no params, and PEFT leaves one empty
@@ -247,6 +266,52 @@ class Faults:
     def schedule_restarted(self) -> Undo:
         state = vars(self.one.scheduler)
         return change(state, next(key for key in ("last_epoch", "last_batch_iteration") if key in state), 0)
+
+    def params_replaced(self) -> Undo:
+        """As ``load_state_dict(assign=True)`` does"""
+        return self._replaced([*self.one.training.model.modules()])
+
+    def module_replaced(self) -> Undo:
+        """As ``resize_token_embeddings`` does"""
+        return self._replaced([self.one.training.model.get_submodule(self._first_trained().rpartition(".")[0])])
+
+    def _replaced(self, modules: list[torch.nn.Module]) -> Undo:
+        new: dict[int, torch.nn.Parameter] = {}
+        undos = []
+        for module in modules:
+            for key, param in module._parameters.items():
+                if param is not None:
+                    other = torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+                    undos.append(change(module._parameters, key, new.setdefault(id(param), other)))
+        return all_of(undos)
+
+    def param_gone(self) -> Undo:
+        """A param is no longer in the optimizer."""
+        group = next(one for one in self.one.torchs.param_groups if one["params"])
+        return change(group, "params", group["params"][1:])
+
+    def param_frozen(self) -> Undo:
+        param = self.one.training.model.get_parameter(self._first_trained())
+        param.requires_grad = False
+        return lambda: param.requires_grad_(True)
+
+    def param_trained(self) -> Undo:
+        """What was frozen is in the optimizer."""
+        (group, *_), model = self.one.torchs.param_groups, self.one.training.model
+        param = model.get_parameter(self.one.fragments("frozen")[0].param)
+        param.requires_grad = True
+        undo = change(group, "params", [*group["params"], param])
+        return all_of([undo, lambda: param.requires_grad_(False)])
+
+    def _first_trained(self) -> str:
+        return next(name for name, fact in self.one.training.params.items() if fact.role == "trainable")
+
+    def schedule_changed(self) -> Undo:
+        """Another rule, which stands where the one that was saved stood"""
+        state = vars(self.one.scheduler)
+        if "lr_lambdas" in state:
+            return change(state, "lr_lambdas", [lambda step: 0.5**step] * len(state["lr_lambdas"]))
+        return change(state, "inverse_log_warm_up", state["inverse_log_warm_up"] / 2)
 
     def counter_reset(self) -> Undo:
         return change(vars(self.one.engine), "global_steps", 0)
