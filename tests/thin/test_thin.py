@@ -245,6 +245,18 @@ def test_a_folder_of_an_adapter_stays(tmp_path):
     assert first["why"] == "it holds files that would be lost: additional_chat_templates/tools.jinja"
 
 
+@pytest.mark.parametrize("words", [("--strategy", "full"), ("--keep-optimizer-last", 1)])
+def test_the_best_model_stays(tmp_path, words):
+    """A Trainer with load_best_model_at_end loads it when it ends, and warns and keeps the last if it is not there."""
+    run = make_run(tmp_path / "run", (100, 200, 300))
+    state = json.loads((run / "checkpoint-300" / "trainer_state.json").read_text())
+    state["best_model_checkpoint"] = "elsewhere/before/it/moved/checkpoint-200"
+    (run / "checkpoint-300" / "trainer_state.json").write_text(json.dumps(state))
+    whys = {row["step"]: row["why"] for row in call("thin", run, *words, "--yes")["checkpoints"]}
+    assert whys == {100: "", 200: f"{run / 'checkpoint-300'} names it as the best model", 300: ""}
+    assert (run / "checkpoint-200" / "model.safetensors").exists()
+
+
 def test_composites_are_thinned_out_unless_their_card_was_edited(tmp_path):
     run = make_run(tmp_path / "run", (100, 200, 300))
     for step in (100, 200):
