@@ -56,7 +56,7 @@ def test_a_dry_run_tells_and_touches_nothing(tmp_path):
     assert "steps that can be composed now:        100, 200, 300" in lines
     assert "steps that can be composed afterwards: 100, 200, 300" in lines
     assert f"({call('thin', run, '--strategy', 'parity')['freed_bytes']:,} bytes)" in lines[-1]
-    assert "dry run: nothing was changed" in result.stderr
+    assert "dry run: nothing was changed" in result.stderr and " would be freed (" in lines[-1]
 
 
 def test_it_says_how_old_the_parts_of_each_step_become(tmp_path):
@@ -282,8 +282,9 @@ def test_nothing_to_do(tmp_path, words):
 def test_a_damaged_newest_checkpoint(tmp_path):
     run = make_run(tmp_path / "run", (100, 200, 300))
     optim_states(run / "checkpoint-300").unlink()
-    for words in (("--strategy", "full"), ("--keep-optimizer-last", 1, "--yes")):
+    for words in (("--strategy", "full"), ("--strategy", "full", "--yes"), ("--keep-optimizer-last", 1, "--yes")):
         message = refusal("thin", run, *words, kind=SourceError)
+        assert not (run / "partial").exists()
         assert "the newest checkpoint can't be used, so older ones are not touched" in message
         assert "optim_states shard 0 of 2 is missing" in message
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
