@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import partial
@@ -23,7 +24,7 @@ from llmtailor.cli.options import (
     given,
     target_options,
 )
-from llmtailor.errors import UsageError
+from llmtailor.errors import RecipeError, UsageError
 
 if TYPE_CHECKING:
     from llmtailor.compose.plan import Opened
@@ -76,6 +77,9 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
         raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run folder with --run")
     if foreign := given(choosing):
         raise UsageError.at(foreign[0], "it needs --run RUN_DIR", "omit it, or put it into the recipe")
+    if config.is_dir():
+        fix = f"use llmtailor convert {shlex.quote(str(config))}, or for a run llmtailor merge --run RUN_DIR"
+        raise RecipeError.at(config, "it is a folder, not a recipe", fix)
     _run_merge(lambda: (config, None), out, allow_split=allow_split, **options)
 
 
@@ -189,7 +193,8 @@ def _merge(
         if dry_run or there:
             print_report()
     elif dry_run:
-        click.echo(plan_text(report))
+        if not quiet:
+            click.echo(plan_text(report))
     elif not quiet and not there:
         click.echo(parts_text(report))
     for notice in folded(report.notices):

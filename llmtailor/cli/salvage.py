@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,8 @@ def salvage(
     if dry_run:
         if composition is not None:
             check_room(composition)
-        _show_how_to_resume(salvage, resume_from, replace, as_json, is_done=composition is None and replacement is None)
+        is_done = composition is None and replacement is None
+        _show_how_to_resume(salvage, resume_from, replace, as_json, options["deep"], is_done)
         click.echo("dry run: nothing was written", err=True)
         return
     if replacement is not None:
@@ -102,7 +104,7 @@ def salvage(
     if replacement is not None:
         check_settled(replacement, seen, notify)
         _put_in_place(replacement, as_json)
-    _show_how_to_resume(salvage, resume_from, replace, as_json)
+    _show_how_to_resume(salvage, resume_from, replace, as_json, options["deep"])
 
 
 def _put_in_place(replacement: Replacement, as_json: bool) -> None:
@@ -135,21 +137,22 @@ def _show(salvage: Salvage) -> None:
 
 
 def _show_how_to_resume(
-    salvage: Salvage, resume_from: Path, is_replaced: bool, as_json: bool, is_done: bool = True
+    salvage: Salvage, resume_from: Path, is_replaced: bool, as_json: bool, is_deep: bool, is_done: bool = True
 ) -> None:
     from llmtailor.checkpoint.index import DEEPSPEED, TRAINER
     from llmtailor.formats.registry import display_name
     from llmtailor.loaders.loader import loader_of
 
     newest = display_name(salvage.newest[1])
+    state = "intact" if is_deep else "complete as far as its headers show (--deep reads all of it)"
     if salvage.is_intact:
-        click.echo(f"{newest} is intact: nothing to salvage", err=as_json)
+        click.echo(f"{newest} is {state}: nothing to salvage", err=as_json)
         return
     if salvage.composition is None:
-        click.echo(f"{salvage.base.name} is intact, and no newer checkpoint is usable: resume from it", err=as_json)
+        click.echo(f"{salvage.base.name} is {state}, and no newer checkpoint is usable: resume from it", err=as_json)
     base, name = salvage.base.index, display_name(resume_from)
     if base.client == TRAINER:
-        how = f"--resume_from_checkpoint {name}"
+        how = f"--resume_from_checkpoint {shlex.quote(name)}"
         how += ", or use auto-resume" if is_replaced else f"; without --replace, auto-resume would take {newest}"
     elif base.client == DEEPSPEED and resume_from.name == base.zero.tag:
         how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.zero.tag}")'

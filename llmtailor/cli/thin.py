@@ -86,14 +86,17 @@ def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bo
       llmtailor thin runs/x --select last:2 --select lm_head --yes
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
+    from llmtailor.loaders.files import FOLDER
     from llmtailor.runs.folder import only_writer
     from llmtailor.runs.prune import bytes_to_move, plan_thinning
     from llmtailor.runs.thin import thin as carry_out
 
     wanted = _options(**options)
+    if yes and not (run / FOLDER).is_dir():  # a refusal leaves no new folder behind
+        plan_thinning(run, wanted, trust_unrecorded=trust_unrecorded)
     with only_writer(run, make=not wanted.weights_only) if yes else nullcontext():
         plan = plan_thinning(run, wanted, trust_unrecorded=trust_unrecorded)
-        _show(_thinning(plan) if as_json else _thinning_text(plan), plan.scan.skipped)
+        _show(_thinning(plan) if as_json else _thinning_text(plan, yes), plan.scan.skipped)
         if not yes:
             click.echo("dry run: nothing was changed; use --yes to thin", err=True)
             return
@@ -133,7 +136,7 @@ def gc(run: Path, keep: int | None, trust_unrecorded: bool, yes: bool, as_json: 
     with only_writer(run) if yes else nullcontext():
         plan = plan_gc(run, keep, trust_unrecorded=trust_unrecorded)
         in_use = (Problem(str(path), "another process is writing there", "wait until it ends") for path in plan.in_use)
-        _show(_collection(plan) if as_json else _collection_text(plan), [*plan.left_alone, *in_use])
+        _show(_collection(plan) if as_json else _collection_text(plan, yes), [*plan.left_alone, *in_use])
         if not yes:
             click.echo("dry run: nothing was changed; use --yes to remove", err=True)
             return
@@ -241,7 +244,11 @@ def _steps(plan: ThinPlan | GcPlan) -> dict[str, Any]:
     }
 
 
-def _thinning_text(plan: ThinPlan) -> str:
+def _freed(num_bytes: int, is_done: bool) -> str:
+    return f"{size(num_bytes)} {'freed' if is_done else 'would be freed'} ({num_bytes:,} bytes)"
+
+
+def _thinning_text(plan: ThinPlan, yes: bool) -> str:
     from llmtailor.cli.tables import ages_text, steps_text, table
     from llmtailor.runs.prune import STAYS
 
@@ -258,7 +265,7 @@ def _thinning_text(plan: ThinPlan) -> str:
         lines.append(f"nothing to thin beyond the newest {plan.options.keep_full}, which stay full")
     if plan.freed < 0:
         lines.append("no gain: for such a small model, a partial checkpoint's manifest takes more space than it saves")
-    return "\n".join([*lines, f"{size(plan.freed)} freed ({plan.freed:,} bytes)"])
+    return "\n".join([*lines, _freed(plan.freed, yes)])
 
 
 def _outcome(action: PruneAction) -> tuple[str, str]:
@@ -280,7 +287,7 @@ def _outcome(action: PruneAction) -> tuple[str, str]:
     return where + ("" if action.is_written else ", already there"), parts
 
 
-def _collection_text(plan: GcPlan) -> str:
+def _collection_text(plan: GcPlan, yes: bool) -> str:
     from llmtailor.cli.tables import ages_text, table
     from llmtailor.runs.folder import files_in, freed_bytes
 
@@ -293,4 +300,4 @@ def _collection_text(plan: GcPlan) -> str:
     lines = [table(("folder", "becomes", "bytes freed"), rows, right=(2,)), ""] if rows else []
     lines.append(ages_text(plan.before, plan.ages))
     lines += [] if plan.removals else ["nothing to remove"]
-    return "\n".join([*lines, f"{size(plan.freed)} freed ({plan.freed:,} bytes)"])
+    return "\n".join([*lines, _freed(plan.freed, yes)])

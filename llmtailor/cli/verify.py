@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -78,9 +79,8 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, client: str | None,
     else:
         click.echo(to_text(verdict))
         if verdict.is_resumable and not isinstance(checkpoint, RemotePath):  # attesting needs it on this machine
-            click.echo(
-                f"files only; llmtailor attest {verdict.name} -- PROGRAM compares what your training loads of them"
-            )
+            attest = f"llmtailor attest {shlex.quote(verdict.name)} -- PROGRAM"
+            click.echo(f"files only; {attest} compares what your training loads of them")
     ctx.exit(0 if verdict.is_intact else VerificationError.exit_code)
 
 
@@ -120,7 +120,8 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
         print_json(latest_to_json(found))
     elif found.path is not None:
         click.echo(f"{found.path}")
-    how = f"llmtailor merge --run {run}{f' --at {at}' if at is not None else ''}"
+    name = shlex.quote(f"{run}")
+    how = f"llmtailor merge --run {name}{f' --at {at}' if at is not None else ''}"
     if found.newer_partial is not None:
         notify(f"{found.newer_partial} is newer; compose a checkpoint of its step: {how}")
     if found.unjudged is not None:
@@ -130,5 +131,5 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
     if found.path is None:
         until = f" at or before step {at}" if at is not None else ""
         what = f"none of the {len(found.passed_over)} checkpoints{until} is resumable"
-        fix = f"compose one: {how if found.newer_partial else f'llmtailor salvage {run}'}; or restart the training"
+        fix = f"compose one: {how if found.newer_partial else f'llmtailor salvage {name}'}; or restart the training"
         raise VerificationError.at(run, what if found.passed_over else f"it has no checkpoint{until}", fix)

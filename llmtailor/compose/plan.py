@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Plan, regroup
+from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout
 from llmtailor.checkpoint.sources import Cut, Linkable, Sources
 from llmtailor.codes import Code
@@ -54,7 +55,7 @@ from llmtailor.formats.registry import (
     writer_of,
 )
 from llmtailor.loaders.loader import check_replaceable, choose_loader, is_partial
-from llmtailor.loaders.trainer_state import state_attempt, state_lags
+from llmtailor.loaders.trainer_state import attempt_of, state_attempt, state_lags
 from llmtailor.loaders.write import Wanted, lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.roles import MASTER, State
@@ -153,6 +154,8 @@ class Composition:
     """The output's family of formats"""
     client: str
     """Whose loader will resume from the output, see `loaders.loader`"""
+    attempt: Past | None
+    """The attempt of the run that it belongs to, if its sources state one"""
     replaces: Entries | None = None
     """The existing content of the output folder, all replaceable; None if the output must not exist"""
 
@@ -245,7 +248,9 @@ def plan_merge(
     wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, client, linkable)
     layouts, about_weights = writer_of(family, client)(reference, wanted)
     layouts += (*tokenizer, *(opened.files if opened else ()))
-    layouts, about_attempts = state_attempt(layouts, reference, [stated_attempt(index.root) for index in indexes], base)
+    stated = [stated_attempt(index.root) for index in indexes]
+    its_attempt, about_attempts = attempt_of(stated, base, reference.global_step)
+    layouts = state_attempt(layouts, reference, its_attempt)
     counted = [one.step for one in target.sub_groups if one.params and one.step is not None]
     layouts, about_lags = state_lags(layouts, reference, counted, family)
     plan = plan_composite(layouts, indexes, sources, base, scales)
@@ -296,6 +301,7 @@ def plan_merge(
         report=report,
         family=family,
         client=client,
+        attempt=its_attempt,
         replaces=replaces,
     )
 

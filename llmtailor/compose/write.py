@@ -62,7 +62,7 @@ from llmtailor.errors import (
 )
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.provenance import read_manifest, read_merge
-from llmtailor.formats.registry import display_name
+from llmtailor.formats.registry import BESIDE, display_name
 from llmtailor.loaders.files import CARD, MANIFEST
 from llmtailor.loaders.loader import LOADERS, is_resumed_from
 from llmtailor.model.roles import MODULE, WEIGHT, State
@@ -117,6 +117,7 @@ def make_manifest(
         "base": report.base,
         "global_step": report.global_step,
         "world_size": report.world_size,
+        "attempt": asdict(composition.attempt) if composition.attempt else None,
         "recipe": {"name": report.recipe, "text": masked(composition.recipe.text)},
         "sources": [
             {
@@ -597,8 +598,9 @@ def settle_output(composition: Composition) -> tuple[Composition, str | None]:
     if composition.options.replace:
         return composition, None
     first = composition.out
+    plain = first.with_name(first.name.removesuffix(BESIDE))  # what has this name may be the output of the same merge
     numbered = (first.with_name(f"{first.name}-{number}") for number in count(2))
-    for out in chain([first], numbered):
+    for out in chain([plain] if plain.exists() else [], [first], numbered):
         named = replace(composition, out=out, report=replace(composition.report, out=display_name(out)))
         if not out.exists():
             return named, None

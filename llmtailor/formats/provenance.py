@@ -26,7 +26,8 @@ from llmtailor.model.parts import Part
 def stated_attempt(root: Path) -> Past | None:
     """Return the attempt that a checkpoint states; None if it states none, or is damaged.
 
-    The attempt of a partial checkpoint without a mark is that of its ledger, unless ``thin`` made it from a full one.
+    Without a mark in the Trainer's state, the attempt of a partial checkpoint is that of its ledger, and the attempt of
+    a composite that of its manifest.
     """
     with suppress(OSError, SourceError):
         content = read_json(root / TRAINER_STATE, TRAINER_STATE)
@@ -40,6 +41,10 @@ def stated_attempt(root: Path) -> Past | None:
             manifest = read_partial_manifest(root, root.name)
             past = read_past(manifest.step, manifest.ledger.get("lineage"), manifest.ledger.get("history"))
             return None if past is None or past.lineage.startswith(THINNED) else past
+    with suppress(OSError, SourceError):
+        stated = read_json(root / MANIFEST, MANIFEST).get("attempt")
+        if isinstance(stated, dict):
+            return read_past(stated.get("step"), stated.get("lineage"), stated.get("history"))
     return None
 
 

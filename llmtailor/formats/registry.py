@@ -260,7 +260,11 @@ def default_output(base: CheckpointIndex) -> Path:
     """Return the folder of a composite with this base, if none is named: in the run's folder for a partial one."""
     if base.form.is_partial and base.root.parent.name == FOLDER:
         return output_in(base.root.parent.parent, base.global_step)
-    return base.root.with_name(base.root.name + "-merged")
+    return base.root.with_name(base.root.name + BESIDE)
+
+
+BESIDE = "-merged"
+"""The end of an output's name if the name without it is taken"""
 
 
 def output_in(run: Path, step: int) -> Path:
@@ -272,7 +276,7 @@ def output_in(run: Path, step: int) -> Path:
         name = f"step-{step}"
     out = run / name
     # a skipped checkpoint may have that name: a damaged one, or one of an abandoned attempt
-    return out.with_name(f"{out.name}-merged") if out.exists() else out
+    return out.with_name(f"{out.name}{BESIDE}") if out.exists() else out
 
 
 def find_structure(index: CheckpointIndex) -> ModelStructure:

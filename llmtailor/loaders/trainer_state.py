@@ -164,27 +164,30 @@ def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
     return {**trainer_state, CALLBACKS: {**_callbacks(trainer_state), MARK: make_mark(past)}}
 
 
-def state_attempt(
-    layouts: Sequence[FileLayout], reference: CheckpointIndex, stated: Sequence[Past | None], base: int
-) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the files of a composite, with its base's attempt recorded, and notices.
+def attempt_of(stated: Sequence[Past | None], base: int, step: int) -> tuple[Past | None, list[Problem]]:
+    """Return the attempt that a composite of a step belongs to, and notices.
 
-    ``reference`` is the base, ``stated`` are the attempts of the sources, the base's at ``base``. If they don't
-    continue each other, the composite gets a new attempt: no checkpoint of the old ones may be combined with it, and a
-    training that resumes from it starts a new record.
+    ``stated`` are the attempts of the sources, the base's at ``base``. If they don't continue each other, the composite
+    gets a new attempt: no checkpoint of the old ones may be combined with it, and a training that resumes from it
+    starts a new record.
     """
     known = [past for past in stated if past is not None]
     attempt, notices = stated[base], []
     if not is_one_attempt(known):
         words = sorted(f"{past.lineage}@{past.step}" for past in known)
-        attempt = Past(reference.global_step, f"mixed-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}", {})
+        attempt = Past(step, f"mixed-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}", {})
         what = "its sources are of different attempts of the run; one was abandoned for the other"
         fix = "leave out those of the abandoned attempt, if this is not intended; `llmtailor merge --run` does"
         notices.append(Problem("sources", what, fix, Code.MIXED_ATTEMPTS))
+    return attempt, notices
+
+
+def state_attempt(layouts: Sequence[FileLayout], reference: CheckpointIndex, attempt: Past | None) -> list[FileLayout]:
+    """Return the files of a composite, with its attempt in its ``trainer_state.json``, if it has one."""
     content = _content(layouts, reference) if TRAINER_STATE in reference.files else None
     if attempt is None or content is None or read_mark(content, attempt.step) == attempt:
-        return list(layouts), notices
-    return _with_content(layouts, with_mark(content, attempt), "the base's, with its attempt"), notices
+        return list(layouts)
+    return _with_content(layouts, with_mark(content, attempt), "the base's, with its attempt")
 
 
 def state_lags(

@@ -31,6 +31,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections import defaultdict
@@ -57,6 +58,7 @@ from llmtailor.storage.local import (
     UNFINISHED,
     Lock,
     LockHeld,
+    absolute,
     as_path,
     check_own,
     check_regular,
@@ -169,12 +171,20 @@ class RunFolder:
         found = self.checkpoints()
         if not found:
             fix = f"name the folder that holds {NAMES}, or partial/"
+            if (around := self._run_around()) is not None:
+                fix = f"name the folder of the run: {shlex.quote(display_name(around))}"
             raise SourceError.at(display_name(self.run), "the folder has no checkpoint", fix)
         wanted = [(step, path) for step, path in found if at is None or step <= at]
         if not wanted:
             what = f"there is no checkpoint at or before step {at}; the first is {found[-1][0]}"
             raise SourceError.at(display_name(self.run), what, "use --at with a later step, or omit it")
         return wanted
+
+    def _run_around(self) -> Path | None:
+        """Return the run that this folder is part of: a checkpoint, its tag folder, or the folder of partial ones."""
+        near = list(absolute(self.run).parents)[:3]
+        found = [path for path in near if any(RunFolder(path).entries(Kind.FULL, Kind.PARTIAL))]
+        return next((path for path in found if step_of(path) is None or path.parent not in found), None)
 
     def left_by_thin(self) -> list[Path]:
         """Return what a killed ``thin`` left and nothing needs."""

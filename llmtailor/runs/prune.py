@@ -583,6 +583,18 @@ def read_facts(
     return FullFacts(obstacle, read_losses(index.root), num_bytes, has_links, stated_attempt(index.root))
 
 
+def _best_model(newest: CheckpointIndex) -> str | None:
+    """Return the name of the checkpoint that the Trainer loads when it ends, with ``load_best_model_at_end``; its own
+    rotation keeps it, too."""
+    where = PathIn(newest.name, TRAINER_STATE)
+    best = (
+        read_json(newest.root / TRAINER_STATE, where).get("best_model_checkpoint")
+        if TRAINER_STATE in newest.files
+        else None
+    )
+    return Path(best).name if isinstance(best, str) else None
+
+
 def _why_untouchable(index: CheckpointIndex) -> str:
     if index.root.is_symlink():
         return "it is a symbolic link"
@@ -658,6 +670,7 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
     run = Path(run).absolute()  # on this machine: it is changed in place
     folder, scan = RunFolder(run), scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
     newest = scan.indexes[check_newest(scan)]
+    best = _best_model(newest)
     structure, indexes = find_structure(newest), scan.indexes  # what is made here holds whole layers
     trained = {structure.part_of[param] for param in trained_states(newest)}
     parts = [part for part in structure.parts if part in trained]
@@ -670,7 +683,8 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
 
     @cache
     def facts_of(one: RunCheckpoint) -> FullFacts:
-        return read_facts(indexes[one.path], structure, folder.at(one.step), indexes, options)
+        facts = read_facts(indexes[one.path], structure, folder.at(one.step), indexes, options)
+        return replace(facts, obstacle=f"{newest.name} names it as the best model") if one.name == best else facts
 
     pruner = Pruner(
         checkpoints=scan.usable,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -197,6 +198,9 @@ def scan_back(
         except SourceError as error:  # Unanswered is not caught
             refuse(folder, *error.problems)
             continue
+        if _is_converted(index, [path for at, path in folders if at == step and path.parent.name == FOLDER]):
+            logger.info("%s is not used: it is a composite of the saves of its step, in another format", index.name)
+            continue
         reason = unrecorded or _why_not(step, index, index_of(found[0]) if found else None)
         mine = Past(index.global_step, ledger.lineage, ledger.history) if ledger else None
         if reason is None and not every_chain and past and mine and not past.includes(mine):
@@ -238,6 +242,20 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
         bases={structure.part_of[name]: one.base for name, one in index.partial.differences.items()},
         is_thinned=index.partial.is_thinned,
     )
+
+
+def _is_converted(index: CheckpointIndex, saves: Sequence[Path]) -> bool:
+    """Whether a composite has another format than what a save of its step is composed to: ``merge --run --to``.
+
+    The save holds the same, and maybe more: what resumes from one format needs files that another one has no place for.
+    """
+    if not index.composite.states or index.form.is_partial:
+        return False
+    for path in saves:
+        with suppress(SourceError):
+            save = index_checkpoint(path)
+            return (save.form.family, save.client) != (index.form.family, index.client)
+    return False
 
 
 def _why_not(step: int, index: CheckpointIndex, newest: CheckpointIndex | None) -> Problem | None:

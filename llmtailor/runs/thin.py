@@ -148,7 +148,7 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_prog
     Raises VerificationError for those that differ, OSError, or Interrupted.
     """
     if one.partial.differences:
-        fix = "nothing; both stay, and with a higher --keep-full-last it is not tried"
+        fix = "both stay; with a higher --keep-full-last it is not tried"
         raise VerificationError.at(one.name, f"it holds only differences, so {other.name} is not removed", fix)
     states = compared(one)
     pairs = [state for state in states if state in other.held]

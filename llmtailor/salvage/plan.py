@@ -517,7 +517,7 @@ def _no_composite(salvage: Salvage) -> SourceError:
     if choose(holders, salvage.structure, True).is_complete:
         fix = "use --fragments: together they hold every element"
     problems = [
-        Problem(row.part, "no checkpoint holds it intact" + (f" ({row.why})" if row.why else ""), fix)
+        Problem(row.part, "no checkpoint holds all of it undamaged" + (f" ({row.why})" if row.why else ""), fix)
         for row in choice.parts
         if row.holder is None
     ]
@@ -547,7 +547,7 @@ def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
             for row in choice.parts
             if row.holder is not None
         },
-        reason={row.part: row.why or "intact" for row in choice.parts},
+        reason={row.part: row.why or "complete" for row in choice.parts},
         title=f"salvage of {display_name(salvage.run)}",
         moments_of={
             row.part: checkpoints[row.holder]

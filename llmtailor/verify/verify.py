@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -185,7 +186,8 @@ def _what_it_holds(holding: Holding, index: CheckpointIndex, is_intact: bool) ->
         return f"holds {parts}"
     merge = "llmtailor merge RECIPE"
     if index.root.absolute().parent.name == FOLDER:
-        merge = f"llmtailor merge --run {display_name(index.root.absolute().parent.parent)} --at {index.global_step}"
+        run = shlex.quote(display_name(index.root.absolute().parent.parent))
+        merge = f"llmtailor merge --run {run} --at {index.global_step}"
     return f"holds {parts}; for a resumable checkpoint: {merge}"
 
 

@@ -110,7 +110,7 @@ def damage(world: World) -> None:
     if not there:
         return
     path, _ = there[-1]
-    file = path / ("model.safetensors" if path.parent == world.run else "rank-00000-of-00001.safetensors")
+    file = path / "model.safetensors" if path.parent == world.run else min(path.glob("rank-*.safetensors"))
     cut(file, 40)
     result = run_here("salvage", world.run, "--replace")
     world.note("damage", f"{path.name}: salvage exit {result.returncode}")

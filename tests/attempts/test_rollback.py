@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from attempts.campaign import EVERYTHING, SAVING, play
 from attempts.world import MOMENTS, PARTS, World, read_full, step_of
 from helpers.cases import diagonal, mostly_long
 from helpers.commands import call, run_here
+from llmtailor.formats.provenance import stated_attempt
 from llmtailor.runs import scan as newest
 from llmtailor.saving import SaveFailed
 
@@ -110,6 +112,20 @@ def test_where_the_given_up_one_is_in_the_way_the_composite_is_beside_it(world):
     again = run_here("merge", "--run", world.run, "--json")
     assert json.loads(again.stdout)["out"].endswith("checkpoint-9-merged-2")
     assert read_full(world.run / "checkpoint-9-merged-2") == read_full(out)
+
+
+@pytest.mark.parametrize("at", [None, 6])
+def test_a_composite_in_another_format_is_known_again(world, at):
+    """It states its attempt, but is no source: its format has no place for what the saves also hold."""
+    words = ["merge", "--run", world.run, *([] if at is None else ["--at", at]), "--json"]
+    for form in ("dcp", "fsdp", "universal"):
+        told = [json.loads(call(*words, "--to", form).stdout) for _ in range(2)]
+        assert [one["is_there_already"] for one in told] == [False, True] and told[0]["out"] == told[1]["out"]
+        assert not any("does not record its attempt" in one["what"] for one in told[1]["notices"])
+        assert stated_attempt(Path(told[0]["out"])) == stated_attempt(world.run / "partial" / f"step-{at or 9:08}")
+    made = [json.loads(call(*words).stdout) for _ in range(2)]
+    assert made[1]["is_there_already"] and stated_attempt(Path(made[1]["out"]))
+    assert (Path(made[1]["out"]) / "trainer_state.json").is_file()
 
 
 def test_a_recipe_may_mix_attempts_and_says_so(world, tmp_path):

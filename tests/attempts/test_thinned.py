@@ -9,6 +9,7 @@ import pytest
 
 from attempts.campaign import THINNING, composites, play, promised
 from attempts.world import World, read_full, step_of
+from attempts.zero import ZeroWorld
 from helpers.cases import mostly_long
 from helpers.commands import call
 
@@ -73,8 +74,11 @@ def test_the_saver_keeps_what_thin_made(world):
     assert {1, 2, 9, 10} <= {*promised(world)}
 
 
-@pytest.mark.parametrize("seed", mostly_long(range(200), 6))
-def test_no_history_loses_a_step_or_makes_it_older(tmp_path, seed):
-    world = World(tmp_path / "run", seed)
+CASES = [*((World, seed) for seed in range(150)), *((ZeroWorld, seed) for seed in range(200, 260))]
+
+
+@pytest.mark.parametrize(("kind", "seed"), mostly_long(CASES, (World, 6)))
+def test_no_history_loses_a_step_or_makes_it_older(tmp_path, kind, seed):
+    world = kind(tmp_path / "run", seed)
     play(world, 24, THINNING)
     shutil.rmtree(tmp_path)

@@ -214,11 +214,14 @@ class World:
             return
         folder = self.run / f"checkpoint-{attempt.step}"
         shutil.rmtree(folder, ignore_errors=True)
+        self.write_full(folder)
+        self.note("save_full", f"{attempt.number}@{attempt.step}")
+
+    def write_full(self, folder: Path) -> None:
         self.training.model.save_pretrained(folder)
         torch.save(self.training.optimizer.state_dict(), folder / "optimizer.pt")
         torch.save(self.training.scheduler.state_dict(), folder / "scheduler.pt")
         self.write_state(folder)
-        self.note("save_full", f"{attempt.number}@{attempt.step}")
 
     def tear_a_save(self) -> None:
         """A kill in the middle of a save."""

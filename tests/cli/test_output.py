@@ -261,3 +261,21 @@ def test_a_library_user_sees_it_by_own_logging_and_gets_no_handler(run, caplog, 
     assert begins([record.getMessage() for record in caplog.records], STAGES)
     assert logging.getLogger("llmtailor").handlers == []
     assert capfd.readouterr().err == ""
+
+
+def test_a_folder_of_another_kind_is_answered_with_the_command_for_it(tmp_path, monkeypatch):
+    """Names are quoted for the shell."""
+    run = make_run(tmp_path / "my run", (100, 200))
+    call("thin", run, "--strategy", "full", "--yes")
+    monkeypatch.chdir(tmp_path)
+    for inside in ("partial", "partial/step-00000100", "checkpoint-200", "checkpoint-200/global_step200"):
+        told = call("merge", "--run", f"my run/{inside}", code=4).stderr
+        assert "name the folder of the run: 'my run'" in told
+    told = call("merge", "my run/checkpoint-200", code=3).stderr
+    assert "use llmtailor convert 'my run/checkpoint-200', or for a run llmtailor merge --run RUN_DIR" in told
+    told = call("verify", "my run/checkpoint-100", code=4).stderr
+    assert "llmtailor thin may have replaced it" in told and "my run/partial/step-00000100" in told
+    (run / "checkpoint-200" / "latest").unlink()
+    assert "llmtailor merge --run 'my run'" in call("latest", "my run", code=7).stderr
+    told = call("merge", "--run", "my run", "--at", 100, "--dry-run", "-q")
+    assert told.stdout == ""

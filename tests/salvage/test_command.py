@@ -62,14 +62,17 @@ def test_an_older_one_is_better_than_nothing(run: Path) -> None:
     optim_states(run / "checkpoint-300", 1).unlink()
     shutil.rmtree(run / "checkpoint-200" / "global_step200")
     done = call("salvage", run)
-    assert "checkpoint-100 is intact, and no newer" in done.stdout and "--fragments would take 50%" in done.stderr
+    assert (
+        "checkpoint-100 is complete as far as its headers show" in done.stdout
+        and "--fragments would take 50%" in done.stderr
+    )
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
 
 
 def test_refusals(run: Path, tmp_path: Path) -> None:
     for step in (100, 200, 300):
         optim_states(run / f"checkpoint-{step}", 1).unlink()
-    assert "embed_tokens: no checkpoint holds it intact" in call("salvage", run, "--fragments", code=4).stderr
+    assert "embed_tokens: no checkpoint holds all of it undamaged" in call("salvage", run, "--fragments", code=4).stderr
     call("salvage", tmp_path / "nowhere", code=4)
     call("salvage", run, "--replace", "-o", "x", code=2)
 
@@ -116,7 +119,8 @@ def test_replace(run: Path) -> None:
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "checkpoint-300", "damaged-checkpoint-300"]
     assert contents(run / "damaged-checkpoint-300") == before
     assert verify_checkpoint(run / "checkpoint-300", deep=True).is_resumable
-    assert "is intact" in call("salvage", run, "--replace").stdout
+    assert "is complete as far as its headers show" in call("salvage", run, "--replace").stdout
+    assert "is intact" in call("salvage", run, "--replace", "--deep").stdout
 
 
 def test_replace_puts_useless_ones_aside(run: Path) -> None:

@@ -23,6 +23,7 @@ MAPS = {
     "partial manifest": ["params", "tied", "saved_as", "policy", "ledger.held_by", "ledger.history", "setback"],
     "saves.jsonl": ["parts", "drift", "expected_loss", "steps_behind"],
     "attempts.json": ["attempts[].history"],
+    "llmtailor.json": ["attempt.history"],
     "attempt in trainer_state.json": ["attributes.history"],
     "thin": ["checkpoints[].parts"],
 }
@@ -104,6 +105,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Documents:
     call("gc", world.run, "--keep", 1)
     resume_from = world.compose(30)
     assert resume_from is not None
+    written("llmtailor.json", resume_from / "llmtailor.json")
     world.resume_from(resume_from, 30)
     world.train(10)
     world.save()

@@ -56,7 +56,7 @@ def test_a_dry_run_tells_and_touches_nothing(tmp_path):
     assert "steps that can be composed now:        100, 200, 300" in lines
     assert "steps that can be composed afterwards: 100, 200, 300" in lines
     assert f"({call('thin', run, '--strategy', 'parity')['freed_bytes']:,} bytes)" in lines[-1]
-    assert "dry run: nothing was changed" in result.stderr
+    assert "dry run: nothing was changed" in result.stderr and " would be freed (" in lines[-1]
 
 
 def test_it_says_how_old_the_parts_of_each_step_become(tmp_path):
@@ -245,6 +245,18 @@ def test_a_folder_of_an_adapter_stays(tmp_path):
     assert first["why"] == "it holds files that would be lost: additional_chat_templates/tools.jinja"
 
 
+@pytest.mark.parametrize("words", [("--strategy", "full"), ("--keep-optimizer-last", 1)])
+def test_the_best_model_stays(tmp_path, words):
+    """A Trainer with load_best_model_at_end loads it when it ends, and warns and keeps the last if it is not there."""
+    run = make_run(tmp_path / "run", (100, 200, 300))
+    state = json.loads((run / "checkpoint-300" / "trainer_state.json").read_text())
+    state["best_model_checkpoint"] = "elsewhere/before/it/moved/checkpoint-200"
+    (run / "checkpoint-300" / "trainer_state.json").write_text(json.dumps(state))
+    whys = {row["step"]: row["why"] for row in call("thin", run, *words, "--yes")["checkpoints"]}
+    assert whys == {100: "", 200: f"{run / 'checkpoint-300'} names it as the best model", 300: ""}
+    assert (run / "checkpoint-200" / "model.safetensors").exists()
+
+
 def test_composites_are_thinned_out_unless_their_card_was_edited(tmp_path):
     run = make_run(tmp_path / "run", (100, 200, 300))
     for step in (100, 200):
@@ -270,8 +282,9 @@ def test_nothing_to_do(tmp_path, words):
 def test_a_damaged_newest_checkpoint(tmp_path):
     run = make_run(tmp_path / "run", (100, 200, 300))
     optim_states(run / "checkpoint-300").unlink()
-    for words in (("--strategy", "full"), ("--keep-optimizer-last", 1, "--yes")):
+    for words in (("--strategy", "full"), ("--strategy", "full", "--yes"), ("--keep-optimizer-last", 1, "--yes")):
         message = refusal("thin", run, *words, kind=SourceError)
+        assert not (run / "partial").exists()
         assert "the newest checkpoint can't be used, so older ones are not touched" in message
         assert "optim_states shard 0 of 2 is missing" in message
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]

@@ -34,7 +34,15 @@ from llmtailor.errors import (
     counted,
     printable,
 )
-from llmtailor.loaders.files import LATEST, MODEL_STATES, OPTIM_STATES, UNSHARDED_MODEL, WHOLE_MODEL, is_shard_name
+from llmtailor.loaders.files import (
+    FOLDER,
+    LATEST,
+    MODEL_STATES,
+    OPTIM_STATES,
+    UNSHARDED_MODEL,
+    WHOLE_MODEL,
+    is_shard_name,
+)
 from llmtailor.loaders.loader import LOADERS, is_tag_alone
 from llmtailor.storage.local import read_source
 from llmtailor.storage.remote import open_location
@@ -248,6 +256,10 @@ def _why_not_there(root: Path) -> tuple[str, str]:
         there = sorted(path.name for path in beside.iterdir() if path.is_dir() and _is_tag(path))
         if there:
             return f"{printable(folder)} has no tag {printable(tag)}", f"its tags are {', '.join(there[-5:])}"
+    step, saves = step_of(root), root.parent / FOLDER
+    if step is not None and (there := [path.name for path in saves.glob("step-*") if step_of(path) == step]):
+        what = "there is no such full checkpoint, but a partial one of its step: llmtailor thin may have replaced it"
+        return what, f"name {printable(f'{saves / there[0]}')} instead"
     near = _checkpoints_in(root.parent)
     hint = f"; next to it are {', '.join(near[-5:])}" if near else ""
     return "there is no such checkpoint folder", f"check the path{hint}"
