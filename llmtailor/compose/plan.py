@@ -118,6 +118,8 @@ class Options:
     ``rebase`` scales the moments to it, ``source`` refuses."""
     allow_split: bool = False
     """Whether the weights and optimizer states of a part may come from different checkpoints."""
+    allow_errors: bool = field(default=False, repr=False)  # as `layout`
+    """Whether to publish an output that has errors of its sources, so that `verify` calls it not resumable"""
     restart: bool = False
     """Whether to discard an unfinished merge in the output and start over."""
     checksum: bool = False
