@@ -203,6 +203,11 @@ _TARGET = [
         "base's; moments scaled to keep their bias-corrected values. source: refuse.",
     ),
     FORCE,
+    click.option(
+        "--allow-errors",
+        is_flag=True,
+        help="Publish OUT although `verify` calls it not resumable, because of errors in its sources.",
+    ),
     click.option("--restart", is_flag=True, help="Discard any unfinished merge in OUT and start over."),
     click.option(
         "--checksum",

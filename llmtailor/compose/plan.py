@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import FileLayout, Plan, regroup
+from llmtailor.checkpoint.index import TRAINER, CheckpointIndex
+from llmtailor.checkpoint.layout import DEFAULT, KEEP, FileLayout, Plan, regroup
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout
 from llmtailor.checkpoint.sources import Cut, Linkable, Sources
@@ -105,8 +105,9 @@ class Options:
     """Number of ranks of the output; None keeps the base's."""
     mesh: Mesh | None = field(default=None, repr=False)  # as `layout`
     """The same by kind of parallelism"""
-    groups: str = "keep"
-    """Param groups of the output: ``keep``, ``layer``, ``default`` or ``one``"""
+    groups: str = KEEP
+    """Param groups of the output: ``keep``, ``layer``, ``default`` or ``one``. ``keep`` makes the Trainer's own of the
+    one group that DeepSpeed made, in an output that only the Trainer without DeepSpeed reads."""
     stage: int | None = None
     """ZeRO stage of the output, 0 for a checkpoint without DeepSpeed; None keeps the base's."""
     replace: bool = False
@@ -120,6 +121,8 @@ class Options:
     ``rebase`` scales the moments to it, ``source`` refuses."""
     allow_split: bool = False
     """Whether the weights and optimizer states of a part may come from different checkpoints."""
+    allow_errors: bool = field(default=False, repr=False)  # as `layout`
+    """Whether to publish an output that has errors of its sources, so that `verify` calls it not resumable"""
     restart: bool = False
     """Whether to discard an unfinished merge in the output and start over."""
     checksum: bool = False
@@ -167,7 +170,7 @@ class Composition:
         changed = wanted != (base.world_size, base.tp, base.form.stage, base.form.family, base.client)
         one_source = all(row.source == base.name for row in self.report.parts)
         is_same = not (changed or base.form.is_partial or self.recipe.dtype)
-        return one_source and is_same and self.options.groups == "keep"
+        return one_source and is_same and self.options.groups == KEEP
 
 
 def plan_merge(
@@ -208,7 +211,10 @@ def plan_merge(
     reference = indexes[base]
     client = collect(lambda: choose_loader(reference, family, options.to, options.layout)) or reference.client
     collect(lambda: check_base(reference, client))
-    collect(lambda: check_fit(indexes, base, options.groups != "keep"))
+    how = options.groups
+    if how == KEEP and _lacks_trainers_groups(reference, family, client):
+        how = DEFAULT
+    collect(lambda: check_fit(indexes, base, how != KEEP))
     apart = {index.root: index.split_layers for index in indexes}
     params = set(reference.params)
     choice = collect(
@@ -220,8 +226,8 @@ def plan_merge(
     tokenizer = collect(lambda: lay_out_tokenizer(reference, *about_tokenizer, client))
     collect(lambda: check_options(family, recipe.dtype, options.allow_split))
     regrouping = None
-    if options.groups != "keep":
-        regrouping = collect(lambda: regroup(reference, structure, options.groups, find_model_order(reference)))
+    if how != KEEP:
+        regrouping = collect(lambda: regroup(reference, structure, how, find_model_order(reference)))
     problems.raise_if_any()
     assert choice is not None and tokenizer is not None
 
@@ -304,6 +310,12 @@ def plan_merge(
         attempt=its_attempt,
         replaces=replaces,
     )
+
+
+def _lacks_trainers_groups(base: CheckpointIndex, family: str, client: str) -> bool:
+    """Return whether DeepSpeed has made the optimizer, with one group, where a resume by the Trainer has two."""
+    is_made = "optimizer" in base.train.ds_config and len(base.groups) == 1
+    return is_made and family == client == TRAINER
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:

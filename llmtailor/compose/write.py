@@ -430,6 +430,9 @@ def write(
             if group is not None:
                 check_same(group.collect(fingerprint(composition, identity)), _MUST_BE_SAME)
             check_room(composition)
+            found = (finding for index in composition.indexes for finding in index.findings)
+            if not composition.plan.links and any(finding.severity == ERROR for finding in found):
+                prove(composition)  # before everything is written in vain
             kept, before = resume(composition, identity, staging, notify)
             with _uploading(composition, on_progress, stop) as upload:
                 context = Context(
@@ -528,6 +531,10 @@ def _check_sources(
     return {}
 
 
+_INHERITED = "the output would not be resumable, because its sources have these errors"
+_MEND = "mend the sources, use others, or publish the output as it is with --allow-errors"
+
+
 def _kind(finding: Finding) -> tuple[object, ...]:
     """Return what the same finding of the same file has in common in a source and in the composite."""
     return finding.code, finding.severity, finding.path, finding.params
@@ -536,7 +543,7 @@ def _kind(finding: Finding) -> tuple[object, ...]:
 def check_written(composition: Composition, staging: Path) -> None:
     """Verify the output like any other checkpoint, and compare it with the plan.
 
-    Findings that the same files of the sources have were reported as notices before anything was written.
+    Errors that it has from its sources, which were reported as notices, are refused unless they are allowed.
     """
     wanted, out = composition.indexes[composition.base], display_name(composition.out)
     known = {_kind(notice) for notice in composition.report.notices if isinstance(notice, Finding)}
@@ -544,8 +551,10 @@ def check_written(composition: Composition, staging: Path) -> None:
         verdict = verify_checkpoint(staging, name=out)
     except SourceError as error:
         raise VerificationError(error.problems) from error
-    if errors := [finding for finding in verdict.of_severity(ERROR) if _kind(finding) not in known]:
-        raise VerificationError(errors)
+    errors, is_allowed = verdict.of_severity(ERROR), composition.options.allow_errors
+    if new := [finding for finding in errors if not (is_allowed and _kind(finding) in known)]:
+        inherited = [finding for finding in new if _kind(finding) in known]
+        raise VerificationError([*new, *([Problem("--allow-errors", _INHERITED, _MEND)] if inherited else [])])
     written = verdict.index
     assert written is not None, "a checkpoint without an index has errors"
     wanted_groups = composition.target.sub_groups

@@ -146,11 +146,22 @@ def _index(
     findings += index.findings
     if renamed := [param for param in known.params if param not in weights]:
         what = f"the weight files have other names for {some(renamed)} than the model, so a resume does not find them"
-        fix = "save with llmtailor.saving, or under DeepSpeed; transformers 5.23 would keep the initial values"
-        if all(param in known.weight_of for param in renamed):
-            fix = "resume from a copy with the model's own names: llmtailor convert makes it"
+        keeps = f"{_transformers()} would keep the initial values"
+        fix = f"save with llmtailor.saving, or under DeepSpeed; {keeps}"
+        if all(param in known.weights for param in renamed):
+            fix = f"resume from a copy with the model's own names, which llmtailor convert makes; {keeps}"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
     return replace(index, findings=tuple(findings))
+
+
+def _transformers() -> str:
+    """Return the name and the version of the transformers that would resume here."""
+    from importlib.metadata import PackageNotFoundError, version  # imports more than the rest of a merge
+
+    try:
+        return f"transformers {version('transformers')}"
+    except PackageNotFoundError:
+        return "transformers"
 
 
 def _check_complete(trainer: TrainerFiles, weights: Mapping[str, TensorEntry] | None, name: str) -> None:

@@ -554,7 +554,7 @@ def plan_links(
     return plan_merge(
         recipe,
         staged(full.root, Kind.THINNING),
-        Options(reference=True, reuse=True, clone=clone),
+        Options(reference=True, reuse=True, clone=clone, allow_errors=True),  # as resumable as the full one
         Opened({full.root: full, linked.root: linked}, copied=[full.root]),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -11,16 +12,19 @@ import transformers
 from safetensors.torch import load_file
 
 from helpers.checkpoints import make
-from helpers.composing import convert
+from helpers.composing import convert, merge
 from helpers.states import read
+from llmtailor.codes import Code
 from llmtailor.errors import SourceError
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
 from llmtailor.formats.common.param_names import ModelFacts, derived_names
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, State
+from llmtailor.verify.verify import verify_checkpoint
 from oracle import zero3
 from synthetic import pickled_as_deepspeed
 from trainings.alone import finished, train
+from trainings.models import build
 from verify.damages import on_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -102,6 +106,39 @@ def test_a_base_without_scheduler_cannot_become_plain(tmp_path):
     (source / "scheduler.pt").unlink()
     with pytest.raises(SourceError, match="drops the optimizer"):
         convert(source, tmp_path / "plain", stage=0)
+
+
+def llava() -> transformers.LlavaForConditionalGeneration:
+    """Saved under other names than it has in memory, almost all of it."""
+    text = build("llama", 2, tied=False).config
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=60)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llava"])
+def test_families_with_other_names_on_disk_get_their_own_names(family, tmp_path):
+    """Stock finds the params of its own checkpoint by their names in memory, and loses them without a word."""
+    of_family = {"arch": family} if family == "mixtral" else {"prepare": lambda model: llava()}
+    run = train(tmp_path / "run", steps=4, **of_family)
+    base, source = run.checkpoint(4), run.checkpoint(2)
+    model, names = run.trainer.model, dict(run.trainer.model.named_parameters())
+    assert not names.keys() <= load_file(base / "model.safetensors").keys()
+    verdict = verify_checkpoint(base)
+    assert [one.code for one in verdict.of_severity("error")] == [Code.WEIGHTS_NAMES]
+    assert f"transformers {transformers.__version__} " in "".join(f"{one}" for one in verdict.findings)
+    merge(base, tmp_path / "out", {1: source})
+    assert verify_checkpoint(tmp_path / "out", deep=True).is_resumable
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    missing = model.load_state_dict(found, strict=False).missing_keys
+    assert not missing
+    for name, param in names.items():
+        step = 2 if re.search(r"(?<!vision_model\.encoder)\.layers\.1\.", name) else 4
+        assert torch.equal(param, run.truth.at[step][name]["master"] if name in run.truth.at[4] else found[name])
+    loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert all(torch.equal(param, names[name]) for name, param in loaded.named_parameters())
 
 
 def test_a_bf16_model_gets_fp32_masters(tmp_path):

@@ -11,11 +11,12 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from transformers import Trainer, TrainingArguments
 
 from helpers.composing import convert, merge
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.roles import MASTER
+from llmtailor.model.roles import MASTER, State
 from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import assert_same, compose, differ
@@ -99,6 +100,26 @@ def test_each_process_goes_on_with_its_own_random_numbers(runs: Runs, resumed: d
     print(f"ddp: {wanted} with both random states, {after} with one", file=sys.stderr)
     assert after != wanted
     assert after == pytest.approx(wanted, abs=0.05)
+
+
+def test_deepspeeds_one_group_becomes_the_trainers_two(runs: Runs, tmp_path: Path) -> None:
+    """The Trainer makes two, and torch loads no others."""
+    source = runs["llama-ds-both"].checkpoint(6)
+    assert len(index_checkpoint(source).groups) == 1
+    out = convert(source, tmp_path / "out", to="trainer")
+    model = build("llama", runs["llama-ds-both"].spec.layers, tied=False)
+    trainer = Trainer(model, TrainingArguments(str(tmp_path / "run"), use_cpu=True, weight_decay=0.1, report_to=[]))
+    optimizer = trainer.create_optimizer()
+    optimizer.load_state_dict(torch.load(out / "optimizer.pt", weights_only=True))
+    assert len({group["weight_decay"] for group in optimizer.param_groups}) == 1, "as under DeepSpeed"
+    wanted = load(source).states
+    for name, param in model.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert not differ(optimizer.state[param][moment], wanted[State(name, moment)])
+    lists = torch.load(out / "scheduler.pt", weights_only=True)
+    assert len(lists["_last_lr"]) == len(lists["lr_lambdas"]) == 2
+    assert verify_checkpoint(out).is_resumable
+    assert len(index_checkpoint(convert(source, tmp_path / "one", to="trainer", groups="one")).groups) == 1
 
 
 # Adapters

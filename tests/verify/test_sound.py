@@ -180,14 +180,19 @@ def test_merge_does_not_publish_what_no_resume_takes(run, tmp_path, monkeypatch)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_base_lacks_was_told_and_is_no_surprise(run, tmp_path):
-    """The notices say it before anything is written; the composite is then as resumable as its base."""
+def test_what_a_base_lacks_is_published_only_if_asked_for(run, tmp_path):
+    """The notices say it before anything is written; the composite would be as resumable as its base."""
     base = tmp_path / "checkpoint-200"
     shutil.copytree(run / "checkpoint-200", base)
     (base / "scheduler.pt").unlink()
     recipe = Recipe("copy", "", base, (), None, None)
     composition = plan_merge(recipe, tmp_path / "out", Options())
     assert any("no scheduler state" in notice.what for notice in composition.report.notices)
-    write(composition)
+    moved: list[int] = []
+    with pytest.raises(VerificationError, match="no scheduler state") as raised:
+        write(composition, on_progress=moved.append)
+    assert "--allow-errors" in f"{raised.value.problems[-1]}" and not moved
+    assert [path.name for path in tmp_path.iterdir()] == [base.name]
+    write(plan_merge(recipe, tmp_path / "out", Options(allow_errors=True)))
     verdict = verify_checkpoint(tmp_path / "out")
     assert [finding.what for finding in verdict.of_severity("error")] == ["there is no scheduler state"]

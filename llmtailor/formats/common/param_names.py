@@ -6,7 +6,8 @@ decay, then those without. Shapes are compared id by id.
 
 Only the model's code defines that order: ``optimizer.pt`` has bare ids, and safetensors are sorted by name. So
 transformers builds the model from config.json on the meta device, in a separate process, and reports names, shapes,
-ties, and which params decay. Code that comes with a checkpoint is never run (trust_remote_code is never given).
+ties, which params decay, and what ``save_pretrained`` makes of them: transformers 5 saves some families under other
+names, and experts one by one. Code that comes with a checkpoint is never run (trust_remote_code is never given).
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
+from llmtailor.checkpoint.placement import Bundled, Contiguous
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problem, SourceError, Unanswered, UnsupportedCheckpoint, some
 from llmtailor.formats.common.optimizer import SavedOptimizer
 from llmtailor.loaders.files import CONFIG
-from llmtailor.model.parts import Param
-from llmtailor.model.roles import FLOATING
+from llmtailor.model.parts import Param, SavedAs
+from llmtailor.model.roles import FLOATING, ITEMSIZE
 from llmtailor.timing import time_limit, too_slow
 
 TIMEOUT_S = 300
@@ -82,10 +85,25 @@ for name, param in model.named_parameters(remove_duplicate=False):
         first[id(param)] = name
         params.append([name, list(param.shape), decays(name)])
 known = set(tied) | {name for name, _, _ in params}
-buffers = [name for name in model.state_dict() if name not in known]
-print()
+buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in known}
+
+# tensors on disk are views of the tensors in memory, but for copies of what is contiguous anyway
+empty = {name: torch.empty_like(model.get_parameter(name)) for name, *_ in params}
+empty |= {name: torch.empty_like(tensor) for name, tensor in buffers.items()}
+owner = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+torch.Tensor.contiguous = torch.Tensor.clone = lambda self, *args, **kwargs: self
+saved_as = {name: [] for name in empty}
+try:
+    with torch.no_grad():
+        converted = transformers.core_model_loading.revert_weight_conversion(model, dict(empty))
+except Exception:  # a model's conversion may raise anything; before version 5 nothing was converted
+    converted = empty
+for name, tensor in converted.items():
+    if tensor.is_contiguous() and (of := owner.get(tensor.untyped_storage()._cdata)):
+        saved_as[of].append([name, list(tensor.shape), tensor.storage_offset()])
 plan = getattr(model, "_tp_plan", None) or {}
-print(json.dumps({"params": params, "tied": tied, "buffers": buffers, "tp_plan": plan}))
+print()
+print(json.dumps({"params": params, "tied": tied, "buffers": [*buffers], "tp_plan": plan, "saved_as": saved_as}))
 """
 
 
@@ -103,6 +121,8 @@ class ModelFacts:
     """Names of persistent buffers"""
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     """Module, with ``*`` for numbers -> how tensor parallelism cuts it in transformers"""
+    saved_as: Mapping[str, tuple[SavedAs, ...]] = field(default_factory=dict)
+    """Param or buffer -> the tensors that ``save_pretrained`` makes of it, as far as each is made of one"""
 
 
 _live: ContextVar[ModelFacts | None] = ContextVar("_live", default=None)
@@ -188,6 +208,10 @@ def _describe(config: str) -> ModelFacts | str:
         tied=found["tied"],
         buffers=frozenset(found["buffers"]),
         tp_plan=found["tp_plan"],
+        saved_as={
+            name: tuple(SavedAs(key, tuple(shape), begin) for key, shape, begin in made)
+            for name, made in found["saved_as"].items()
+        },
     )
 
 
@@ -289,9 +313,8 @@ class Fitted:
 
     params: Mapping[str, Param]
     tied: Mapping[str, str]
-    weight_of: Mapping[str, str]
-    """The name of each param's weight in the file. A fused param has none (transformers 5 fuses a MoE's experts in
-    memory, and splits them on disk)."""
+    weights: Mapping[str, TensorEntry]
+    """Each param's weight, which may have another name on disk, or be several tensors there"""
 
 
 def fit(
@@ -310,6 +333,8 @@ def fit(
     name, trainable = where.checkpoint, {param: None for group in groups for param in group}
     ids = [number for group in optimizer.groups for number in group.ids]
     shapes = [optimizer.shape(number) for number in ids]
+    other_names, used = _saved_otherwise(model, weights_held) if model else ({}, set[str]())
+    weights_held = {weight: held for weight, held in weights_held.items() if weight not in used} | other_names
     weights = {weight: held.shape for weight, held in weights_held.items()}
     others = [weight for weight in weights if weight not in trainable and not (model and weight in model.tied)]
     if model and all(param in model.params for param in trainable):
@@ -348,7 +373,28 @@ def fit(
     for param, shape in wanted.items():
         role = "trainable" if param in trainable else "buffer" if param in buffers else "frozen"
         params[param] = Param(param, shape, role)
-    return Fitted(params, tied, {param: param for param in wanted if param in weights} | dict(renamed))
+    entries = {param: weights_held[param] for param in wanted if param in weights}
+    return Fitted(params, tied, entries | {param: weights_held[weight] for param, weight in renamed})
+
+
+def _saved_otherwise(model: ModelFacts, weights: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], set[str]]:
+    """Return the params that the files hold under other names, or in pieces, and these names."""
+    found, used = dict[str, TensorEntry](), set[str]()
+    for name, pieces in model.saved_as.items():
+        held = [weights.get(piece.name) for piece in pieces]
+        if name in weights or not pieces or any(one is None for one in held):
+            continue
+        shape = model.params.get(name, pieces[0].shape)
+        listed = sorted((piece.begin, one) for piece, one in zip(pieces, held, strict=True) if one is not None)
+        cuts = [*accumulate((one.numel for _, one in listed), initial=0)]
+        extents = [place.extent for _, one in listed if isinstance(place := one.place, Contiguous)]
+        is_whole = [begin for begin, _ in listed] == cuts[:-1] and cuts[-1] == math.prod(shape)
+        if is_whole and len(extents) == len(listed) and len(dtypes := {one.dtype for _, one in listed}) == 1:
+            [dtype] = dtypes
+            paths, starts = zip(*((extent.path, extent.start) for extent in extents), strict=True)
+            found[name] = TensorEntry(dtype, shape, Bundled(paths, starts, cuts, ITEMSIZE[dtype]))
+            used |= {piece.name for piece in pieces}
+    return found, used
 
 
 def _is_integer(held: TensorEntry) -> bool:

@@ -121,7 +121,7 @@ def index_with_weights(
     is_named = has_names(optimizer) or model is None
     groups = listed_names(optimizer, where) if model is None or is_named else derived_names(optimizer, model, where)
     known = fit(groups, optimizer, weights, model, buffers, where)
-    of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
+    of_weights = {param: weight.dtype for param, weight in known.weights.items()}
     tied = known.tied if ties is None else {name: of for name, of in ties.items() if of in known.params}
     index = make_index(root, where.checkpoint, optimizer, groups, known.params, tied, of_weights)
     findings = [*_find_stateless(index, where)]
@@ -136,18 +136,16 @@ def index_with_weights(
         world_size=world_size,
         global_step=index.global_step if trainer.global_step is None else trainer.global_step,
         precision=usual_dtype(weight.dtype for weight in weights.values()),
-        held={**index.held, **dict(_hold_weights(weights, known, world_size))},
+        held={**index.held, **dict(_hold_weights(known, world_size))},
         findings=tuple(findings),
     )
     return index, known
 
 
-def _hold_weights(
-    weights: Mapping[str, TensorEntry], known: Fitted, world_size: int
-) -> Iterator[tuple[State, TensorEntry]]:
+def _hold_weights(known: Fitted, world_size: int) -> Iterator[tuple[State, TensorEntry]]:
     """Yield the states that the weights are: masters, frozen params and buffers."""
-    for name, weight_name in known.weight_of.items():
-        weight, role = weights[weight_name], known.params[name].role
+    for name, weight in known.weights.items():
+        role = known.params[name].role
         if role != "buffer":
             yield State(name, MASTER if role == "trainable" else FROZEN), weight
             continue
