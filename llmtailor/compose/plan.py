@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -93,6 +93,7 @@ class Opened:
 
 
 logger = logging.getLogger(__name__)
+_MANY_FILES = 10_000
 _T = TypeVar("_T")
 
 
@@ -256,6 +257,7 @@ def plan_merge(
         check_one_step(steps)
     special = [
         *(opened.notices if opened else ()),
+        *_about_many_files(len(plan.files), target.world_size, reference.world_size),
         *about_weights,
         *about_attempts,
         *about_lags,
@@ -369,6 +371,12 @@ def _beside(index: CheckpointIndex) -> dict[str, CheckpointIndex]:
             one = index_checkpoint(path)
             found[one.partial.save_id] = one
     return found
+
+
+def _about_many_files(num_files: int, ranks: int, before: int) -> Iterator[Problem]:
+    if ranks > before and num_files > _MANY_FILES:
+        what = f"for {ranks:,} ranks, the output has {num_files:,} files"
+        yield Problem("--num-gpu", what, "check the number, and whether the file system takes as many files (df -i)")
 
 
 def _notices(
