@@ -19,6 +19,7 @@ from llmtailor.compose.averages import (
     StepChoice,
     check_names,
     choose_steps,
+    matters,
     number_sources,
     rebase_scales,
     with_steps,
@@ -117,7 +118,8 @@ class Options:
     """Whether to copy the base's tokenizer files."""
     step: str = "base"
     """Adam's step if params of one group have different ones: ``base`` keeps the base's step and the moments,
-    ``rebase`` scales the moments to it, ``source`` refuses."""
+    ``rebase`` scales the moments to it, ``auto`` does so if the first update would be noticeably wrong otherwise, and
+    ``source`` refuses."""
     allow_split: bool = False
     """Whether the weights and optimizer states of a part may come from different checkpoints."""
     restart: bool = False
@@ -233,7 +235,8 @@ def plan_merge(
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
     sources = with_sums(sources, indexes, base, target, steps)
-    scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
+    rebases = options.step == "rebase" or (options.step == "auto" and matters(steps))
+    scales = rebase_scales(indexes, sources, target, steps) if rebases else {}
 
     copied = {number_of[root] for root in opened.copied} if opened else set()
 
@@ -389,9 +392,10 @@ def _notices(
         notices.append(Problem("base_model", what, "add base_model: to choose it yourself"))
     if choice.filled and recipe.rules:
         what = f"no rule names {condense(choice.filled)}; they come from the base {reference.name}"
+        logger.info("%s", what)
         if recipe.is_unlike_mergekit(choice.filled):
             what += " (mergekit takes the embeddings from the first slice, norm and head from the last)"
-        notices.append(Problem("parts", what, "if they should come from another checkpoint, name them in a rule"))
+            notices.append(Problem("parts", what, "if they should come from another checkpoint, name them in a rule"))
     if choice.split:
         what = f"weights and optimizer states of {condense(choice.split)} come from different checkpoints, as requested"
         fix = "a resume uses the optimizer's masters, not the weights"
