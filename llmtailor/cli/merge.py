@@ -66,6 +66,7 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
     from llmtailor.runs.folder import noticing_deletions
 
     choosing = {name: options.pop(name) for name in [*options] if name in CHOOSING}
+    options["step"] = options["step"] or ("base" if run is None else "auto")
     if run is not None:
         if out is not None:
             raise UsageError.at("--run", "it can't be combined with CONFIG", f"omit {config}")
@@ -117,7 +118,7 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
     out = out or base.with_name(f"{base.name}-converted")
     weights = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype] if dtype else None
     recipe = Recipe(f"convert {checkpoint}", "", base, (), weights, None)
-    _run_merge(lambda: (recipe, None), out, **options)
+    _run_merge(lambda: (recipe, None), out, **{**options, "step": options["step"] or "base"})
 
 
 def _run_merge(

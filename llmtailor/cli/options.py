@@ -197,10 +197,9 @@ _TARGET = [
     click.option(
         "--step",
         type=click.Choice(["base", "rebase", "source"]),
-        default="base",
-        show_default=True,
         help="Adam's step for a group with parts of several steps. base: the base's; moments unchanged. rebase: the "
-        "base's; moments scaled to keep their bias-corrected values. source: refuse.",
+        "base's; moments scaled to keep their bias-corrected values. source: refuse. Default: base, and for merge "
+        "--run rebase if the first update would be off by 1 % otherwise.",
     ),
     FORCE,
     click.option(

@@ -85,6 +85,11 @@ def choose_steps(
     return tuple(choices)
 
 
+def matters(choices: Sequence[StepChoice]) -> bool:
+    """Return whether moments of other steps than their sub-group's make the first update noticeably wrong."""
+    return any(abs(choice.worst_factor - 1) > NOTICEABLE for choice in choices if choice.others)
+
+
 def _has_first_alone(index: CheckpointIndex, param: str) -> bool:
     """Return whether an optimizer such as Lion keeps the first moment of a param only: it corrects no bias."""
     return State(param, EXP_AVG) in index.held and State(param, EXP_AVG_SQ) not in index.held

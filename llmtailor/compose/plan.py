@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from llmtailor.compose.averages import (
     StepChoice,
     check_names,
     choose_steps,
+    matters,
     number_sources,
     rebase_scales,
     with_steps,
@@ -94,6 +95,7 @@ class Opened:
 
 
 logger = logging.getLogger(__name__)
+_MANY_FILES = 10_000
 _T = TypeVar("_T")
 
 
@@ -118,7 +120,8 @@ class Options:
     """Whether to copy the base's tokenizer files."""
     step: str = "base"
     """Adam's step if params of one group have different ones: ``base`` keeps the base's step and the moments,
-    ``rebase`` scales the moments to it, ``source`` refuses."""
+    ``rebase`` scales the moments to it, ``auto`` does so if the first update would be noticeably wrong otherwise, and
+    ``source`` refuses."""
     allow_split: bool = False
     """Whether the weights and optimizer states of a part may come from different checkpoints."""
     allow_errors: bool = field(default=False, repr=False)  # as `layout`
@@ -241,7 +244,8 @@ def plan_merge(
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
     sources = with_sums(sources, indexes, base, target, steps)
-    scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
+    rebases = options.step == "rebase" or (options.step == "auto" and matters(steps))
+    scales = rebase_scales(indexes, sources, target, steps) if rebases else {}
 
     copied = {number_of[root] for root in opened.copied} if opened else set()
 
@@ -267,6 +271,7 @@ def plan_merge(
         check_one_step(steps)
     special = [
         *(opened.notices if opened else ()),
+        *_about_many_files(len(plan.files), target.world_size, reference.world_size),
         *about_weights,
         *about_attempts,
         *about_lags,
@@ -389,6 +394,12 @@ def _beside(index: CheckpointIndex) -> dict[str, CheckpointIndex]:
     return found
 
 
+def _about_many_files(num_files: int, ranks: int, before: int) -> Iterator[Problem]:
+    if ranks > before and num_files > _MANY_FILES:
+        what = f"for {ranks:,} ranks, the output has {num_files:,} files"
+        yield Problem("--num-gpu", what, "check the number, and whether the file system takes as many files (df -i)")
+
+
 def _notices(
     recipe: Recipe, indexes: Sequence[CheckpointIndex], base: int, choice: Choice, special: Sequence[Problem]
 ) -> list[Problem]:
@@ -399,9 +410,10 @@ def _notices(
         notices.append(Problem("base_model", what, "add base_model: to choose it yourself"))
     if choice.filled and recipe.rules:
         what = f"no rule names {condense(choice.filled)}; they come from the base {reference.name}"
+        logger.info("%s", what)
         if recipe.is_unlike_mergekit(choice.filled):
             what += " (mergekit takes the embeddings from the first slice, norm and head from the last)"
-        notices.append(Problem("parts", what, "if they should come from another checkpoint, name them in a rule"))
+            notices.append(Problem("parts", what, "if they should come from another checkpoint, name them in a rule"))
     if choice.split:
         what = f"weights and optimizer states of {condense(choice.split)} come from different checkpoints, as requested"
         fix = "a resume uses the optimizer's masters, not the weights"

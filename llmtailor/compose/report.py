@@ -12,7 +12,7 @@ from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, MEGATRON, TRAINER, 
 from llmtailor.checkpoint.layout import Plan
 from llmtailor.checkpoint.optimizer import count_ranks
 from llmtailor.checkpoint.sources import Sources
-from llmtailor.compose.averages import NOTICEABLE, StepChoice, describe
+from llmtailor.compose.averages import StepChoice, describe, matters
 from llmtailor.documents import document, encode
 from llmtailor.errors import Problem, counted
 from llmtailor.findings import folded
@@ -170,17 +170,14 @@ def source_rows(plan: Plan, indexes: Sequence[CheckpointIndex], base: int) -> tu
 
 def step_notices(choices: Sequence[StepChoice], base_name: str, rebased: bool = False) -> list[Problem]:
     """Return a note, with the size of the effect, if sub-groups mix params of several steps and that matters."""
+    if rebased or not matters(choices):
+        return []
     mixed = [choice for choice in choices if choice.others]
-    if not mixed or rebased:
-        return []
     worst = max(mixed, key=lambda choice: abs(choice.worst_factor - 1))
-    if abs(worst.worst_factor - 1) <= NOTICEABLE:
-        return []
     others = ", ".join(f"{step:g}" for step in sorted({step for choice in mixed for step in choice.others}))
     what = (
-        f"{len(mixed)} of {len(choices)} sub-groups also hold moments of step {others}, but have one count of steps, "
-        f"the {worst.step:g} of {base_name}: the first update of these params is scaled by up to "
-        f"{worst.worst_factor:.3f}, unless you use --step rebase"
+        f"params with moments of step {others} count their steps as {base_name} does, {worst.step:g}, which scales "
+        f"their first update by up to {worst.worst_factor:.3f}; --step rebase corrects that"
     )
     fix = ""  # it is in the sentence, so that the note is one line
     return [Problem("optimizer step", what, fix)]

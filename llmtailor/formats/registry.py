@@ -59,6 +59,8 @@ from llmtailor.storage.remote import UPLOADING, RemotePath, as_remote
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
+MANY_RANKS, MAX_RANKS = 1024, 65_536
+"""How many ranks an output may have whatever its model is, and whatever the size of its params is"""
 
 
 READERS: tuple[Reader, ...] = (partial_reader, lightning, megatron_reader, dcp_reader, plain, universal, zero)
@@ -239,6 +241,11 @@ def lay_out_target(
     if (ranks := world_size or base.world_size) % tp:
         what = f"{counted(ranks, 'rank')} can't be dealt to tensor parallelism of {tp} ranks each"
         raise MismatchError.at("--num-gpu", what, f"use a multiple of {tp}, or --mesh tp=1")
+    mean = sum(param.numel for param in base.params.values()) // max(len(base.params), 1)
+    if ranks > (most := max(base.world_size, min(MAX_RANKS, max(mean, MANY_RANKS)))):
+        elements = f"; its params have {mean:,} elements on average" if most < MAX_RANKS else ""
+        what = f"{ranks:,} ranks are more than the {most:,} that this model is cut for at most{elements}"
+        raise MismatchError.at("--num-gpu", what, "give the number of GPUs of the run that resumes")
     if family == MEGATRON:
         return megatron_writer.arrange(base, world_size)
     settings = base.zero.settings

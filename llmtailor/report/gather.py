@@ -151,7 +151,7 @@ def _compose(run: Path, facts: RunFacts, index: Callable[[Path], CheckpointIndex
     """Plan what ``merge --run`` would write, and return its sources."""
     try:
         recipe, opened = choose_for_run(run, None, StrategyOptions("latest"), index=index)
-        composition, there = settle_output(plan_merge(recipe, None, Options(reuse=True), opened))
+        composition, there = settle_output(plan_merge(recipe, None, Options(reuse=True, step="auto"), opened))
     except Interrupted:
         raise
     except TailorError as error:

@@ -392,7 +392,7 @@ def compose_newest(
     run = absolute(run)
     if not any(RunFolder(folder).complete() for folder in (run, *also)):
         return None
-    options = Options(world_size=world_size, reuse=True)
+    options = Options(world_size=world_size, reuse=True, step="auto")
     while True:
         names = frozenset(run.iterdir())
         recipe, opened = choose_for_run(run, None, StrategyOptions("latest"), also=also)

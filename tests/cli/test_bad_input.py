@@ -21,6 +21,7 @@ from helpers.composing import convert
 from helpers.files import contents
 from llmtailor.cli.command import REMOVED
 from llmtailor.cli.main import cli
+from llmtailor.compose import plan
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - from: checkpoint-100\n    select: [odd]\n"
 
@@ -51,6 +52,18 @@ def refused(run: Path, code: int, *told: str, recipe: str = RECIPE, options: tup
     assert contents(run, "recipe.yaml") == before
     assert not [path for path in run.iterdir() if "staging" in path.name]
     return result.stderr
+
+
+@pytest.mark.parametrize("ranks", ["100000", "1000000000"])
+def test_more_ranks_than_a_param_has_elements(run, ranks):
+    refused(run, 5, f"{int(ranks):,} ranks are more than the 1,024", options=("--num-gpu", ranks, "--dry-run"))
+
+
+def test_many_files_are_told_before_they_are_written(run, monkeypatch):
+    monkeypatch.setattr(plan, "_MANY_FILES", 8)
+    told = merge(run, RECIPE, "--num-gpu", "3", "--dry-run")
+    assert told.returncode == 0
+    assert "for 3 ranks, the output has" in told.stderr
 
 
 def test_the_undamaged_case_works(run):

@@ -10,15 +10,19 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import llmtailor
 from helpers.checkpoints import SMALL, make_run
 from helpers.commands import as_it_was, call, on_terminal
 from helpers.files import cut, edit_json
+from helpers.states import read
 from llmtailor.cli.main import cli
 from llmtailor.engine.staging import Staging
 from llmtailor.errors import Interrupted
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.roles import State
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
 
@@ -33,7 +37,8 @@ def run(tmp_path, monkeypatch):
 
 def test_a_dry_run_shows_everything_and_writes_nothing(run):
     before = sorted(run.rglob("*"))
-    result = call("merge", "recipe.yaml", "--dry-run")
+    command = ("merge", "recipe.yaml", "--dry-run")
+    result = call(*command)
     assert sorted(run.rglob("*")) == before
     lines = result.stdout.splitlines()
     rows = {line.split("  ")[0]: line.split() for line in lines}
@@ -41,7 +46,8 @@ def test_a_dry_run_shows_everything_and_writes_nothing(run):
     assert rows["layer 2"][2:5] == ["checkpoint-200", "200", "0"]
     assert any("optim_states.pt" in line for line in lines)
     assert "free space needed" in lines[-1]
-    assert "no rule names embed_tokens, layers 0, 2, norm, lm_head" in result.stderr
+    assert "no rule names" not in result.stderr
+    assert "no rule names embed_tokens, layers 0, 2, norm, lm_head" in call("-v", *command).stderr
     assert "checkpoint-200-merged" in lines[0]
 
 
@@ -104,9 +110,22 @@ def test_what_adams_step_does_is_said_in_one_line_below_the_table(run):
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     [at] = [number for number, line in enumerate(lines) if "optimizer step" in line]
-    assert lines[at].endswith("unless you use --step rebase")
+    assert lines[at].endswith("--step rebase corrects that")
     assert max(number for number, line in enumerate(lines) if line.startswith("lm_head")) < at
     assert "optimizer step" not in call("merge", "recipe.yaml", "rebased", "--step", "rebase").stderr
+
+
+def test_of_a_run_the_first_update_is_made_right(run):
+    """Nobody has chosen whose step counts, so nobody is told to choose again."""
+    parity = ("merge", "--run", ".", "--strategy", "parity")
+    told = call(*parity, "chosen").stderr
+    assert "optimizer step" not in told and "no rule names" not in told
+    call(*parity, "rebased", "--step", "rebase")
+    call(*parity, "unchanged", "--step", "base")
+    chosen, rebased, unchanged = (index_checkpoint(run / name) for name in ("chosen", "rebased", "unchanged"))
+    state = State("model.layers.1.mlp.up_proj.weight", "exp_avg")
+    assert torch.equal(read(chosen.root, chosen.held[state]), read(rebased.root, rebased.held[state]))
+    assert not torch.equal(read(chosen.root, chosen.held[state]), read(unchanged.root, unchanged.held[state]))
 
 
 def test_inspect(run):

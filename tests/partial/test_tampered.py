@@ -289,7 +289,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "trainer_state.json": lambda newest: (newest / "trainer_state.json").write_text("{"),
 }
 COMMANDS = (
-    *("merge --run {run} {run}/../made", "recipe {run}", "latest {run}", "salvage {run} --dry-run --deep"),
+    *("merge --step base --run {run} {run}/../made", "recipe {run}", "latest {run}", "salvage {run} --dry-run --deep"),
     *("thin {run} --strategy parity", "gc {run} --keep 1 --yes", "verify {newest} --deep", "inspect {newest}"),
 )
 
