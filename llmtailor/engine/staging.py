@@ -169,7 +169,8 @@ def rank_journals(folder: Path) -> list[Path]:
 
 
 def _read(journal: Path) -> Unfinished | None:
-    return read_journal(OpenFile(journal).fd)
+    file = OpenFile(journal)  # open as long as it has a name
+    return read_journal(file.fd)
 
 
 def lock_of(out: Path) -> Lock:

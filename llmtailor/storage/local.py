@@ -670,5 +670,6 @@ os.register_at_fork(after_in_child=_forget)
 
 def _read(owner: Path) -> str:
     with suppress(OSError):
-        return os.pread(OpenFile(owner).fd, 200, 0).decode(errors="replace") or "an unknown process"
+        file = OpenFile(owner)  # open as long as it has a name
+        return os.pread(file.fd, 200, 0).decode(errors="replace") or "an unknown process"
     return "an unknown process"
