@@ -23,6 +23,7 @@ from llmtailor.attestation.compare import (
     compare_schedule,
     compare_steps,
     compare_strays,
+    compare_ties,
     entry_of,
     expected_states,
     float_of,
@@ -127,7 +128,7 @@ def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
     in_groups, notes = compare_groups(index, live.groups)
     schedule, more = compare_schedule(live.schedule, saved_schedule(index) if live.schedule is not None else None)
-    mismatches += compare_strays(live.strays)
+    mismatches += [*compare_strays(live.strays), *compare_ties(index, live.roles, live.aliases)]
     mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
     if live.scale:
         scale = {f"loss scale: {key}": value for key, value in saved_scale(index).items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -19,7 +19,7 @@ from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.optimizer import NAME_KEYS
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.errors import counted, some
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_moment
+from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_moment, is_optimizer_state
 from llmtailor.storage.casts import cast
 
 RUNS, RUN_ELEMENTS, MAX_RUNS = 8, 512, 64
@@ -51,6 +51,8 @@ class Kind(Enum):
     UNTRAINED = "not trained"
     """The checkpoint trains it, the training does not"""
     UNFROZEN = "frozen in the checkpoint"
+    UNTIED = "untied"
+    TIED = "tied"
     STRAY = "not the model's"
     """The optimizer updates params that the model does not have"""
 
@@ -77,6 +79,7 @@ class Subject(Enum):
     RANDOM = "random state"
     FILE = "file"
     OPTIMIZER = "optimizer"
+    TIE = "tie"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,10 @@ class Mismatch:
             return f"{self.what} is missing in the checkpoint"
         if self.kind is Kind.UNTRAINED:
             return f"{self.what}: it has other params than the checkpoint's"
+        if self.kind is Kind.UNTIED:
+            return f"{self.what}: two params, tied in the checkpoint"
+        if self.kind is Kind.TIED:
+            return f"{self.what}: tied, two params in the checkpoint"
         if self.kind is Kind.STRAY:
             return f"{self.what}: {counted(self.live, 'param')} that the model does not have"
         if self.kind is Kind.MISSING:
@@ -278,6 +285,23 @@ def compare_steps(
     ]
 
 
+def compare_ties(
+    index: CheckpointIndex, params: Collection[str], aliases: Mapping[str, Sequence[str]]
+) -> list[Mismatch]:
+    """Compare which names are those of one param. ``params`` are those of the training. A file may hold a tied param by
+    each of its names, but the optimizer's states are those of one."""
+    found = [
+        Mismatch(Subject.TIE, f"{name} and {stored}", None, None, True, Kind.UNTIED)
+        for name, stored in index.tied.items()
+        if name in params and stored in params
+    ]
+    trained = {state.param for state in index.held if is_optimizer_state(state.kind)}
+    for stored, names in aliases.items():
+        of_both = [name for name in names if name in trained and stored in trained]
+        found += [Mismatch(Subject.TIE, f"{name} and {stored}", None, None, True, Kind.TIED) for name in of_both]
+    return found
+
+
 def compare_strays(count: int) -> list[Mismatch]:
     """Return what is wrong with an optimizer that updates so many params that are not the model's."""
     return [Mismatch(Subject.OPTIMIZER, "optimizer", count, 0, True, Kind.STRAY)] if count else []
@@ -440,6 +464,8 @@ def find_cause(facts: Facts) -> Cause:
             "the weights of the forward pass and the optimizer's masters are of different saves",
             "the first step computes gradients at other weights than those that it updates",
         )
+    if Kind.UNTIED in others:
+        return Cause(_CAUSES[Subject.TIE], _TIED)
     if moments or masters:
         return Cause("states have other values than the checkpoint's", "training continues from a different state")
     if others:
@@ -455,8 +481,10 @@ def find_cause(facts: Facts) -> Cause:
 
 
 _UNTRAINED = "they keep the values of the checkpoint"
+_TIED = "each has its own values and updates, or they now have the same"
 _CAUSES = {
     Subject.STEP: "Adam's step count is not the checkpoint's, so its bias correction is another one",
+    Subject.TIE: "params are not tied as they were when the checkpoint was saved",
     Subject.RATE: "the learning rate is neither the checkpoint's nor the schedule's",
 }
 
@@ -584,7 +612,10 @@ class Attestation:
     def num_same(self) -> int:
         """States that are the checkpoint's; those that differ for a known reason are not"""
         differing = {
-            (param, row.state_kind) for row in self.rows if row.kind is not Kind.UNSAVED for param in row.params
+            (param, row.state_kind)
+            for row in self.rows
+            if row.kind not in (Kind.UNSAVED, Kind.UNTIED)
+            for param in row.params
         }
         return max(0, self.num_states - len(differing))
 

@@ -41,7 +41,17 @@ from llmtailor.errors import TailorError, counted, some
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.loaders.files import rng_file
 from llmtailor.loaders.rng import to_trainer
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, State, is_moment, is_optimizer_state
+from llmtailor.model.roles import (
+    BUFFER,
+    FLOATING,
+    FROZEN,
+    ITEMSIZE,
+    MASTER,
+    WEIGHT,
+    State,
+    is_moment,
+    is_optimizer_state,
+)
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import new_digest
@@ -135,6 +145,8 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
                 continue
             if entry is None:
                 difference, note = _unsaved(one)
+                if one.kind == FROZEN and one.param not in live.without_gradient and (twin := search.twin(one)):
+                    difference, note = Difference(state, Kind.UNTIED, twin), ""
                 found += [difference] if difference else []
                 notes |= {note: None} if note else {}
                 continue
@@ -422,6 +434,15 @@ class Search:
             else:
                 self._misses[one.kind] = self._misses.get(one.kind, 0) + 1
         return Difference(state, Kind.CHANGED)
+
+    def twin(self, one: LiveFragment) -> str | None:
+        """Return the param of the checkpoint that has the values of one that the checkpoint does not have."""
+        runs = sample_runs(one.numel)
+        if one.box is not None or not runs or is_zero(mine := bytes(one.read(runs, one.dtype))):
+            return None
+        alike = [held for kind in (MASTER, WEIGHT) for held in self._alike.get((kind, one.shape), ())]
+        at = _shift(runs, one.begin)
+        return next((name for name, held in alike if self._is_of(one, mine, self._files, held, at)), None)
 
     def _is_of(self, one: LiveFragment, mine: bytes, files: Files, held: TensorEntry, runs: Runs) -> bool:
         saved = self._try(files, held, runs)

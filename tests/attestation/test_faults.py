@@ -81,6 +81,7 @@ CASES = {
 }
 TRAINERS = {name: {**EVERYWHERE, **ZERO, **SCHEDULED} for name in ("zero1", "zero2", "llama", "lora3")}
 TRAINERS |= {name: {**EVERYWHERE, **SCHEDULED} for name in ("lightning", "lightning-zero-2")}
+TRAINERS["llama-tied"] = {"clean": (), "untied": ("lm_head.weight and model.embed_tokens", None, "params are not tied")}
 CASES |= TRAINERS
 LONG = {"engine-1", "accelerate-2", *TRAINERS}
 """engine-2 has all the code of the first two; test_trainer.py and lightning_runs/test_attested.py try the others."""

@@ -285,6 +285,10 @@ class Faults:
                     undos.append(change(module._parameters, key, new.setdefault(id(param), other)))
         return all_of(undos)
 
+    def untied(self) -> Undo:
+        head = self.one.training.model.get_submodule("lm_head")
+        return change(head._parameters, "weight", torch.nn.Parameter(head.weight.detach().clone()))
+
     def param_gone(self) -> Undo:
         """A param is no longer in the optimizer."""
         group = next(one for one in self.one.torchs.param_groups if one["params"])
