@@ -234,8 +234,8 @@ class LiveGroup:
 def compare_groups(index: CheckpointIndex, groups: Sequence[LiveGroup]) -> tuple[list[Mismatch], list[str]]:
     """Compare the hyperparameters that each param has, whatever group it is in; return differences and notes.
 
-    Stock loaders restore them from the checkpoint. A learning rate that differs is an alarm unless the scheduler
-    computes it, or there is none: then somebody has set it.
+    Stock loaders restore them from the checkpoint. Another value may be a wish; exchanged values are an alarm. A
+    learning rate that differs is one unless the scheduler computes it, or there is none: then somebody has set it.
     """
     saved = {param: group.hyper for group in index.groups for param in group.params}
     if not saved:
@@ -246,26 +246,30 @@ def compare_groups(index: CheckpointIndex, groups: Sequence[LiveGroup]) -> tuple
     if any(one & saved.keys() and one not in known for one in mine):
         notes.append(f"params are in {len(groups)} groups, in {len(index.groups)} groups in the checkpoint")
     found: dict[tuple[str, str, str], list[Mismatch]] = {}
-    for number, group in enumerate(groups):
+    for group in groups:
         for param in group.params:
             if param not in saved:
                 continue
-            for one in _compare_group(number, group, saved[param]):
+            for one in _compare_group(group, saved[param]):
                 found.setdefault((one.what, repr(one.live), repr(one.saved)), []).append(one)
-    return [ones[0] for ones in found.values()], notes
+    mismatches = [
+        replace(ones[0], is_alarm=ones[0].is_alarm or (what, before, live) in found, count=len(ones))
+        for (what, live, before), ones in found.items()
+    ]
+    return mismatches, notes
 
 
-def _compare_group(number: int, group: LiveGroup, saved: Mapping[str, Any]) -> Iterable[Mismatch]:
+def _compare_group(group: LiveGroup, saved: Mapping[str, Any]) -> Iterable[Mismatch]:
     live, before = float_of(group.hyper.get("lr")), float_of(saved.get("lr"))
     if live is not None and before is not None:
         of_schedule = group.rate
         if not _alike(live, before):
             is_explained = of_schedule is None or _alike(live, of_schedule)
-            yield Mismatch(Subject.RATE, f"learning rate of param group {number}", live, before, not is_explained)
+            yield Mismatch(Subject.RATE, "learning rate", live, before, not is_explained)
     for key in group.hyper.keys() & saved.keys() - _NOT_COMPARED:
         mine, other = plain(group.hyper[key]), plain(saved[key])
         if _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
-            yield Mismatch(Subject.OPTION, f"{key} of param group {number}", mine, other, False)
+            yield Mismatch(Subject.OPTION, key, mine, other, False)
 
 
 def compare_steps(
@@ -484,6 +488,7 @@ _UNTRAINED = "they keep the values of the checkpoint"
 _TIED = "each has its own values and updates, or they now have the same"
 _CAUSES = {
     Subject.STEP: "Adam's step count is not the checkpoint's, so its bias correction is another one",
+    Subject.OPTION: "options of the optimizer, such as the weight decay, were exchanged between params",
     Subject.TIE: "params are not tied as they were when the checkpoint was saved",
     Subject.RATE: "the learning rate is neither the checkpoint's nor the schedule's",
 }

@@ -42,6 +42,7 @@ ZERO = {
     "forward_on_one_rank": ("not the rounded master", {"master"}, "forward pass"),
     "forward_stale": ("not the rounded master", {"master"}, "forward pass"),
     "counter_reset": ("DeepSpeed's global_steps is 0, 4", "", "global_steps"),
+    "scale_ignored": (),
     "scale_changed": ("loss scale: cur_scale is", "", "loss scale"),
 }
 SHARDED = {
@@ -57,8 +58,9 @@ PLAIN = {
     "decay_changed": (),
     "older_loaded": SHARDED["older_loaded"],
 }
+EXCHANGED = {"decay_exchanged": ("weight_decay is", "", "exchanged between params")}
 NOTED = {
-    "decay_changed": "weight_decay of param group 0 is 0.7",
+    "decay_changed": "weight_decay is 0.7",
     "schedule_changed": "schedule: the learning rate of param group 0 at its step is",
 }
 CASES = {
@@ -72,7 +74,9 @@ CASES = {
     "accelerate-2": {**EVERYWHERE, **ZERO, **SCHEDULED},
     "accelerate-ddp": {**EVERYWHERE, **SCHEDULED, **PLAIN, "random_drawn": ()},
     "accelerate-fsdp": {**EVERYWHERE, **SCHEDULED, **SHARDED},
-    "hf": {**EVERYWHERE, **SCHEDULED, **SHARDED},
+    "hf": {**EVERYWHERE, **SCHEDULED, **SHARDED, **EXCHANGED},
+    "titan": {**SCHEDULED, **EXCHANGED, "clean": ()},
+    "loop-tied": {"clean": (), "untied": ("lm_head.weight and", None, "params are not tied")},
     "loop-frozen": {
         **EVERYWHERE,
         "frozen_changed": ("other values", {"frozen"}, "frozen params"),

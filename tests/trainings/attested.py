@@ -263,6 +263,12 @@ class Faults:
     def decay_changed(self) -> Undo:
         return change(self.one.torchs.param_groups[0], "weight_decay", 0.7)
 
+    def decay_exchanged(self) -> Undo:
+        groups = [one for one in self.one.torchs.param_groups if one["params"]]
+        decays = [one["weight_decay"] for one in groups]
+        assert len({*decays}) > 1
+        return all_of([change(one, "weight_decay", new) for one, new in zip(groups, reversed(decays), strict=True)])
+
     def schedule_restarted(self) -> Undo:
         state = vars(self.one.scheduler)
         return change(state, next(key for key in ("last_epoch", "last_batch_iteration") if key in state), 0)
@@ -323,6 +329,11 @@ class Faults:
     def scale_changed(self) -> Undo:
         scaler = vars(self.one.engine.optimizer.loss_scaler)
         return change(scaler, "cur_scale", scaler["cur_scale"] * 4)
+
+    def scale_ignored(self) -> Undo:
+        """One side has the loss scale of fp16 training, and the other one none."""
+        scaler = vars(self.one.engine.optimizer.loss_scaler)
+        return all_of([change(scaler, "dynamic", not scaler["dynamic"]), self.scale_changed()])
 
     def random_drawn(self) -> Undo:
         before = torch.get_rng_state()
