@@ -13,7 +13,6 @@ from typing import Any
 from llmtailor import attestation
 from llmtailor.attestation.compare import (
     STOP,
-    Attestation,
     Findings,
     Mismatch,
     Schedule,
@@ -27,13 +26,9 @@ from llmtailor.attestation.compare import (
     entry_of,
     expected_states,
     float_of,
-    headline,
-    lacking,
-    lines_of,
-    other_params,
-    summarize,
 )
 from llmtailor.attestation.read import Live, compare_copies, compare_states, digest_copies, lost_params
+from llmtailor.attestation.report import Attestation, headline, lacking, lines_of, other_params, summarize
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.unpickle import Call

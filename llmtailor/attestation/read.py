@@ -573,25 +573,42 @@ def compare_random(
 
     Return differences, and a note if they can't be compared. Raises OSError.
     """
-    names = dict.fromkeys((rng_file(rank, world_size, index.client), rng_file(rank, world_size)))
-    tree = next((index.train.trees[name] for name in names if name in index.train.trees), None)
     if index.world_size != world_size:
         return [], f"random states: those of {index.world_size} ranks do not fit {world_size}"
-    if not isinstance(tree, dict):
-        return [], "random states: the checkpoint has none of this rank"
-    saved = tree if "python" in tree else to_trainer(tree)
+    mine = {
+        "Python": _python_state(live.get("python")),
+        "numpy": _numpy_state(live.get("numpy")),
+        "torch": _live_bytes(live.get("cpu")),
+    }
     with Files(index.root, index.files) as files:
-        pairs = {
-            "Python": (_python_state(live.get("python")), _python_state(saved.get("python"))),
-            "numpy": (_numpy_state(live.get("numpy")), _numpy_state(saved.get("numpy"))),
-            "torch": (_live_bytes(live.get("cpu")), _saved_bytes(saved.get("cpu"), files, index.name)),
-        }
-    found = [
-        Mismatch(Subject.RANDOM, f"random state of {name}", "another", "its own", True)
-        for name, (mine, other) in pairs.items()
-        if mine is not None and other is not None and mine != other
-    ]
-    return found, ""
+        own = _saved_random(index, rank, files)
+        if own is None:
+            return [], "random states: the checkpoint has none of this rank"
+        if not (differing := _differing(mine, own)):
+            return [], ""
+        for other in range(world_size):
+            saved = _saved_random(index, other, files)
+            if other != rank and saved is not None and not _differing({name: mine[name] for name in differing}, saved):
+                return [Mismatch(Subject.RANDOM, "random states", other, rank, True, Kind.OTHER_RANK)], ""
+    return [Mismatch(Subject.RANDOM, f"random state of {name}", "another", "its own", True) for name in differing], ""
+
+
+def _differing(mine: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
+    return [name for name, one in mine.items() if one is not None and saved[name] is not None and one != saved[name]]
+
+
+def _saved_random(index: CheckpointIndex, rank: int, files: Files) -> Mapping[str, object] | None:
+    """Return the random states of a rank in a comparable form; None if the checkpoint has none."""
+    names = dict.fromkeys((rng_file(rank, index.world_size, index.client), rng_file(rank, index.world_size)))
+    tree = next((index.train.trees[name] for name in names if name in index.train.trees), None)
+    if not isinstance(tree, dict):
+        return None
+    saved = tree if "python" in tree else to_trainer(tree)
+    return {
+        "Python": _python_state(saved.get("python")),
+        "numpy": _numpy_state(saved.get("numpy")),
+        "torch": _saved_bytes(saved.get("cpu"), files, index.name),
+    }
 
 
 def _python_state(state: Any) -> object:

@@ -32,6 +32,7 @@ EVERYWHERE = {
 }
 SCHEDULED = {
     "schedule_restarted": ("schedule", "", "schedule was restarted"),
+    "schedule_behind": ("schedule", "", "the schedule is 2 steps behind"),
     "schedule_changed": (),
     "rate_changed": ("learning rate", "", "learning rate"),
 }
@@ -58,6 +59,7 @@ PLAIN = {
     "decay_changed": (),
     "older_loaded": SHARDED["older_loaded"],
 }
+RANDOM = ("random states are those of rank", "", "the random states were exchanged on 2 of 2 ranks")
 EXCHANGED = {"decay_exchanged": ("weight_decay is", "", "exchanged between params")}
 NOTED = {
     "decay_changed": "weight_decay is 0.7",
@@ -72,7 +74,7 @@ CASES = {
     },
     "engine-3": {**EVERYWHERE, **ZERO, **SCHEDULED},
     "accelerate-2": {**EVERYWHERE, **ZERO, **SCHEDULED},
-    "accelerate-ddp": {**EVERYWHERE, **SCHEDULED, **PLAIN, "random_drawn": ()},
+    "accelerate-ddp": {**EVERYWHERE, **SCHEDULED, **PLAIN, "random_drawn": (), "random_exchanged": RANDOM},
     "accelerate-fsdp": {**EVERYWHERE, **SCHEDULED, **SHARDED},
     "hf": {**EVERYWHERE, **SCHEDULED, **SHARDED, **EXCHANGED},
     "titan": {**SCHEDULED, **EXCHANGED, "clean": ()},
@@ -137,5 +139,14 @@ def test_random_states_of_accelerate_are_compared(found):
     notes = {
         fault: [note for note in told["notes"] if "random" in note] for fault, told in found["accelerate-ddp"].items()
     }
-    assert not notes["clean"]
+    assert not notes["clean"] and not notes["random_exchanged"]
     assert notes["random_drawn"] == ["random states of 2 of 2 ranks: not restored, or drawn from since"]
+
+
+def test_objects_that_accelerate_saves_along_are_named(found):
+    assert "objects that accelerate saves along are not compared: Meter" in found["accelerate-ddp"]["clean"]["notes"]
+
+
+def test_ranks_are_named(found):
+    (row,) = found["hf"]["zeroed_on_one_rank"]["states"]
+    assert row["ranks"] == [1]
