@@ -13,7 +13,6 @@ from typing import Any
 from llmtailor import attestation
 from llmtailor.attestation.compare import (
     STOP,
-    Attestation,
     Findings,
     Mismatch,
     Schedule,
@@ -23,16 +22,13 @@ from llmtailor.attestation.compare import (
     compare_schedule,
     compare_steps,
     compare_strays,
+    compare_ties,
     entry_of,
     expected_states,
     float_of,
-    headline,
-    lacking,
-    lines_of,
-    other_params,
-    summarize,
 )
 from llmtailor.attestation.read import Live, compare_copies, compare_states, digest_copies, lost_params
+from llmtailor.attestation.report import Attestation, headline, lacking, lines_of, other_params, summarize
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.unpickle import Call
@@ -125,9 +121,9 @@ def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
     in_groups, notes = compare_groups(index, live.groups)
     schedule, more = compare_schedule(live.schedule, saved_schedule(index) if live.schedule is not None else None)
-    mismatches += compare_strays(live.strays)
+    mismatches += [*compare_strays(live.strays), *compare_ties(index, live.roles, live.aliases)]
     mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
-    if live.scale:
+    if live.scale and live.scale.get(_IS_DYNAMIC) == saved_scale(index).get(_IS_DYNAMIC):
         scale = {f"loss scale: {key}": value for key, value in saved_scale(index).items()}
         mine = {f"loss scale: {key}": live.scale[key] for key in _OF_SCALE if key in live.scale}
         mismatches += compare_counters(Subject.SCALE, mine, scale)
@@ -155,18 +151,29 @@ def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
 
 
 def saved_schedule(index: CheckpointIndex) -> Schedule | None:
-    """Return the scheduler: that of the loader's file, of DeepSpeed's model states, or Lightning's one."""
+    """Return the scheduler: that of the loader's file, of DeepSpeed's model states, Lightning's one, or the one that a
+    loop has saved in a DCP folder, whatever key it gave it."""
     tree = index.train.trees.get(LOADERS[index.client].scheduler) or index.train.trees.get(SCHEDULER)
     models: list[Mapping[str, Any]] = [model for model in index.train.model[:1] if model]
     listed = [one.get(SCHEDULERS) for one in (index.train.trees.get(CKPT), *models) if isinstance(one, Mapping)]
     of_lightning = [ones[0] for ones in listed if isinstance(ones, list) and len(ones) == 1]
-    for one in (tree, *(model.get("lr_scheduler") for model in models), *of_lightning):
+    for one in (tree, *(model.get("lr_scheduler") for model in models), *of_lightning, _scheduler_in_dcp(index)):
         if isinstance(one, Mapping):
             options = next((options_of(model.get("ds_config")) for model in models), {})
             last = one.get("_last_lr") or [group.hyper.get("lr") for group in index.groups]  # DeepSpeed's has no rates
             rates = [rate for rate in map(float_of, last) if rate is not None]
             return Schedule(one, options, rates if len(rates) == len(last) else ())
     return None
+
+
+def _scheduler_in_dcp(index: CheckpointIndex) -> Mapping[str, Any] | None:
+    found: dict[tuple[str | int, ...], dict[str, Any]] = {}
+    for entry in index.train.others.values():
+        if not entry.is_tensor:
+            found.setdefault(entry.path[:-1], {})[str(entry.path[-1])] = entry.content
+    states = {path: state for path, state in found.items() if path and "last_epoch" in state}
+    outer = [state for path, state in states.items() if not any(path[:at] in states for at in range(1, len(path)))]
+    return outer[0] if len(outer) == 1 else None
 
 
 def options_of(config: object) -> Mapping[str, Any]:
@@ -178,6 +185,8 @@ def options_of(config: object) -> Mapping[str, Any]:
 
 _OF_SCALE = ("scale", "_growth_tracker", "cur_scale", "cur_iter")
 """Of torch's GradScaler and of DeepSpeed's loss scalers"""
+_IS_DYNAMIC = "dynamic"
+"""Of DeepSpeed's loss scalers: that of fp16 training is, and is of no use to a training in another precision"""
 
 
 def saved_scale(index: CheckpointIndex) -> Mapping[str, Any]:

@@ -41,7 +41,17 @@ from llmtailor.errors import TailorError, counted, some
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.loaders.files import rng_file
 from llmtailor.loaders.rng import to_trainer
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, State, is_moment, is_optimizer_state
+from llmtailor.model.roles import (
+    BUFFER,
+    FLOATING,
+    FROZEN,
+    ITEMSIZE,
+    MASTER,
+    WEIGHT,
+    State,
+    is_moment,
+    is_optimizer_state,
+)
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import new_digest
@@ -135,6 +145,8 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
                 continue
             if entry is None:
                 difference, note = _unsaved(one)
+                if one.kind == FROZEN and one.param not in live.without_gradient and (twin := search.twin(one)):
+                    difference, note = Difference(state, Kind.UNTIED, twin), ""
                 found += [difference] if difference else []
                 notes |= {note: None} if note else {}
                 continue
@@ -423,6 +435,15 @@ class Search:
                 self._misses[one.kind] = self._misses.get(one.kind, 0) + 1
         return Difference(state, Kind.CHANGED)
 
+    def twin(self, one: LiveFragment) -> str | None:
+        """Return the param of the checkpoint that has the values of one that the checkpoint does not have."""
+        runs = sample_runs(one.numel)
+        if one.box is not None or not runs or is_zero(mine := bytes(one.read(runs, one.dtype))):
+            return None
+        alike = [held for kind in (MASTER, WEIGHT) for held in self._alike.get((kind, one.shape), ())]
+        at = _shift(runs, one.begin)
+        return next((name for name, held in alike if self._is_of(one, mine, self._files, held, at)), None)
+
     def _is_of(self, one: LiveFragment, mine: bytes, files: Files, held: TensorEntry, runs: Runs) -> bool:
         saved = self._try(files, held, runs)
         is_cast = one.dtype != held.dtype
@@ -552,25 +573,42 @@ def compare_random(
 
     Return differences, and a note if they can't be compared. Raises OSError.
     """
-    names = dict.fromkeys((rng_file(rank, world_size, index.client), rng_file(rank, world_size)))
-    tree = next((index.train.trees[name] for name in names if name in index.train.trees), None)
     if index.world_size != world_size:
         return [], f"random states: those of {index.world_size} ranks do not fit {world_size}"
-    if not isinstance(tree, dict):
-        return [], "random states: the checkpoint has none of this rank"
-    saved = tree if "python" in tree else to_trainer(tree)
+    mine = {
+        "Python": _python_state(live.get("python")),
+        "numpy": _numpy_state(live.get("numpy")),
+        "torch": _live_bytes(live.get("cpu")),
+    }
     with Files(index.root, index.files) as files:
-        pairs = {
-            "Python": (_python_state(live.get("python")), _python_state(saved.get("python"))),
-            "numpy": (_numpy_state(live.get("numpy")), _numpy_state(saved.get("numpy"))),
-            "torch": (_live_bytes(live.get("cpu")), _saved_bytes(saved.get("cpu"), files, index.name)),
-        }
-    found = [
-        Mismatch(Subject.RANDOM, f"random state of {name}", "another", "its own", True)
-        for name, (mine, other) in pairs.items()
-        if mine is not None and other is not None and mine != other
-    ]
-    return found, ""
+        own = _saved_random(index, rank, files)
+        if own is None:
+            return [], "random states: the checkpoint has none of this rank"
+        if not (differing := _differing(mine, own)):
+            return [], ""
+        for other in range(world_size):
+            saved = _saved_random(index, other, files)
+            if other != rank and saved is not None and not _differing({name: mine[name] for name in differing}, saved):
+                return [Mismatch(Subject.RANDOM, "random states", other, rank, True, Kind.OTHER_RANK)], ""
+    return [Mismatch(Subject.RANDOM, f"random state of {name}", "another", "its own", True) for name in differing], ""
+
+
+def _differing(mine: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
+    return [name for name, one in mine.items() if one is not None and saved[name] is not None and one != saved[name]]
+
+
+def _saved_random(index: CheckpointIndex, rank: int, files: Files) -> Mapping[str, object] | None:
+    """Return the random states of a rank in a comparable form; None if the checkpoint has none."""
+    names = dict.fromkeys((rng_file(rank, index.world_size, index.client), rng_file(rank, index.world_size)))
+    tree = next((index.train.trees[name] for name in names if name in index.train.trees), None)
+    if not isinstance(tree, dict):
+        return None
+    saved = tree if "python" in tree else to_trainer(tree)
+    return {
+        "Python": _python_state(saved.get("python")),
+        "numpy": _numpy_state(saved.get("numpy")),
+        "torch": _saved_bytes(saved.get("cpu"), files, index.name),
+    }
 
 
 def _python_state(state: Any) -> object:

@@ -25,7 +25,7 @@ from llmtailor.errors import TailorError, UsageError
 from llmtailor.saving.around import around, replaced
 
 if TYPE_CHECKING:
-    from llmtailor.attestation.compare import Attestation
+    from llmtailor.attestation.report import Attestation
     from llmtailor.live.training import Held
     from llmtailor.ranks.group import Team
 
@@ -222,7 +222,7 @@ def check_resumed(loaded: Path | None) -> None:
 
 def end(found: Attestation) -> NoReturn:
     """Write what was found and end the program on all ranks."""
-    from llmtailor.attestation.compare import lines_of
+    from llmtailor.attestation.report import lines_of
 
     _end({"is_same": found.is_same, "lines": lines_of(found), "attested": found.to_json()})
 

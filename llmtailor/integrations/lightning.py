@@ -23,7 +23,8 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities import rank_zero_only
 
 from llmtailor.attestation.check import guarded
-from llmtailor.attestation.compare import OFF, Attestation
+from llmtailor.attestation.compare import OFF
+from llmtailor.attestation.report import Attestation
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.containers.json import read_json
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError

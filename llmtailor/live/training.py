@@ -118,6 +118,8 @@ class Held:
     counters: Mapping[str, Any] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Persistent buffers as they were before a forward pass, which may change them, if there was one"""
+    not_compared: Sequence[str] = ()
+    """Types of objects whose states are saved and loaded along"""
 
     @property
     def own_scheduler(self) -> HasState | None:

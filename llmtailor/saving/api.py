@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from llmtailor.attestation.check import announce
-from llmtailor.attestation.compare import Attestation
+from llmtailor.attestation.report import Attestation
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.live.any_training import AnyTraining
@@ -274,10 +274,11 @@ class SaverCallback:
 
 def prepared(accelerator: Accelerator) -> Held:
     """Return what an accelerator has prepared, as accelerate 1.15 lists it."""
+    objects = [type(one).__name__ for one in accelerator._custom_objects]
     if wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None):
         # one of the DeepSpeed config, or of DeepSpeed's kinds, is the engine's
         own = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
-        return Held(engine=wrapped.engine, scheduler=own[0] if own else None)
+        return Held(engine=wrapped.engine, scheduler=own[0] if own else None, not_compared=objects)
     if accelerator.distributed_type == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
         raise UnsupportedCheckpoint.at("accelerator", FSDP1, FSDP1_FIX)
     models, optimizers, schedulers = accelerator._models, accelerator._optimizers, accelerator._schedulers
@@ -293,4 +294,5 @@ def prepared(accelerator: Accelerator) -> Held:
         problems.append(Problem("accelerator", f"it has prepared {len(schedulers)} schedulers", "prepare one"))
     if problems:
         raise UsageError(problems)
-    return Held(None, models[0], optimizers[0], schedulers[0] if schedulers else None, accelerator.scaler)
+    scheduler = schedulers[0] if schedulers else None
+    return Held(None, models[0], optimizers[0], scheduler, accelerator.scaler, not_compared=objects)

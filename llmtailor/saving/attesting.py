@@ -17,7 +17,7 @@ from llmtailor.attestation.by_position import index_by_position
 from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, judged, open_index, options_of
 from llmtailor.attestation.compare import (
     OFF,
-    Attestation,
+    Kind,
     LiveGroup,
     Losses,
     Mismatch,
@@ -25,15 +25,15 @@ from llmtailor.attestation.compare import (
     Subject,
     float_of,
     rates_off_schedule,
-    with_random,
 )
 from llmtailor.attestation.pieces import aliases_of, with_pieces
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
+from llmtailor.attestation.report import Attestation, with_random_states
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
-from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint
+from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, some
 from llmtailor.formats.common.param_names import ModelFacts, known_model
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.live.any_training import AnyTraining
@@ -71,8 +71,8 @@ def attest_training(
     with_random: bool = False,
 ) -> Attestation:
     """Compare a live training with a checkpoint, on all ranks, and what is ``held`` beside it: scheduler, scaler and
-    counters; ``with_random`` also the random states, whose differences are notes: the program may have drawn from them
-    since.
+    counters; ``with_random`` also the random states. That they differ is a note: the program may have drawn from them
+    since. That they are another rank's is an alarm.
 
     Raises SourceError, UnsupportedCheckpoint."""
     ranks = Ranks.here()
@@ -87,6 +87,8 @@ def attest_training(
     if not with_random:
         return found
     mine = ranks.together(lambda: compare_random(opened.index, rng_tree(), ranks.rank, ranks.world_size))
+    if any(one.kind is Kind.OTHER_RANK for differing, _ in mine for one in differing):
+        return with_random_states(found, mine)
     drawn = [rank for rank, (differing, _) in enumerate(mine) if differing]
     notes = dict.fromkeys(note for _, note in mine if note)
     if drawn:
@@ -96,7 +98,11 @@ def attest_training(
 
 def _attest(opened: Opened, ranks: Ranks, how: str, held: Held) -> Attestation:
     with known_model(_facts_of(opened.training)):
-        return attest_live(opened.index, lambda: live_of(opened, held), ranks, how)
+        found = attest_live(opened.index, lambda: live_of(opened, held), ranks, how)
+    if not held.not_compared:
+        return found
+    what = f"objects that accelerate saves along are not compared: {some(held.not_compared)}"
+    return replace(found, notes=(*found.notes, what))
 
 
 def attest_loop(
@@ -433,7 +439,7 @@ class TrainerResume:
                 return [], "random states: they were not restored"
             return compare_random(index, random, ranks.rank, ranks.world_size)
 
-        return with_random(found, ranks.together(compare))
+        return with_random_states(found, ranks.together(compare))
 
     def ended(self) -> None:
         """Call it at the end: there may have been no step to make."""

@@ -32,6 +32,7 @@ EVERYWHERE = {
 }
 SCHEDULED = {
     "schedule_restarted": ("schedule", "", "schedule was restarted"),
+    "schedule_behind": ("schedule", "", "the schedule is 2 steps behind"),
     "schedule_changed": (),
     "rate_changed": ("learning rate", "", "learning rate"),
 }
@@ -42,6 +43,7 @@ ZERO = {
     "forward_on_one_rank": ("not the rounded master", {"master"}, "forward pass"),
     "forward_stale": ("not the rounded master", {"master"}, "forward pass"),
     "counter_reset": ("DeepSpeed's global_steps is 0, 4", "", "global_steps"),
+    "scale_ignored": (),
     "scale_changed": ("loss scale: cur_scale is", "", "loss scale"),
 }
 SHARDED = {
@@ -57,8 +59,10 @@ PLAIN = {
     "decay_changed": (),
     "older_loaded": SHARDED["older_loaded"],
 }
+RANDOM = ("random states are those of rank", "", "the random states were exchanged on 2 of 2 ranks")
+EXCHANGED = {"decay_exchanged": ("weight_decay is", "", "exchanged between params")}
 NOTED = {
-    "decay_changed": "weight_decay of param group 0 is 0.7",
+    "decay_changed": "weight_decay is 0.7",
     "schedule_changed": "schedule: the learning rate of param group 0 at its step is",
 }
 CASES = {
@@ -70,9 +74,11 @@ CASES = {
     },
     "engine-3": {**EVERYWHERE, **ZERO, **SCHEDULED},
     "accelerate-2": {**EVERYWHERE, **ZERO, **SCHEDULED},
-    "accelerate-ddp": {**EVERYWHERE, **SCHEDULED, **PLAIN, "random_drawn": ()},
+    "accelerate-ddp": {**EVERYWHERE, **SCHEDULED, **PLAIN, "random_drawn": (), "random_exchanged": RANDOM},
     "accelerate-fsdp": {**EVERYWHERE, **SCHEDULED, **SHARDED},
-    "hf": {**EVERYWHERE, **SCHEDULED, **SHARDED},
+    "hf": {**EVERYWHERE, **SCHEDULED, **SHARDED, **EXCHANGED},
+    "titan": {**SCHEDULED, **EXCHANGED, "clean": ()},
+    "loop-tied": {"clean": (), "untied": ("lm_head.weight and", None, "params are not tied")},
     "loop-frozen": {
         **EVERYWHERE,
         "frozen_changed": ("other values", {"frozen"}, "frozen params"),
@@ -81,6 +87,7 @@ CASES = {
 }
 TRAINERS = {name: {**EVERYWHERE, **ZERO, **SCHEDULED} for name in ("zero1", "zero2", "llama", "lora3")}
 TRAINERS |= {name: {**EVERYWHERE, **SCHEDULED} for name in ("lightning", "lightning-zero-2")}
+TRAINERS["llama-tied"] = {"clean": (), "untied": ("lm_head.weight and model.embed_tokens", None, "params are not tied")}
 CASES |= TRAINERS
 LONG = {"engine-1", "accelerate-2", *TRAINERS}
 """engine-2 has all the code of the first two; test_trainer.py and lightning_runs/test_attested.py try the others."""
@@ -132,5 +139,14 @@ def test_random_states_of_accelerate_are_compared(found):
     notes = {
         fault: [note for note in told["notes"] if "random" in note] for fault, told in found["accelerate-ddp"].items()
     }
-    assert not notes["clean"]
+    assert not notes["clean"] and not notes["random_exchanged"]
     assert notes["random_drawn"] == ["random states of 2 of 2 ranks: not restored, or drawn from since"]
+
+
+def test_objects_that_accelerate_saves_along_are_named(found):
+    assert "objects that accelerate saves along are not compared: Meter" in found["accelerate-ddp"]["clean"]["notes"]
+
+
+def test_ranks_are_named(found):
+    (row,) = found["hf"]["zeroed_on_one_rank"]["states"]
+    assert row["ranks"] == [1]

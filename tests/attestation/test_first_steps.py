@@ -6,7 +6,16 @@ import copy
 
 import pytest
 
-from llmtailor.attestation.compare import Losses, Schedule, compare_schedule, rates_off_schedule
+from llmtailor.attestation.compare import (
+    Kind,
+    Losses,
+    Mismatch,
+    Schedule,
+    Subject,
+    compare_schedule,
+    rates_off_schedule,
+)
+from llmtailor.attestation.report import Attestation, Row, lines_of
 
 torch = pytest.importorskip("torch")
 
@@ -96,3 +105,13 @@ def test_where_a_schedule_of_any_kind_stands(kind):
 def test_a_schedule_of_another_kind(kind, other):
     found, _ = compare_schedule(*saved_and_resumed(kind, other))
     assert found and not any(one.is_alarm for one in found)
+
+
+def test_the_report_names_the_ranks():
+    row = Row("exp_avg", Kind.ZERO, "", ("a",), (1,), True)
+    counter = Mismatch(Subject.COUNTER, "global_steps", 0, 4, True, ranks=(0, 1))
+    lines = lines_of(Attestation("x", 4, "full", 9, (row,), (counter,), world_size=4))
+    assert lines[1:] == [
+        "  exp_avg of 1 param: zero: a (on rank 1)",
+        "  global_steps is 0, 4 in the checkpoint (on ranks 0, 1)",
+    ]

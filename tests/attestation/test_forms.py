@@ -145,6 +145,37 @@ def test_a_training_in_a_smaller_dtype(tmp_path, dtype, scale, cause, kinds):
     assert {(row.state_kind, row.kind.value) for row in found.rows if row.is_alarm} == kinds
 
 
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def untie(model):
+    name = "lm_head" if hasattr(model, "lm_head") else "head"
+    head = model.get_submodule(name)
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+
+
+def test_a_head_that_is_untied_after_loading(tmp_path):
+    model, optimizer, _, accelerator = loop(Tied())
+    step(model, optimizer)
+    accelerator.save_state(tmp_path / "saved")
+    assert llmtailor.attest(tmp_path / "saved", model=model, optimizer=optimizer).is_same
+    untie(model)
+    found = llmtailor.attest(tmp_path / "saved", model=model, optimizer=optimizer)
+    assert not found.is_same and "not tied as they were" in found.cause.what, found
+
+
+def test_a_trainers_head_that_is_untied_after_loading(tmp_path):
+    checkpoint = begin(tmp_path / "run", tied=True)
+    found = found_by(checkpoint, max_steps=2, layers=2, tied=True)
+    assert found.is_same, found
+    found = found_by(checkpoint, lambda trainer: untie(trainer.model), max_steps=2, layers=2, tied=True)
+    assert not found.is_same and "not tied as they were" in found.cause.what, found
+
+
 def test_a_refusal_by_name_is_not_dropped(tmp_path):
     """A scheduler of another save: the states alone would be the same."""
     run = train(tmp_path / "run")

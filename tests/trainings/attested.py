@@ -18,12 +18,13 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, set_seed
 
 import llmtailor
-from llmtailor.live.training import Fragment, Held
+from llmtailor.live.training import Fragment, Held, rng_tree
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.saving.api import prepared, training_of
 from llmtailor.saving.attesting import parts_of
@@ -103,6 +104,12 @@ def change(holder: dict[str, Any], key: str, value: Any) -> Undo:
     return lambda: holder.update({key: before})
 
 
+def set_rng(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+
+
 def all_of(undos: Iterable[Undo]) -> Undo:
     def undo() -> None:
         for one in undos:
@@ -115,11 +122,11 @@ def of_rank(numbers: set[int], fragments: list[Fragment]) -> list[Fragment]:
     return fragments if dist.get_rank() in numbers else []
 
 
-def of(source: int, tensor: torch.Tensor) -> torch.Tensor:
+def of(source: int, tensor: Any) -> Any:
     """Return what a rank has in place of this."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, tensor)
-    return everybody[source]  # type: ignore[no-any-return]
+    return everybody[source]
 
 
 def exchanged(tensor: torch.Tensor, source: int) -> torch.Tensor | None:
@@ -263,6 +270,12 @@ class Faults:
     def decay_changed(self) -> Undo:
         return change(self.one.torchs.param_groups[0], "weight_decay", 0.7)
 
+    def decay_exchanged(self) -> Undo:
+        groups = [one for one in self.one.torchs.param_groups if one["params"]]
+        decays = [one["weight_decay"] for one in groups]
+        assert len({*decays}) > 1
+        return all_of([change(one, "weight_decay", new) for one, new in zip(groups, reversed(decays), strict=True)])
+
     def schedule_restarted(self) -> Undo:
         state = vars(self.one.scheduler)
         return change(state, next(key for key in ("last_epoch", "last_batch_iteration") if key in state), 0)
@@ -284,6 +297,10 @@ class Faults:
                     other = torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
                     undos.append(change(module._parameters, key, new.setdefault(id(param), other)))
         return all_of(undos)
+
+    def untied(self) -> Undo:
+        head = self.one.training.model.get_submodule("lm_head")
+        return change(head._parameters, "weight", torch.nn.Parameter(head.weight.detach().clone()))
 
     def param_gone(self) -> Undo:
         """A param is no longer in the optimizer."""
@@ -313,12 +330,28 @@ class Faults:
             return change(state, "lr_lambdas", [lambda step: 0.5**step] * len(state["lr_lambdas"]))
         return change(state, "inverse_log_warm_up", state["inverse_log_warm_up"] / 2)
 
+    def schedule_behind(self) -> Undo:
+        state = vars(self.one.scheduler)
+        key = next(key for key in ("last_epoch", "last_batch_iteration") if key in state)
+        return change(state, key, state[key] - 2)
+
     def counter_reset(self) -> Undo:
         return change(vars(self.one.engine), "global_steps", 0)
 
     def scale_changed(self) -> Undo:
         scaler = vars(self.one.engine.optimizer.loss_scaler)
         return change(scaler, "cur_scale", scaler["cur_scale"] * 4)
+
+    def scale_ignored(self) -> Undo:
+        """One side has the loss scale of fp16 training, and the other one none."""
+        scaler = vars(self.one.engine.optimizer.loss_scaler)
+        return all_of([change(scaler, "dynamic", not scaler["dynamic"]), self.scale_changed()])
+
+    def random_exchanged(self) -> Undo:
+        before = rng_tree()
+        others = of(1 - dist.get_rank(), before)
+        set_rng(others)
+        return lambda: set_rng(before)
 
     def random_drawn(self) -> Undo:
         before = torch.get_rng_state()
