@@ -27,6 +27,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
@@ -258,6 +259,11 @@ def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple
         else:
             what = f"the shapes of group {number}'s {len(shapes)} states do not fit the model's {len(names)} params"
             problems.append(Problem(where, what, _OTHER_RUN))
+    sizes = [len(group.ids) for group in saved.groups]
+    trainers = [sum((name in model.decaying) == (number == 0) for name in model.params) for number in range(len(sizes))]
+    if not is_one and sizes != trainers and sum(sizes) == sum(trainers):
+        what = f"its two param groups without names have {sizes[0]} and {sizes[1]} params, and the Trainer's have"
+        raise UnsupportedCheckpoint.at(where, f"{what} {trainers[0]} and {trainers[1]}", _LIST_NAMES)
     if problems:
         raise SourceError(problems)
     return tuple(groups)
@@ -319,15 +325,26 @@ def fit(
     model: ModelFacts | None,
     listed: Collection[str],
     where: PathIn,
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Fitted:
     """Return the params with their roles; ``listed`` are the buffers that the weight files list, ``where`` is the
-    optimizer's file.
+    optimizer's file, ``aliases`` names that a weight file lists for tensors that it holds under other names.
 
     Raises SourceError if optimizer, weights and model do not fit together.
     """
     name, trainable = where.checkpoint, {param: None for group in groups for param in group}
     ids = [number for group in optimizer.groups for number in group.ids]
     shapes = [optimizer.shape(number) for number in ids]
+    # a tied param may be stored under any of its names
+    own = {*trainable, *(model.params if model else ())}
+    ties = {**aliases, **{stored: name for name, stored in aliases.items()}, **(model.tied if model else {})}
+    by_alias = {
+        name: alias
+        for alias, name in ties.items()
+        if name in own and name not in weights_held and alias in weights_held and alias not in own
+    }
+    moved = {name: weights_held[alias] for name, alias in by_alias.items()}
+    weights_held = {name: held for name, held in weights_held.items() if name not in by_alias.values()} | moved
     other_names, used = _saved_otherwise(model, weights_held) if model else ({}, set[str]())
     weights_held = {weight: held for weight, held in weights_held.items() if weight not in used} | other_names
     weights = {weight: held.shape for weight, held in weights_held.items()}
@@ -346,6 +363,7 @@ def fit(
         wanted = {**known, **{other: weights[other] for other in others}}
         buffers = {other for other in others if _is_integer(weights_held[other])} | set(listed)
         tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
+        tied |= {alias: name for alias, name in ties.items() if name in own and alias not in own}
     problems = compare_shapes(ids, shapes, list(trainable), wanted, where)
     for param, shape in wanted.items():
         if weights.get(param, shape) != shape:
