@@ -119,6 +119,16 @@ class Command(click.Command):
             refuse_removed(self.name, error.option_name)
             raise
 
+    def invoke(self, ctx: click.Context) -> Any:
+        if sys.stderr.isatty() and not ctx.params.get("quiet"):
+            import logging
+
+            waiting = logging.getLogger("llmtailor.waiting")
+            if not waiting.hasHandlers():
+                waiting.setLevel(logging.INFO)
+                waiting.addHandler(_handler())
+        return super().invoke(ctx)
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_exit_codes(formatter, "Exit codes (for the others, see llmtailor --help)", self.exit_codes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex
 from llmtailor.checkpoint.layout import Plan, Slot
@@ -243,12 +244,19 @@ def check_one_step(choices: Sequence[StepChoice]) -> None:
 
 
 def differing_hyperparameters(index: CheckpointIndex, base: CheckpointIndex) -> list[str]:
-    """Return the hyperparameters that affect the update and differ from the base's, whose values are kept."""
+    """Return the hyperparameters that affect a param's update and differ from the base's, whose values are kept."""
+    numbered = [{param: at for at, group in enumerate(one.groups) for param in group.params} for one in (index, base)]
+    pairs = {(number, numbered[1][param]) for param, number in numbered[0].items() if param in numbered[1]}
+    hypers = [(index.groups[own].hyper, base.groups[other].hyper) for own, other in pairs]
     return [
         key
         for key in (*_IN_UPDATE, *_COUNTERS)
-        if [group.hyper.get(key) for group in index.groups] != [group.hyper.get(key) for group in base.groups]
+        if any(_plain(own.get(key)) != _plain(other.get(key)) for own, other in hypers)
     ]
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _groups(index: CheckpointIndex) -> str:

@@ -45,11 +45,13 @@ from llmtailor.loaders.files import (
     OPTIMIZER,
     SCALER,
     SCHEDULER,
+    SEVERAL,
     Holds,
     adapters_among,
     holds,
     is_pickled_weights,
     is_sign_of,
+    owner_of,
 )
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.loaders.read import TrainerFiles, read_trainer_files
@@ -113,10 +115,28 @@ def _weights(
     if not has_weights and (pickled := next(filter(is_pickled_weights, sorted(trainer.files)), None)):
         what = "the only weights are in this file, which a resume reads, but llmtailor does not"
         raise UnsupportedCheckpoint.at(PathIn(name, pickled), what, _AS_SAFETENSORS)
+    if not has_weights and trainer.client.name == ACCELERATE and (others := _other_weights(root)):
+        what = f"its weights are not accelerate's own, but may be in {some(others)}, as a save hook writes them"
+        fix = "leave it out: only the program that registers the hooks can read them; without hooks it can be composed"
+        raise UnsupportedCheckpoint.at(name, what, fix, Code.WEIGHTS_MISSING)
     if not is_adapter:
         return {state.param: held for state, held in trainer.weights.items()}
     trained = [param for group in optimizer.groups for param in group.names or ()] if optimizer else []
     return read_adapters(root, name, trainer.files, trained)
+
+
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def _other_weights(root: Path) -> list[str]:
+    """Return the files in the root, and the folders there, that may hold a model but are not accelerate's."""
+    found = []
+    for path in sorted(root.iterdir()):
+        inside = sorted(path.iterdir()) if path.is_dir() else [path]
+        others = (one for one in inside if owner_of(one.name) not in (ACCELERATE, SEVERAL))
+        if any(holds(one.name, Holds.WEIGHTS) or one.suffix in _PICKLED for one in others):
+            found.append(f"{path.name}/" if path.is_dir() else path.name)
+    return found
 
 
 def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
@@ -144,7 +164,8 @@ def _index(
     buffers = listed_buffers(root, name)
     index, known = index_with_weights(root, where, optimizer, weights, model, buffers, trainer, ties)
     findings += index.findings
-    if renamed := [param for param in known.params if param not in weights]:
+    by_alias = {stored for alias, stored in known.tied.items() if alias in weights}  # which a resume finds
+    if renamed := [param for param in known.params if param not in weights and param not in by_alias]:
         what = f"the weight files have other names for {some(renamed)} than the model, so a resume does not find them"
         keeps = f"{_transformers()} would keep the initial values"
         fix = f"save with llmtailor.saving, or under DeepSpeed; {keeps}"

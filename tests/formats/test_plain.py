@@ -6,16 +6,17 @@ import re
 import shutil
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 
 from helpers.checkpoints import make
 from helpers.composing import convert, merge
 from helpers.states import read
 from llmtailor.codes import Code
-from llmtailor.errors import SourceError
+from llmtailor.errors import SourceError, UnsupportedCheckpoint
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
 from llmtailor.formats.common.param_names import ModelFacts, derived_names
 from llmtailor.formats.registry import index_checkpoint
@@ -23,7 +24,7 @@ from llmtailor.model.roles import MASTER, State
 from llmtailor.verify.verify import verify_checkpoint
 from oracle import zero3
 from synthetic import pickled_as_deepspeed
-from trainings.alone import finished, train
+from trainings.alone import NamedGroups, finished, train
 from trainings.models import build
 from verify.damages import on_json
 
@@ -80,6 +81,77 @@ def test_frozen_params_are_told_only_where_the_shapes_leave_no_doubt(shapes, nam
     else:
         with pytest.raises(SourceError, match="do not show which"):
             derived_names(optimizer, MODEL, "x")
+
+
+def test_groups_of_ones_own():
+    """As many params as the model has, but dealt otherwise: nothing is damaged."""
+    optimizer = saved([(4, 4), (8, 4), (4, 4), (8, 4), (9, 4)], [(9, 4), (4,)])
+    with pytest.raises(UnsupportedCheckpoint, match="have 5 and 2 params, and the Trainer's have 6 and 1"):
+        derived_names(optimizer, MODEL, "x")
+
+
+class SkipsAtZero(torch.optim.AdamW):
+    """Makes no step at a learning rate of 0, where a warmup begins, as Prodigy does."""
+
+    def step(self, closure=None):
+        return super().step(closure) if self.param_groups[0]["lr"] else None
+
+
+def test_an_optimizer_may_lag_behind_the_schedule_as_a_whole(tmp_path):
+    class Own(transformers.Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = SkipsAtZero((model or self.model).parameters(), lr=1e-3)
+            return self.optimizer
+
+    run = train(tmp_path / "run", kind=Own, warmup_steps=2)
+    verdict = verify_checkpoint(run.checkpoint(4))
+    assert set(index_checkpoint(run.checkpoint(4)).steps().values()) == {3}
+    assert [one.code for one in verdict.of_severity("warning")] == [Code.STEPS_DIFFER] and verdict.is_resumable
+    merge(run.checkpoint(4), tmp_path / "out", {1: run.checkpoint(2)})
+    assert verify_checkpoint(tmp_path / "out").is_resumable
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_tied_model_in_a_file_of_save_model(is_named, tmp_path):
+    """It keeps the name that comes first, ``lm_head.weight``, and lists the other in the header."""
+    run = train(tmp_path / "run", tied=True, **({"kind": NamedGroups} if is_named else {}))
+    root, model = run.checkpoint(4), run.trainer.model
+    embed = model.get_input_embeddings().weight.detach().clone()
+    save_model(model, str(root / "model.safetensors"), metadata={"format": "pt"})
+    assert "model.embed_tokens.weight" not in load_file(root / "model.safetensors")
+    assert model.load_state_dict(load_file(root / "model.safetensors"), strict=False).unexpected_keys == []
+    verdict = verify_checkpoint(root, deep=True)
+    assert verdict.is_resumable and not [one for one in verdict.findings if "embed_tokens" in f"{one}"]
+    assert index_checkpoint(root).tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    out = convert(root, tmp_path / "zero", stage=3, dtype="F32", world_size=2)
+    index = index_checkpoint(out)
+    assert torch.equal(read(out, index.held[State("model.embed_tokens.weight", MASTER)]), embed)
+    again = convert(root, tmp_path / "again")
+    assert verify_checkpoint(again, deep=True).is_resumable
+    assert torch.equal(load_file(again / "model.safetensors")["model.embed_tokens.weight"], embed)
+
+
+def test_a_model_that_a_save_hook_wrote_is_not_judged(tmp_path):
+    """As in the scripts of diffusers: another hook reads it back."""
+
+    def save(models, weights, out):
+        for one in models:
+            one.save_pretrained(f"{out}/transformer")
+            weights.pop()
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = build("llama", 1, tied=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.named_parameters()))
+    sum(param.sum() for param in model.parameters()).backward()
+    optimizer.step()
+    accelerator.save_state(tmp_path / "usual")
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.save_state(tmp_path / "hooked")
+    assert verify_checkpoint(tmp_path / "usual").is_resumable
+    with pytest.raises(UnsupportedCheckpoint, match=r"may be in transformer/, as a save hook writes them"):
+        verify_checkpoint(tmp_path / "hooked")
+    (tmp_path / "usual" / "model.safetensors").unlink()
+    assert not verify_checkpoint(tmp_path / "usual").is_resumable
 
 
 def test_shapes_that_fit_nowhere():

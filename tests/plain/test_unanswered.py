@@ -35,6 +35,7 @@ def pristine(tmp_path_factory):
 @pytest.fixture
 def run(pristine, tmp_path, monkeypatch):
     monkeypatch.chdir(shutil.copytree(pristine, tmp_path / "run"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model._describe.cache_clear()
     return Path()
 
@@ -78,6 +79,26 @@ def test_a_process_that_is_killed_gives_no_answer_either(run, monkeypatch):
     monkeypatch.setattr(model, "_PROGRAM", "import os; os.kill(os.getpid(), 9)")
     with in_a_fresh_process(), pytest.raises(Unanswered, match="killed by signal 9"):
         invoke("latest", ".")
+
+
+def test_transformers_is_asked_once_for_a_config(run, tmp_path, monkeypatch, caplog):
+    """Other commands find the answer in the user's cache folder, unless it is damaged or of other versions."""
+    caplog.set_level("INFO")
+    waits = lambda: len([one for one in caplog.records if one.name == "llmtailor.waiting"])  # noqa: E731
+    assert invoke("verify", NEWEST).exit_code == 0 and waits() == 1
+    monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0")
+    model._describe.cache_clear()
+    assert invoke("verify", NEWEST).exit_code == 0 and waits() == 1
+    [answer] = (tmp_path / "cache" / "llmtailor" / "models").iterdir()
+    monkeypatch.delenv("LLMTAILOR_TIMEOUT")
+    for content in (b"{}", b"", b"[" * 100_000, b"null"):
+        answer.write_bytes(content)
+        model._describe.cache_clear()
+        assert invoke("verify", NEWEST).exit_code == 0
+    assert waits() == 5 and answer.stat().st_size > 1000
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    model._describe.cache_clear()
+    assert invoke("verify", NEWEST).exit_code == 0
 
 
 def give_up(path, name):

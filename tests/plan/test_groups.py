@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from helpers import checkpoints
+from helpers.composing import convert
 from helpers.indexes import make_index
 from llmtailor.checkpoint.layout import DEFAULT, KEEP, LAYER, find_decaying, regroup
 from llmtailor.checkpoint.optimizer import ParamGroup
+from llmtailor.compose.checks import differing_hyperparameters
 from llmtailor.errors import MismatchError, SourceError
+from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import Param
 
@@ -216,3 +222,14 @@ def test_labels_are_dropped_where_they_differ_and_names_are_written_anew():
     kept = regroup(reversed_index, structure, LAYER, list(shapes))
     assert [group.hyper for group in kept.groups] == hypers
     assert kept.from_group == (6, 5, 4, 3, 2, 1, 0)
+
+
+def test_hyperparameters_differ_only_if_those_of_a_param_do(tmp_path):
+    """Other groups with the same options are no difference, nor are a list and a tuple."""
+    base = index_checkpoint(checkpoints.make(tmp_path, 7))
+    layers = index_checkpoint(convert(base.root, tmp_path / "layers", groups="layer"))
+    assert len(layers.groups) > len(base.groups) and differing_hyperparameters(layers, base) == []
+    groups = [replace(one, hyper={**one.hyper, "betas": [*one.hyper["betas"]]}) for one in layers.groups]
+    assert differing_hyperparameters(replace(layers, groups=tuple(groups)), base) == []
+    groups[1] = replace(groups[1], hyper={**groups[1].hyper, "betas": (0.5, 0.6)})
+    assert differing_hyperparameters(replace(layers, groups=tuple(groups)), base) == ["betas"]

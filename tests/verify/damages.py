@@ -620,7 +620,7 @@ TRAINER: Table = {
     "an id in two param groups": (optim(lambda it: it.groups[1]["params"].append(3)), "own id 3 twice"),
     "fewer names than ids": (optim(lambda it: it.groups[0].update(lt_params=["x"])), "16 ids and 1 names"),
     "moments in another dtype": (state("exp_avg", torch.Tensor.half), "a resume casts it"),
-    "optimizer.pt of another step": (at_step(2.0), "from step 2, but the schedule is at step 4"),
+    "optimizer.pt of an older step": (at_step(2.0), "from step 2, but the schedule is at step 4"),
     "trainer_state.json of another step": (write(STATE, '{"global_step": 3}'), "global_step is 3"),
     "scheduler.pt with fewer entries": (put(SCHEDULER, base_lrs=[1.0], _last_lr=[1.0]), "1 learning rates for 2 param"),
     "config.json cut short": (write("config.json", "{"), "not JSON"),

@@ -13,7 +13,9 @@ names, and experts one by one. Code that comes with a checkpoint is never run (t
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -22,25 +24,39 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.placement import Bundled, Contiguous
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
-from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problem, SourceError, Unanswered, UnsupportedCheckpoint, some
+from llmtailor.errors import (
+    COPY_CHECKPOINT,
+    PathIn,
+    Problem,
+    SourceError,
+    StorageError,
+    Unanswered,
+    UnsupportedCheckpoint,
+    some,
+)
 from llmtailor.formats.common.optimizer import SavedOptimizer
 from llmtailor.loaders.files import CONFIG
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.roles import FLOATING, ITEMSIZE
+from llmtailor.storage.local import read_source, replace_durably
 from llmtailor.timing import time_limit, too_slow
 
 TIMEOUT_S = 300
+WAITING = logging.getLogger("llmtailor.waiting")
+"""Says what takes seconds although little is to be done"""
+_MAX_ANSWER_BYTES = 64 << 20
 _IRRELEVANT = re.compile(r"(torch_)?dtype|transformers_version|_name_or_path|auto_map|.*_implementation(_internal)?")
 """Keys of config.json that do not affect the model's params. ``attn_implementation`` may name a kernel to be
 loaded from the Hub, and ``auto_map`` code."""
@@ -184,6 +200,36 @@ def _relevant(value: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def _describe(config: str) -> ModelFacts | str:
     """Return the facts, or why there are none. Raises TimeoutExpired or OSError if there is no answer."""
+    path = _place_of_answer(config)
+    with suppress(SourceError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        if path is not None:
+            return _facts(read_source(path, path.name, _MAX_ANSWER_BYTES).decode())
+    WAITING.info("building the model of %s in transformers, to know the order of its params", CONFIG)
+    answer, is_known = _ask_transformers(config)
+    if not is_known:
+        return answer
+    facts = _facts(answer)
+    if path is not None:
+        with suppress(OSError, StorageError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_durably(path, answer.encode())
+    return facts
+
+
+def _place_of_answer(config: str) -> Path | None:
+    """Return the file in the user's cache folder for the answer of the installed versions; None if there is none."""
+    from importlib.metadata import PackageNotFoundError, version  # imports more than the rest of a merge
+
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llmtailor", "models")
+        about = [version("transformers"), version("torch"), _PROGRAM, config]
+    except (PackageNotFoundError, RuntimeError):
+        return None
+    return folder / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.json"
+
+
+def _ask_transformers(config: str) -> tuple[str, bool]:
+    """Return what `_PROGRAM` prints, or why it failed, and which of the two it is."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="llmtailor-") as folder:
         Path(folder, CONFIG).write_text(config)
@@ -200,8 +246,13 @@ def _describe(config: str) -> ModelFacts | str:
         raise OSError(0, f"the process was killed by signal {-done.returncode}")
     lines = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
     if done.returncode or not lines:
-        return lines[-1].replace(folder, "the checkpoint") if lines else f"the process ended with {done.returncode}"
-    found = json.loads(lines[-1])
+        failed = f"the process ended with {done.returncode}"
+        return (lines[-1].replace(folder, "the checkpoint") if lines else failed), False
+    return lines[-1], True
+
+
+def _facts(answer: str) -> ModelFacts:
+    found = json.loads(answer)
     return ModelFacts(
         params={name: tuple(shape) for name, shape, _ in found["params"]},
         decaying=frozenset(name for name, _, decays in found["params"] if decays),
@@ -263,6 +314,11 @@ def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple
         else:
             what = f"the shapes of group {number}'s {len(shapes)} states do not fit the model's {len(names)} params"
             problems.append(Problem(where, what, _OTHER_RUN))
+    sizes = [len(group.ids) for group in saved.groups]
+    trainers = [sum((name in model.decaying) == (number == 0) for name in model.params) for number in range(len(sizes))]
+    if not is_one and sizes != trainers and sum(sizes) == sum(trainers):
+        what = f"its two param groups without names have {sizes[0]} and {sizes[1]} params, and the Trainer's have"
+        raise UnsupportedCheckpoint.at(where, f"{what} {trainers[0]} and {trainers[1]}", _LIST_NAMES)
     if problems:
         raise SourceError(problems)
     return tuple(groups)
@@ -324,15 +380,26 @@ def fit(
     model: ModelFacts | None,
     listed: Collection[str],
     where: PathIn,
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Fitted:
     """Return the params with their roles; ``listed`` are the buffers that the weight files list, ``where`` is the
-    optimizer's file.
+    optimizer's file, ``aliases`` names that a weight file lists for tensors that it holds under other names.
 
     Raises SourceError if optimizer, weights and model do not fit together.
     """
     name, trainable = where.checkpoint, {param: None for group in groups for param in group}
     ids = [number for group in optimizer.groups for number in group.ids]
     shapes = [optimizer.shape(number) for number in ids]
+    # a tied param may be stored under any of its names
+    own = {*trainable, *(model.params if model else ())}
+    ties = {**aliases, **{stored: name for name, stored in aliases.items()}, **(model.tied if model else {})}
+    by_alias = {
+        name: alias
+        for alias, name in ties.items()
+        if name in own and name not in weights_held and alias in weights_held and alias not in own
+    }
+    moved = {name: weights_held[alias] for name, alias in by_alias.items()}
+    weights_held = {name: held for name, held in weights_held.items() if name not in by_alias.values()} | moved
     other_names, used = _saved_otherwise(model, weights_held) if model else ({}, set[str]())
     weights_held = {weight: held for weight, held in weights_held.items() if weight not in used} | other_names
     weights = {weight: held.shape for weight, held in weights_held.items()}
@@ -351,6 +418,7 @@ def fit(
         wanted = {**known, **{other: weights[other] for other in others}}
         buffers = {other for other in others if _is_integer(weights_held[other])} | set(listed)
         tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
+        tied |= {alias: name for alias, name in ties.items() if name in own and alias not in own}
     problems = compare_shapes(ids, shapes, list(trainable), wanted, where)
     for param, shape in wanted.items():
         if weights.get(param, shape) != shape:

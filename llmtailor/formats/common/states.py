@@ -120,7 +120,8 @@ def index_with_weights(
     """
     is_named = has_names(optimizer) or model is None
     groups = listed_names(optimizer, where) if model is None or is_named else derived_names(optimizer, model, where)
-    known = fit(groups, optimizer, weights, model, buffers, where)
+    aliases = listed_aliases(root, where.checkpoint) if not trainer.has_adapters else {}
+    known = fit(groups, optimizer, weights, model, buffers, where, aliases)
     of_weights = {param: weight.dtype for param, weight in known.weights.items()}
     tied = known.tied if ties is None else {name: of for name, of in ties.items() if of in known.params}
     index = make_index(root, where.checkpoint, optimizer, groups, known.params, tied, of_weights)
@@ -157,7 +158,8 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
     """Yield findings on steps. Optimizer and schedule are saved and restored together; only a composite may mix steps.
 
     A param without gradients makes no step, so its states may lag behind, but only with its whole module. One without a
-    state has made none. Raises SourceError if no state is of the schedule's step.
+    state has made none. Some optimizers skip steps of all params. Raises SourceError if the steps lag unevenly, or run
+    ahead.
     """
     client, name = trainer.client, index.name
     counted = trainer.scheduler.num_steps if trainer.scheduler is not None else None
@@ -182,9 +184,14 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
             raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     elif not usual.intersection(of_step):
         what = f"the optimizer's states are from step {max(of_step):g}, but the schedule is at step {counted}"
-        raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
+        if len(of_step) > 1 or max(of_step) > counted:
+            raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
+        why = (
+            f"nothing, if the optimizer was reset, or skips steps at a learning rate of 0, as Prodigy does; else {fix}"
+        )
+        yield Finding(where, what, why, Code.STEPS_DIFFER, WARNING)
     for step, params in of_step.items():
-        if step in usual:
+        if step in usual or usual.isdisjoint(of_step):
             continue
         if step > counted or step == 0 or len(params) == 1:
             what = f"Adam's step of {some(params)} is {step:g}, but the schedule is at step {counted}"
@@ -206,6 +213,17 @@ def listed_ties(root: Path, name: str) -> dict[str, str] | None:
         except (ValueError, RecursionError) as error:
             raise damaged(where, f"its metadata {TIED_KEY} is not JSON ({error})") from error
     return found
+
+
+def listed_aliases(root: Path, name: str) -> dict[str, str]:
+    """Return the names that ``save_model`` of safetensors has left out of the weight files, and lists with the names
+    that it kept."""
+    return {
+        alias: kept
+        for file in read_weights(root, name)
+        for alias, kept in file.metadata.items()
+        if kept in file.tensors and alias not in file.tensors
+    }
 
 
 def listed_buffers(root: Path, name: str) -> set[str]:
