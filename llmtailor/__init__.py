@@ -1,7 +1,8 @@
 """Cut, compose and resume LLM training checkpoints.
 
 >>> import llmtailor
->>> report = llmtailor.merge(Path("recipe.yaml"), Path("runs/x/checkpoint-400-merged"))
+>>> report = llmtailor.merge("recipe.yaml", "runs/x/checkpoint-400-merged")
+>>> report = llmtailor.merge_run("runs/x")
 
 ``plan_merge`` plans a merge without writing, and ``write`` carries a plan out. ``inspect_checkpoint`` describes a
 checkpoint, ``diff`` compares two, and ``verify_checkpoint`` checks whether an unmodified Trainer or DeepSpeed resumes
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from llmtailor.findings import Finding as Finding
     from llmtailor.runs.scan import Latest as Latest
     from llmtailor.runs.scan import find_latest as find_latest
+    from llmtailor.runs.scan import merge_run as merge_run
     from llmtailor.saving.api import attest as attest
     from llmtailor.training import layer_param_groups as layer_param_groups
     from llmtailor.verify.diff import Diff as Diff
@@ -44,7 +46,7 @@ _NAMES = {
     "llmtailor.compose.write": "merge write",
     "llmtailor.errors": "Problem TailorError",
     "llmtailor.findings": "Finding",
-    "llmtailor.runs.scan": "Latest find_latest",
+    "llmtailor.runs.scan": "Latest find_latest merge_run",
     "llmtailor.saving.api": "attest",
     "llmtailor.training": "layer_param_groups",
     "llmtailor.verify.diff": "Diff diff",
@@ -61,3 +63,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and reports nam
         if name in _PUBLIC:
             return getattr(import_module(_PUBLIC[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """List the public names, which are not imported yet, too."""
+        return sorted({*globals(), *__all__})

@@ -9,6 +9,10 @@ import time
 from llmtailor.errors import Unanswered, UsageError
 
 
+def unreported(_: object) -> None:
+    """Take progress that nobody shows."""
+
+
 class Stopwatch:
     """A timer that starts when it is created."""
 

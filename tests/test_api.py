@@ -13,6 +13,11 @@ from pathlib import Path
 
 import pytest
 
+import llmtailor
+from helpers.checkpoints import make_run
+from helpers.commands import call
+from helpers.files import contents
+
 ROOT = Path(__file__).parents[1]
 MODULES = ("llmtailor", "llmtailor.saving")
 
@@ -144,3 +149,27 @@ def test_a_user_of_every_public_name_under_mypy_strict(tmp_path):
     assert errors == wrong, done.stdout + done.stderr
     assert len(revealed) == "\n".join(lines).count("reveal_type(")
     assert not {lines[int(line) - 1]: text for line, text in revealed.items() if re.search(r"\bAny\b", text)}
+
+
+def test_help_shows_the_api():
+    for name in MODULES:
+        module = importlib.import_module(name)
+        assert set(module.__all__) <= {*dir(module)}
+        for public, one in exported(name).items():
+            if inspect.isfunction(one):
+                assert "<function" not in str(inspect.signature(one)), public
+
+
+def test_texts_are_paths_and_a_run_is_composed_as_by_the_command(tmp_path):
+    run = make_run(tmp_path / "run", (100, 200))
+    (tmp_path / "recipe.yaml").write_text(
+        f"base_model: {run}/checkpoint-200\nparts:\n  - {{from: {run}/checkpoint-100, select: [odd]}}\n"
+    )
+    llmtailor.merge(f"{tmp_path}/recipe.yaml", f"{tmp_path}/out")
+    assert llmtailor.verify_checkpoint(tmp_path / "out").is_resumable
+    assert llmtailor.merge_run(f"{run}").out == f"{run}/checkpoint-200"  # it has the newest state
+    report = llmtailor.merge_run(f"{run}", f"{tmp_path}/parity", strategy="parity")
+    assert Path(report.out) == tmp_path / "parity"
+    call("merge", "--run", run, tmp_path / "by-command", "--strategy", "parity")
+    told = ("README.md", "llmtailor.json")
+    assert contents(tmp_path / "parity", *told) == contents(tmp_path / "by-command", *told)

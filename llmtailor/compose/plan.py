@@ -64,7 +64,7 @@ from llmtailor.recipe import Recipe
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.resolve import Choice, resolve, weigh
-from llmtailor.storage.local import Entries
+from llmtailor.storage.local import Entries, as_path
 from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import Stopwatch
 
@@ -177,7 +177,10 @@ class Composition:
 
 
 def plan_merge(
-    recipe: Recipe | Path, out: Path | None = None, options: Options | None = None, opened: Opened | None = None
+    recipe: Recipe | str | Path,
+    out: str | Path | None = None,
+    options: Options | None = None,
+    opened: Opened | None = None,
 ) -> Composition:
     """Plan the composite that a recipe describes. Nothing is written, and no tensor is read.
 
@@ -191,8 +194,9 @@ def plan_merge(
     Raises a `TailorError` with every problem found; the earliest failed stage decides its class.
     """
     options = options or Options()
-    read = [recipe] if isinstance(recipe, Path) else []
-    recipe = load_recipe(recipe) if isinstance(recipe, Path) else recipe
+    read = [] if isinstance(recipe, Recipe) else [as_path(recipe)]
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(*read)
+    out = None if out is None else as_path(out)
     problems = Problems()
 
     def collect(call: Callable[[], _T]) -> _T | None:

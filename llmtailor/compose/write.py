@@ -72,7 +72,7 @@ from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
 from llmtailor.storage.local import FileFact, Lock, facts_now, open_source, write_durably
 from llmtailor.storage.remote import RemotePath
-from llmtailor.timing import Stopwatch
+from llmtailor.timing import Stopwatch, unreported
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -365,7 +365,7 @@ def _packed(crcs: Sequence[int]) -> str:
     return base64.b64encode(array("I", crcs).tobytes()).decode()
 
 
-def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:
+def merge(recipe: Recipe | str | Path, out: str | Path | None = None, options: Options | None = None) -> Report:
     """Plan a merge, write it, and return the report of what was written. See `plan_merge` and `write`.
 
     Args:
@@ -393,8 +393,8 @@ def bytes_to_move(composition: Composition) -> int:
 
 def write(
     composition: Composition,
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
-    notify: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[int], None] | None = None,
+    notify: Callable[[str], None] | None = None,
     group: RankGroup | None = None,
 ) -> CopyStats:
     """Write a planned composite, verify it, and publish it by one rename; return how its bytes got there.
@@ -418,6 +418,7 @@ def write(
         UsageError: the ranks have planned different merges.
         Interrupted: Ctrl-C or SIGTERM.
     """
+    on_progress, notify = on_progress or unreported, notify or unreported
     identity, watch = identify_merge(composition), Stopwatch()
     if group is not None and not group.is_first:
         with stoppable() as stop:

@@ -19,7 +19,7 @@ from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, best_holde
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
 from llmtailor.compose.plan import Opened, Options, plan_merge
-from llmtailor.compose.report import total_setback
+from llmtailor.compose.report import Report, total_setback
 from llmtailor.compose.write import preview, prove, settle_output, write
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
@@ -43,7 +43,7 @@ from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
 from llmtailor.runs.folder import AttemptFilter, RunFolder
-from llmtailor.storage.local import absolute
+from llmtailor.storage.local import absolute, as_path
 from llmtailor.verify.verify import Verdict, refused, to_json, verify_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -374,6 +374,38 @@ class Newest:
     """Whether it was written now; otherwise it was there already"""
 
 
+def merge_run(
+    run: str | Path,
+    out: str | Path | None = None,
+    options: Options | None = None,
+    *,
+    at: int | None = None,
+    strategy: str | StrategyOptions = "latest",
+) -> Report:
+    """Compose the newest state of a run's folder, as ``llmtailor merge --run`` does; return the report.
+
+    Args:
+        run: the run's folder.
+        out: the folder to write. None: where a resume finds it, unless a checkpoint there has this state already; then
+            nothing is written, and the report names that one.
+        options: see `Options`. None keeps ranks, format and param groups of the run.
+        at: the highest step to use; None for any.
+        strategy: ``latest``, ``parity`` or ``filter``.
+
+    Raises what `plan_merge` and `write` raise.
+    """
+    how = StrategyOptions(strategy) if isinstance(strategy, str) else strategy
+    recipe, opened = choose_for_run(as_path(run), at, how)
+    options = options or Options(reuse=out is None, step="auto")
+    composition, there = plan_merge(recipe, out, options, opened), None
+    if options.reuse:
+        composition, there = settle_output(composition)
+    if there is not None:
+        return replace(composition.report, out=f"{there}")
+    write(composition)
+    return composition.report
+
+
 def compose_newest(
     run: Path, world_size: int | None = None, also: Sequence[Path] = (), *, waits: bool = False
 ) -> Newest | None:
@@ -480,7 +512,7 @@ def find_latest(
     run: str | Path,
     at: int | None = None,
     deep: bool = False,
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    on_progress: Callable[[int], None] | None = None,
     *,
     trust_unrecorded: bool = False,
     client: str | None = None,
@@ -524,7 +556,12 @@ def find_latest(
 
 
 def _verify(
-    path: Path, step: int, deep: bool, on_progress: Callable[[int], None], judge: AttemptFilter, client: str | None
+    path: Path,
+    step: int,
+    deep: bool,
+    on_progress: Callable[[int], None] | None,
+    judge: AttemptFilter,
+    client: str | None,
 ) -> Verdict:
     if (problem := judge.why_not(path, step)) is not None:
         return refused(path, deep, SourceError(problem))

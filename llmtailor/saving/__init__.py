@@ -55,3 +55,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and reports nam
         if name in _PUBLIC:
             return getattr(import_module(_PUBLIC[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """List the public names, which are not imported yet, too."""
+        return sorted({*globals(), *__all__})

@@ -48,6 +48,7 @@ from llmtailor.model.roles import (
 )
 from llmtailor.storage.casts import cast, widen
 from llmtailor.storage.local import Files, as_path, open_source, read_source
+from llmtailor.timing import unreported
 from llmtailor.verify.values import BLOCK_ELEMENTS, CHUNK_ELEMENTS, bits_of
 
 _ABSENT = "absent"
@@ -424,7 +425,7 @@ def diff(
     a: str | Path,
     b: str | Path,
     kinds: Collection[str] = (),
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Diff:
     """Compare two checkpoints of any format; partial ones are compared as far as both hold a state.
 
@@ -436,7 +437,7 @@ def diff(
     Raises SourceError for a damaged checkpoint, MismatchError if no state is in both, UsageError for a kind that is not
     in both, Interrupted on Ctrl-C.
     """
-    return diff_indexes(index_checkpoint(as_path(a)), index_checkpoint(as_path(b)), kinds, on_progress)
+    return diff_indexes(index_checkpoint(as_path(a)), index_checkpoint(as_path(b)), kinds, on_progress or unreported)
 
 
 def diff_indexes(

@@ -44,7 +44,7 @@ from llmtailor.loaders.loader import loader_of, looks_partial
 from llmtailor.model.parts import Part, condense, with_layers
 from llmtailor.model.roles import MASTER, State
 from llmtailor.storage.local import as_path, read_source
-from llmtailor.timing import Stopwatch
+from llmtailor.timing import Stopwatch, unreported
 from llmtailor.verify.structure import check_index, check_manifest, check_step, join, lost_elements
 
 RESUMABLE = "resumable"
@@ -236,7 +236,7 @@ def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
 def verify_checkpoint(
     path: str | Path,
     deep: bool = False,
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    on_progress: Callable[[int], None] | None = None,
     name: str | None = None,
     client: str | None = None,
 ) -> Verdict:
@@ -259,14 +259,14 @@ def verify_checkpoint(
     """
     path = as_path(path)
     name = name or display_name(path)
-    return verify_surveyed(survey_checkpoint(path, name, client), path, deep, on_progress, name)
+    return verify_surveyed(survey_checkpoint(path, name, client), path, deep, on_progress or unreported, name)
 
 
 def verify_surveyed(
     survey: Survey,
     root: Path,
     deep: bool = False,
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    on_progress: Callable[[int], None] = unreported,
     name: str | None = None,
 ) -> Verdict:
     """Do what `verify_checkpoint` does, with what `survey_checkpoint` has found in the folder."""
