@@ -130,6 +130,8 @@ class Options:
     """Whether to discard an unfinished merge in the output and start over."""
     checksum: bool = False
     """Whether to compute a digest of every output file and every source file read."""
+    compare: bool = field(default=True, repr=False)  # the output is the same
+    """Whether what is read is compared with llmtailor's own records of the sources; not to salvage damaged ones"""
     to: str | None = None
     """Format of the output: ``deepspeed``, ``universal``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as
     far as `stage` allows."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from llmtailor import __version__
 from llmtailor.balance import deal
 from llmtailor.checkpoint.index import MEGATRON, CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, LinkLayout, Piece, Plan
+from llmtailor.codes import Code
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
 from llmtailor.containers.dcp import METADATA, list_data_records
@@ -49,6 +51,7 @@ from llmtailor.engine.staging import (
     staging_folder,
 )
 from llmtailor.errors import (
+    COPY_FILE,
     Interrupted,
     PathIn,
     Problem,
@@ -63,14 +66,14 @@ from llmtailor.errors import (
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.provenance import read_manifest, read_merge
 from llmtailor.formats.registry import BESIDE, display_name
-from llmtailor.loaders.files import CARD, MANIFEST
+from llmtailor.loaders.files import CARD, MANIFEST, PARTIAL_MANIFEST
 from llmtailor.loaders.loader import LOADERS, is_resumed_from
 from llmtailor.model.roles import MODULE, WEIGHT, State
 from llmtailor.ranks.group import LEAVING_S, RankGroup, check_same
 from llmtailor.ranks.launch import RankInfo
 from llmtailor.recipe import Recipe
-from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
-from llmtailor.storage.local import FileFact, Lock, facts_now, open_source, write_durably
+from llmtailor.storage.checksums import DIGEST, Taken, combine, crc32, part_digest
+from llmtailor.storage.local import FileFact, Files, Lock, disk_errors, facts_now, open_source, write_durably
 from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import Stopwatch, unreported
 from llmtailor.verify.verify import verify_checkpoint
@@ -203,6 +206,52 @@ def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> d
             if crc is not None:
                 stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
     return stated
+
+
+def recorded_checksums(composition: Composition) -> dict[SourcePath, Sequence[tuple[int, int, int]]]:
+    """Return start, stop and CRC-32 of ranges of the source files, as llmtailor recorded them when it wrote these."""
+    found: dict[SourcePath, Sequence[tuple[int, int, int]]] = {}
+    read = composition.plan.summary.read
+    for number, index in enumerate(composition.indexes) if composition.options.compare else ():
+        if (about := read_manifest(index.root, index.name)) is None:
+            continue
+        for path, (num_bytes, crc) in about.files.items():
+            if (number, path) in read and crc is not None and is_resumed_from(path, index):
+                found[number, path] = about.ranges.get(path) or [(0, num_bytes, crc)]
+        if number == composition.base:  # also those that are read when the output is planned
+            found |= {(number, path): [(0, *fact)] for path, fact in about.carried.items() if path in index.files}
+    return found
+
+
+def compare_with_records(
+    composition: Composition,
+    recorded: Mapping[SourcePath, Sequence[tuple[int, int, int]]],
+    taken: Taken[SourcePath],
+    results: Sequence[FileResult],
+    *,
+    is_partly: bool,
+) -> None:
+    """Raise SourceError for what was read and is not as llmtailor wrote it. ``is_partly``: see `Taken.wrong`."""
+    problems = []
+    for piece, crc in (pair for result in results for pair in result.checked) if recorded else ():
+        if isinstance(piece, Copy):
+            taken.add((piece.source, piece.extent.path), piece.extent.start, piece.extent.stop, crc)
+    for (number, path), ranges in recorded.items():
+        index, where = composition.indexes[number], PathIn(composition.indexes[number].name, path)
+        is_small = not is_resumed_from(path, index)
+        with Files(index.root, index.files) as files, disk_errors(where, "can't read it again"):
+            if is_small:
+                is_wrong = files.crc_of(path, 0, index.files[path].num_bytes) != ranges[0][2]
+            else:
+                is_wrong = bool(taken.wrong((number, path), ranges, partial(files.crc_of, path), is_partly=is_partly))
+        if is_wrong:
+            what = f"it is not as it was written: its checksum differs from that in {PARTIAL_MANIFEST} or {MANIFEST}"
+            fix = f"{COPY_FILE}; llmtailor verify --deep lists the damage"
+            if is_small:
+                fix = f"{COPY_FILE}; if you edited it on purpose, remove it from `carried` in {PARTIAL_MANIFEST}"
+            problems.append(Problem(where, what, fix, Code.CHECKSUM))
+    if problems:
+        raise SourceError(problems)
 
 
 @contextmanager
@@ -436,6 +485,8 @@ def write(
                 prove(composition)  # before everything is written in vain
             kept, before = resume(composition, identity, staging, notify)
             with _uploading(composition, on_progress, stop) as upload:
+                recorded = recorded_checksums(composition)
+                taken = Taken(recorded)
                 context = Context(
                     [index.files for index in composition.indexes],
                     kept,
@@ -445,6 +496,7 @@ def write(
                     digest=composition.options.checksum,
                     stop=stop,
                     clone=composition.options.clone,
+                    taken=taken,
                     direct=upload is None,
                     upload=upload,
                 )
@@ -455,6 +507,8 @@ def write(
                     results = write_together(group, composition, staging.path, context, on_progress)
                 size = f"{composition.plan.num_bytes:,}"
                 logger.info("wrote %d files, %s bytes, in %s", len(results), size, watch.lap())
+                compare_with_records(composition, recorded, taken, results, is_partly=bool(kept))
+                logger.info("compared the sources with their records in %s", watch.lap())
                 digests = _check_sources(composition, results, before, on_progress, stop, group)
                 logger.info("checked that the sources are unchanged, in %s", watch.lap())
                 loader = LOADERS[composition.client]

@@ -45,7 +45,7 @@ from llmtailor.engine.pool import Inline, Stop, num_workers, num_writers, run_al
 from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.model.roles import BLOCKS, DIFFERENCES, ITEMSIZE, State, size_of
-from llmtailor.storage.checksums import combine, crc32, new_digest
+from llmtailor.storage.checksums import Taken, combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.storage.remote import STORE_WORKERS, RemotePath
 from llmtailor.storage.threads import Threads
@@ -280,6 +280,8 @@ class Context:
     direct: bool = True
     """Whether large files bypass the page cache where they can, which halves the CPU time; not for files that are read
     again at once"""
+    taken: Taken[tuple[int, str]] | None = None
+    """Gets the checksums of what is read to be converted; those of what is only copied are in the results"""
     upload: Upload | None = None
     """Uploads and removes each file when it is complete"""
 
@@ -356,7 +358,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
         return _link_file(work, file)
     context, target, watch = work.context, work.staging / file.path, Stopwatch()
     marks = context.kept.get(file.path, ())
-    sources = SourceFiles(work.plan, context.facts, context.stores)
+    sources = SourceFiles(work.plan, context.facts, context.stores, context.taken)
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:

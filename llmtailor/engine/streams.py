@@ -15,7 +15,7 @@ from typing import Protocol
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Cast, Copy, Plan, Term
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import COPY_FILE, SourceError, StorageError
-from llmtailor.storage.checksums import crc32
+from llmtailor.storage.checksums import Taken, crc32
 from llmtailor.storage.local import Changed, FileFact, Files, OpenFile, bypass_cache, chunks, write_all
 from llmtailor.storage.remote import EndsEarly
 
@@ -47,12 +47,20 @@ class Store(Protocol):
 class SourceFiles:
     """The sources of a plan: folders, whose files are opened when first needed, and ``stores`` by name.
 
-    ``facts`` describe the files of each source as indexed; other files are not checked.
+    ``facts`` describe the files of each source as indexed; other files are not checked. ``taken`` gets the checksums of
+    what is read to be converted, by position in `Plan.sources` and path.
     """
 
-    def __init__(self, plan: Plan, facts: Sequence[Mapping[str, FileFact]], stores: Mapping[str, Store]):
+    def __init__(
+        self,
+        plan: Plan,
+        facts: Sequence[Mapping[str, FileFact]],
+        stores: Mapping[str, Store],
+        taken: Taken[tuple[int, str]] | None = None,
+    ):
         self.plan = plan
         self.stores = stores
+        self.taken = taken
 
         def open_file(source: int, name: str) -> OpenFile:
             return OpenFile(plan.path(source, name), facts[source].get(name) if source < len(facts) else None)
@@ -82,6 +90,8 @@ class SourceFiles:
 
     def _decoded(self, piece: Cast | Term, size: int) -> Iterator[memoryview]:
         read = self.stream(piece, piece.extent.stop, size)
+        if self.taken is not None:
+            read = self.taken.watch((piece.source, piece.extent.path), piece.extent.start, read)
         if piece.encoding is None:
             yield from read
             return

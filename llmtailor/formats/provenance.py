@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.common.lightning import is_from_lightning
 from llmtailor.formats.deepspeed_common.files import model_name
 from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
+from llmtailor.formats.partial.manifest import read_ranges
 from llmtailor.loaders.files import CKPT, MANIFEST, TRAINER_STATE, WHOLE_MODEL
 from llmtailor.loaders.loader import LOADERS, is_partial
 from llmtailor.loaders.trainer_state import CALLBACKS, read_mark
@@ -97,6 +98,10 @@ class ManifestFacts:
     """Part -> digest of its states; see `storage.checksums.part_digest`. Layers are whole."""
     is_split: bool
     """Whether weights and optimizer states of a part come from different checkpoints, as requested"""
+    ranges: Mapping[str, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
+    """Start, stop and CRC-32 of what merges read of the files of a partial checkpoint"""
+    carried: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """The other files of a partial checkpoint: path -> size and CRC-32"""
     links: Mapping[str, int] = field(default_factory=dict)
     """The files that were made as hard links, with their `containers.dcp.checksum_of_save`"""
 
@@ -109,7 +114,10 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
     if is_partial(root):  # it may contain the manifest of the composite that it was made from
         saved = read_partial_manifest(root, name)
         files: dict[str, tuple[int, int | None]] = {one.path: (one.num_bytes, one.crc32) for one in saved.bundles}
-        return ManifestFacts(saved.step, saved.world_size, {}, files, {}, is_split=False)
+        ranges = {one.path: read_ranges(one.ranges) for one in saved.bundles}
+        return ManifestFacts(
+            saved.step, saved.world_size, {}, files, {}, is_split=False, ranges=ranges, carried=saved.carried
+        )
     if not (root / MANIFEST).is_file():
         return None
     where = PathIn(name, MANIFEST)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache, cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ from llmtailor.findings import ERROR
 from llmtailor.formats.dcp.links import has_linkable_files
 from llmtailor.formats.dcp.read import MODEL_FOLDER
 from llmtailor.formats.dcp.write import check_states, lay_out_model
-from llmtailor.formats.partial.manifest import IS_THINNED, BundleFact, manifest_json, read_manifest
+from llmtailor.formats.partial.manifest import IS_THINNED, BundleFact, manifest_json, ranges_of, read_manifest
 from llmtailor.formats.partial.write import (
     PartialLayout,
     check_can_be_partial,
@@ -157,16 +158,25 @@ class Conversion:
     @property
     def num_bytes(self) -> int:
         files = sum(file.num_bytes for file in self.plan.files if file.path not in self.links)
-        return files + len(self.manifest({}))
+        return files + len(self.manifest(()))
 
-    def manifest(self, crcs: Mapping[str, int]) -> bytes:
-        """Return the manifest with the CRC-32 of each file; its size does not depend on them."""
+    def manifest(self, results: Iterable[FileResult]) -> bytes:
+        """Return the manifest with the checksums of the files; its size does not depend on them."""
+        of = {one.path: one for one in results}
         own = {file.path for file in (*self.layout.bundles, *self.layout.frozen)}
-        files = (file for file in self.plan.files if file.path in own)
-        facts = tuple(BundleFact(file.path, file.num_bytes, crcs.get(file.path, 0)) for file in files)
-        ledger = self.ledger.to_json()
+        facts, carried = [], {}
+        for file in self.plan.files:
+            crc = of[file.path].crc if of else 0
+            if file.path in own:
+                checked = of[file.path].checked if of else zip(file.each(), repeat(0))
+                facts.append(BundleFact(file.path, file.num_bytes, crc, ranges_of(checked)))
+            else:
+                carried[file.path] = file.num_bytes, crc
+        made = describe_partial(
+            self.source, self.save_id, self.parts, self.params_of, tuple(facts), self.ledger.to_json(), self.masters
+        )
         return manifest_json(
-            describe_partial(self.source, self.save_id, self.parts, self.params_of, facts, ledger, self.masters),
+            replace(made, carried=carried),
             policy=self.policy,
             num_bytes=part_bytes(self.source, self.structure),
             tool_version=__version__,

@@ -261,7 +261,7 @@ def write_conversion(
             if filecmp.cmp(folder / name, staging / name, shallow=False):
                 (staging / name).unlink()
                 link_or_copy(folder / name, staging / name)
-        write_durably(staging / PARTIAL_MANIFEST, conversion.manifest(crcs))
+        write_durably(staging / PARTIAL_MANIFEST, conversion.manifest(results))
         fsync_folder(staging)
         check_crcs(staging, crcs, stop, on_progress)
         made = index_checkpoint(staging, display_name(target))

@@ -436,7 +436,7 @@ class PendingSave:
             if snapshot is not None:
                 snapshot.conclude()
             return {
-                "facts": [[fact.path, fact.num_bytes, fact.crc32] for fact in facts],
+                "facts": [[fact.path, fact.num_bytes, fact.crc32, fact.ranges] for fact in facts],
                 "parts": [*self.parts],
                 "measured": {
                     "stall_s": self.stall_s + (snapshot.stall_s if snapshot is not None else 0.0),

@@ -38,6 +38,7 @@ from llmtailor.formats.partial.manifest import (
     bundle_name,
     differences_name,
     manifest_json,
+    ranges_of,
     read_manifest,
 )
 from llmtailor.formats.partial.write import Bundle
@@ -226,7 +227,7 @@ def write_share(
     for fact in share.linked:
         assert share.before is not None, "the previous save, which has the file"
         link_or_copy(share.before / fact.path, folder / fact.path)
-    facts = [BundleFact(result.path, result.num_bytes, result.crc) for result in results]
+    facts = [BundleFact(one.path, one.num_bytes, one.crc, ranges_of(one.checked)) for one in results]
     facts = [*facts[-1:], *facts[:-1], *share.linked]
     if share.compressed is not None:
         facts.append(_write_compressed(folder, share, source, on_progress, direct=store is not None))
@@ -333,8 +334,9 @@ def publish(
             new[name] = content
     layouts = tuple(FileLayout(name, (Bytes(content, name),) if content else ()) for name, content in new.items())
     execute(Plan((), layouts), folder, Context(inline=True))
+    small = {name: (len(content), crc32(content)) for name, content in sorted({**carried, **new}.items())}
     content = manifest_json(
-        replace(manifest, bundles=tuple(bundles)),
+        replace(manifest, bundles=tuple(bundles), carried=small),
         policy=policy,
         num_bytes=num_bytes,
         tool_version=__version__,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from array import array
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
@@ -17,6 +19,8 @@ from xxhash import xxh3_128
 
 from llmtailor.model.roles import State
 
+_GAPS = 64 << 10
+"""Bytes of a range that are read only to compare it, as long as the others were read anyway; or a 64th of it"""
 DIGEST = "xxh3_128"
 """The digest of whole files for ``--checksum``: 128 bits at memory speed; `xxhsum -H2` prints the same"""
 
@@ -92,3 +96,62 @@ class Intervals(Generic[_Key]):
                 crc = combine(crc, read(at, begin), begin - at)
             crc, at = combine(crc, known, end - begin), end
         return combine(crc, read(at, stop), stop - at) if at < stop else crc
+
+
+class Taken(Generic[_Key]):
+    """CRC-32 of the ranges that were read of some files; of others, nothing is kept."""
+
+    def __init__(self, wanted: Iterable[_Key]) -> None:
+        self._rows = {key: array("Q") for key in wanted}
+        self._lock = threading.Lock()
+
+    def add(self, key: _Key, start: int, stop: int, crc: int) -> None:
+        """Add the CRC of bytes ``start``..``stop``; may be called from any thread."""
+        if key in self._rows and start < stop:
+            with self._lock:
+                self._rows[key].extend((start, stop, crc))
+
+    def watch(self, key: _Key, start: int, data: Iterator[memoryview]) -> Iterator[memoryview]:
+        """Pass on the bytes from ``start`` on, and add their CRC once all were read."""
+        if key not in self._rows:
+            yield from data
+            return
+        at, crc = start, 0
+        for some in data:
+            crc, at = crc32(some, crc), at + len(some)
+            yield some
+        self.add(key, start, at, crc)
+
+    def wrong(
+        self, key: _Key, stated: Iterable[tuple[int, int, int]], read: Callable[[int, int], int], *, is_partly: bool
+    ) -> list[tuple[int, int]]:
+        """Return which of the ranges (start, stop, CRC-32) that were read have another checksum.
+
+        ``read(start, stop)`` returns that of bytes that were not read. It is called for what lies between the states of
+        a file, and if not everything that was read is known (``is_partly``). Other ranges that were read in part can't
+        be compared.
+        """
+        rows = self._rows[key]
+        known: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for start, stop, crc in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+            known[start].append((stop, crc))
+        starts = sorted(known)
+        found = []
+        for first, last, wanted in stated:
+            at, pieces = first, list[tuple[int, int, int]]()
+            for start in starts[bisect_left(starts, first) : bisect_left(starts, last)]:
+                fits = [one for one in known[start] if one[0] <= last]
+                if start >= at and fits:
+                    at, crc = max(fits)
+                    pieces.append((start, at, crc))
+            missing = last - first - sum(stop - start for start, stop, _ in pieces)
+            if not pieces or (missing > max(_GAPS, (last - first) >> 6) and not is_partly):
+                continue
+            at, whole = first, 0
+            for start, stop, crc in (*pieces, (last, last, 0)):
+                if at < start:
+                    whole = combine(whole, read(at, start), start - at)
+                whole, at = combine(whole, crc, stop - start), stop
+            if whole != wanted:
+                found.append((first, last))
+        return found

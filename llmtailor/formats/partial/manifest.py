@@ -26,11 +26,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.layout import Bytes, Piece, Zeros
 from llmtailor.checkpoint.placement import Runs, count, union
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
@@ -43,6 +44,7 @@ from llmtailor.model.roles import SAFETENSORS, is_moment
 from llmtailor.storage.local import read_source
 
 _CRC = re.compile(r"[0-9a-f]{8}")
+_RANGE = re.compile(r"([0-9a-f]{1,14})\+([0-9a-f]{1,14})=([0-9a-f]{8})")
 
 
 def _checker(is_it: Callable[[Any], bool], what: str) -> Callable[[Any], Any]:
@@ -124,6 +126,32 @@ class BundleFact:
     num_bytes: int
     crc32: int
     """Checksum of the whole file"""
+    ranges: str = ""
+    """Checksums of what merges read of it, see `ranges_of`; empty in older saves, and of what is not read in ranges"""
+
+
+def ranges_of(pieces: Iterable[tuple[Piece, int]]) -> str:
+    """Return the checksums of the states in a file as text: ``START+LENGTH=CRC32`` each, in hex.
+
+    ``pieces`` are those of the file, each with its CRC-32.
+    """
+    at, found = 0, []
+    for piece, crc in pieces:
+        if not isinstance(piece, (Bytes, Zeros)) and piece.num_bytes:
+            found.append(f"{at:x}+{piece.num_bytes:x}={crc:08x}")
+        at += piece.num_bytes
+    return " ".join(found)
+
+
+def read_ranges(text: str) -> list[tuple[int, int, int]]:
+    """Return start, stop and CRC-32 of each range in what `ranges_of` returned. Raises ValueError."""
+    found = []
+    for one in text.split():
+        if not (match := _RANGE.fullmatch(one)):
+            raise ValueError(f"{one!r:.40} is not a range")
+        start, length, crc = (int(number, 16) for number in match.groups())
+        found.append((start, start + length, crc))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +200,8 @@ class Manifest:
     masters: tuple[Part, ...] = ()
     """Further parts: the rank shards hold their masters without the moments. They are also in ``params_of``
     and ``pieces_of``."""
+    carried: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Path -> size and CRC-32 of the other files, such as ``trainer_state.json``; empty in older saves"""
     bases: Mapping[Part, str] = field(default_factory=dict)
     """Of ``masters`` -> the ``save_id`` of the save from whose masters theirs are differences"""
     is_thinned: bool = False
@@ -229,7 +259,11 @@ def manifest_json(
         "tied": dict(manifest.tied),
         "saved_as": None if manifest.saved_as is None else rows,
         "bundles": [
-            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc32:08x}"} for one in manifest.bundles
+            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc32:08x}", "ranges": one.ranges}
+            for one in manifest.bundles
+        ],
+        "carried": [
+            {"path": path, "num_bytes": size, "crc32": f"{crc:08x}"} for path, (size, crc) in manifest.carried.items()
         ],
         "shards": dict(manifest.shards),
         "ledger": dict(manifest.ledger),
@@ -302,6 +336,10 @@ def _parse(data: Any) -> Manifest:
         setback={Part(_name(part)): float(_steps(steps)) for part, steps in data.get("setback", {}).items()},
         pieces_of=pieces_of,
         masters=tuple(masters),
+        carried={
+            _plain_name(one["path"]): (_count(one["num_bytes"]), int(_crc(one["crc32"]), 16))
+            for one in _list(data.get("carried", []))
+        },
         bases={part: _name(one["base"]) for part, one in masters.items() if "base" in one},
         is_thinned=_mapping(data.get("policy", {})).get(IS_THINNED) is True,
     )
@@ -327,7 +365,15 @@ def _bundles(data: Any, world_size: int) -> tuple[BundleFact, ...]:
     others = set(names) - ranks - {differences_name(rank, world_size) for rank in range(world_size)}
     if len(names) != len(set(names)) or not ranks <= set(names) or others not in (set(), {frozen_name(0, 1)}, frozen):
         raise ValueError(f"it does not list the rank shards of {world_size} ranks, each once")
-    return tuple(BundleFact(one["path"], _count(one["num_bytes"]), int(_crc(one["crc32"]), 16)) for one in listed)
+    return tuple(
+        BundleFact(one["path"], _count(one["num_bytes"]), int(_crc(one["crc32"]), 16), _ranges(one.get("ranges", "")))
+        for one in listed
+    )
+
+
+def _ranges(text: Any) -> str:
+    read_ranges(text)
+    return str(text)
 
 
 def _saved_as(data: Any, params: Mapping[str, ParamFact]) -> dict[str, tuple[SavedAs, ...]]:
