@@ -36,12 +36,15 @@ SCHEDULED = {
     "schedule_changed": (),
     "rate_changed": ("learning rate", "", "learning rate"),
 }
+COPIES = {
+    "forward_on_one_rank": ("not the rounded master", {"master"}, "forward pass"),
+    "forward_stale": ("not the rounded master", {"master"}, "forward pass"),
+}
 ZERO = {
     "flats_swapped": ("of another rank", {"master", *ADAM}, "of another rank"),
     "flat_twice": ("of another rank", {"master", *ADAM}, "of another rank"),
     "forward_of_another_save": ("not the rounded master", {"master"}, "forward pass"),
-    "forward_on_one_rank": ("not the rounded master", {"master"}, "forward pass"),
-    "forward_stale": ("not the rounded master", {"master"}, "forward pass"),
+    **COPIES,
     "counter_reset": ("DeepSpeed's global_steps is 0, 4", "", "global_steps"),
     "scale_ignored": (),
     "scale_changed": ("loss scale: cur_scale is", "", "loss scale"),
@@ -86,7 +89,10 @@ CASES = {
     },
 }
 TRAINERS = {name: {**EVERYWHERE, **ZERO, **SCHEDULED} for name in ("zero1", "zero2", "llama", "lora3")}
+for _name in ("llama", "lora3"):  # of ZeRO-3, where every param is divided
+    TRAINERS[_name] = {fault: how for fault, how in TRAINERS[_name].items() if fault not in COPIES}
 TRAINERS |= {name: {**EVERYWHERE, **SCHEDULED} for name in ("lightning", "lightning-zero-2")}
+del TRAINERS["lightning"]["module_replaced"]  # the head still has the param
 TRAINERS["llama-tied"] = {"clean": (), "untied": ("lm_head.weight and model.embed_tokens", None, "params are not tied")}
 CASES |= TRAINERS
 LONG = {"engine-1", "accelerate-2", *TRAINERS}
