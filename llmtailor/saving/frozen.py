@@ -90,18 +90,22 @@ def _sample(tensor: torch.Tensor) -> int:
 def digest_of(tensor: torch.Tensor) -> int:
     """Return a checksum of all bytes of a tensor, and of its shape and dtype: computed where the tensor is."""
     local = _local(tensor).detach()
-    content = local.reshape(-1).contiguous().view(torch.uint8)
     head = crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     if local.device.type == "cpu":
-        return crc32(bytes_of(content), head)
-    words, rest = content[: len(content) // 4 * 4].view(torch.int32), content[len(content) // 4 * 4 :]
+        return crc32(bytes_of(local.reshape(-1).contiguous()), head)
     stream = _stream(local.device) if local.device.type == "cuda" else None
+    if stream is not None:  # what training has started, such as a write, may still be running
+        stream.wait_stream(torch.cuda.current_stream(local.device))
     with torch.cuda.stream(stream):
-        factors, total = _factors(local.device), 0
-        sums = [(chunk.long() * factors[: len(chunk)]).sum() for chunk in torch.split(words, _CHUNK)]
+        content = local.reshape(-1).contiguous().view(torch.uint8)
+        if content.storage_offset() % 4:
+            content = content.clone()
+        whole, factors, total = len(content) // 4 * 4, _factors(local.device), 0
+        chunks = torch.split(content[:whole].view(torch.int32), _CHUNK)
+        sums = [(chunk.long() * factors[: len(chunk)]).sum() for chunk in chunks if len(chunk)]
         for value in torch.stack(sums).tolist() if sums else ():
             total = (total * 0x9E3779B97F4A7C15 + value) % (1 << 64)
-        return crc32(bytes(rest.tolist()) + total.to_bytes(8, "little"), head)
+        return crc32(bytes(content[whole:].tolist()) + total.to_bytes(8, "little"), head)
 
 
 @cache
