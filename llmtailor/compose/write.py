@@ -107,7 +107,7 @@ def make_manifest(
     of_part = composition.structure.part_of
     linked = {of_part[one.state.param] for file in composition.plan.links for one in file.copies if one.state}
     digest_of = {part: part_digest(found) for part, found in crcs.items() if part not in linked}
-    report = composition.report
+    report, base = composition.report, composition.indexes[composition.base]
     return {
         "schema": SCHEMA_MANIFEST,
         "llmtailor_version": __version__,
@@ -117,6 +117,7 @@ def make_manifest(
         "global_step": report.global_step,
         "world_size": report.world_size,
         "attempt": asdict(composition.attempt) if composition.attempt else None,
+        "is_converted": (composition.family, composition.client) != (base.form.family, base.client),
         "recipe": {"name": report.recipe, "text": composition.recipe.text},
         "sources": [
             {
