@@ -303,6 +303,8 @@ class PartSteps:
     states: Mapping[Part, int] = field(default_factory=dict)
     """The oldest if a part's states are of several"""
     masters: Mapping[Part, int] = field(default_factory=dict)
+    is_converted: bool = False
+    """Whether it has another format than its base"""
 
 
 @dataclass(frozen=True, slots=True)

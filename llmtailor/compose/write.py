@@ -111,7 +111,7 @@ def make_manifest(
     of_part = composition.structure.part_of
     linked = {of_part[one.state.param] for file in composition.plan.links for one in file.copies if one.state}
     digest_of = {part: part_digest(found) for part, found in crcs.items() if part not in linked}
-    report = composition.report
+    report, base = composition.report, composition.indexes[composition.base]
     return {
         "schema": SCHEMA_MANIFEST,
         "llmtailor_version": __version__,
@@ -122,6 +122,8 @@ def make_manifest(
         "world_size": report.world_size,
         "attempt": asdict(composition.attempt) if composition.attempt else None,
         "recipe": {"name": report.recipe, "text": masked(composition.recipe.text)},
+        "is_converted": (composition.family, composition.client) != (base.form.family, base.client),
+        "recipe": {"name": report.recipe, "text": composition.recipe.text},
         "sources": [
             {
                 "name": index.name,

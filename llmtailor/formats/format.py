@@ -82,7 +82,7 @@ def finish(draft: Draft, root: Path, name: str) -> Survey:
         *(_compare_loader(index, trainer) if trainer is not None else ()),
         *_links_outside(index),
     ]
-    known = replace(index, composite=PartSteps(*steps or ()), findings=tuple(findings))
+    known = replace(index, composite=steps or PartSteps(), findings=tuple(findings))
     return Survey(known, draft.problems)
 
 

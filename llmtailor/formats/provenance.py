@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import LIGHTNING
+from llmtailor.checkpoint.index import LIGHTNING, PartSteps
 from llmtailor.checkpoint.lineage import THINNED, Past, read_past
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json
@@ -49,17 +49,18 @@ def stated_attempt(root: Path) -> Past | None:
     return None
 
 
-def read_part_steps(root: Path, name: str) -> tuple[dict[str, int], dict[str, int]]:
+def read_part_steps(root: Path, name: str) -> PartSteps:
     """Return the step of each part of a composite, and that of its masters; empty for another checkpoint.
 
     A part that is split over several sources gets the oldest step. Raises SourceError for a damaged manifest.
     """
-    steps: dict[str, int] = {}
-    masters: dict[str, int] = {}
+    steps: dict[Part, int] = {}
+    masters: dict[Part, int] = {}
     if not (root / MANIFEST).is_file():
-        return steps, masters
+        return PartSteps()
     where = PathIn(name, MANIFEST)
-    rows = read_json(root / MANIFEST, where).get("parts")
+    content = read_json(root / MANIFEST, where)
+    rows = content.get("parts")
     for row in rows if isinstance(rows, list) else [None]:
         if not isinstance(row, dict) or not is_count(row.get("step")):
             fix = "copy the checkpoint again; without the file, the true age of its parts is unknown"
@@ -72,7 +73,7 @@ def read_part_steps(root: Path, name: str) -> tuple[dict[str, int], dict[str, in
         of_masters = int(stated) if is_count(stated) else step
         if row.get("only") is None:
             masters[part] = min(of_masters, masters.get(part, of_masters))
-    return steps, masters
+    return PartSteps(steps, masters, content.get("is_converted") is True)
 
 
 def read_merge(root: Path) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -198,7 +197,9 @@ def scan_back(
         except SourceError as error:  # Unanswered is not caught
             refuse(folder, *error.problems)
             continue
-        if _is_converted(index, [path for at, path in folders if at == step and path.parent.name == FOLDER]):
+        is_converted = index.composite.is_converted and not index.form.is_partial
+        if is_converted and any(at == step and is_partial(path) for at, path in folders):
+            # the save of its step holds the same, and maybe more: what one format needs has no place in another
             logger.info("%s is not used: it is a composite of the saves of its step, in another format", index.name)
             continue
         reason = unrecorded or _why_not(step, index, index_of(found[0]) if found else None)
@@ -242,20 +243,6 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
         bases={structure.part_of[name]: one.base for name, one in index.partial.differences.items()},
         is_thinned=index.partial.is_thinned,
     )
-
-
-def _is_converted(index: CheckpointIndex, saves: Sequence[Path]) -> bool:
-    """Whether a composite has another format than what a save of its step is composed to: ``merge --run --to``.
-
-    The save holds the same, and maybe more: what resumes from one format needs files that another one has no place for.
-    """
-    if not index.composite.states or index.form.is_partial:
-        return False
-    for path in saves:
-        with suppress(SourceError):
-            save = index_checkpoint(path)
-            return (save.form.family, save.client) != (index.form.family, index.client)
-    return False
 
 
 def _why_not(step: int, index: CheckpointIndex, newest: CheckpointIndex | None) -> Problem | None:

@@ -77,8 +77,9 @@ def test_the_saver_keeps_what_thin_made(world):
 CASES = [*((World, seed) for seed in range(150)), *((ZeroWorld, seed) for seed in range(200, 260))]
 
 
-@pytest.mark.parametrize(("kind", "seed"), mostly_long(CASES, (World, 6)))
-def test_no_history_loses_a_step_or_makes_it_older(tmp_path, kind, seed):
+@pytest.mark.parametrize("case", mostly_long(CASES, (World, 6)), ids=lambda case: f"{case[0].__name__}-{case[1]}")
+def test_no_history_loses_a_step_or_makes_it_older(tmp_path, case):
+    kind, seed = case
     world = kind(tmp_path / "run", seed)
     play(world, 24, THINNING)
     shutil.rmtree(tmp_path)

@@ -227,8 +227,10 @@ def run(request: Request) -> None:
     from llmtailor.engine import copy as runner
     from llmtailor.engine import pool, streams
     from llmtailor.engine import recheck as sources
+    from llmtailor.salvage import replace as replacing
 
     pool.MAX_WRITERS = 2  # so that what is done at an operation depends less on the machine
+    replacing.SETTLED_S = 0.0  # what tests damage has just been written
     if request.small:
         streams.BUFFER_BYTES, runner.MARK_BYTES, sources.CHUNK_BYTES = 2048, 5000, 1000
     if request.fault == "EINTR":
