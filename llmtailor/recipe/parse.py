@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -72,6 +73,10 @@ def load_recipe(path: Path) -> Recipe:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
+    except IsADirectoryError as error:
+        named = shlex.quote(where)
+        fix = f"for a checkpoint alone, use llmtailor convert {named}; for a run, llmtailor merge --run {named}"
+        raise RecipeError.at(where, "it is a folder, not a recipe", fix) from error
     except OSError as error:
         fix = "give the path of a readable recipe file"
         raise RecipeError.at(where, f"the recipe can't be read: {error.strerror}", fix) from error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_type_hints
@@ -137,10 +138,16 @@ class SavingOptions:
 
 def stock_options(given: Mapping[str, Any], valid: Sequence[str] = STOCK) -> SavingOptions:
     """Return the options of ``layout="stock"``. Raises UsageError with all problems."""
-    what, fix = 'layout="stock" has no option {!r:.40}', f"omit it; valid options: {', '.join(valid)}"
-    if wrong := [Problem(WHERE, what.format(name), fix) for name in given if name not in valid]:
+    what = 'layout="stock" has no option {!r:.40}'
+    if wrong := [Problem(WHERE, what.format(name), _meant(name, valid)) for name in given if name not in valid]:
         raise UsageError(wrong)
     return SavingOptions(**given)
+
+
+def _meant(name: str, valid: Collection[str]) -> str:
+    """Return a fix for an option that does not exist."""
+    close = difflib.get_close_matches(name[:40], valid, n=1)
+    return f"{f'did you mean {close[0]!r}?' if close else 'omit it.'} Valid options: {', '.join(valid)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +180,7 @@ class Arguments:
             wrong.append(Problem(WHERE, f"on_restart is {on_restart!r}", 'give "refuse" or "compose"'))
         for name in [name for name in rest if name not in VARIABLES]:
             del rest[name]
-            wrong.append(Problem(WHERE, f"there is no option {name!r:.40}", f"valid options: {', '.join(VARIABLES)}"))
+            wrong.append(Problem(WHERE, f"there is no option {name!r:.40}", _meant(name, VARIABLES)))
         if wrong:
             problems.add(UsageError(wrong))
         made = attempt(lambda: make_policy(policy), problems, UsageError)

@@ -340,3 +340,9 @@ def test_an_unknown_option_is_unknown(tmp_path):
     result = run_here("thin", "run", "--never", cwd=tmp_path)
     assert result.returncode == 2
     assert "No such option" in result.stderr
+
+
+def test_a_folder_is_no_recipe(run):
+    told = run_here("merge", "checkpoint-100", cwd=run)
+    assert told.returncode == 3
+    assert "llmtailor convert checkpoint-100; for a run, llmtailor merge --run checkpoint-100" in told.stderr

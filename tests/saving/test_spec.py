@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmtailor.errors import UsageError
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.precision import Precision
 from llmtailor.policies import POLICIES, Adaptive, Filter, Full, Parity, RoundRobin, Situation, choose, make_policy
@@ -204,3 +205,8 @@ def test_every_process_gets_the_same_answers():
     }
     assert len(said) == 1
     assert len(json.loads(said.pop())) == 39 * len(SPECS)
+
+
+def test_an_option_that_does_not_exist_is_taken_for_the_closest_one():
+    with pytest.raises(UsageError, match="did you mean 'policy'"):
+        Arguments.of({"polcy": "full"})
