@@ -247,7 +247,7 @@ def compare_groups(index: CheckpointIndex, groups: Sequence[LiveGroup]) -> tuple
     known = {frozenset(group.params) for group in index.groups}
     mine = [frozenset(group.params) for group in groups]
     if any(one & saved.keys() and one not in known for one in mine):
-        notes.append(f"params are in {len(groups)} groups, in {len(index.groups)} groups in the checkpoint")
+        notes.append(f"params are in {counted(len(groups), 'group')}, and in {len(index.groups)} in the checkpoint")
     found: dict[tuple[str, str, str], list[Mismatch]] = {}
     for group in groups:
         for param in group.params:

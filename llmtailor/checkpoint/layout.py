@@ -599,7 +599,9 @@ def _with_one_decay(base: CheckpointIndex) -> tuple[CheckpointIndex, tuple[Probl
         return base, ()
     groups = tuple(replace(group, hyper={**group.hyper, "weight_decay": decay}) for group in base.groups)
     what = f"weight decay {decay:g} applies to all params now, also to {some(other)}"
-    notice = Problem(f"--groups {ONE}", what, "nothing, if the run that resumes has one group; its next steps differ")
+    notice = Problem(
+        f"--groups {ONE}", what, "no action needed if the run that resumes has one group; its next steps differ"
+    )
     return replace(base, groups=groups), (notice,)
 
 

@@ -73,7 +73,7 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
         differ(f"its tied weights are {own or 'none'}, the base's are {one or 'none'}")
     if not found and not any_groups and index.group_params != base.group_params:
         differ(
-            f"its param groups do not match: {_groups(index)}, but the base has {_groups(base)}",
+            f"it has {_groups(index)}; the base has {_groups(base)}",
             "use --groups layer or --groups default to rebuild them, or use checkpoints with the same groups",
         )
     if found:
@@ -163,7 +163,7 @@ def without_later_states(
     }
     groups = (replace(one, step=None, scalars={}) if later & {*one.params} else one for one in index.sub_groups)
     what = f"the optimizer had no states of {some(sorted(later))} yet when those of their parts were saved"
-    notice = Problem(index.name, what, "nothing; it makes them at the next step, as with a first gradient")
+    notice = Problem(index.name, what, "no action needed: it makes them at the next step, as with a first gradient")
     return replace(index, held=held, sub_groups=tuple(groups)), [notice]
 
 
@@ -261,4 +261,5 @@ def _plain(value: Any) -> Any:
 
 def _groups(index: CheckpointIndex) -> str:
     sizes = [len(params) for params in index.group_params]
-    return f"{len(sizes)} param groups of {', '.join(map(str, sizes[:6]))}{' ...' if len(sizes) > 6 else ''} params"
+    listed = ", ".join(map(str, sizes[:6])) + (" ..." if len(sizes) > 6 else "")
+    return f"{counted(len(sizes), 'param group')} ({listed} params)"

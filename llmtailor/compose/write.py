@@ -123,7 +123,6 @@ def make_manifest(
         "attempt": asdict(composition.attempt) if composition.attempt else None,
         "recipe": {"name": report.recipe, "text": masked(composition.recipe.text)},
         "is_converted": (composition.family, composition.client) != (base.form.family, base.client),
-        "recipe": {"name": report.recipe, "text": composition.recipe.text},
         "sources": [
             {
                 "name": index.name,

@@ -214,7 +214,7 @@ def _ask_model(
     try:
         return describe_model(root, name)
     except SourceError as error:
-        fix = "nothing, if the model has neither; otherwise install a transformers that knows it"
+        fix = "no action needed if the model has neither; otherwise install a transformers that knows it"
         what = f"tied names and buffers are not known ({error.problems[0].what})"
         findings.append(Finding(name, what, fix, Code.MODEL_UNKNOWN))
         return None

@@ -180,6 +180,7 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
     except OSError as error:
         fix = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
         path = None if error.filename is None else Path(f"{error.filename}")  # which is a number for a descriptor
+        path = root if path == root / UPLOADING else path  # which is hardly ever there
         at = f"{as_remote(path) or path}" if path is not None else "it"
         what = f"can't read {at}: {error.strerror or error}"
         raise SourceError.at(name, what, fix, Code.FILE_UNREADABLE) from error

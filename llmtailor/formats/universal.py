@@ -409,7 +409,7 @@ def _global_state(target: ZeroTarget, rest: Mapping[str, Any]) -> dict[str, Any]
 
 def _losses(base: CheckpointIndex, layout: OptimizerLayout) -> Iterator[Problem]:
     """Yield notices on facts that the format can't express."""
-    fix = "nothing, if the model of the run that resumes has them; else use --to deepspeed"
+    fix = "no action needed if the model of the run that resumes has them; else use --to deepspeed"
     if lost := [param.name for param in base.params.values() if param.role != "trainable"]:
         what = f"a resume loads neither frozen params nor buffers from a universal checkpoint: {some(lost)}"
         yield Problem(base.name, what, fix)

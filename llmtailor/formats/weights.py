@@ -94,7 +94,7 @@ class AdapterFiles:
     """Paths of those whose tensors follow no known rule for the trained params"""
 
 
-_EXPORT_ADAPTER = "nothing, to resume; to export the adapter, call trainer.save_model() after the resume"
+_EXPORT_ADAPTER = "no action needed to resume; to export the adapter, call trainer.save_model() after the resume"
 
 
 def adapter_naming(adapter: str) -> Naming:
@@ -187,7 +187,7 @@ def _new_file(base: CheckpointIndex, path: str, naming: Naming, is_only: bool) -
     return WeightFile(path, tensors, files[0].metadata, {k: v for file in files for k, v in file.filled_by.items()})
 
 
-_EXPORT = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
+_EXPORT = "no action needed to resume; to export the model, call trainer.save_model() after the resume"
 
 
 def lay_out_missing_weights(

@@ -113,7 +113,7 @@ def read_trainer_files(
         what = "there are no weights in safetensors form (ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
         if any(map(is_pickled_weights, files)):
             what = "the weights are in pytorch_model.bin form, which is left out"
-        fix = "nothing: a resume does not read them, and they can be rounded from the master weights"
+        fix = "no action needed: resuming does not read them, and llmtailor rebuilds them from the master weights"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_MISSING))
     global_step, scheduler = None, None
     if TRAINER_STATE in files and content is not None:
@@ -198,7 +198,7 @@ def compare_global_step(trainer: TrainerFiles, root: Path, name: str, step: floa
         fix = "silent: data order and step count follow the former; copy the file of this save"
         yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
     else:
-        fix = "nothing, if steps were skipped (fp16), or the run was once resumed without its optimizer"
+        fix = "no action needed if steps were skipped (fp16), or the run was once resumed without its optimizer"
         yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, WARNING)
 
 

@@ -260,10 +260,10 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         made.append(scheduler)
     if lost := [*_without_counterpart(base, wanted.client)]:
         what = f"its {'values under ' if base.client == DCP else ''}{some(lost)} have no counterpart, and are left out"
-        notices.append(Problem(base.name, what, "nothing, if the run that resumes does not need them"))
+        notices.append(Problem(base.name, what, "no action needed if the run that resumes does not need them"))
     if wanted.client == ACCELERATE and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
         what = "it has no random states; accelerate logs that, and draws other numbers"
-        notices.append(Problem(base.name, what, "nothing, if the run that resumes seeds its processes"))
+        notices.append(Problem(base.name, what, "no action needed if the run that resumes seeds its processes"))
     if wanted.client == TRAINER:
         size = base.train.ds_config.get("train_micro_batch_size_per_gpu")
         what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
@@ -304,7 +304,7 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
         made = LOADERS[wanted.client].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
         made = made or LR_SCHEDULER  # verl keeps it beside the random states
         what = f"{why}; {made} is made for step {step}, from the rates in the param groups"
-        fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others restart"
+        fix = "linear, cosine and the Trainer's other lambda schedules continue; any other schedule restarts"
         if None in first:
             fix += "; the rates that they start from are not known, and are those of the run that resumes"
         notices.append(Problem(base.name, what, fix))
@@ -355,8 +355,8 @@ def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
             f"it will move by {ranks} with each step"
         )
         fix = (
-            "nothing, if the batch of each process stays the same, as the schedule then counts batches; with the same "
-            f"global batch, set last_epoch of the scheduler to {base.global_step * ranks} after load_state"
+            "no action needed if the batch of each process stays the same, as the schedule then counts batches; with "
+            f"the same global batch, set last_epoch of the scheduler to {base.global_step * ranks} after load_state"
         )
         yield Problem(PathIn(base.name, scheduler), what, fix)
     if ranks > base.world_size and any(map(is_rng_file, base.files)):

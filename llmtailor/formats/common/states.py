@@ -53,10 +53,13 @@ def _find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:
     params = [param for one in index.sub_groups for param in one.params]
     lacking = [param for param in params if param not in having] if having or zero else []
     if lacking:
-        fix = "nothing, if it has had no gradient yet, as in an unused head; if it was trained, its moments are lost"
+        fix = "no action needed if it has had no gradient yet, as an unused head; else its moments are lost"
         what = f"the optimizer has no state of {some(lacking)}: a resume starts from zero moments there"
         if not having:
-            what, fix = "the optimizer has no states, as before its first step", "nothing, if it has made no step yet"
+            what, fix = (
+                "the optimizer has no states, as before its first step",
+                "no action needed if it has made no step yet",
+            )
         yield Finding(where, what, fix, Code.STATE_MISSING)
 
 
@@ -186,9 +189,8 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
         what = f"the optimizer's states are from step {max(of_step):g}, but the schedule is at step {counted}"
         if len(of_step) > 1 or max(of_step) > counted:
             raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
-        why = (
-            f"nothing, if the optimizer was reset, or skips steps at a learning rate of 0, as Prodigy does; else {fix}"
-        )
+        why = "no action needed if the optimizer was reset, or skips steps at a learning rate of 0, as Prodigy does; "
+        why += f"else {fix}"
         yield Finding(where, what, why, Code.STEPS_DIFFER, WARNING)
     for step, params in of_step.items():
         if step in usual or usual.isdisjoint(of_step):
@@ -196,7 +198,7 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
         if step > counted or step == 0 or len(params) == 1:
             what = f"Adam's step of {some(params)} is {step:g}, but the schedule is at step {counted}"
             severity = WARNING if step < counted else ERROR
-            why = "nothing, if it had no gradients in these steps" if severity == WARNING else f"silent: {fix}"
+            why = "no action needed if it had no gradients in these steps" if severity == WARNING else f"silent: {fix}"
             yield Finding(where, what, why, Code.STEPS_DIFFER, severity)
     yield from compare_global_step(trainer, index.root, name, counted)
 

@@ -137,7 +137,7 @@ def compare_steps(
     usual = {newest - lag for lag in lags}
     if lagging := [param for param, step in steps.items() if step < newest and step not in usual]:
         what = f"Adam's step of {some(lagging)} is below {newest:g}"
-        yield Finding(name, what, "nothing, if it had no gradients in some steps", Code.STEPS_DIFFER, WARNING)
+        yield Finding(name, what, "no action needed if it had no gradients in some steps", Code.STEPS_DIFFER, WARNING)
     counted = trainer.scheduler.num_steps if trainer and trainer.scheduler else None
     if trainer and counted is not None and counted != newest:
         what = f"the schedule is at step {counted}, the optimizer's states are from step {newest:g}"

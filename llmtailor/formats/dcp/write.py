@@ -128,7 +128,7 @@ class DcpWriter:
         if base.form.framework != VERL:
             schedule, more = scheduler_for(base, wanted)
             what = "random states and other files of its loader have no counterpart in verl, and are left out"
-            notices += [*more, Problem(base.name, what, "nothing: the run draws other numbers")]
+            notices += [*more, Problem(base.name, what, "no action needed: the run draws other numbers")]
             if (number := len(wanted.layout.groups)) > 1:
                 what = (
                     f"its optimizer has {number} param groups, and verl's one: the run that resumes would refuse them"
@@ -156,7 +156,7 @@ class DcpWriter:
         if base.form.framework != DCP and (lost or base.partial.inside):
             files = some(lost) if lost else "the trainer state"
             what = f"{files}, config and the like have no place in a DCP folder, and are left out"
-            fix = "nothing: a loop has its own data order and random states; keep the base if you need them"
+            fix = "no action needed: a loop has its own data order and random states; keep the base if you need them"
             notices.append(Problem(base.name, what, fix))
         return [*folder.finish(), *target.linked()], notices
 
@@ -463,5 +463,5 @@ class _Target:
         added = sorted(self._defaults().keys() - {key for group in self.wanted.layout.groups for key in group.hyper})
         if added and not self.base.train.dcp:
             what = f"its param groups lack options that torch's AdamW asks for: {', '.join(added)}"
-            found.append(Problem(self.base.name, what, "nothing; they get AdamW's defaults"))
+            found.append(Problem(self.base.name, what, "no action needed: they get AdamW's defaults"))
         return found

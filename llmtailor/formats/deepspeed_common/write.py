@@ -584,7 +584,7 @@ def _rounded_momentum(target: ZeroTarget) -> list[Problem]:
         f"Muon's momentum of {some(wide)} is written as it is, in fp32, but DeepSpeed keeps it in the dtype of the "
         f"gradients: a resume rounds it to {target.precision}"
     )
-    return [Problem(target.base.name, what, "nothing, if that run trains in that precision as usual")]
+    return [Problem(target.base.name, what, "no action needed if that run trains in that precision as usual")]
 
 
 def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
@@ -597,5 +597,5 @@ def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
     if not others:
         return []
     what = f"{some(others)} are rounded a second time, from the weights: their master weights are not known"
-    fix = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
+    fix = "no action needed to resume; to export the model, call trainer.save_model() after the resume"
     return [Problem("dtype", what, fix)]

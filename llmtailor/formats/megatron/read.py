@@ -291,7 +291,11 @@ class _Indexing:
         if dropped:
             what = f"{some(dropped)} name classes that are not known here"
             yield Finding(
-                self.where, what, "nothing; a composite in this format leaves them out", Code.FIELD_UNKNOWN, NOTE
+                self.where,
+                what,
+                "no action needed: a composite in this format leaves them out",
+                Code.FIELD_UNKNOWN,
+                NOTE,
             )
 
 

@@ -278,5 +278,5 @@ class _Target:
         left = [path for path in self.base.files if path not in (CONFIG, COMMON, BACKEND)] if not self.own else []
         if left:
             what = f"{counted(len(left), 'file')} of its loader have no place in a checkpoint of Megatron-core"
-            found.append(Problem(self.base.name, what, "nothing; keep the base if you need them"))
+            found.append(Problem(self.base.name, what, "no action needed: keep the base if you need them"))
         return found
