@@ -136,7 +136,7 @@ def test_any_value_of_the_manifest(scene, rounds):
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_any_value_of_the_trees(scene, rounds):
     bundle, manifest, rng = bundles(scene.newest)[0], scene.newest / "manifest.json", random.Random(2)
-    raw, listed = bundle.read_bytes(), manifest.read_bytes()
+    raw, listed = bundle.read_bytes(), without_ranges(manifest.read_bytes())  # a longer header moves what follows
     outcomes = set()
 
     def change(header: Header) -> None:
@@ -312,14 +312,22 @@ def test_no_command_trips_over_it(scene, title):
     assert kept <= {path.name for path in partials(scene.run)}
 
 
-def test_a_flipped_bit_is_noticed_by_reading_only(scene):
-    """A merge reads what it needs of a bundle, and has no checksum of that: `verify --deep` has one of the whole."""
+def test_a_flipped_bit_is_noticed_by_reading(scene):
+    """A merge compares what it reads of a bundle with the manifest's checksums of ranges."""
     index = index_checkpoint(scene.newest)
     held = next(held for held in index.held.values() if held.is_here)
     (fragment,) = held.place.cover(0, 1)
     flip(scene.newest / fragment.extent.path, fragment.extent.start)
-    assert not any(alike(scene.compose(), right) for right in scene.right)
     assert not verify_checkpoint(scene.newest, deep=True).is_intact
+    with pytest.raises(SourceError, match="it is not as it was written"):
+        scene.compose()
+
+
+def without_ranges(manifest: bytes) -> bytes:
+    content = json.loads(manifest)
+    for one in content["bundles"]:
+        del one["ranges"]
+    return json.dumps(content).encode()
 
 
 def test_merges_take_sources_by_their_name_too(scene):
