@@ -50,8 +50,12 @@ class Judge:
 
     def __init__(self, case: Any, folder: Path) -> None:
         self.case, self.folder, self.run = case, folder, folder / "run"
+        self.parts_of: dict[str, list[str]] = {}
+        """Part -> the params that the newest save of it lists"""
         self.faults: list[str] = []
         self.refusals: list[str] = []
+        self.told: list[str] = []
+        """Why composites were refused"""
         self.counts = {"merges": 0, "tensors": 0, "old": 0, "refused merges": 0, "continued": 0}
 
     def wrong(self, what: str) -> None:
@@ -61,7 +65,7 @@ class Judge:
         self.refusals.append(str(error))
 
     def write(self, path: Path) -> None:
-        found = {"faults": self.faults, "refusals": self.refusals, **self.counts}
+        found = {"faults": self.faults, "refusals": self.refusals, "told": self.told, **self.counts}
         path.write_text(json.dumps(found, indent=1))
 
     def truth(self, step: int) -> dict[str, Any]:
@@ -69,10 +73,11 @@ class Judge:
 
     def attempt(self, number: int) -> dict[int, str]:
         """Compose each published save. Return the composites in which nothing is old, by step."""
-        self.parts_of: dict[str, list[str]] = {}
         whole: dict[int, str] = {}
         paths = sorted(self.run.glob("partial/step-????????/manifest.json"))
         for path in paths:
+            if path not in paths[-self.case.options.get("keep_composable", len(paths)) :]:
+                continue  # what it needs may be deleted
             step = int(path.parent.name[5:])
             manifest = json.loads(path.read_text())
             self.parts_of = {**self.parts_of, **{one["part"]: one["params"] for one in manifest["parts"]}}
@@ -93,6 +98,7 @@ class Judge:
         told = [line["step"] for line in map(json.loads, log) if "not_composable" in line]
         if step not in told or "bug" in said:
             self.wrong(f"step {step} can't be composed, and no save said so: {said}")
+        self.told.append(said)
 
     def roll_back(self, step: int) -> Path:
         """Return a composite in the run's folder, from which an attempt resumes; forget what came later."""
@@ -191,10 +197,9 @@ class Judge:
 
     def _compare_states(self, out: Path, name: str, found: Mapping[str, Any], truth: Mapping[int, Any], steps: tuple[int, int]) -> None:
         of_weight, of_moments = (truth[at]["states"].get(name, {}) for at in steps)
-        if not of_weight and not of_moments:
-            zero = all(not torch.as_tensor(one).any() for one in found.values())
-            if not zero:
-                self.wrong(f"{out.name}: {name} has states, but had none")
+        if not of_moments:  # it had no gradient yet: then no states, or zeros
+            if any(torch.as_tensor(one).any() for one in found.values()):
+                self.wrong(f"{out.name}: {name} has states, but had none at step {steps[1]}")
             return
         for kind in {*found, *of_moments}:
             where = f"{out.name}: {kind} of {name} of step {steps[1]}"

@@ -10,7 +10,6 @@ random numbers that follow from the step and the attempt, so that no two attempt
 from __future__ import annotations
 
 import copy
-import ctypes
 import errno
 import json
 import logging
@@ -45,7 +44,8 @@ POLICIES = (
 )
 ROUNDED = ({"moments": "bf16"}, {"moments": "8bit"}, {"masters": "24bit"}, {"masters": "24bit", "moments": "8bit"})
 MOMENTS = (("exp_avg", "exp_avg_sq"), ("m", "v"), ("momentum_buffer", "square_avg"))
-UNKNOWN = (("velocity", "energy"), ("a.b", "exp_avg of g"), ("state", "0"))
+UNKNOWN = (("a.b", "exp_avg of g"), ("velocity", "energy"), ("state", "0"))
+"""The first has a dot, with which no DCP folder can be read"""
 COPIES = ("master_param", "fp32_param", "exp_avg_of_w", "z", "momentum_buffer", "m", "param_groups")
 EVENTS = (
     *("ema", "buffer", "grow", "cut", "tie", "freeze", "stop", "group", "unfreeze", "rows", "rows.data", "late"),
@@ -93,10 +93,12 @@ class Case:
         case.experts = pick([0, 0, 2])
         case.optimizer = pick(["AdamW", "AdamW", "amsgrad", "SGD", "Adagrad", "RMSprop", "Own", "Own", "Own", "NAdam"])
         if case.optimizer == "Own":
-            case.kinds = pick([*MOMENTS, *UNKNOWN])
+            case.kinds = pick([*MOMENTS, *UNKNOWN[is_sharded:]])
             case.copied = pick([None, *COPIES])
             case.copied = None if case.copied in case.kinds else case.copied
             case.factored = sometimes(0.3) and not is_sharded
+        if case.optimizer == "NAdam":  # torch would cast its mu_product
+            case.dtype = torch.float32
         case.num_groups = 2 if case.optimizer == "amsgrad" else chance.randint(1, 2)
         case.options = {"policy": pick(POLICIES), "background": sometimes(0.7), "in_flight": pick([1, 1, 2])}
         case.options |= {"experts": "parts"} if sometimes(0.5) and case.experts else {}
@@ -212,7 +214,7 @@ def new_optimizer(case: Case, model: Any) -> Any:
     if case.optimizer == "Own":
         return Own(groups, case)
     if case.optimizer == "SGD":
-        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9 * (case.seed % 2))
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9 * (case.seed % 2 or case.form == "fsdp"))
     if case.optimizer == "RMSprop":
         return torch.optim.RMSprop(groups, lr=1e-2, momentum=0.9, centered=case.seed % 2 == 0)
     kinds: dict[str, Any] = {"Adagrad": torch.optim.Adagrad, "NAdam": torch.optim.NAdam}
@@ -450,7 +452,7 @@ def in_a_child(work: Callable[[], object]) -> None:
         except Exception:
             traceback.print_exc()
             code = 1
-        ctypes.pythonapi.Py_Exit(code)
+        os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (0, -signal.SIGKILL), f"the attempt ended with code {code}"
 
