@@ -24,8 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -36,6 +40,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from llmtailor.engine import streams
 from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.saving import SaveFailed, saver_for
+from oracle import any as any_zero
 
 WIDTH, VOCAB = 6, 11
 POLICIES = (
@@ -51,7 +56,10 @@ EVENTS = (
     *("ema", "buffer", "grow", "cut", "tie", "freeze", "stop", "group", "unfreeze", "rows", "rows.data", "late"),
     *("resize", "drop", "view", "rename"),
 )
+IN_ENGINES = ("buffer", "grow", "rows", "rows.data")
 IN_SHARDS = ("buffer", "grow", "freeze", "group", "rows", "rows.data", "late")
+
+SHARDED = ("fsdp", "zero2", "zero3")
 
 
 @dataclass
@@ -80,7 +88,7 @@ class Case:
     @classmethod
     def of(cls, form: str, seed: int) -> Case:
         chance = random.Random(f"{form} {seed}")
-        pick, is_sharded = chance.choice, form == "fsdp"
+        pick, is_sharded, is_engine = chance.choice, form in SHARDED, form.startswith("zero")
 
         def sometimes(share: float) -> bool:
             return chance.random() < share
@@ -91,7 +99,7 @@ class Case:
         case.alias = "none" if is_sharded else pick(["none", "none", "buffer", "frozen", "slice"])
         case.has_table, case.large = sometimes(0.6), sometimes(0.05)
         case.experts = pick([0, 0, 2])
-        case.optimizer = pick(["AdamW", "AdamW", "amsgrad", "SGD", "Adagrad", "RMSprop", "Own", "Own", "Own", "NAdam"])
+        case.optimizer = "AdamW" if is_engine else pick(["AdamW", "AdamW", "amsgrad", "SGD", "Adagrad", "RMSprop", "Own", "Own", "Own", "NAdam"])
         if case.optimizer == "Own":
             case.kinds = pick([*MOMENTS, *UNKNOWN[is_sharded:]])
             case.copied = pick([None, *COPIES])
@@ -105,7 +113,7 @@ class Case:
         case.options |= {"keep_composable": 2} if sometimes(0.15) else {}
         if case.options["policy"] != "budget:12" and sometimes(0.15):
             case.options |= pick(ROUNDED)
-        known = IN_SHARDS if is_sharded else EVENTS
+        known = IN_ENGINES if is_engine else IN_SHARDS if is_sharded else EVENTS
         case.events = sorted((chance.randint(2, 8), event) for event in chance.sample(known, pick([0, 1, 1, 2, 3])))
         ends = ["close", "close", "fail"] if form != "plain" else ["close", "kill", "fail"]
         case.attempts = [(chance.randint(2, 5), pick(ends)) for _ in range(chance.randint(1, 3))]
@@ -138,6 +146,15 @@ class Net(nn.Module):
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         if case.has_table:  # with short rows; a large one is more than any sample reads
             self.table = nn.Parameter(torch.zeros(1 << 19 if case.large else 50, 4), requires_grad=False)
+
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer.proj(x))
+            for expert in getattr(layer, "experts", ()):
+                x = x + torch.tanh(expert(x))
+        return self.lm_head(self.norm(x)).float().square().mean()
 
 
 def tied(model: Any, how: str) -> None:
@@ -230,7 +247,7 @@ def unlisted(optimizer: Any, param: Any) -> None:
 
 def happen(event: str, model: Any, optimizer: Any) -> None:
     """Change a training in mid-run; what new params begin with follows from others."""
-    last = optimizer.param_groups[-1]
+    last = optimizer.param_groups[-1] if optimizer is not None else {}
     weight = model.layers[-1].proj.weight
     if event == "ema":
         model.ema = copy.deepcopy(model.layers).requires_grad_(False)
@@ -277,12 +294,33 @@ def happen(event: str, model: Any, optimizer: Any) -> None:
         model.lm_head.weight = model.embed_tokens.weight
 
 
-def new_training(case: Case, step: int) -> tuple[Any, Any, Any]:
-    """Return model, optimizer and scheduler as they are at the beginning of a step's successor, untrained."""
+@dataclass
+class Objects:
+    """What a program holds of a training."""
+
+    model: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    wrapper: Any = None
+    """An engine, or an Accelerator"""
+
+    @property
+    def for_saver(self) -> dict[str, Any]:
+        if self.wrapper is not None and hasattr(self.wrapper, "prepare"):
+            return {"accelerator": self.wrapper}
+        if hasattr(self.wrapper, "save_checkpoint"):
+            return {"engine": self.wrapper}
+        return {"model": self.wrapper or self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+
+def new_training(case: Case, step: int) -> Objects:
+    """Return the objects of a training as they are after a step, but untrained."""
     torch.manual_seed(0)
-    model = Net(case).to(case.dtype)
+    model = Net(case).to(case.dtype if not case.form.startswith("zero") else torch.float32)
     tied(model, case.tie)
     alias(model, case.alias)
+    if case.form.startswith("zero"):
+        return new_engine(case, model, step)
     if case.form == "fsdp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.layers:
@@ -293,15 +331,63 @@ def new_training(case: Case, step: int) -> tuple[Any, Any, Any]:
     for at, event in case.events:
         if at <= step:
             happen(event, model, optimizer)
-    return model, optimizer, scheduler
+    made = Objects(model, optimizer, scheduler)
+    if case.form == "ddp":
+        made.wrapper = nn.parallel.DistributedDataParallel(model)
+    if case.form == "accelerate":
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState(cpu=True)
+        made.wrapper = Accelerator(cpu=True)
+        made.wrapper.prepare(model, optimizer, scheduler)
+    return made
 
 
-@torch.no_grad()
-def advance(case: Case, model: Any, optimizer: Any, scheduler: Any, step: int, attempt: int) -> None:
+def new_engine(case: Case, model: Any, step: int) -> Objects:
+    for at, event in case.events:
+        if at <= step:
+            happen(event, model, None)
+    optimizer = new_optimizer(case, model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1 / (1 + at))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": int(case.form[-1])},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": case.dtype == torch.bfloat16},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    return Objects(model, optimizer, scheduler, engine)
+
+
+def advance(case: Case, made: Objects, step: int, attempt: int) -> None:
+    """Train a step."""
+    model, optimizer, scheduler = made.model, made.optimizer, made.scheduler
+    before(case, model, optimizer, step)
+    if case.form.startswith("zero"):
+        torch.manual_seed(1000 * attempt + 10 * step + dist.get_rank())
+        made.wrapper.backward(made.wrapper(torch.randint(VOCAB, (1, 8))))
+        made.wrapper.step()
+    else:
+        give_gradients(case, model, step, attempt)
+        optimizer.step()
+        # torch's LambdaLR knows the groups that it began with
+        more = len(optimizer.param_groups) - len(scheduler.base_lrs)
+        scheduler.base_lrs += [group["lr"] for group in optimizer.param_groups[len(scheduler.base_lrs) :]]
+        scheduler.lr_lambdas += scheduler.lr_lambdas[:1] * more
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        scheduler.step()
+    after(case, model, step, attempt)
+
+
+def before(case: Case, model: Any, optimizer: Any, step: int) -> None:
     for at, event in case.events:
         if at == step:
-            with torch.enable_grad():
-                happen(event, model, optimizer)
+            happen(event, model, optimizer)
+
+
+def give_gradients(case: Case, model: Any, step: int, attempt: int) -> None:
     has_late = any(event == "late" and step < at for at, event in case.events)
     torch.manual_seed(1000 * attempt + step)
     for name, param in model.named_parameters():
@@ -310,26 +396,25 @@ def advance(case: Case, model: Any, optimizer: Any, scheduler: Any, step: int, a
             grad = distribute_tensor(grad, param.device_mesh, param.placements)
         is_late = has_late and name.startswith("layers.1.")
         param.grad = grad if param.requires_grad and not is_late else None
-    optimizer.step()
-    # torch's LambdaLR knows the groups that it began with
-    scheduler.base_lrs += [group["lr"] for group in optimizer.param_groups[len(scheduler.base_lrs) :]]
-    scheduler.lr_lambdas += scheduler.lr_lambdas[:1] * (len(optimizer.param_groups) - len(scheduler.lr_lambdas))
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-    scheduler.step()
+
+
+@torch.no_grad()
+def after(case: Case, model: Any, step: int, attempt: int) -> None:
+    """Change what the optimizer does not."""
     model.count += step
     if hasattr(model, "late"):
         model.late.mul_(1.5)
-    for mine, other in zip(model.ema.parameters(), model.layers.parameters(), strict=True) if "ema" in dict(
-        model.named_children()
-    ) else ():
-        mine.lerp_(other.to(mine.dtype), 0.5)
+    if hasattr(model, "ema"):
+        for mine, other in zip(model.ema.parameters(), model.layers.parameters(), strict=True):
+            mine.lerp_(other.to(mine.dtype), 0.5)
     for event in ("rows", "rows.data"):
         if case.has_table and case.has(event, step):
-            table = model.table.to_local() if isinstance(model.table, DTensor) else model.table
-            rows = table.data if event == "rows.data" else table
-            if len(rows):
-                rows[(7919 * step) % len(rows)] = step + attempt / 8
+            is_zero3 = hasattr(model.table, "ds_id")
+            with deepspeed.zero.GatheredParameters([model.table], modifier_rank=0, enabled=is_zero3):
+                table = model.table.to_local() if isinstance(model.table, DTensor) else model.table
+                rows = table.data if event == "rows.data" else table
+                if len(rows) and (not is_zero3 or dist.get_rank() == 0):
+                    rows[(7919 * step) % len(rows)] = step + attempt / 8
 
 
 def whole(value: Any) -> Any:
@@ -339,8 +424,17 @@ def whole(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def snapshot(model: Any, optimizer: Any, scheduler: Any, attempt: int) -> dict[str, Any]:
-    """Return all that a training holds, by the names of the model."""
+def snapshot(case: Case, made: Objects, attempt: int, scratch: Path) -> dict[str, Any]:
+    """Return all that a training holds, by the names of the model; of an engine, what it has saved."""
+    model, optimizer, scheduler = made.model, made.optimizer, made.scheduler
+    if case.form.startswith("zero"):
+        shutil.rmtree(scratch, ignore_errors=True) if dist.get_rank() == 0 else None
+        dist.barrier()
+        made.wrapper.save_checkpoint(str(scratch))
+        dist.barrier()
+        found = {**read_zero(scratch), "attempt": attempt} if dist.get_rank() == 0 else {}
+        dist.barrier()
+        return found
     names = {param: name for name, param in model.named_parameters()}
     held = model.state_dict(keep_vars=True)
     places: dict[int, set[str]] = {}
@@ -378,8 +472,36 @@ class Told(logging.Handler):
             file.write(f"{json.dumps([record.levelname, record.getMessage()])}\n")
 
 
-def load(case: Case, folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
+def read_zero(folder: Path) -> dict[str, Any]:
+    """Return what DeepSpeed's files hold, read the slow way."""
+    found = any_zero.load(folder)
+    tensors = {kind: found.kind(kind) for kind in ("master", "frozen", "buffer", "exp_avg", "exp_avg_sq")}
+    tied = found.rest["tied"]
+    model = {**tensors["master"], **tensors["frozen"], **{name: one[0] for name, one in tensors["buffer"].items()}}
+    names = {**{name: name for name in model}, **tied}
+    groups = found.rest["param_groups"] or ()
+    states = {name: {kind: tensors[kind][name] for kind in ("exp_avg", "exp_avg_sq")} for name in tensors["exp_avg"]}
+    return {
+        "model": {name: model[stored] for name, stored in names.items()},
+        "tied": names,
+        "shared": [{name, stored} for name, stored in tied.items()],
+        "groups": found.flat_ids,
+        "options": [{key: one for key, one in group.items() if key != "params"} for group in groups],
+        "states": {name: {**found_of, "step": found.steps[name]} for name, found_of in states.items()},
+        "scheduler": found.rest["lr_scheduler"]["last_epoch"],
+    }
+
+
+def load(case: Case, folder: Path, made: Objects) -> None:
     """Load a composite as a stock loop does."""
+    model, optimizer, scheduler = made.model, made.optimizer, made.scheduler
+    if case.form.startswith("zero"):
+        path, _ = made.wrapper.load_checkpoint(str(folder))
+        assert path is not None
+        return
+    if case.form == "accelerate":
+        made.wrapper.load_state(str(folder))
+        return
     if case.form == "fsdp":
         weights, states = get_state_dict(model, optimizer)
         tree = {"model": weights, "optim": states}
@@ -387,8 +509,6 @@ def load(case: Case, folder: Path, model: Any, optimizer: Any, scheduler: Any) -
         set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
         scheduler.last_epoch = json.loads((folder / "llmtailor.json").read_text())["global_step"]
         return
-    from safetensors.torch import load_file
-
     lacking, unknown = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     names = {id(one): name for name, one in model.named_parameters()}
     aliases = {name for name, one in model.state_dict(keep_vars=True).items() if names.get(id(one), name) != name}
@@ -417,16 +537,12 @@ def live(case: Case, folder: Path, number: int, begin: int, resume: Path | None,
     try:
         training = new_training(case, begin)
         if resume is not None:
-            load(case, resume, *training)
-        wrapped = training[0]
-        if case.form == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(training[0])
-        held = dict(zip(("model", "optimizer", "scheduler"), (wrapped, *training[1:]), strict=True))
-        saver = saver_for(folder / "run", **held, **case.options)
+            load(case, resume, training)
+        saver = saver_for(folder / "run", **training.for_saver, **case.options)
         saver.start(begin, resumed_from=resume if number % 2 else None)
         for step in range(begin + 1, begin + steps + 1):
-            advance(case, *training, step, number)
-            found = snapshot(*training, number)
+            advance(case, training, step, number)
+            found = snapshot(case, training, number, folder / "stock")
             if rank == 0:
                 torch.save(found, folder / "new.pt")
                 (folder / "new.pt").rename(folder / "truth" / f"{step}.pt")  # at once, because a kill may come
@@ -492,13 +608,13 @@ def resumed(case: Case, folder: Path, composite: Path, step: int, judge: Any) ->
     truth = {at: torch.load(path, weights_only=False) for at in (step, step + 1, step + 2)
              if (path := folder / "truth" / f"{at}.pt").exists()}  # fmt: skip
     training, attempt = new_training(case, step), truth[step]["attempt"]
-    load(case, composite, *training)
+    load(case, composite, training)
     for at, wanted in truth.items():
         if wanted["attempt"] != attempt:
             return
         if at > step:
-            advance(case, *training, at, attempt)
-        found = snapshot(*training, attempt)
+            advance(case, training, at, attempt)
+        found = snapshot(case, training, attempt, folder / "stock")
         if judge is not None:
             judge.same(found, wanted, f"what torch loads from {composite.name}, at step {at}")
 
@@ -511,7 +627,7 @@ def main(folder: Path) -> None:
     order = json.loads((folder / "order.json").read_text())
     is_alone = order["form"] == "plain"
     if not is_alone:
-        dist.init_process_group("gloo")
+        deepspeed.init_distributed("gloo")
 
     def everywhere(value: Any) -> Any:
         values = [value]
