@@ -111,7 +111,8 @@ class DcpSaver:
         """Return the writer for one save; ``inner`` writes the files.
 
         ``state_dict`` is what dcp.save gets. It shows which tensors are tied to each other. Without it, a policy that
-        leaves weights out still saves each time what may be tied to another tensor: what has as many elements.
+        leaves weights out still saves each time what may be tied to another tensor: what has as many elements. Layers
+        that share memory with each other, as two params, are not seen then.
 
         The caller's folder should be new, as with `dcp.save`. Data of an earlier save in it is removed. Raises
         UsageError if later saves could neither link to the files nor copy them.
@@ -496,11 +497,14 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
     unclear: dict[str, str] = {}
     for keys in memory.shared if is_known and memory is not None else ():
         owners = sorted({owner[key] for key in keys if key in owner})
-        tensors.setdefault(owners[0], []).extend(keys & {*others} - owner.keys()) if owners else None
+        if not owners:  # frozen params, buffers or averages, which are saved each time
+            continue
+        tensors.setdefault(owners[0], []).extend(keys & {*others} - owner.keys())
         unclear |= dict.fromkeys(owners[:-1], f"it shares memory with {owners[-1]}")
         unclear |= dict.fromkeys(owners[1:], f"it shares memory with {owners[0]}")
     like = {} if is_known else {_numel(kinds[key]): key for key in others if key not in owner}
     model = _Model(find_parts_by_name([*states], {}, numels))
+    aside = [param for param in states if model.structure.part_of[param].layer is None]
     for part in model.structure.parts:
         params = model.structure.names(part)
         of_optimizer = [key for param in params for key in states[param]]
@@ -508,11 +512,12 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
         model.masters[part] = [key for param in params for key in tensors.get(param, ())]
         model.masters[part] += [key for key in of_optimizer if key not in {*model.states[part]}]
         model.num_bytes[part] = sum(_num_bytes(kinds[key]) for key in model.keys(part))
+        near = {} if is_known or part.layer is not None else {numels[one]: one for one in aside if one not in params}
         for param in params:
             if param not in tensors:
                 model.unclear[part] = f"no tensor has the name of {param}"
-            elif numels[param] in like:
-                model.unclear[part] = f"{like[numels[param]]} may be tied to {param}"
+            elif other := like.get(numels[param]) or near.get(numels[param]):
+                model.unclear[part] = f"{other} may be tied to {param}"
             elif param in unclear:
                 model.unclear[part] = f"{param}: {unclear[param]}"
     return model

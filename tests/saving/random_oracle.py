@@ -157,7 +157,10 @@ class Judge:
         listed = {name for names in self.parts_of.values() for name in names}
         for name in trained - listed:  # of a part whose saves are deleted
             words = name.split(".")
-            self.parts_of.setdefault(f"layer {words[1]}" if words[0] == "layers" else words[0], []).append(name)
+            part = f"layer {words[1]}" if words[0] == "layers" else words[0]
+            if "experts" in self.case.options and part != words[0]:
+                part += f" expert {words[3]}" if words[2] == "experts" else " non-expert"
+            self.parts_of.setdefault(part, []).append(name)
         for row in sorted(rows, key=lambda row: (row["only"] is not None, len(row["part"]))):
             shares = [names for part, names in self.parts_of.items() if f"{part} ".startswith(f"{row['part']} ")]
             for name in (name for names in shares for name in names):
