@@ -23,7 +23,7 @@ import logging
 import pickle
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -483,9 +483,12 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
     tensors: dict[str, list[str]] = {}
     """Param -> the keys of tensors under its name"""
     others = [key for key, kind in kinds.items() if kind is not None and key not in matches]
+    is_known = memory is not None and memory.keys.issuperset(others)
+    shared = memory.shared if is_known and memory is not None else ()
+    param_of |= _aliases(shared, param_of)
     for key in others:
-        if param := next((param_of[name] for name in _ends(_WRAPPERS.sub("", key)) if name in param_of), None):
-            tensors.setdefault(param, []).append(key)
+        if (name := _name_in(key, param_of)) is not None:
+            tensors.setdefault(param_of[name], []).append(key)
     optimizers = {match[1] for match in matches.values() if match[2] in tensors}
     states: dict[str, list[str]] = {}
     for key, match in matches.items():
@@ -493,9 +496,8 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
             states.setdefault(match[2], []).append(key)
     numels = {param: max(_numel(kinds[key]) for key in keys) for param, keys in states.items()}
     owner = {key: param for param, keys in tensors.items() if param in states for key in keys}
-    is_known = memory is not None and memory.keys.issuperset(others)
     unclear: dict[str, str] = {}
-    for keys in memory.shared if is_known and memory is not None else ():
+    for keys in shared:
         owners = sorted({owner[key] for key in keys if key in owner})
         if not owners:  # frozen params, buffers or averages, which are saved each time
             continue
@@ -523,10 +525,22 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
     return model
 
 
-def _ends(key: str) -> Iterator[str]:
-    """Yield a key, and what is left of it without its first words."""
-    words = key.split(".")
-    yield from (".".join(words[at:]) for at in range(len(words)))
+def _name_in(key: str, param_of: Mapping[str, str]) -> str | None:
+    """Return the param's name that a key is, or ends with."""
+    words = _WRAPPERS.sub("", key).split(".")
+    return next((name for at in range(len(words)) if (name := ".".join(words[at:])) in param_of), None)
+
+
+def _aliases(shared: Iterable[Collection[str]], param_of: Mapping[str, str]) -> dict[str, str]:
+    """Return the other names of tied params: averages may have tensors of their own under these."""
+    aliases: dict[str, str] = {}
+    for keys in shared:
+        for key in keys:
+            if (name := _name_in(key, param_of)) is not None:
+                prefix = _WRAPPERS.sub("", key).removesuffix(name)
+                others = (_WRAPPERS.sub("", other) for other in keys)
+                aliases |= {other[len(prefix) :]: param_of[name] for other in others if other.startswith(prefix)}
+    return {alias: param for alias, param in aliases.items() if alias not in param_of}
 
 
 def _is_moment(kind: str, stored: Any) -> bool:
