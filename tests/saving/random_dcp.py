@@ -1,7 +1,7 @@
 """Saves through `DcpSaver` drawn from a seed: policies, ties, copies of weights and nesting of keys, on several ranks.
 
-``start_ranks("saving.random_dcp", [FOLDER], RANKS, FOLDER)`` saves what FOLDER/order.json says, and records all that was
-given to ``dcp.save``; with the word ``load``, it loads the folders with a stock ``dcp.load`` on other ranks.
+``start_ranks("saving.random_dcp", [FOLDER], RANKS, FOLDER)`` saves what FOLDER/order.json says, and records all that
+``dcp.save`` was given; or it loads the folders with a stock ``dcp.load``, on any number of ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What must hold of the composites of `random_trainings`, read by torch, safetensors and json alone.
 
 A composite states in ``llmtailor.json`` the step of each part. Each tensor must be what the training held at that step,
-bit for bit. What is no part of the model under training, and what shares memory, must be of the step that it claims to be.
+bit for bit. Frozen params and buffers must be those of the newest step, and what shares memory must be of one step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ NAMES = {"params", "lt_params", "param_names"}
 
 def is_equal(mine: Any, other: Any) -> bool:
     if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
-        same_kind = (mine.dtype, mine.shape) == (other.dtype, other.shape)
-        return same_kind and torch.equal(mine.cpu().view(-1).view(torch.uint8) if mine.numel() else mine, other.view(-1).view(torch.uint8) if other.numel() else other)
+        if (mine.dtype, mine.shape) != (other.dtype, other.shape):
+            return False
+        return torch.equal(*(one.reshape(-1).contiguous().view(torch.uint8) for one in (mine, other)))
     return bool(mine == other)
 
 
@@ -37,7 +38,8 @@ def rounds_to(found: Any, wanted: Any, how: str) -> bool:
     if how == "bf16":
         return torch.equal(found, wanted.bfloat16().float())
     if how == "24bit":
-        return not (found.view(torch.int32) & 0xFF).any() and bool(((found - wanted).abs() <= 4e-5 * wanted.abs()).all())
+        is_near = bool(((found - wanted).abs() <= 4e-5 * wanted.abs()).all())
+        return is_near and not (found.view(torch.int32) & 0xFF).any()
     roots = how == "8bit roots"
     mine, other = (found.sqrt(), wanted.sqrt()) if roots else (found, wanted)
     blocks = [(a - b).abs().max() <= 0.0041 * b.abs().max()
@@ -150,7 +152,9 @@ class Judge:
         self.counts["old"] += bool(ages)
         return not ages and not {"masters", "moments"} & self.case.options.keys()
 
-    def _steps(self, rows: list[Mapping[str, Any]], step: int, trained: set[str]) -> tuple[dict[str, int], dict[str, int]]:
+    def _steps(
+        self, rows: list[Mapping[str, Any]], step: int, trained: set[str]
+    ) -> tuple[dict[str, int], dict[str, int]]:
         """Return the stated step of the weight and of the moments of each trained param."""
         weights: dict[str, int] = {}
         states: dict[str, int] = {}
@@ -208,7 +212,9 @@ class Judge:
                 return
         self.wrong(f"{where} is not what it was")
 
-    def _compare_states(self, out: Path, name: str, found: Mapping[str, Any], truth: Mapping[int, Any], steps: tuple[int, int]) -> None:
+    def _compare_states(
+        self, out: Path, name: str, found: Mapping[str, Any], truth: Mapping[int, Any], steps: tuple[int, int]
+    ) -> None:
         of_weight, of_moments = (truth[at]["states"].get(name, {}) for at in steps)
         if not of_moments:  # it had no gradient yet: then no states, or zeros
             if any(torch.as_tensor(one).any() for one in found.values()):
@@ -220,13 +226,20 @@ class Judge:
             if kind in MOMENTS and not is_copy:
                 self._compare(found, of_moments, kind, where, kind)
             elif isinstance(found.get(kind), torch.Tensor) and found[kind].dim():
-                self._compare(found, of_weight, kind, f"{out.name}: {kind} of {name} of step {steps[0]}", "master" if is_copy else "")
+                self._compare(
+                    found,
+                    of_weight,
+                    kind,
+                    f"{out.name}: {kind} of {name} of step {steps[0]}",
+                    "master" if is_copy else "",
+                )
             elif found.get(kind, MISSING) not in self._numbers(truth, name, kind, (of_weight, of_moments)):
                 self.wrong(f"{where} is {found.get(kind, MISSING)}")
 
     def _numbers(self, truth: Mapping[int, Any], name: str, kind: str, own: tuple[Any, Any]) -> list[Any]:
         """Return what a number may be: that of the weight or the moments; in an engine, any part's of its group."""
-        states = own if not self.case.form.startswith("zero") else [one["states"].get(name, {}) for one in truth.values()]
+        is_engine = self.case.form.startswith("zero")
+        states = [one["states"].get(name, {}) for one in truth.values()] if is_engine else own
         return [one.get(kind) for one in states]
 
     def same(self, found: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
@@ -238,14 +251,19 @@ class Judge:
                 if is_equal(mine.get(key, MISSING), other.get(key, MISSING)):
                     continue
                 if key in other or torch.as_tensor(mine[key]).any():
-                    self.wrong(f"{what}: {' '.join(key)} is not the same")
+                    self.wrong(f"{what}: {key} is not the same")
         if [options_of(one) for one in found["options"]] != [options_of(one) for one in wanted["options"]]:
             self.wrong(f"{what}: the options of the groups are not the same")
 
 
-def flat(tree: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    return {(name, *more): one for name, value in tree.items()
-            for more, one in ([((kind,), one) for kind, one in value.items()] if isinstance(value, dict) else [((), value)])}  # fmt: skip
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of states, or of weights, by name."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= (
+            {f"{kind} of {name}": one for kind, one in value.items()} if isinstance(value, dict) else {name: value}
+        )
+    return leaves
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

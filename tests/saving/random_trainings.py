@@ -48,6 +48,7 @@ POLICIES = (
     *("filter:first=1,last=1,every=2,aux_every=2", "budget:12", "parity:aux_every=1"),
 )
 ROUNDED = ({"moments": "bf16"}, {"moments": "8bit"}, {"masters": "24bit"}, {"masters": "24bit", "moments": "8bit"})
+OPTIMIZERS = (*("AdamW", "AdamW", "amsgrad", "SGD", "Adagrad", "RMSprop", "NAdam"), *["Own"] * 3)
 MOMENTS = (("exp_avg", "exp_avg_sq"), ("m", "v"), ("momentum_buffer", "square_avg"))
 UNKNOWN = (("a.b", "exp_avg of g"), ("velocity", "energy"), ("state", "0"))
 """The first has a dot, with which no DCP folder can be read"""
@@ -99,7 +100,7 @@ class Case:
         case.alias = "none" if is_sharded else pick(["none", "none", "buffer", "frozen", "slice"])
         case.has_table, case.large = sometimes(0.6), sometimes(0.05)
         case.experts = pick([0, 0, 2])
-        case.optimizer = "AdamW" if is_engine else pick(["AdamW", "AdamW", "amsgrad", "SGD", "Adagrad", "RMSprop", "Own", "Own", "Own", "NAdam"])
+        case.optimizer = "AdamW" if is_engine else pick(OPTIMIZERS)
         if case.optimizer == "Own":
             case.kinds = pick([*MOMENTS, *UNKNOWN[is_sharded:]])
             case.copied = pick([None, *COPIES])
@@ -146,7 +147,6 @@ class Net(nn.Module):
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         if case.has_table:  # with short rows; a large one is more than any sample reads
             self.table = nn.Parameter(torch.zeros(1 << 19 if case.large else 50, 4), requires_grad=False)
-
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(tokens)
@@ -573,7 +573,7 @@ def in_a_child(work: Callable[[], object]) -> None:
     assert code in (0, -signal.SIGKILL), f"the attempt ended with code {code}"
 
 
-def attempts(case: Case, folder: Path, judge: Any, everywhere: Callable[[Any], Any] = lambda value: value) -> None:
+def attempts(case: Case, folder: Path, judge: Any, everywhere: Callable[[Any], Any]) -> None:
     """Train all attempts of a case, each from a composite of the one before; rank 0 judges the composites."""
     chance = random.Random(f"{case.form} {case.seed} resumes")
     rank = dist.get_rank() if dist.is_initialized() else 0
