@@ -724,9 +724,8 @@ def _judge(unfinished: Unfinished, identity: Identity, composition: Composition)
     what = f"the output holds an unfinished merge ({there.recipe}, begun at {there.begun}, {share})"
     # with --force even a complete output may go
     if is_another(there, identity) and unfinished.num_bytes and not (options.restart or options.replace):
-        fix = (
-            f"rerun that merge to resume it; use --restart, or remove {staging_folder(composition.out)}, to discard it"
-        )
+        folder = staging_folder(composition.out)
+        fix = f"rerun that command to resume it; to discard it, remove {folder}, or give merge or convert --restart"
         raise TargetError.at(composition.out, f"{what}, but {reason}", fix)
     return False, f"{what}; it is discarded, because {reason}"
 

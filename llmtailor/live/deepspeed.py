@@ -15,7 +15,7 @@ import torch
 
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.checkpoint.optimizer import Slices, Vector, Whole, slice_on
-from llmtailor.errors import Problem, UnsupportedCheckpoint, some
+from llmtailor.errors import Problem, UnsupportedCheckpoint, counted, some
 from llmtailor.formats.deepspeed_common.files import STATE_KEYS, describe_shards
 from llmtailor.formats.other_optimizers import flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
@@ -51,8 +51,9 @@ class ZeroTraining:
 
     inventory = Inventory()
 
-    def __init__(self, engine: Any, loader: Loader = LOADERS[DEEPSPEED]) -> None:
+    def __init__(self, engine: Any, loader: Loader = LOADERS[DEEPSPEED], *, is_saved: bool = True) -> None:
         self.engine = engine
+        self._is_saved = is_saved
         self.loader = loader
         self.zero = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
@@ -84,7 +85,8 @@ class ZeroTraining:
         inventory, last = Inventory.of(self.model, [[*shapes] for shapes in self._shapes]), self.inventory
         if inventory == last:
             return ""
-        self._check(inventory)
+        if self._is_saved:
+            self._check(inventory)
         self.inventory = inventory
         self.params: Mapping[str, ParamFact] = {
             name: fact for name, fact in inventory.params.items() if self.has_frozen or fact.role != "frozen"
@@ -100,6 +102,10 @@ class ZeroTraining:
     def _check(self, inventory: Inventory) -> None:
         """Raise UnsupportedCheckpoint for params that DeepSpeed does not train or partition as it did at its start."""
         problems = []
+        if number := self.strays():
+            problems.append(
+                Problem(_WHERE, f"it trains {counted(number, 'param')} that the model has replaced", _AT_START)
+            )
         if gone := [name for shapes in self._shapes for name in shapes if name not in inventory.params]:
             problems.append(Problem(_WHERE, f"it trains {some(gone)}, which the model no longer has", _AT_START))
         unlike = [

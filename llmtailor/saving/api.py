@@ -123,7 +123,7 @@ def training_of(held: Held, loader: Loader = LOADERS[DEEPSPEED], *, is_saved: bo
     if held.engine is not None:
         from llmtailor.live.deepspeed import ZeroTraining
 
-        return ZeroTraining(held.engine, loader)
+        return ZeroTraining(held.engine, loader, is_saved=is_saved)
     assert held.model is not None and held.optimizer is not None, "without an engine"
     return PlainTraining(held.model, held.optimizer, held.scaler, is_saved=is_saved)
 
