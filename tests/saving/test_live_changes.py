@@ -201,6 +201,13 @@ def test_a_param_that_leaves_its_group_after_a_resume(tmp_path, caplog):
         assert all(torch.equal(weights[name], one) for name, one in seen[step].items())
 
 
+def test_an_optimizer_with_the_moments_of_adam_may_count_elsewhere(tmp_path, caplog):
+    model = layers()
+    train(tmp_path, model, Own(model.parameters(), Case("plain", 0)), 2, "parity")
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+    weights_of(tmp_path, 2)
+
+
 def test_names_with_control_characters_are_refused(tmp_path):
     model = nn.ModuleDict({"a\tb": nn.Linear(2, 2)})
     with pytest.raises(UnsupportedCheckpoint, match="not printable"):

@@ -13,9 +13,9 @@ from trainings.harness import start_ranks
 
 pytestmark = pytest.mark.real
 
-LONG = {"plain": 700, "ddp": 40, "fsdp": 60, "zero2": 50, "zero3": 50, "accelerate": 40}
+LONG = {"plain": 660, "ddp": 40, "fsdp": 60, "zero2": 50, "zero3": 50, "accelerate": 40, "trainer": 40}
 """Form -> trainings with --all; with those through DcpSaver, 1,000"""
-SHORT = {"plain": range(21), "fsdp": (3,), "zero3": (1,)}
+SHORT = {"plain": range(20), "trainer": (2,), "fsdp": (3,), "zero3": (1,)}
 """Form -> seeds of the short suite"""
 AT_ONCE = 25
 
@@ -31,7 +31,7 @@ def batches() -> Iterator[Any]:
 @pytest.mark.parametrize(("form", "seeds"), [*batches()])
 def test_composites_hold_what_was_recorded(form, seeds, tmp_path):
     (tmp_path / "order.json").write_text(json.dumps({"form": form, "seeds": seeds}))
-    start_ranks("saving.random_trainings", [tmp_path], 1 if form == "plain" else 2, tmp_path)
+    start_ranks("saving.random_trainings", [tmp_path], 1 if form in ("plain", "trainer") else 2, tmp_path)
     found = {seed: json.loads((tmp_path / f"{form}-{seed}.json").read_text()) for seed in seeds}
     assert not {seed: one["faults"] for seed, one in found.items() if one["faults"]}
     if form == "plain":
