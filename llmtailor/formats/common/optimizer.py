@@ -273,8 +273,9 @@ def with_inner(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return found
 
 
-_DECIDE = ("amsgrad", "momentum", "centered", "use_muon")
-"""Options of a param group that decide which states its params have"""
+def deciding_options(hyper: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return whether a param group has each of the options that decide which states its params have."""
+    return tuple(bool(hyper.get(option)) for option in ("amsgrad", "momentum", "centered", "use_muon"))
 
 
 def _check_kinds(
@@ -292,9 +293,7 @@ def _check_kinds(
     """
     problems: list[Problem] = []
     options = {option for group in groups for option in group.hyper}
-    decided = {
-        number: tuple(bool(group.hyper.get(option)) for option in _DECIDE) for group in groups for number in group.ids
-    }
+    decided = {number: deciding_options(group.hyper) for group in groups for number in group.ids}
     of_tensors = frozenset().union(*kinds.values())
     is_adam = keeps_as_adam(of_tensors, options)
     for number, tensors in kinds.items():

@@ -78,9 +78,12 @@ class Optimizer:
         kinds = {kind for states in (*self.tensors.values(), *self.numbers.values()) for kind in states}
         if not keeps_as_adam(kinds - {"step"}, {option for group in self.groups for option in group.hyper}):
             return {}
-        made = tuple(kind for kind in next(iter(self.tensors.values()), ()) if kind != "step")
-        owned = (param for group in self.groups for param in group.params)
-        return {param: made for param in owned if param not in self.tensors and param not in self.numbers}
+        return {
+            param: adams_first_kinds(group.hyper)
+            for group in self.groups
+            for param in group.params
+            if param not in self.tensors and param not in self.numbers
+        }
 
 
 def sort_keys(

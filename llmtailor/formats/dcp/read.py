@@ -75,6 +75,7 @@ from llmtailor.formats.common.dcp_folder import (
     read_optimizer_file,
     read_shards,
 )
+from llmtailor.formats.common.optimizer import deciding_options
 from llmtailor.formats.common.states import listed_buffers, listed_ties
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, carried, check_options, sort_keys, split_model
 from llmtailor.formats.dcp.ranks import (
@@ -436,12 +437,13 @@ class _Indexing:
         return {kind: self._option(value) for kind, value in values.items() if kind != "step"}
 
     def _check_states(self, optimizer: Optimizer, weights: Mapping[str, Stored]) -> None:
-        problems, kinds_of = [], dict[frozenset[str], list[str]]()
+        problems, kinds_of = [], dict[tuple[tuple[bool, ...], frozenset[str]], list[str]]()
+        decided = {param: deciding_options(group.hyper) for group in optimizer.groups for param in group.params}
         options = {option for group in optimizer.groups for option in group.hyper}
         is_elementwise = True
         for param, kinds in optimizer.tensors.items():
             shape = weights[param].held.shape
-            kinds_of.setdefault(_kinds(optimizer, param), []).append(param)
+            kinds_of.setdefault((decided.get(param, ()), _kinds(optimizer, param)), []).append(param)
             scalars = scalars_in(kinds) - (ADAM_KINDS if has_adams_options(options) else set())
             for kind, stored in kinds.items():
                 if kind == "step" or kind in scalars or stored.held.shape == shape:
@@ -450,8 +452,9 @@ class _Indexing:
                 if kind in ADAM_KINDS or TORCH_KINDS.issuperset(kinds):
                     what = f"{kind} of {param} has shape {list(stored.held.shape)}, the param {list(shape)}"
                     problems.append(Problem(self.optimizer_where, what, COPY_CHECKPOINT, Code.STATE_SIZE))
-        for have, params in kinds_of.items() if is_elementwise else ():
-            for kind in sorted({kind for other in kinds_of if have < other for kind in other - have}):
+        for (by, have), params in kinds_of.items() if is_elementwise else ():
+            others = [other for decided_by, other in kinds_of if decided_by == by and have < other]
+            for kind in sorted({kind for other in others for kind in other - have}):
                 what = f"{kind} of {some(params)} is missing"
                 problems.append(Problem(self.optimizer_where, what, _PARTIAL_LOAD, Code.STATE_MISSING))
         if problems:
