@@ -82,7 +82,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("case", [*DAMAGES, "a param's states"])
 def test_damage_is_found_in_a_dcp_folder(case, tmp_path):
-    name, change, told = DAMAGES.get(case, ("Adagrad", lose(), "states of up.weight are missing"))
+    name, change, told = DAMAGES.get(case, ("Adagrad", lose(), "no states of up.weight"))
     assert write_dcp(tmp_path / "whole", name, lambda *_: None).params
     with pytest.raises(SourceError, match=told):
         write_dcp(tmp_path / "damaged", name, change)
