@@ -20,7 +20,8 @@ from helpers.commands import run_here
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "sum", "m", "v"}
 """States that may be older than the weights, as docs/optimizers.md says; counters go with either"""
 MISSING = "missing"
-NAMES = {"params", "lt_params", "param_names"}
+NAMES = {"params", "lt_params", "param_names", "differentiable"}
+"""Names of params, and what torch adds to the options of groups that come after a load"""
 
 
 def is_equal(mine: Any, other: Any) -> bool:
