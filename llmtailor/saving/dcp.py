@@ -23,7 +23,7 @@ import logging
 import pickle
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -111,7 +111,8 @@ class DcpSaver:
         """Return the writer for one save; ``inner`` writes the files.
 
         ``state_dict`` is what dcp.save gets. It shows which tensors are tied to each other. Without it, a policy that
-        leaves weights out still saves each time what may be tied to another tensor: what has as many elements.
+        leaves weights out still saves each time what may be tied to another tensor: what has as many elements. Layers
+        that share memory with each other, as two params, are not seen then.
 
         The caller's folder should be new, as with `dcp.save`. Data of an earlier save in it is removed. Raises
         UsageError if later saves could neither link to the files nor copy them.
@@ -482,9 +483,12 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
     tensors: dict[str, list[str]] = {}
     """Param -> the keys of tensors under its name"""
     others = [key for key, kind in kinds.items() if kind is not None and key not in matches]
+    is_known = memory is not None and memory.keys.issuperset(others)
+    shared = memory.shared if is_known and memory is not None else ()
+    param_of |= _aliases(shared, param_of)
     for key in others:
-        if param := next((param_of[name] for name in _ends(_WRAPPERS.sub("", key)) if name in param_of), None):
-            tensors.setdefault(param, []).append(key)
+        if (name := _name_in(key, param_of)) is not None:
+            tensors.setdefault(param_of[name], []).append(key)
     optimizers = {match[1] for match in matches.values() if match[2] in tensors}
     states: dict[str, list[str]] = {}
     for key, match in matches.items():
@@ -492,15 +496,17 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
             states.setdefault(match[2], []).append(key)
     numels = {param: max(_numel(kinds[key]) for key in keys) for param, keys in states.items()}
     owner = {key: param for param, keys in tensors.items() if param in states for key in keys}
-    is_known = memory is not None and memory.keys.issuperset(others)
     unclear: dict[str, str] = {}
-    for keys in memory.shared if is_known and memory is not None else ():
+    for keys in shared:
         owners = sorted({owner[key] for key in keys if key in owner})
-        tensors.setdefault(owners[0], []).extend(keys & {*others} - owner.keys()) if owners else None
+        if not owners:  # frozen params, buffers or averages, which are saved each time
+            continue
+        tensors.setdefault(owners[0], []).extend(keys & {*others} - owner.keys())
         unclear |= dict.fromkeys(owners[:-1], f"it shares memory with {owners[-1]}")
         unclear |= dict.fromkeys(owners[1:], f"it shares memory with {owners[0]}")
     like = {} if is_known else {_numel(kinds[key]): key for key in others if key not in owner}
     model = _Model(find_parts_by_name([*states], {}, numels))
+    aside = [param for param in states if model.structure.part_of[param].layer is None]
     for part in model.structure.parts:
         params = model.structure.names(part)
         of_optimizer = [key for param in params for key in states[param]]
@@ -508,20 +514,33 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
         model.masters[part] = [key for param in params for key in tensors.get(param, ())]
         model.masters[part] += [key for key in of_optimizer if key not in {*model.states[part]}]
         model.num_bytes[part] = sum(_num_bytes(kinds[key]) for key in model.keys(part))
+        near = {} if is_known or part.layer is not None else {numels[one]: one for one in aside if one not in params}
         for param in params:
             if param not in tensors:
                 model.unclear[part] = f"no tensor has the name of {param}"
-            elif numels[param] in like:
-                model.unclear[part] = f"{like[numels[param]]} may be tied to {param}"
+            elif other := like.get(numels[param]) or near.get(numels[param]):
+                model.unclear[part] = f"{other} may be tied to {param}"
             elif param in unclear:
                 model.unclear[part] = f"{param}: {unclear[param]}"
     return model
 
 
-def _ends(key: str) -> Iterator[str]:
-    """Yield a key, and what is left of it without its first words."""
-    words = key.split(".")
-    yield from (".".join(words[at:]) for at in range(len(words)))
+def _name_in(key: str, param_of: Mapping[str, str]) -> str | None:
+    """Return the param's name that a key is, or ends with."""
+    words = _WRAPPERS.sub("", key).split(".")
+    return next((name for at in range(len(words)) if (name := ".".join(words[at:])) in param_of), None)
+
+
+def _aliases(shared: Iterable[Collection[str]], param_of: Mapping[str, str]) -> dict[str, str]:
+    """Return the other names of tied params: averages may have tensors of their own under these."""
+    aliases: dict[str, str] = {}
+    for keys in shared:
+        for key in keys:
+            if (name := _name_in(key, param_of)) is not None:
+                prefix = _WRAPPERS.sub("", key).removesuffix(name)
+                others = (_WRAPPERS.sub("", other) for other in keys)
+                aliases |= {other[len(prefix) :]: param_of[name] for other in others if other.startswith(prefix)}
+    return {alias: param for alias, param in aliases.items() if alias not in param_of}
 
 
 def _is_moment(kind: str, stored: Any) -> bool:
