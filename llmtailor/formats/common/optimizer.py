@@ -316,7 +316,9 @@ def _check_kinds(
     are_elementwise = all(len({tensor.shape for tensor in tensors.values()}) < 2 for tensors in kinds.values())
     for (by, have), numbers in by_kinds.items():
         uncounted = [number for number in numbers if number not in counted] if have else []
-        if uncounted and (len(uncounted) < len(numbers) or (is_adam and "step" not in options)):
+        # an optimizer of one's own may keep what Adam does, and count elsewhere
+        needs_step = is_adam and has_adams_options(options) and "step" not in options
+        if uncounted and (len(uncounted) < len(numbers) or needs_step):
             what = f"{_some(uncounted)} has no step of its own"
             problems.append(Problem(where, what, COPY_FILE, Code.STATE_MISSING))
         others = [other for decided_by, other in by_kinds if decided_by == by and have < other]
