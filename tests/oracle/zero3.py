@@ -208,11 +208,11 @@ def _rest(
         for rank in range(len(models))
     ]
     assert all(each == per_rank[0] for each in per_rank), "the ranks disagree about what belongs to no param"
-    scheduler = checkpoint / "scheduler.pt"
+    scheduler, trainer_state = checkpoint / "scheduler.pt", checkpoint / "trainer_state.json"
     return {
         **per_rank[0],
         "tied": dict(models[0]["shared_params"]),
         "scheduler": torch.load(scheduler, weights_only=False) if scheduler.exists() else None,
-        "trainer_state": json.loads((checkpoint / "trainer_state.json").read_text()),
+        "trainer_state": json.loads(trainer_state.read_text()) if trainer_state.exists() else None,
         "latest": (checkpoint / "latest").read_text(),
     }
