@@ -90,6 +90,8 @@ class DcpSaver:
         self._resumed = ""
         self._saves: list[Folder] = []
         self._warned = ""
+        self._memory: _Memory | None = None
+        """Which tensors of the last save of this process share memory"""
         if self.policy.needs_drift:
             what = "it chooses by how parts have changed, which is not measured in saves through DCP"
             raise UsageError.at(f"policy {self.policy.name}", what, f"use another one, such as {DEFAULT_POLICY}")
@@ -109,9 +111,9 @@ class DcpSaver:
     def writer(self, inner: StorageWriter, step: int, state_dict: Mapping[str, Any] | None = None) -> PartialWriter:
         """Return the writer for one save; ``inner`` writes the files.
 
-        ``state_dict`` is what dcp.save gets. It shows which tensors are tied to each other. Without it, a policy that
-        leaves weights out still saves each time what may be tied to another tensor: what has as many elements. Layers
-        that share memory with each other, as two params, are not seen then.
+        ``state_dict`` is what dcp.save gets. It shows which tensors share memory. Without it, that is known of the last
+        save of this process only. So a policy that leaves weights out then saves everything in the first save, and
+        later each time what a tensor without optimizer states may be tied to: what has as many elements.
 
         The caller's folder should be new, as with `dcp.save`. Data of an earlier save in it is removed. Raises
         UsageError if later saves could neither link to the files nor copy them.
@@ -237,7 +239,8 @@ class PartialWriter(StorageWriter):
         kinds = {item.index.fqn: _kind_of(item.tensor_data) for plan in plans for item in plan.items}
         if isinstance(self.folder, ShardsFolder):
             _check_shards(plans, kinds)
-        model = _find_model(kinds, self._memory)
+        memory, is_current = self._memory or self.saver._memory, self._memory is not None
+        model = _find_model(kinds, memory, is_current=is_current)
         self._keys = model.digests()
         if not model.masters and (unknown := [key for key in kinds if _STATE.fullmatch(key)]):
             what = f"each save holds everything: {some(unknown)} have no names of the model's params; "
@@ -353,6 +356,7 @@ class PartialWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._remember_memory(planner)
         calls: list[Callable[[], Any]] = [
             partial(self.inner.write_data, own, planner) for own in self._files(plan, planner)
         ]
@@ -364,6 +368,7 @@ class PartialWriter(StorageWriter):
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Do what NVRx (nvidia-resiliency-ext) calls instead of `write_data`: another process writes the buckets."""
+        self._remember_memory(planner)
         inner: Any = self.inner
         buckets, results = [], None
         for own in self._files(plan, planner):
@@ -371,6 +376,11 @@ class PartialWriter(StorageWriter):
             buckets += inner.write_buckets
             results = results or inner.results_queue
         inner.write_buckets, inner.results_queue = buckets, results
+
+    def _remember_memory(self, planner: SavePlanner) -> None:
+        """Look which tensors share memory, for the next save."""
+        state = getattr(planner, "state_dict", None)
+        self.saver._memory = _Memory.of(state) if isinstance(state, Mapping) else None
 
     def get_save_function_and_args(self) -> Any:
         return cast(Any, self.inner).get_save_function_and_args()
@@ -470,8 +480,10 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_
 """What DistributedDataParallel, torch.compile, FSDP and activation checkpointing add to names"""
 
 
-def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
+def _find_model(kinds: Mapping[str, object], memory: _Memory | None, *, is_current: bool) -> _Model:
     """Return what keys mean; ``kinds`` has the shape and dtype of each tensor. No parts if there is no optimizer.
+
+    ``memory`` is that of this save if it ``is_current``, else that of the last one of this process.
 
     A tensor belongs to the param whose name it has, whatever it is: the weight, or an average of weights. All tensors
     of a param are of one step, except its moments. A param may also be saved in pieces under other names, as the fused
@@ -482,8 +494,8 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
     tensors: dict[str, list[str]] = {}
     """Param -> the keys of tensors under its name"""
     others = [key for key, kind in kinds.items() if kind is not None and key not in matches]
-    is_known = memory is not None and memory.keys.issuperset(others)
-    shared = memory.shared if is_known and memory is not None else ()
+    is_known = is_current and memory is not None and memory.keys.issuperset(others)
+    shared = memory.shared if memory is not None else ()
     param_of |= _aliases(shared, param_of)
     for key in others:
         if (name := _name_in(key, param_of)) is not None:
@@ -496,7 +508,7 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
     numels = {param: max(_numel(kinds[key]) for key in keys) for param, keys in states.items()}
     owner = {key: param for param, keys in tensors.items() if param in states for key in keys}
     unclear: dict[str, str] = {}
-    for keys in shared:
+    for keys in (keys & kinds.keys() for keys in shared):
         owners = sorted({owner[key] for key in keys if key in owner})
         if not owners:  # frozen params, buffers or averages, which are saved each time
             continue
@@ -505,7 +517,6 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
         unclear |= dict.fromkeys(owners[1:], f"it shares memory with {owners[0]}")
     like = {} if is_known else {_numel(kinds[key]): key for key in others if key not in owner}
     model = _Model(find_parts_by_name([*states], {}, numels))
-    aside = [param for param in states if model.structure.part_of[param].layer is None]
     for part in model.structure.parts:
         params = model.structure.names(part)
         of_optimizer = [key for param in params for key in states[param]]
@@ -513,14 +524,15 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None) -> _Model:
         model.masters[part] = [key for param in params for key in tensors.get(param, ())]
         model.masters[part] += [key for key in of_optimizer if key not in {*model.states[part]}]
         model.num_bytes[part] = sum(_num_bytes(kinds[key]) for key in model.keys(part))
-        near = {} if is_known or part.layer is not None else {numels[one]: one for one in aside if one not in params}
         for param in params:
             if param not in tensors:
                 model.unclear[part] = f"no tensor has the name of {param}"
-            elif other := like.get(numels[param]) or near.get(numels[param]):
-                model.unclear[part] = f"{other} may be tied to {param}"
+            elif numels[param] in like:
+                model.unclear[part] = f"{like[numels[param]]} may be tied to {param}"
             elif param in unclear:
                 model.unclear[part] = f"{param}: {unclear[param]}"
+            elif memory is None:
+                model.unclear[part] = f"{param} may share memory with another tensor"
     return model
 
 
