@@ -289,8 +289,7 @@ class PartialWriter(StorageWriter):
         for problem in chosen.problems:
             logger.warning("%s", problem)
         if added := [part for part in model.unclear if part not in chosen.parts and part not in chosen.masters]:
-            hint = "" if self._memory else "; to know, give DcpSaver.writer the state dict, too"
-            self.saver._warn(f"each save also holds {condense(model.unclear)}: {model.unclear[added[0]]}{hint}")
+            self.saver._warn(f"this save also holds {condense(added)}: {model.unclear[added[0]]}")
             reasons = {**model.unclear, **chosen.parts}
             due = {*chosen.parts, *added}
             chosen = replace(chosen, parts={part: reasons[part] for part in parts if part in due})
@@ -476,6 +475,7 @@ _STATE = re.compile(r"((?:.*?\.)??state\.)(.+)\.([^.]+)")
 """Keys of the optimizer: its prefix, the param, and the kind"""
 
 
+_TO_KNOW = "pass the state dict to DcpSaver.writer, too"
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What DistributedDataParallel, torch.compile, FSDP and activation checkpointing add to names"""
 
@@ -528,11 +528,11 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None, *, is_curre
             if param not in tensors:
                 model.unclear[part] = f"no tensor has the name of {param}"
             elif numels[param] in like:
-                model.unclear[part] = f"{like[numels[param]]} may be tied to {param}"
+                model.unclear[part] = f"{like[numels[param]]} may be tied to {param}; {_TO_KNOW}"
             elif param in unclear:
                 model.unclear[part] = f"{param}: {unclear[param]}"
             elif memory is None:
-                model.unclear[part] = f"{param} may share memory with another tensor"
+                model.unclear[part] = f"{param} may share memory with another tensor; {_TO_KNOW}"
     return model
 
 
