@@ -90,6 +90,8 @@ class DcpSaver:
         self._resumed = ""
         self._saves: list[Folder] = []
         self._warned = ""
+        self._newest: Folder | None = None
+        """Of the last save that this process published"""
         self._memory: _Memory | None = None
         """Which tensors of the last save of this process share memory"""
         if self.policy.needs_drift:
@@ -136,6 +138,8 @@ class DcpSaver:
             if other == folder or type(other) is not type(folder):
                 continue
             base = _read_base(other)
+            if base is None and other == self._newest:  # deleted, and what is older may be too old
+                return None
             if base is not None and lineage in ("", base.ledger.lineage) and (base.ledger.step or 0) < step:
                 return base
         return None
@@ -400,6 +404,7 @@ class PartialWriter(StorageWriter):
             logger.info("step %d: wrote %s, %s %s", self.step, size(written), self.folder.took, size(kept))
         for call in calls:
             call()
+        self.saver._newest = self.folder
 
     def _record(self, ledger: Ledger, places: Sequence[Any]) -> None:
         record = {
