@@ -610,7 +610,7 @@ _NUMPY = {
     "numpy.core.multiarray": {"_reconstruct", "scalar"},
 }
 ALLOWED: dict[str, set[str]] = {
-    "collections": {"OrderedDict"},
+    "collections": {"OrderedDict", "Counter"},  # the milestones of MultiStepLR
     "builtins": {"set"},
     "__builtin__": {"set"},
     "_codecs": {"encode"},

@@ -258,3 +258,20 @@ def test_an_average_is_of_the_step_of_its_weights(tmp_path, order, is_told):
     for name in (one for one, _ in model.named_parameters()):
         names = (name, "lm_head.weight") if name == "embed_tokens.weight" else (name,)
         assert set.intersection(*(own for key, own in ages.items() if any(f".{one}" in f".{key}" for one in names)))
+
+
+def test_a_schedule_with_milestones_is_saved(tmp_path):
+    """torch keeps them in a Counter, and its own reader of weights allows that."""
+    model = layers()
+    optimizer = adam(model)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3])
+    saver = saver_for(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler, policy="full")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    scheduler.step()
+    saver.save(1).wait(60)
+    saver.close()
+    call("merge", "--run", tmp_path)
+    call("verify", tmp_path / "checkpoint-1")
+    assert torch.load(tmp_path / "checkpoint-1" / "scheduler.pt", weights_only=True) == scheduler.state_dict()
