@@ -124,9 +124,27 @@ def _hook_scaler(module: ModuleType) -> None:
 
 
 def _hook_optimizer(module: ModuleType) -> None:
-    module.register_optimizer_step_pre_hook(lambda *_: _before_step())
+    module.register_optimizer_step_pre_hook(_before_update)
     if task().checkpoint is not None:
         attestation.take, attestation.before_saving = _take, _before_step
+
+
+def _before_update(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Attest before an optimizer updates the params: after the closure that it is given, as by Lightning, which calls
+    callbacks in it. Returns other arguments for the optimizer's step."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not _is_due() or not callable(closure):
+        _before_step()
+        return None
+
+    def closing(*args: Any, **kwargs: Any) -> Any:
+        result = closure(*args, **kwargs)
+        _before_step()
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closing}
+    return (args[0], closing, *args[2:]), kwargs
 
 
 def _hook_state_dict(module: ModuleType) -> None:
@@ -158,11 +176,16 @@ HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
 """Module -> what is called once it was imported"""
 
 
+def _is_due() -> bool:
+    is_pending = _loaded.find_held is not None or task().checkpoint is not None
+    return is_pending and not _loaded.is_making_states
+
+
 def _before_step() -> None:
     """Attest what was loaded, if anything, before an optimizer step."""
-    loaded, find_held = _loaded.checkpoint, _loaded.find_held
-    if _loaded.is_making_states or (find_held is None and task().checkpoint is None):
+    if not _is_due():
         return
+    loaded, find_held = _loaded.checkpoint, _loaded.find_held
     from llmtailor.saving.api import attest_held
     from llmtailor.saving.attesting import attest_loop
     from llmtailor.saving.options import resume_options

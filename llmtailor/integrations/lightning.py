@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.scan import compose_newest
 from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, make_saver
+from llmtailor.saving.around import next_call
 from llmtailor.saving.attesting import attest_loop, kept_buffers
 from llmtailor.saving.client_state import LightningClient
 from llmtailor.saving.options import SavingArguments, SavingOptions, resume_options
@@ -112,15 +113,20 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
             self._start(trainer, step)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
-        if (resume := self._resume) is None or self.saver is None:
+        if (resume := self._resume) is None:
             return
         self._resume = None
-        try:
-            resume.attest(pl_module, step=self._step, write=self.saver.record.append)
-        except TailorError:
-            self._close(trainer)
-            raise
-        self._start(trainer, self._step)
+
+        @_after_callbacks(pl_module)
+        def attesting() -> None:
+            if self.saver is None:
+                return
+            try:
+                resume.attest(pl_module, step=self._step, write=self.saver.record.append)
+            except TailorError:
+                self._close(trainer)
+                raise
+            self._start(trainer, self._step)
 
     def _start(self, trainer: Trainer, step: int) -> None:
         assert self.saver is not None
@@ -187,7 +193,20 @@ class AttestResume(AttestingCallback, Callback):  # type: ignore[misc]
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
         if (resume := self._resume) is not None:
             self._resume = None
-            resume.attest(pl_module, say=self._say)
+            _after_callbacks(pl_module)(lambda: resume.attest(pl_module, say=self._say))
+
+
+def _after_callbacks(module: LightningModule) -> Callable[[Callable[[], None]], None]:
+    """Call the decorated function after all callbacks and the module were told that the optimizer is about to step: the
+    module is told last, and the step itself may be left out."""
+
+    def replace(function: Callable[[], None]) -> None:
+        @next_call(module, "on_before_optimizer_step")
+        def telling(tell: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            tell(*args, **kwargs)
+            function()
+
+    return replace
 
 
 class _Resume:

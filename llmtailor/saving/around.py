@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -19,6 +19,22 @@ def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
             return function(stock, *args, **kwargs)
 
         setattr(owner, name, calling)
+
+    return replace
+
+
+def next_call(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Do what `around` does for one call only."""
+
+    def replace(function: Callable[..., Any]) -> None:
+        stock, replacing = getattr(owner, name), ExitStack()
+
+        @wraps(stock)
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            replacing.close()
+            return function(stock, *args, **kwargs)
+
+        replacing.enter_context(replaced(owner, name, calling))
 
     return replace
 

@@ -44,7 +44,7 @@ from llmtailor.live.training import Fragment, Held, Ranks, Training, persistent_
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.model.roles import BUFFER
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.around import around
+from llmtailor.saving.around import around, next_call
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import bytes_of
 from llmtailor.training import decaying_names
@@ -363,18 +363,20 @@ class TrainerResume:
         if held.engine is not None:  # which makes the step within the backward pass
             around(held.engine, "step")(self._stepping)
 
-    def _stepping(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.before_step()
-        return step(*args, **kwargs)
-
     def before_step(self) -> None:
-        """Attest the training, once; call it before each optimizer step, on every rank.
+        """Attest the training within the call of the optimizer's step that follows, after all other callbacks, and
+        also if the gradient scaler leaves the step out; call it in ``on_pre_optimizer_step``, on every rank.
 
-        Raises NotTheSame if it is not the checkpoint's and that is to stop the training.
+        That call raises NotTheSame if it is not the checkpoint's and that is to stop the training.
         """
+        if self._is_due and not self._trainer.is_deepspeed_enabled:  # with DeepSpeed the step has been made
+            next_call(self._trainer.optimizer, "step")(self._stepping)
+
+    def _stepping(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_due:
             self._is_due = False
             self._call(self._attest)
+        return step(*args, **kwargs)
 
     def give_up(self) -> None:
         """Attest nothing: the training begins again."""
@@ -453,7 +455,7 @@ class TrainerResume:
             return
         self._has_stepped = True
         if self._is_due and self._ranks.is_first:
-            what = "the Trainer does not tell callbacks before it makes a step"
+            what = "the Trainer does not tell callbacks before it calls its optimizer's step"
             logger.warning("resumed from %s: not attested: %s", self._checkpoint, what)
         self.ended()
         rates = [float_of(group.get("lr")) for group in self._trainer.optimizer.param_groups]

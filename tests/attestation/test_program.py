@@ -255,10 +255,15 @@ class Restarting(pl.Callback):
         for state in checkpoint["optimizer_states"][0]["state"].values():
             state["exp_avg"] = torch.zeros_like(state["exp_avg"])
 
-def main(folder, how):
+class Late(pl.Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+
+def main(folder, how, *callbacks):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = pl.Trainer(accelerator="cpu", max_steps=2 if how == "save" else 3, **quiet,
-                         callbacks=[Restarting()] if how == "bad" else [])
+                         callbacks=[*callbacks, *{"bad": [Restarting()], "late": [Late()]}.get(how, [])])
     loader = torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=4)
     trainer.fit(Module(), loader, ckpt_path=None if how in ("save", "begin") else folder + "/checkpoint.ckpt")
     if how == "save":
@@ -270,20 +275,37 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "code"), [("bad", 7), *(pytest.param(*one, marks=pytest.mark.long) for one in [("good", 0), ("begin", 2)])]
-)
-def test_lightning(tmp_path, how, code):
+@pytest.fixture
+def lightning(tmp_path):
+    """The function that runs the program in this process, after it has saved a checkpoint."""
     pytest.importorskip("lightning")
-    saved, file = tmp_path / "saved", tmp_path / "program.py"
-    file.write_text(LIGHTNING)
     space: dict = {}
     exec(LIGHTNING.replace("__main__", "-"), space)
-    saved.mkdir()
-    space["main"](str(saved), "save")
+    (tmp_path / "saved").mkdir()
+    space["main"](str(tmp_path / "saved"), "save")
+    return space["main"]
+
+
+@pytest.mark.parametrize("has_saver", [True, False])
+def test_what_the_last_callback_of_lightning_changes_is_seen(tmp_path, lightning, has_saver, capfd):
+    from llmtailor.integrations.lightning import AttestResume, PartialSaving
+
+    saver = PartialSaving("full", 1, output_dir=tmp_path / "run", on_mismatch="warn") if has_saver else AttestResume()
+    lightning(str(tmp_path / "saved"), "late", saver)
+    told = capfd.readouterr()
+    assert "moments were reset to zero" in told.err and "it trained on" in told.out
+    assert bool([*(tmp_path / "run" / "partial").glob("step-*3")]) == has_saver, "it saves the first step"
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("late", 7), *(pytest.param(*one, marks=LONG) for one in [("bad", 7), ("good", 0), ("begin", 2)])]
+)
+def test_lightning(tmp_path, lightning, how, code):
+    saved, file = tmp_path / "saved", tmp_path / "program.py"
+    file.write_text(LIGHTNING)
     done = llmtailor("attest", saved, "--", sys.executable, file, saved, how)
     assert done.returncode == code, done.stderr
-    assert ("moments were reset to zero" in done.stdout) == (how == "bad") and "it trained on" not in done.stderr
+    assert ("moments were reset to zero" in done.stdout) == (code == 7) and "it trained on" not in done.stderr
     assert ("without resuming" in done.stderr) == (how == "begin")
 
 

@@ -141,7 +141,7 @@ class Spoiling(TrainerCallback):
                 next(model.parameters()).mul_(1.5)
 
 
-@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_step_begin"])
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step"])
 @pytest.mark.parametrize("has_saver", [True, False])
 def test_what_callbacks_change_before_the_first_step_is_seen(run, event, has_saver, capfd):
     spoiling = Spoiling(event)
