@@ -571,7 +571,7 @@ def _stated_sums(
                 for file, listed in list_data_records(index.root, path, PathIn(index.name, path)).items():
                     if file not in unreadable:
                         sums[file] = [record for record in listed if record.crc is not None]
-    for path, (num_bytes, crc) in {**manifest.files, **manifest.carried}.items() if manifest else ():
+    for path, (num_bytes, crc) in manifest.files.items() if manifest else ():
         is_same = path in index.files and path not in unreadable and index.files[path].num_bytes == num_bytes
         if is_same and crc is not None:
             sums.setdefault(path, []).append(Record("", 0, num_bytes, crc))
