@@ -27,7 +27,7 @@ from llmtailor.attestation.compare import (
     expected_states,
     float_of,
 )
-from llmtailor.attestation.read import Live, compare_copies, compare_states, digest_copies, lost_params
+from llmtailor.attestation.read import Live, compare_copies, compare_states, digest_copies, lost_states
 from llmtailor.attestation.report import Attestation, headline, lacking, lines_of, other_params, summarize
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.codes import Code
@@ -144,8 +144,8 @@ def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
         for kind in expected[names[0]] if names else ():
             if kind not in (MASTER, FROZEN, BUFFER):
                 totals[kind] = totals.get(kind, 0) + 1
-    for param in lost_params(index, live):
-        for kind in expected.get(param, ()):
+    for kinds in lost_states(index, live).values():
+        for kind in kinds:
             totals[kind] = totals.get(kind, 0) + 1
     return totals
 

@@ -199,7 +199,7 @@ def entry_of(index: CheckpointIndex, state: State, aliases: Mapping[str, Sequenc
     kinds = {
         MASTER: (MASTER, FROZEN, WEIGHT),
         FROZEN: (FROZEN, MASTER, WEIGHT),
-        BUFFER: (BUFFER, WEIGHT),
+        BUFFER: (BUFFER, FROZEN, WEIGHT),
     }.get(state.kind, (state.kind,))
     names = dict.fromkeys([state.param, *aliases.get(state.param, ())])
     names |= dict.fromkeys([index.tied[name] for name in names if name in index.tied])

@@ -46,6 +46,7 @@ from llmtailor.model.roles import (
     FLOATING,
     FROZEN,
     ITEMSIZE,
+    KIND_OF_ROLE,
     MASTER,
     WEIGHT,
     State,
@@ -116,6 +117,10 @@ class Live:
     """Opens other checkpoints of the run"""
     without_gradient: frozenset[str] = frozenset()
     """Params that don't require one"""
+    lost: frozenset[str] = frozenset()
+    """Frozen params and buffers of the checkpoint that the model does not have"""
+    may_be_others: Collection[str] = ()
+    """Tensors that the model does not have, of a checkpoint that does not say which ones are the model's"""
     strays: int = 0
     """Params of the optimizer that the model does not have"""
     converted: frozenset[str] = frozenset()
@@ -160,9 +165,11 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
         different, more = compare_trained(index, live, lambda entry: not _is_zero_at(files, entry, 0, entry.numel))
         found += different
         notes |= dict.fromkeys(more)
-    for param in lost_params(index, live):
-        kinds = [kind for kind in has_kinds.get(param, ()) if is_optimizer_state(kind)]
-        found += [Difference(State(param, kind), Kind.MISSING, "not in the model") for kind in (MASTER, *kinds)]
+    for param, kinds in lost_states(index, live).items():
+        found += [Difference(State(param, kind), Kind.MISSING, "not in the model") for kind in kinds]
+    if live.may_be_others:
+        what = f"tensors beside the params may not be the model's, and were not compared: {some(live.may_be_others)}"
+        notes[what] = None
     if converted:
         what = f"weights of {counted(len(converted), 'param')} are stored in another form and were not compared"
         notes[f"{what}: {some(converted)}"] = None
@@ -171,11 +178,20 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
     return Findings(tuple(found), (), tuple(notes))
 
 
-def lost_params(index: CheckpointIndex, live: Live) -> list[str]:
-    """Return the trained params of the checkpoint that the training does not have."""
+def lost_states(index: CheckpointIndex, live: Live) -> dict[str, list[str]]:
+    """Return the params and buffers of the checkpoint that the training does not have, with their kinds of state."""
     known = {*live.roles, *(name for names in live.aliases.values() for name in names)}
     known |= {stored for name, stored in index.tied.items() if name in known}
-    return [name for name, param in index.params.items() if param.role == "trainable" and name not in known]
+    lost: dict[str, list[str]] = {}
+    expected = expected_states(index)
+    for name, param in index.params.items():
+        if name in known:
+            continue
+        if param.role == "trainable":
+            lost[name] = [MASTER, *(kind for kind in expected.get(name, ()) if is_optimizer_state(kind))]
+        elif name in live.lost and entry_of(index, State(name, KIND_OF_ROLE[param.role]), {}) is not None:
+            lost[name] = [KIND_OF_ROLE[param.role]]
+    return lost
 
 
 def _unsaved(one: LiveFragment) -> tuple[Difference | None, str]:
