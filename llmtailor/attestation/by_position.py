@@ -73,7 +73,9 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
             entries = states.get(number, {})
             step = entries.get("step", 0.0)
             is_known = as_number(step) is not None or as_tensor(step) is not None
-            sub_groups.append(SubGroup(group, (param,), read_step(root, step, number, where) if is_known else 0.0))
+            scalars = {kind: one for kind, one in entries.items() if kind != "step" and as_number(one) is not None}
+            at = read_step(root, step, number, where) if is_known else 0.0
+            sub_groups.append(SubGroup(group, (param,), at, scalars=scalars))
             held |= {State(param, kind): entry for kind, entry in _entries(entries, where)}
     whole = {state.param: one for state, one in trainer.weights.items()}
     held |= dict(_weights(root, name, live, whole))

@@ -19,6 +19,7 @@ from llmtailor.attestation.compare import (
     Subject,
     compare_counters,
     compare_groups,
+    compare_numbers,
     compare_schedule,
     compare_steps,
     compare_strays,
@@ -119,6 +120,7 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Te
 def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     states = compare_states(index, live, how)
     mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
+    mismatches += compare_numbers(index, live.numbers, live.aliases)
     in_groups, notes = compare_groups(index, live.groups)
     schedule, more = compare_schedule(live.schedule, saved_schedule(index) if live.schedule is not None else None)
     mismatches += [*compare_strays(live.strays), *compare_ties(index, live.roles, live.aliases)]

@@ -18,6 +18,7 @@ import numpy as np
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.optimizer import NAME_KEYS
 from llmtailor.checkpoint.placement import Runs
+from llmtailor.containers.unpickle import as_number
 from llmtailor.errors import counted
 from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
 from llmtailor.storage.casts import cast
@@ -71,6 +72,8 @@ class Subject(Enum):
     """What is compared beside states."""
 
     STEP = "Adam's step"
+    NUMBER = "number"
+    """A state of a param that is a single number"""
     SCHEDULE = "schedule"
     RATE = "learning rate"
     OPTION = "option"
@@ -290,6 +293,37 @@ def compare_steps(
         Mismatch(Subject.STEP, "Adam's step", live, before, True, count=count)
         for (live, before), count in found.items()
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A state of a param that is a single number, such as the product of NAdam's momenta."""
+
+    value: float
+    precision: float = 1e-9
+    """The relative distance of numbers that its dtype can't tell apart"""
+
+
+def compare_numbers(
+    index: CheckpointIndex, numbers: Mapping[str, Mapping[str, Number]], aliases: Mapping[str, Sequence[str]]
+) -> list[Mismatch]:
+    """Compare the states of each param that are single numbers, but for the step; ``numbers`` are those of this rank,
+    of each trained param. A number that its dtype has rounded is no alarm."""
+    saved = index.scalars()
+    found: dict[tuple[str, Kind, bool], list[Mismatch]] = {}
+    for param, live in numbers.items():
+        name = next((name for name in (param, *aliases.get(param, ())) if name in saved), None)
+        for kind, node in saved[name].items() if name is not None else ():
+            if (before := as_number(node)) is None:
+                continue
+            one = Mismatch(Subject.NUMBER, kind, None, before, True, Kind.MISSING)
+            if (mine := live.get(kind)) is not None:
+                if mine.value == before or (math.isnan(mine.value) and math.isnan(before)):
+                    continue
+                is_rounded = math.isclose(mine.value, before, rel_tol=mine.precision)
+                one = replace(one, live=mine.value, is_alarm=not is_rounded, kind=Kind.CHANGED)
+            found.setdefault((kind, one.kind, one.is_alarm), []).append(one)
+    return [replace(ones[0], count=len(ones)) for ones in found.values()]
 
 
 def compare_ties(

@@ -19,6 +19,7 @@ from llmtailor.attestation.compare import (
     Kind,
     LiveGroup,
     Mismatch,
+    Number,
     Schedule,
     Subject,
     address_of,
@@ -106,6 +107,8 @@ class Live:
     aliases: Mapping[str, Sequence[str]]
     """Tied param -> its other names"""
     steps: Mapping[str, float | None]
+    numbers: Mapping[str, Mapping[str, Number]]
+    """Of each trained param of which this rank has elements, the states that are single numbers"""
     groups: Sequence[LiveGroup]
     rank: int
     world_size: int

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from llmtailor.attestation.by_position import index_by_position
 from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, judged, open_index, options_of
@@ -22,6 +23,7 @@ from llmtailor.attestation.compare import (
     LiveGroup,
     Losses,
     Mismatch,
+    Number,
     Schedule,
     Subject,
     float_of,
@@ -199,6 +201,10 @@ def live_of(opened: Opened, held: Held) -> Live:
         roles={name: fact.role for name, fact in training.params.items()} | dict.fromkeys(transient, "buffer"),
         aliases=aliases_of(training.tied),
         steps=training.steps(),
+        numbers={
+            name: {kind: number for kind, one in values.items() if (number := _number(one)) is not None}
+            for name, values in training.states().items()
+        },
         groups=groups,
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -257,6 +263,17 @@ def _ignored(model: torch.nn.Module) -> Callable[[str], bool]:
     listed = (getattr(module, "_keys_to_ignore_on_load_unexpected", None) or () for module in model.modules())
     patterns = {r"rotary_\w*\.inv_freq$", *(one for ones in listed for one in ones)}
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
+
+
+def _number(value: Any) -> Number | None:
+    """Return a state that is a single number; None for any other."""
+    if isinstance(value, torch.Tensor):
+        value = value.to_local() if isinstance(value, DTensor) else value
+        if value.numel() != 1 or value.dtype not in DTYPES:
+            return None
+        is_floating = value.is_floating_point()
+        return Number(float(value), torch.finfo(value.dtype).eps) if is_floating else Number(float(value))
+    return Number(float(value)) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def schedule_of(scheduler: Any, engine: Any) -> Schedule:
