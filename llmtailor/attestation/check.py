@@ -122,11 +122,14 @@ def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
     mismatches += compare_numbers(index, live.numbers, live.aliases)
     in_groups, notes = compare_groups(index, live.groups)
-    schedule, more = compare_schedule(live.schedule, saved_schedule(index) if live.schedule is not None else None)
+    schedule, more = compare_schedule(live.schedule, saved_schedule(index))
     mismatches += [*compare_strays(live.strays), *compare_ties(index, live.roles, live.aliases)]
     mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
-    if live.scale and live.scale.get(_IS_DYNAMIC) == saved_scale(index).get(_IS_DYNAMIC):
-        scale = {f"loss scale: {key}": value for key, value in saved_scale(index).items()}
+    scale = saved_scale(index)
+    if not live.scale and scale.get(_IS_DYNAMIC, bool(scale)):
+        notes.append("loss scale: the checkpoint has one, but the training gives none to compare")
+    if live.scale and live.scale.get(_IS_DYNAMIC) == scale.get(_IS_DYNAMIC):
+        scale = {f"loss scale: {key}": value for key, value in scale.items()}
         mine = {f"loss scale: {key}": live.scale[key] for key in _OF_SCALE if key in live.scale}
         mismatches += compare_counters(Subject.SCALE, mine, scale)
     return replace(states, mismatches=tuple(mismatches), notes=(*states.notes, *notes, *more))

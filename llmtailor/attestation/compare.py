@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.optimizer import NAME_KEYS
+from llmtailor.checkpoint.optimizer import COUNTERS, NAME_KEYS
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.containers.unpickle import as_number
 from llmtailor.errors import counted
@@ -73,7 +73,7 @@ class Subject(Enum):
 
     STEP = "Adam's step"
     NUMBER = "number"
-    """A state of a param that is a single number"""
+    """A state of a param that is a single number, or what an optimizer counts in a param group"""
     SCHEDULE = "schedule"
     RATE = "learning rate"
     OPTION = "option"
@@ -240,8 +240,9 @@ class LiveGroup:
 def compare_groups(index: CheckpointIndex, groups: Sequence[LiveGroup]) -> tuple[list[Mismatch], list[str]]:
     """Compare the hyperparameters that each param has, whatever group it is in; return differences and notes.
 
-    Stock loaders restore them from the checkpoint. Another value may be a wish; exchanged values are an alarm. A
-    learning rate that differs is one unless the scheduler computes it, or there is none: then somebody has set it.
+    Stock loaders restore them from the checkpoint. Another value may be a wish; exchanged values are an alarm, and so
+    is another value of what an optimizer counts. A learning rate that differs is one unless the scheduler computes it,
+    or there is none: then somebody has set it.
     """
     saved = {param: group.hyper for group in index.groups for param in group.params}
     if not saved:
@@ -273,9 +274,11 @@ def _compare_group(group: LiveGroup, saved: Mapping[str, Any]) -> Iterable[Misma
             is_explained = of_schedule is None or _alike(live, of_schedule)
             yield Mismatch(Subject.RATE, "learning rate", live, before, not is_explained)
     for key in group.hyper.keys() & saved.keys() - _NOT_COMPARED:
-        mine, other = plain(group.hyper[key]), plain(saved[key])
+        mine, number = plain(group.hyper[key]), as_number(saved[key])
+        other = plain(saved[key]) if number is None else number
         if _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
-            yield Mismatch(Subject.OPTION, key, mine, other, False)
+            is_counter = key in COUNTERS
+            yield Mismatch(Subject.NUMBER if is_counter else Subject.OPTION, key, mine, other, is_counter)
 
 
 def compare_steps(
@@ -375,7 +378,7 @@ def compare_schedule(live: Schedule | None, saved: Schedule | None) -> tuple[lis
     """
     if live is None or saved is None:
         if saved is not None:
-            return [Mismatch(Subject.SCHEDULE, "schedule", None, "a state", False, Kind.MISSING)], []
+            return [], ["schedule: the checkpoint has one, but the training gives none to compare"]
         return [], ["schedule: the checkpoint has none to compare with"] if live is not None else []
     found = list(_compare_scheduler("schedule", live.state, saved.state))
     if any(one.is_alarm for one in found):

@@ -152,7 +152,7 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
                 converted.append(one.param)
                 continue
             if entry is None:
-                difference, note = _unsaved(one)
+                difference, note = _unsaved(one, live)
                 if one.kind == FROZEN and one.param not in live.without_gradient and (twin := search.twin(one)):
                     difference, note = Difference(state, Kind.UNTIED, twin), ""
                 found += [difference] if difference else []
@@ -197,9 +197,11 @@ def lost_states(index: CheckpointIndex, live: Live) -> dict[str, list[str]]:
     return lost
 
 
-def _unsaved(one: LiveFragment) -> tuple[Difference | None, str]:
+def _unsaved(one: LiveFragment, live: Live) -> tuple[Difference | None, str]:
     if one.kind == MASTER:
         return Difference(State(one.param, MASTER), Kind.UNSAVED), ""
+    if one.kind == FROZEN and one.param not in live.without_gradient:
+        return None, "params that require a gradient are neither in the optimizer nor in the checkpoint: not compared"
     if one.kind == FROZEN:
         return None, "frozen params are not in the checkpoint, so they were not compared"
     if one.kind == BUFFER:
