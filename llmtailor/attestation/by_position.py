@@ -26,7 +26,7 @@ from llmtailor.formats.registry import display_name
 from llmtailor.loaders.files import rank_of
 from llmtailor.loaders.read import read_trainer_files
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, KIND_OF_ROLE, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FLOATING, KIND_OF_ROLE, WEIGHT, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,21 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
             entries = states.get(number, {})
             step = entries.get("step", 0.0)
             is_known = as_number(step) is not None or as_tensor(step) is not None
-            sub_groups.append(SubGroup(group, (param,), read_step(root, step, number, where) if is_known else 0.0))
+            scalars = {kind: one for kind, one in entries.items() if kind != "step" and as_number(one) is not None}
+            at = read_step(root, step, number, where) if is_known else 0.0
+            sub_groups.append(SubGroup(group, (param,), at, scalars=scalars))
             held |= {State(param, kind): entry for kind, entry in _entries(entries, where)}
     whole = {state.param: one for state, one in trainer.weights.items()}
     held |= dict(_weights(root, name, live, whole))
+    # what the model has not, unless the file may only have other names for it
+    saved_as = None if live.stored is not None else live.saved_as
+    known = {*live.params, *live.tied, *(one.name for ones in (saved_as or {}).values() for one in ones)}
+    others = {
+        key: Param(key, one.shape, "frozen" if one.dtype in FLOATING else "buffer")
+        for key, one in whole.items()
+        if key not in known and saved_as is not None
+    }
+    held |= {State(key, KIND_OF_ROLE[one.role]): whole[key] for key, one in others.items()}
     index = CheckpointIndex(
         root,
         name,
@@ -84,7 +95,7 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
         world_size=max((rank + 1 for one in trainer.files if (rank := rank_of(one)) is not None), default=1),
         global_step=trainer.global_step if trainer.global_step is not None else _step_of(sub_groups),
         precision="F32",
-        params=live.params,
+        params={**live.params, **others},
         tied=live.tied,
         held=held,
         groups=tuple(

@@ -19,6 +19,7 @@ from llmtailor.attestation.compare import (
     Subject,
     compare_counters,
     compare_groups,
+    compare_numbers,
     compare_schedule,
     compare_steps,
     compare_strays,
@@ -27,7 +28,7 @@ from llmtailor.attestation.compare import (
     expected_states,
     float_of,
 )
-from llmtailor.attestation.read import Live, compare_copies, compare_states, digest_copies, lost_params
+from llmtailor.attestation.read import Live, compare_copies, compare_states, digest_copies, lost_states
 from llmtailor.attestation.report import Attestation, headline, lacking, lines_of, other_params, summarize
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.codes import Code
@@ -119,12 +120,16 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Te
 def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     states = compare_states(index, live, how)
     mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
+    mismatches += compare_numbers(index, live.numbers, live.aliases)
     in_groups, notes = compare_groups(index, live.groups)
-    schedule, more = compare_schedule(live.schedule, saved_schedule(index) if live.schedule is not None else None)
+    schedule, more = compare_schedule(live.schedule, saved_schedule(index))
     mismatches += [*compare_strays(live.strays), *compare_ties(index, live.roles, live.aliases)]
     mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
-    if live.scale and live.scale.get(_IS_DYNAMIC) == saved_scale(index).get(_IS_DYNAMIC):
-        scale = {f"loss scale: {key}": value for key, value in saved_scale(index).items()}
+    scale = saved_scale(index)
+    if not live.scale and scale.get(_IS_DYNAMIC, bool(scale)):
+        notes.append("loss scale: the checkpoint has one, but the training gives none to compare")
+    if live.scale and live.scale.get(_IS_DYNAMIC) == scale.get(_IS_DYNAMIC):
+        scale = {f"loss scale: {key}": value for key, value in scale.items()}
         mine = {f"loss scale: {key}": live.scale[key] for key in _OF_SCALE if key in live.scale}
         mismatches += compare_counters(Subject.SCALE, mine, scale)
     return replace(states, mismatches=tuple(mismatches), notes=(*states.notes, *notes, *more))
@@ -144,8 +149,8 @@ def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
         for kind in expected[names[0]] if names else ():
             if kind not in (MASTER, FROZEN, BUFFER):
                 totals[kind] = totals.get(kind, 0) + 1
-    for param in lost_params(index, live):
-        for kind in expected.get(param, ()):
+    for kinds in lost_states(index, live).values():
+        for kind in kinds:
             totals[kind] = totals.get(kind, 0) + 1
     return totals
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.optimizer import NAME_KEYS
+from llmtailor.checkpoint.optimizer import COUNTERS, NAME_KEYS
 from llmtailor.checkpoint.placement import Runs
+from llmtailor.containers.unpickle import as_number
 from llmtailor.errors import counted
 from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
 from llmtailor.storage.casts import cast
@@ -71,6 +72,8 @@ class Subject(Enum):
     """What is compared beside states."""
 
     STEP = "Adam's step"
+    NUMBER = "number"
+    """A state of a param that is a single number, or what an optimizer counts in a param group"""
     SCHEDULE = "schedule"
     RATE = "learning rate"
     OPTION = "option"
@@ -199,7 +202,7 @@ def entry_of(index: CheckpointIndex, state: State, aliases: Mapping[str, Sequenc
     kinds = {
         MASTER: (MASTER, FROZEN, WEIGHT),
         FROZEN: (FROZEN, MASTER, WEIGHT),
-        BUFFER: (BUFFER, WEIGHT),
+        BUFFER: (BUFFER, FROZEN, WEIGHT),
     }.get(state.kind, (state.kind,))
     names = dict.fromkeys([state.param, *aliases.get(state.param, ())])
     names |= dict.fromkeys([index.tied[name] for name in names if name in index.tied])
@@ -237,8 +240,9 @@ class LiveGroup:
 def compare_groups(index: CheckpointIndex, groups: Sequence[LiveGroup]) -> tuple[list[Mismatch], list[str]]:
     """Compare the hyperparameters that each param has, whatever group it is in; return differences and notes.
 
-    Stock loaders restore them from the checkpoint. Another value may be a wish; exchanged values are an alarm. A
-    learning rate that differs is one unless the scheduler computes it, or there is none: then somebody has set it.
+    Stock loaders restore them from the checkpoint. Another value may be a wish; exchanged values are an alarm, and so
+    is another value of what an optimizer counts. A learning rate that differs is one unless the scheduler computes it,
+    or there is none: then somebody has set it.
     """
     saved = {param: group.hyper for group in index.groups for param in group.params}
     if not saved:
@@ -270,9 +274,11 @@ def _compare_group(group: LiveGroup, saved: Mapping[str, Any]) -> Iterable[Misma
             is_explained = of_schedule is None or _alike(live, of_schedule)
             yield Mismatch(Subject.RATE, "learning rate", live, before, not is_explained)
     for key in group.hyper.keys() & saved.keys() - _NOT_COMPARED:
-        mine, other = plain(group.hyper[key]), plain(saved[key])
+        mine, number = plain(group.hyper[key]), as_number(saved[key])
+        other = plain(saved[key]) if number is None else number
         if _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
-            yield Mismatch(Subject.OPTION, key, mine, other, False)
+            is_counter = key in COUNTERS
+            yield Mismatch(Subject.NUMBER if is_counter else Subject.OPTION, key, mine, other, is_counter)
 
 
 def compare_steps(
@@ -290,6 +296,37 @@ def compare_steps(
         Mismatch(Subject.STEP, "Adam's step", live, before, True, count=count)
         for (live, before), count in found.items()
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A state of a param that is a single number, such as the product of NAdam's momenta."""
+
+    value: float
+    precision: float = 1e-9
+    """The relative distance of numbers that its dtype can't tell apart"""
+
+
+def compare_numbers(
+    index: CheckpointIndex, numbers: Mapping[str, Mapping[str, Number]], aliases: Mapping[str, Sequence[str]]
+) -> list[Mismatch]:
+    """Compare the states of each param that are single numbers, but for the step; ``numbers`` are those of this rank,
+    of each trained param. A number that its dtype has rounded is no alarm."""
+    saved = index.scalars()
+    found: dict[tuple[str, Kind, bool], list[Mismatch]] = {}
+    for param, live in numbers.items():
+        name = next((name for name in (param, *aliases.get(param, ())) if name in saved), None)
+        for kind, node in saved[name].items() if name is not None else ():
+            if (before := as_number(node)) is None:
+                continue
+            one = Mismatch(Subject.NUMBER, kind, None, before, True, Kind.MISSING)
+            if (mine := live.get(kind)) is not None:
+                if mine.value == before or (math.isnan(mine.value) and math.isnan(before)):
+                    continue
+                is_rounded = math.isclose(mine.value, before, rel_tol=mine.precision)
+                one = replace(one, live=mine.value, is_alarm=not is_rounded, kind=Kind.CHANGED)
+            found.setdefault((kind, one.kind, one.is_alarm), []).append(one)
+    return [replace(ones[0], count=len(ones)) for ones in found.values()]
 
 
 def compare_ties(
@@ -341,7 +378,7 @@ def compare_schedule(live: Schedule | None, saved: Schedule | None) -> tuple[lis
     """
     if live is None or saved is None:
         if saved is not None:
-            return [Mismatch(Subject.SCHEDULE, "schedule", None, "a state", False, Kind.MISSING)], []
+            return [], ["schedule: the checkpoint has one, but the training gives none to compare"]
         return [], ["schedule: the checkpoint has none to compare with"] if live is not None else []
     found = list(_compare_scheduler("schedule", live.state, saved.state))
     if any(one.is_alarm for one in found):

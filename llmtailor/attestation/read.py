@@ -19,6 +19,7 @@ from llmtailor.attestation.compare import (
     Kind,
     LiveGroup,
     Mismatch,
+    Number,
     Schedule,
     Subject,
     address_of,
@@ -46,6 +47,7 @@ from llmtailor.model.roles import (
     FLOATING,
     FROZEN,
     ITEMSIZE,
+    KIND_OF_ROLE,
     MASTER,
     WEIGHT,
     State,
@@ -105,6 +107,8 @@ class Live:
     aliases: Mapping[str, Sequence[str]]
     """Tied param -> its other names"""
     steps: Mapping[str, float | None]
+    numbers: Mapping[str, Mapping[str, Number]]
+    """Of each trained param of which this rank has elements, the states that are single numbers"""
     groups: Sequence[LiveGroup]
     rank: int
     world_size: int
@@ -116,6 +120,10 @@ class Live:
     """Opens other checkpoints of the run"""
     without_gradient: frozenset[str] = frozenset()
     """Params that don't require one"""
+    lost: frozenset[str] = frozenset()
+    """Frozen params and buffers of the checkpoint that the model does not have"""
+    may_be_others: Collection[str] = ()
+    """Tensors that the model does not have, of a checkpoint that does not say which ones are the model's"""
     strays: int = 0
     """Params of the optimizer that the model does not have"""
     converted: frozenset[str] = frozenset()
@@ -144,7 +152,7 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
                 converted.append(one.param)
                 continue
             if entry is None:
-                difference, note = _unsaved(one)
+                difference, note = _unsaved(one, live)
                 if one.kind == FROZEN and one.param not in live.without_gradient and (twin := search.twin(one)):
                     difference, note = Difference(state, Kind.UNTIED, twin), ""
                 found += [difference] if difference else []
@@ -160,9 +168,11 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
         different, more = compare_trained(index, live, lambda entry: not _is_zero_at(files, entry, 0, entry.numel))
         found += different
         notes |= dict.fromkeys(more)
-    for param in lost_params(index, live):
-        kinds = [kind for kind in has_kinds.get(param, ()) if is_optimizer_state(kind)]
-        found += [Difference(State(param, kind), Kind.MISSING, "not in the model") for kind in (MASTER, *kinds)]
+    for param, kinds in lost_states(index, live).items():
+        found += [Difference(State(param, kind), Kind.MISSING, "not in the model") for kind in kinds]
+    if live.may_be_others:
+        what = f"tensors beside the params may not be the model's, and were not compared: {some(live.may_be_others)}"
+        notes[what] = None
     if converted:
         what = f"weights of {counted(len(converted), 'param')} are stored in another form and were not compared"
         notes[f"{what}: {some(converted)}"] = None
@@ -171,16 +181,27 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
     return Findings(tuple(found), (), tuple(notes))
 
 
-def lost_params(index: CheckpointIndex, live: Live) -> list[str]:
-    """Return the trained params of the checkpoint that the training does not have."""
+def lost_states(index: CheckpointIndex, live: Live) -> dict[str, list[str]]:
+    """Return the params and buffers of the checkpoint that the training does not have, with their kinds of state."""
     known = {*live.roles, *(name for names in live.aliases.values() for name in names)}
     known |= {stored for name, stored in index.tied.items() if name in known}
-    return [name for name, param in index.params.items() if param.role == "trainable" and name not in known]
+    lost: dict[str, list[str]] = {}
+    expected = expected_states(index)
+    for name, param in index.params.items():
+        if name in known:
+            continue
+        if param.role == "trainable":
+            lost[name] = [MASTER, *(kind for kind in expected.get(name, ()) if is_optimizer_state(kind))]
+        elif name in live.lost and entry_of(index, State(name, KIND_OF_ROLE[param.role]), {}) is not None:
+            lost[name] = [KIND_OF_ROLE[param.role]]
+    return lost
 
 
-def _unsaved(one: LiveFragment) -> tuple[Difference | None, str]:
+def _unsaved(one: LiveFragment, live: Live) -> tuple[Difference | None, str]:
     if one.kind == MASTER:
         return Difference(State(one.param, MASTER), Kind.UNSAVED), ""
+    if one.kind == FROZEN and one.param not in live.without_gradient:
+        return None, "params that require a gradient are neither in the optimizer nor in the checkpoint: not compared"
     if one.kind == FROZEN:
         return None, "frozen params are not in the checkpoint, so they were not compared"
     if one.kind == BUFFER:

@@ -27,6 +27,9 @@ NAME_KEYS = (NAMES_KEY, "param_names")
 SAVED_NAMES = "llmtailor_names"
 """The same in a partial checkpoint, which always has them"""
 
+COUNTERS = ("step", "k", "weight_sum", "lr_max", "d", "d_max")
+"""What optimi, schedule-free and Prodigy count per param group"""
+
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:

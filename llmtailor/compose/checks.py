@@ -9,6 +9,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex
 from llmtailor.checkpoint.layout import Plan, Slot
+from llmtailor.checkpoint.optimizer import COUNTERS
 from llmtailor.checkpoint.placement import without
 from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.compose.averages import StepChoice
@@ -28,8 +29,6 @@ _NO_BASE = (
 )
 _OTHER_MODEL = "use checkpoints of the same model and training setup"
 _IN_UPDATE = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum", "nesterov", "use_muon")
-_COUNTERS = ("step", "k", "weight_sum", "lr_max", "d", "d_max")
-"""What optimi, schedule-free and Prodigy count per param group"""
 
 
 def check_fit(indexes: Sequence[CheckpointIndex], base: int, any_groups: bool = False) -> None:
@@ -250,7 +249,7 @@ def differing_hyperparameters(index: CheckpointIndex, base: CheckpointIndex) -> 
     hypers = [(index.groups[own].hyper, base.groups[other].hyper) for own, other in pairs]
     return [
         key
-        for key in (*_IN_UPDATE, *_COUNTERS)
+        for key in (*_IN_UPDATE, *COUNTERS)
         if any(_plain(own.get(key)) != _plain(other.get(key)) for own, other in hypers)
     ]
 

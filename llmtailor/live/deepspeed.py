@@ -200,6 +200,13 @@ class ZeroTraining:
             found |= dict.fromkeys(shapes, None if step is None else float(step))
         return found
 
+    def states(self) -> Mapping[str, Mapping[str, Any]]:
+        states, found = self.zero.state_dict()[self._keys[1]]["state"], dict[str, Mapping[str, Any]]()
+        for flat_id, shapes in enumerate(self._shapes):
+            known = flattened(states.get(flat_id, {}))
+            found |= dict.fromkeys(shapes, known)
+        return found
+
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
         live = self.zero.optimizer.param_groups
         names: list[list[str]] = [[] for _ in live]

@@ -141,6 +141,9 @@ class NamedTraining:
         found = {name: self._saved(name).get("step") for name in self._names_of("trainable")}
         return {name: None if step is None else float(step) for name, step in found.items()}
 
+    def states(self) -> Mapping[str, Mapping[str, Any]]:
+        return {name: self._saved(name) for name, _ in self._held(self._names_of("trainable"))}
+
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
         return list(zip(self._groups, self.optimizer.param_groups, strict=True))
 

@@ -246,6 +246,10 @@ class Training(Protocol):
     def steps(self) -> Mapping[str, float | None]:
         """Return the optimizer's step of the trained params of which this rank has states; None for one without."""
 
+    def states(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the optimizer's states of the trained params of which this rank has elements, or those of the flat
+        tensor that a param is in."""
+
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
         """Return the params and the hyperparameters of each param group of the live optimizer."""
 

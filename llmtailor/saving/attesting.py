@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from llmtailor.attestation.by_position import index_by_position
 from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, judged, open_index, options_of
@@ -21,6 +23,7 @@ from llmtailor.attestation.compare import (
     LiveGroup,
     Losses,
     Mismatch,
+    Number,
     Schedule,
     Subject,
     float_of,
@@ -184,17 +187,24 @@ def live_of(opened: Opened, held: Held) -> Live:
     engine: Any = getattr(training, "engine", None)
     scheduler = held.scheduler if held.scheduler is not None else getattr(engine, "lr_scheduler", None)
     more = {name: getattr(engine, key) for name, key in ENGINE_COUNTERS.items() if engine is not None}
+    transient = _transient_buffers(opened)
+    lost = _lost(opened)
+    unsure = _unsure(opened.index)
     rates = rates_of(scheduler)
     groups = [
         LiveGroup(tuple(names), hyper, rates[number] if number < len(rates) else None)
         for number, (names, hyper) in enumerate(training.groups())
     ]
     return Live(
-        fragments=lambda: _fragments(training, held.buffers),
+        fragments=lambda: _fragments(training, held.buffers, transient),
         copies=lambda: (_fragment(one, training.params[one.param].shape) for one in training.copies()),
-        roles={name: fact.role for name, fact in training.params.items()},
+        roles={name: fact.role for name, fact in training.params.items()} | dict.fromkeys(transient, "buffer"),
         aliases=aliases_of(training.tied),
         steps=training.steps(),
+        numbers={
+            name: {kind: number for kind, one in values.items() if (number := _number(one)) is not None}
+            for name, values in training.states().items()
+        },
         groups=groups,
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -204,10 +214,66 @@ def live_of(opened: Opened, held: Held) -> Live:
         without_gradient=frozenset(
             name for name, param in training.model.named_parameters() if not param.requires_grad
         ),
+        lost=lost - unsure,
+        may_be_others=sorted(lost & unsure),
         strays=training.strays(),
         open_other=opened.open_other,
         converted=opened.converted,
     )
+
+
+def _transient_buffers(opened: Opened) -> dict[str, torch.Tensor]:
+    """Return the buffers that the checkpoint holds, and that the training does not save and load: if they are not what
+    the model computes, the training has other ones."""
+    training, params = opened.training, opened.index.params
+    persistent, ignored = persistent_buffers(training.model), _ignored(training.model)
+    return {
+        name: buffer
+        for name, buffer in training.model.named_buffers()
+        if name in params and buffer.dtype in DTYPES and not ignored(name)
+        if name not in persistent and name not in training.params and name not in training.tied
+    }
+
+
+def _lost(opened: Opened) -> frozenset[str]:
+    """Return the frozen params and buffers of the checkpoint that this process's model does not have."""
+    training, model, index = opened.training, opened.training.model, opened.index
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    lost = {name for name, param in index.params.items() if param.role != "trainable"} - known
+    if not lost:
+        return frozenset()
+    names = saved_names(model, training.params, training.tied)
+    if names is None and index.form.weights_are_whole:
+        return frozenset()  # what a weight file calls them is unknown
+    known = {*model.state_dict(), *(saved.name for ones in (names or {}).values() for saved in ones)}
+    ignored = _ignored(model)
+    return frozenset(name for name in lost - known if not ignored(name))
+
+
+def _unsure(index: CheckpointIndex) -> frozenset[str]:
+    """Return the tensors of a DCP folder that may be anything else than the model's: both are at its top level."""
+    layout = index.train.dcp
+    return layout.unclear if layout is not None and not layout.model else frozenset()
+
+
+def _ignored(model: torch.nn.Module) -> Callable[[str], bool]:
+    """Return a function that says whether a name is of a tensor in older files only, which loaders skip: models of
+    transformers list them, and all compute the frequencies of their rotary embeddings."""
+    listed = (getattr(module, "_keys_to_ignore_on_load_unexpected", None) or () for module in model.modules())
+    patterns = {r"rotary_\w*\.inv_freq$", *(one for ones in listed for one in ones)}
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
+
+
+def _number(value: Any) -> Number | None:
+    """Return a state that is a single number; None for any other."""
+    if isinstance(value, torch.Tensor):
+        value = value.to_local() if isinstance(value, DTensor) else value
+        if value.numel() != 1 or value.dtype not in DTYPES:
+            return None
+        is_floating = value.is_floating_point()
+        return Number(float(value), torch.finfo(value.dtype).eps) if is_floating else Number(float(value))
+    return Number(float(value)) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def schedule_of(scheduler: Any, engine: Any) -> Schedule:
@@ -224,7 +290,11 @@ def _scale_of(engine: Any) -> Mapping[str, Any] | None:
     return None if scaler is None else getattr(scaler, "__dict__", None)
 
 
-def _fragments(training: Attestable, buffers: Mapping[str, torch.Tensor]) -> Iterator[LiveFragment]:
+def _fragments(
+    training: Attestable, buffers: Mapping[str, torch.Tensor], transient: Mapping[str, torch.Tensor]
+) -> Iterator[LiveFragment]:
+    for name, buffer in transient.items():
+        yield _fragment(Fragment(name, BUFFER, 0, buffer.detach().reshape(-1)), tuple(buffer.shape))
     for one in training.present():
         if one.kind == BUFFER and one.param in buffers:
             one = replace(one, tensor=buffers[one.param].reshape(-1))

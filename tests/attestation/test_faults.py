@@ -85,6 +85,7 @@ CASES = {
     "loop-frozen": {
         **EVERYWHERE,
         "frozen_changed": ("other values", {"frozen"}, "frozen params"),
+        "frozen_gone_on_one_rank": ("missing", {"frozen"}, "frozen params"),
         "param_trained": ("frozen in the checkpoint", {"master"}, "were frozen"),
     },
 }

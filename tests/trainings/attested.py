@@ -239,6 +239,13 @@ class Faults:
     def frozen_changed(self) -> Undo:
         return overwrite(self.one.fragments("frozen"), lambda one: one.tensor + 0.01)
 
+    def frozen_gone_on_one_rank(self) -> Undo:
+        if dist.get_rank() != 1:
+            return lambda: None
+        model = self.one.training.model
+        path, _, name = self.one.fragments("frozen")[0].param.rpartition(".")
+        return change(model.get_submodule(path)._parameters, name, None)
+
     def forward_of_another_save(self) -> Undo:
         masters = self.one.fragments("master")
         weights = [Fragment(one.param, "", one.begin, self.one.training.weight_of(one)) for one in masters]  # type: ignore[arg-type]
