@@ -43,7 +43,8 @@ def test_a_stock_save_over_linked_files_is_seen(tmp_path: Path) -> None:
     def save(step: int) -> Path:
         training.be(step, step)
         path = tmp_path / f"step-{step}"
-        dcp.save(training.state(), storage_writer=saver.writer(FileSystemWriter(path), step), no_dist=True)
+        state = training.state()
+        dcp.save(state, storage_writer=saver.writer(FileSystemWriter(path), step, state), no_dist=True)
         return path
 
     first, second = save(1), save(2)

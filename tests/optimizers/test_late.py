@@ -113,6 +113,7 @@ def test_numbers_that_are_nan_read_back_as_planned(tmp_path):
     tree = torch.load(out / "optimizer.pt", weights_only=True)
     tree["state"][0]["mu_product"] = float("nan")
     torch.save(tree, out / "optimizer.pt")
+    (out / "llmtailor.json").unlink()  # which has the file's checksum
     assert "bug" not in call("convert", out, tmp_path / "copy" / out.name).stderr
     tree["param_groups"][0]["momentum_decay"] = float("nan")
     torch.save(tree, out / "optimizer.pt")

@@ -26,7 +26,7 @@ from helpers.cases import diagonal
 from helpers.files import flip
 from helpers.states import read
 from llmtailor.cli.main import cli
-from llmtailor.errors import RecipeError, SourceError, TailorError
+from llmtailor.errors import RecipeError, SourceError, TailorError, VerificationError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import State
 from llmtailor.runs.scan import scan_run
@@ -82,7 +82,7 @@ class Scene:
             return False
         try:
             found = self.compose()
-        except (RecipeError, SourceError) as error:  # by its record of saves the others are of another attempt
+        except (RecipeError, SourceError, VerificationError) as error:  # the others may be of another attempt
             assert all(problem.where and problem.what and problem.fix for problem in error.problems)
             return False
         assert any(alike(found, right) for right in self.right)

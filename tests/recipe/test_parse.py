@@ -441,7 +441,7 @@ def test_loading_completes_paths_from_the_files_folder(tmp_path: Path, monkeypat
     ("make", "line", "what"),
     [
         (lambda path: None, "", "No such file"),
-        (lambda path: path.mkdir(), "", "Is a directory"),
+        (lambda path: path.mkdir(), "", "it is a folder"),
         (lambda path: path.write_bytes(b"a: b\nc: \xff\n"), ":2", "byte 8 is not UTF-8"),
         (lambda path: path.write_bytes(b"a: " + b"x" * (1 << 21)), ":1", "larger than 1 MiB"),
         (lambda path: path.write_bytes(b"a: " + "ä".encode() * (1 << 20)), ":1", "larger than 1 MiB"),

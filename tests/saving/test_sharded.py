@@ -107,7 +107,7 @@ def test_boxes_may_be_differences(trained, tmp_path):
     run, truth = trained / "mesh" / "compressed", torch.load(trained / "mesh" / "compressed.pt")
     assert {len([*path.glob("*.delta")]) for path in run.glob("partial/step-*")} == {0, RANKS["mesh"]}
     for step in (2, 3):
-        call("merge", "--run", run, "--at", step, "--to", "trainer", out := tmp_path / f"{step}")
+        call("merge", "--run", run, "--at", step, "--step", "base", "--to", "trainer", out := tmp_path / f"{step}")
         wanted = fold(truth, manifests([run], step))
         check_states(out, {key: in_24_bits(one) if key[1] == "master" else one for key, one in wanted.items()})
 
@@ -148,7 +148,7 @@ def test_composites_hold_the_newest_of_every_expert(trained, tmp_path):
     seen = set()
     for step in (4, 6):
         made = manifests([run], step)
-        call("merge", "--run", run, "--at", step, "--to", "trainer", out := tmp_path / f"out-{step}")
+        call("merge", "--run", run, "--at", step, "--step", "base", "--to", "trainer", out := tmp_path / f"out-{step}")
         check_states(out, fold(truth, made))
         newest = {part["part"]: at for at, one in made.items() for part in one["parts"]}
         seen |= {len({newest[f"layer {layer} expert {expert}"] for expert in range(3)}) for layer in range(3)}
