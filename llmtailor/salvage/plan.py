@@ -450,9 +450,7 @@ def plan_salvage(
         salvage = replace(salvage, deeper=deeper)
     base, composition = salvage.base, None
     if salvage.choice.used != (salvage.choice.base,) or not base.is_whole or base.index.form.is_partial:
-        composition = _plan(
-            salvage, out, Options(replace=replace_out or in_place, clone=clone, compare=False, step="auto")
-        )
+        composition = _plan(salvage, out, Options(replace=replace_out or in_place, clone=clone, compare=False))
         salvage = replace(salvage, composition=composition)
     if composition is None or replace_out or not in_place or not composition.out.exists():
         return salvage

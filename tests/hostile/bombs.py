@@ -302,7 +302,7 @@ SAYINGS: dict[str, tuple[Build, str]] = {
     "trainer_state.json of 1 TB": (file("trainer_state.json", sparse(1 << 40)), "should never need more than"),
     "config.json of nothing but lists": (file("config.json", lambda path: plain(lists)(path)), "not a JSON object"),
     "trainer_state.json a million levels deep": (file("trainer_state.json", b"[" * 1_000_000), "not JSON"),
-    "a global_step of 5000 digits": (file("trainer_state.json", b'{"global_step": %s}' % (b"9" * 5000)), "number of steps"),
+    "a global_step of 5000 digits": (file("trainer_state.json", b'{"global_step": %s}' % (b"9" * 5000)), "of steps"),
     "a global_step that is a text": (file("trainer_state.json", b'{"global_step": "100"}'), "not a number of steps"),
     "a global_step of true": (file("trainer_state.json", b'{"global_step": true}'), "not a number of steps"),
     "a global_step of 1e999": (file("trainer_state.json", b'{"global_step": 1e999}'), "not a number of steps"),
