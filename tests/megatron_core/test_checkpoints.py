@@ -208,7 +208,7 @@ def test_a_run_of_iterations(tmp_path):
     (run / "iter_0000004" / ".metadata").unlink()
     assert [*RunFolder(run).full()] == [2, 3, 4]
     assert find_latest(run).path == run / "iter_0000003"
-    parity = json.loads(call("merge", "--run", run, "--strategy", "parity", "--json").stdout)
+    parity = json.loads(call("merge", "--run", run, "--step", "base", "--strategy", "parity", "--json").stdout)
     assert (parity["out"], parity["global_step"]) == (str(run / "iter_0000003-merged"), 3)
     found = index_checkpoint(run / "iter_0000003-merged")
     for state, held in found.held.items():
