@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from llmtailor.checkpoint.placement import Box
 from llmtailor.containers.json import is_name
@@ -366,6 +367,8 @@ def find_overlaps(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     spans = []
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if is_traceable_wrapper_subclass(local):  # quantized, without memory of its own
+            continue
         if local.numel() and local.layout == torch.strided and (begin := local.data_ptr()):
             steps = zip(local.shape, local.stride(), strict=True)
             last = sum((size - 1) * stride for size, stride in steps)
