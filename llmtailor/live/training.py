@@ -366,7 +366,7 @@ def find_overlaps(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """
     spans = []
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if is_traceable_wrapper_subclass(local):  # quantized, without memory of its own
             continue
         if local.numel() and local.layout == torch.strided and (begin := local.data_ptr()):
