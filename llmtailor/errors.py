@@ -28,6 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from llmtailor.codes import Code
@@ -173,6 +174,15 @@ class SourceError(TailorError):
         "Correct the path, or use another checkpoint. `llmtailor verify` lists all problems of a checkpoint; "
         "`llmtailor salvage` recovers what it can from a run whose newest checkpoint is damaged."
     )
+
+
+class DamagedSource(SourceError):
+    """Files of checkpoints have other bytes than llmtailor wrote."""
+
+    def __init__(self, problems: Problem | Iterable[Problem], roots: Iterable[Path] = ()):
+        super().__init__(problems)
+        self.roots = frozenset(roots)
+        """The folders of these checkpoints"""
 
 
 def damaged(where: str, what: str, code: Code = Code.DAMAGED) -> SourceError:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from llmtailor.ranks.group import RankGroup
     from llmtailor.ranks.launch import RankInfo
     from llmtailor.recipe import Recipe
+    from llmtailor.runs.scan import Index
 
 
 @command(
@@ -70,9 +71,16 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
     if run is not None:
         if out is not None:
             raise UsageError.at("--run", "it can't be combined with CONFIG", f"omit {config}")
-        chosen = partial(choose, run, choosing)
+        from llmtailor.runs.scan import without_damaged
+
+        options |= {"allow_split": allow_split, "reuse": config is None}
+
+        def compose(index: Index | None = None) -> None:
+            _run_merge(partial(choose, run, choosing, index=index), config, **options)
+
         with noticing_deletions(run, choosing["also"]):
-            _run_merge(chosen, config, allow_split=allow_split, reuse=config is None, **options)
+            # of several ranks, each would find damage of its own
+            compose() if options["distributed"] else without_damaged(compose)
         return
     if config is None:
         raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run folder with --run")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llmtailor.checkpoint.optimizer import Mesh
     from llmtailor.compose.plan import Opened
     from llmtailor.recipe import Recipe
+    from llmtailor.runs.scan import Index
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 STAGES = {"keep": None, "1": 1, "2": 2, "3": 3, "none": 0}
@@ -104,8 +105,8 @@ CLONE = click.option(
 
 
 def _rounded(flag: str, choices: Sequence[str], what: str) -> Callable[[Command], Command]:
-    about = f"Precision of {what} in partial checkpoints, as for attach; see docs/saving.md."
-    return click.option(flag, type=click.Choice(choices), default=choices[0], show_default=True, help=about)
+    about = f"Precision of {what} in partial checkpoints, as for attach; see docs/saving.md. Default: the policy's."
+    return click.option(flag, type=click.Choice(choices), help=about)
 
 
 MASTERS_AS = _rounded("--masters", MASTERS, "fp32 master weights")
@@ -258,7 +259,9 @@ def given(options: dict[str, Any]) -> list[str]:
     return ["--" + name.replace("_", "-") for name in names]
 
 
-def choose(run: Path, options: dict[str, Any], folder: Path | None = None) -> tuple[Recipe, Opened]:
+def choose(
+    run: Path, options: dict[str, Any], folder: Path | None = None, index: Index | None = None
+) -> tuple[Recipe, Opened]:
     """Return the recipe that the options choose, see `runs.scan.choose_for_run`; reads the files they name.
 
     Raises UsageError for options that can't be combined and RecipeError for unreadable files.
@@ -278,7 +281,8 @@ def choose(run: Path, options: dict[str, Any], folder: Path | None = None) -> tu
         strategy = options["strategy"] or "latest"
         how = StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), **numbers)
     also, trust_unrecorded = options["also"], options["trust_unrecorded"]
-    return choose_for_run(run, options["at"], how, folder, also=also, trust_unrecorded=trust_unrecorded)
+    reading = {} if index is None else {"index": index}
+    return choose_for_run(run, options["at"], how, folder, also=also, trust_unrecorded=trust_unrecorded, **reading)
 
 
 def _read(path: Path) -> str:

@@ -12,7 +12,7 @@ import click
 from llmtailor.cli.command import command, notify, print_json
 from llmtailor.cli.options import COUNT, JSON, MASTERS_AS, MOMENTS_AS, PATH, STEP, MeshType
 from llmtailor.errors import SourceError, UsageError, some
-from llmtailor.model.precision import EXACT, Precision
+from llmtailor.model.precision import EXACT, PrecisionOptions
 from llmtailor.model.roles import ADAM_BYTES
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llmtailor.model.precision import Masters, Moments
     from llmtailor.runs.simulate import Cost, Hardware, ModelSize, Schedule
 
-_POLICIES = ("moments_in_turn", "adaptive", "adaptive:0.25", "parity", "round_robin:4", "filter")
+_POLICIES = ("rounded", "moments_in_turn", "adaptive", "adaptive:0.25", "parity", "round_robin:4", "filter")
 _TRAINER, _FULL = "Trainer, full", "full"
 """The rows of full saves: the Trainer's own, and those of llmtailor"""
 
@@ -117,8 +117,8 @@ def policy(
     keep: int,
     max_staleness: int | None,
     state_bytes: float,
-    masters: Masters,
-    moments: Moments,
+    masters: Masters | None,
+    moments: Moments | None,
     experts: bool,
     as_json: bool,
 ) -> None:
@@ -148,23 +148,22 @@ def policy(
     from llmtailor.policies import Budget, make_policy, precision_of
     from llmtailor.runs.simulate import Hardware, cost_of, mesh_of, simulate, size_of_config, to_json, trainer_schedule
 
-    if moments != EXACT.moments and state_bytes != ADAM_BYTES:
+    if moments not in (None, EXACT.moments) and state_bytes != ADAM_BYTES:
         what = "only AdamW's fp32 moments are rounded, 8 bytes per param"
         raise UsageError.at("--moments", what, "omit --moments, or omit --state-bytes")
     if experts and mesh:
         what = "what a rank has of an expert is not known"
         raise UsageError.at("--experts and --mesh", what, "omit one of them")
     made = {spec: make_policy(spec) for spec in dict.fromkeys((_FULL, *(policies or _POLICIES)))}
-    precision = Precision(masters, moments)
-    for one in made.values():
-        precision_of(one, precision)
+    options = PrecisionOptions(masters, moments)
+    precisions = {spec: precision_of(one, options) for spec, one in made.items()}
     of_model = None
     if mesh is None and not experts:
         try:
             of_model = mesh_of(model)
         except SourceError as error:
             notify(f"its ranks are not known, so give --mesh: {error.problems[0]}")
-    size = replace(size_of_config(model, experts, mesh or of_model), state_bytes=state_bytes, precision=precision)
+    size = replace(size_of_config(model, experts, mesh or of_model), state_bytes=state_bytes)
     if size.mesh_problems and mesh:
         raise UsageError(size.mesh_problems)
     for problem in size.mesh_problems:
@@ -174,7 +173,9 @@ def policy(
     machine = Hardware(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)
     schedules = {_TRAINER: trainer_schedule(size, keep)}
     for spec, one in made.items():
-        schedules[spec] = simulate(one, size, keep, None if spec == _FULL else max_staleness)
+        schedules[spec] = simulate(
+            one, replace(size, precision=precisions[spec]), keep, None if spec == _FULL else max_staleness
+        )
     found = {}
     for name, schedule in schedules.items():
         ways = (False,) if name == _TRAINER else (False, True)  # the Trainer has no background saves

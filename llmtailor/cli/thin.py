@@ -12,7 +12,7 @@ import click
 from llmtailor.cli.command import command, notify, print_json, progress_bar, show_moved
 from llmtailor.cli.options import CLONE, COUNT, JSON, MASTERS_AS, MOMENTS_AS, RUN_DIR, TRUST_UNRECORDED, YES
 from llmtailor.errors import Problem, UsageError, size
-from llmtailor.model.precision import EXACT, Precision
+from llmtailor.model.precision import PrecisionOptions
 
 if TYPE_CHECKING:
     from llmtailor.engine.moving import Clone
@@ -148,8 +148,8 @@ def _options(
     select: tuple[str, ...],
     keep_full_last: int | None,
     keep_optimizer_last: int | None,
-    masters: Masters,
-    moments: Moments,
+    masters: Masters | None,
+    moments: Moments | None,
     reference: bool,
 ) -> ThinOptions:
     from llmtailor.runs.prune import ThinOptions
@@ -167,8 +167,8 @@ def _options(
     if keep_optimizer_last and keep_full_last:
         fix = "omit it: the newest K of --keep-optimizer-last stay full"
         problems.append(Problem("--keep-full-last", "it needs --strategy or --select", fix))
-    precision = Precision(masters, moments)
-    if keep_optimizer_last and precision != EXACT:
+    precision = PrecisionOptions(masters, moments)
+    if keep_optimizer_last and precision:
         what = "they round optimizer states, of which none are kept"
         problems.append(Problem("--masters, --moments", what, "omit them, or give --strategy"))
     if keep_optimizer_last and reference:

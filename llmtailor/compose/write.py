@@ -52,6 +52,7 @@ from llmtailor.engine.staging import (
 )
 from llmtailor.errors import (
     COPY_FILE,
+    DamagedSource,
     Interrupted,
     PathIn,
     Problem,
@@ -232,8 +233,8 @@ def compare_with_records(
     *,
     is_partly: bool,
 ) -> None:
-    """Raise SourceError for what was read and is not as llmtailor wrote it. ``is_partly``: see `Taken.wrong`."""
-    problems = []
+    """Raise DamagedSource for what was read and is not as llmtailor wrote it. ``is_partly``: see `Taken.wrong`."""
+    problems, roots, is_edited = [], set[Path](), False
     for piece, crc in (pair for result in results for pair in result.checked) if recorded else ():
         if isinstance(piece, Copy):
             taken.add((piece.source, piece.extent.path), piece.extent.start, piece.extent.stop, crc)
@@ -251,8 +252,10 @@ def compare_with_records(
             if is_small:
                 fix = f"{COPY_FILE}; if you edited it on purpose, remove it from `carried` in {PARTIAL_MANIFEST}"
             problems.append(Problem(where, what, fix, Code.CHECKSUM))
-    if problems:
-        raise SourceError(problems)
+            roots.add(index.root)
+            is_edited = is_edited or is_small
+    if problems:  # what may have been edited on purpose is for the user to decide
+        raise SourceError(problems) if is_edited else DamagedSource(problems, roots)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ _MOMENTS = {"fp32": ("F32", "F32"), "bf16": ("BF16", "BF16"), "8bit": (Q8, Q8_RO
 _MANY = 1 << 17
 """Elements: whole blocks of every encoding"""
 MASTERS, MOMENTS = (*_MASTERS,), (*_MOMENTS,)
+ADAMS = (EXP_AVG, EXP_AVG_SQ)
 ROUNDED_AS = {MASTER: (F24, "BF16", D16, D24), EXP_AVG: ("BF16", Q8), EXP_AVG_SQ: ("BF16", Q8_ROOT)}
 """Kind of fp32 state -> what it may have been rounded to"""
 
@@ -38,13 +39,15 @@ class Precision:
     with them. ``bf16`` keeps 24 bits of the latter. Of the former it keeps 16 bits: differences, or the bf16 weights.
     """
     moments: Moments = "fp32"
-    """``8bit`` are blocks of 8-bit codes, see `storage.casts`."""
+    """``8bit`` are blocks of 8-bit codes, see `storage.casts`. Only Adam's two moments together are rounded: alone,
+    ``exp_avg`` is the momentum of Lion, whose update is the sign of a sum with it."""
 
-    def dtypes(self, *, with_moments: bool = True) -> dict[str, str]:
-        """Return kind of state -> dtype, of params that are saved with or without their moments."""
+    def dtypes(self, kinds: Container[str] = ADAMS, *, with_moments: bool = True) -> dict[str, str]:
+        """Return kind of state -> dtype, of params with states of these kinds, saved with or without their moments."""
         whole, alone = _MASTERS[self.masters]
         mean, square = _MOMENTS[self.moments]
-        return {MASTER: whole if with_moments else alone, EXP_AVG: mean, EXP_AVG_SQ: square}
+        moments = {EXP_AVG: mean, EXP_AVG_SQ: square} if all(kind in kinds for kind in ADAMS) else {}
+        return {MASTER: whole if with_moments else alone, **moments}
 
     def master_bytes(self, *, with_moments: bool) -> float:
         """Return the bytes per param of a master, at most, if it is compressed."""
@@ -62,6 +65,20 @@ class Precision:
 
 
 EXACT = Precision()
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionOptions:
+    """What a user asks for; None leaves it to the policy."""
+
+    masters: Masters | None = None
+    moments: Moments | None = None
+
+    def __bool__(self) -> bool:
+        return self.masters is not None or self.moments is not None
+
+
+AS_POLICY = PrecisionOptions()
 
 
 def _per_element(dtype: str) -> float:

@@ -19,6 +19,7 @@ from llmtailor.policies.policy import PartChoice as PartChoice
 from llmtailor.policies.policy import Policy as Policy
 from llmtailor.policies.policy import Situation as Situation
 from llmtailor.policies.schedules import DEFAULT_POLICY as DEFAULT_POLICY
+from llmtailor.policies.schedules import EXACT_POLICY as EXACT_POLICY
 from llmtailor.policies.schedules import POLICIES as POLICIES
 from llmtailor.policies.schedules import Adaptive as Adaptive
 from llmtailor.policies.schedules import Budget as Budget
@@ -26,6 +27,7 @@ from llmtailor.policies.schedules import Filter as Filter
 from llmtailor.policies.schedules import Full as Full
 from llmtailor.policies.schedules import MomentsInTurn as MomentsInTurn
 from llmtailor.policies.schedules import Parity as Parity
+from llmtailor.policies.schedules import Rounded as Rounded
 from llmtailor.policies.schedules import RoundRobin as RoundRobin
 from llmtailor.policies.schedules import fitted as fitted
 from llmtailor.policies.schedules import make_policy as make_policy

@@ -14,9 +14,9 @@ from typing import Any
 
 from llmtailor.errors import Problem, TailorError, UsageError
 from llmtailor.model.parts import ModelStructure, Part, nearest
-from llmtailor.model.precision import EXACT, Precision
+from llmtailor.model.precision import EXACT, Precision, PrecisionOptions
 from llmtailor.policies.policy import PartChoice, Policy, Situation, Stateful
-from llmtailor.policies.schedules import POLICIES
+from llmtailor.policies.schedules import POLICIES, Budget
 
 MAX_STALENESS = "max_staleness"
 IN_NO_SAVE = "in no save"
@@ -53,20 +53,21 @@ def saves_masters(policy: Policy) -> bool:
     return bool(getattr(policy, "saves_masters", False))
 
 
-def precision_of(policy: Policy, given: Precision, weights: str | None = None) -> Precision:
-    """Return the precision of saves: the policy's if it chooses one, else that of the options.
+def precision_of(policy: Policy, given: PrecisionOptions, weights: str | None = None) -> Precision:
+    """Return the precision of saves: that of the options, and where they leave it open, that of the policy.
 
     ``weights`` is the dtype that the forward pass rounds the masters to, fp32 if it does not; None if it is not known.
-    Raises UsageError if both choose one, and for bf16 masters without such weights.
+    Raises UsageError if a budget leaves no choice, and for bf16 masters without such weights.
     """
-    own: Precision | None = getattr(policy, "precision", None)
-    if own is not None and given not in (EXACT, own):
+    own: Precision = getattr(policy, "precision", EXACT)
+    precision = Precision(given.masters or own.masters, given.moments or own.moments)
+    if isinstance(policy, Budget) and precision != own:
         what = f"it chooses the precision of masters and moments itself: {own.masters} and {own.moments}"
         raise UsageError.at(f"policy {policy.name}", what, "omit masters and moments")
-    if (own or given).masters == "bf16" and weights not in ("BF16", None):
+    if precision.masters == "bf16" and weights not in ("BF16", None):
         what = "it is bf16, but only DeepSpeed's bf16 trainings have bf16 weights that are the rounded masters"
         raise UsageError.at("masters", what, "give 24bit")
-    return own or given
+    return precision
 
 
 def ask(policy: Policy, situation: Situation) -> tuple[dict[Part, str], list[Problem]]:

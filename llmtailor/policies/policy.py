@@ -56,8 +56,8 @@ class Policy(Protocol):
 
     Optional attributes: ``default_max_staleness``, for users who give no bound to a policy without one; and
     ``saves_masters``: if true, every save holds the masters of the parts that are not chosen, so that only moments
-    become old; and ``precision``, a `model.precision.Precision` that saves are rounded to. A policy with a state of its
-    own follows `Stateful` as well.
+    become old; and ``precision``, a `model.precision.Precision` that saves are rounded to unless the options say
+    otherwise. A policy with a state of its own follows `Stateful` as well.
     """
 
     @property

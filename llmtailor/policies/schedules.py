@@ -28,6 +28,18 @@ class Full(Configured):
 
 
 @dataclass(frozen=True, slots=True)
+class Rounded(Full):
+    """Every part at every save: masters in fp32, Adam's moments in 8 bits. The default.
+
+    So each save is a complete state, in half of the bytes (6.06 of 12 per param), and nothing in it is old. States of
+    other optimizers stay exact.
+    """
+
+    name: ClassVar[str] = "rounded"
+    precision: ClassVar[Precision] = Precision("fp32", "8bit")
+
+
+@dataclass(frozen=True, slots=True)
 class Parity(Configured):
     """Two halves in turn, as in the LLMTailor paper.
 
@@ -220,9 +232,11 @@ class Budget(Configured):
 
     def __str__(self) -> str:
         precision, k = self._found
-        each = f"one of {k} groups at a time" if k > 1 else "everything"
+        each, old = "everything", "nothing is old"
+        if k > 1:
+            each, old = f"one of {k} groups at a time", f"moments are up to {k - 1} saves old"
         rounded = f"masters in {precision.masters}, moments in {precision.moments}, of {each}"
-        return f"{self.name}:{self.size:g} saves {rounded}: {_bytes(precision, k):.3g} bytes per param"
+        return f"{self.name}:{self.size:g} saves {rounded}: {_bytes(precision, k):.3g} bytes per param, and {old}"
 
 
 def fitted(policy: Policy, *, weights_are_masters: bool) -> Policy:
@@ -351,14 +365,16 @@ class Adaptive(Configured):
         self._credit, self._asked = int(state["credit"]), int(state["asked"])
 
 
-AnyPolicy: TypeAlias = Full | Parity | Filter | RoundRobin | MomentsInTurn | Budget | Adaptive
+AnyPolicy: TypeAlias = Full | Rounded | Parity | Filter | RoundRobin | MomentsInTurn | Budget | Adaptive
 POLICIES: Mapping[str, type[AnyPolicy]] = {
-    kind.name: kind for kind in (Full, Parity, Filter, RoundRobin, MomentsInTurn, Budget, Adaptive)
+    kind.name: kind for kind in (Full, Rounded, Parity, Filter, RoundRobin, MomentsInTurn, Budget, Adaptive)
 }
 REMOVED = {"update": "use adaptive, which loses less at the same bytes"}
 """Removed policy -> what to use instead"""
-DEFAULT_POLICY = MomentsInTurn.name
+DEFAULT_POLICY = Rounded.name
 """Of the policies with half of the bytes, the one that costs least; see benchmarks/fidelity.md"""
+EXACT_POLICY = Full.name
+"""The default where saves can't be rounded"""
 _WHERE = "policy"
 
 

@@ -83,7 +83,7 @@ from llmtailor.loaders.files import (
 from llmtailor.loaders.loader import is_partial, loader_of, survey_contents
 from llmtailor.loaders.read import adapters_of
 from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
-from llmtailor.model.precision import EXACT, Precision
+from llmtailor.model.precision import AS_POLICY, EXACT, Precision, PrecisionOptions
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.policies import PartChoice, Policy, Situation, choose, fitted, make_policy, named_policy, precision_of
 from llmtailor.recipe import Assignment, Recipe
@@ -227,7 +227,7 @@ class ThinOptions:
     """The policy, in the syntax of `policies.make_policy`, that chooses the parts each older checkpoint keeps"""
     selectors: tuple[str, ...] = ()
     """Or the parts that all of them keep, as in a recipe. With neither, they keep no optimizer states."""
-    precision: Precision = EXACT
+    precision: PrecisionOptions = AS_POLICY
     reference: bool = False
     """Whether they stay complete, with hard links to the files of older ones for all that they don't keep"""
 

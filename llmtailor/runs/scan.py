@@ -22,7 +22,7 @@ from llmtailor.compose.report import Report, total_setback
 from llmtailor.compose.write import preview, prove, settle_output, write
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
-from llmtailor.errors import Problem, Problems, SourceError, TailorError, TargetError, about
+from llmtailor.errors import DamagedSource, Problem, Problems, SourceError, TailorError, TargetError, about
 from llmtailor.findings import ERROR, folded
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.registry import (
@@ -382,15 +382,41 @@ def merge_run(
     Raises what `plan_merge` and `write` raise.
     """
     how = StrategyOptions(strategy) if isinstance(strategy, str) else strategy
-    recipe, opened = choose_for_run(as_path(run), at, how)
     options = options or Options(reuse=out is None, step="auto")
-    composition, there = plan_merge(recipe, out, options, opened), None
-    if options.reuse:
-        composition, there = settle_output(composition)
-    if there is not None:
-        return replace(composition.report, out=f"{there}")
-    write(composition)
-    return composition.report
+
+    def compose(index: Index) -> Report:
+        recipe, opened = choose_for_run(as_path(run), at, how, index=index)
+        composition, there = plan_merge(recipe, out, options, opened), None
+        if options.reuse:
+            composition, there = settle_output(composition)
+        if there is not None:
+            return replace(composition.report, out=f"{there}")
+        write(composition)
+        return composition.report
+
+    return without_damaged(compose)
+
+
+def without_damaged(compose: Callable[[Index], T]) -> T:
+    """Return what ``compose`` returns. If it finds that the bytes of a checkpoint are damaged, call it again without
+    that one: an older state of the run is better than none.
+
+    It gets what `scan_run` takes as ``index``. Raises what it raises for other reasons.
+    """
+    damaged: dict[Path, DamagedSource] = {}
+
+    def index(path: Path) -> CheckpointIndex:
+        if path in damaged:
+            raise damaged[path]
+        return index_checkpoint(path)
+
+    while True:
+        try:
+            return compose(index)
+        except DamagedSource as error:
+            if not error.roots - damaged.keys():
+                raise
+            damaged |= dict.fromkeys(error.roots, error)
 
 
 def compose_newest(
@@ -411,10 +437,14 @@ def compose_newest(
     run = absolute(run)
     if not any(RunFolder(folder).complete() for folder in (run, *also)):
         return None
+    return without_damaged(partial(_compose_newest, run, world_size, also, waits))
+
+
+def _compose_newest(run: Path, world_size: int | None, also: Sequence[Path], waits: bool, index: Index) -> Newest:
     options = Options(world_size=world_size, reuse=True, step="auto")
     while True:
         names = frozenset(run.iterdir())
-        recipe, opened = choose_for_run(run, None, StrategyOptions("latest"), also=also)
+        recipe, opened = choose_for_run(run, None, StrategyOptions("latest"), also=also, index=index)
         composition, there = settle_output(plan_merge(recipe, None, options, opened))
         while waits and there is None and names == frozenset(run.iterdir()):
             time.sleep(_POLL_S)

@@ -24,7 +24,7 @@ from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import ADAM_BYTES
-from llmtailor.policies import Policy, Situation, check_policy, choose, precision_of, saves_masters
+from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
 from llmtailor.runs.gc import deletable
 from llmtailor.runs.spread import Spread, axes_of, check_mesh, spread
 
@@ -74,7 +74,7 @@ class ModelSize:
     @property
     def saved_bytes(self) -> float:
         """Per param of a part in a partial checkpoint"""
-        is_exact = self.precision.moments == EXACT.moments
+        is_exact = self.precision.moments == EXACT.moments or self.state_bytes != ADAM_BYTES
         return self.precision.master_bytes(with_moments=True) + (
             self.state_bytes if is_exact else self.precision.moment_bytes
         )
@@ -205,7 +205,6 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
 
     Raises UsageError if the policy is refused, as in a training; ``max_staleness`` is that of `check_policy`.
     """
-    model = replace(model, precision=precision_of(policy, model.precision))
     num_bytes = {part: round(numel * model.saved_bytes) for part, numel in model.numels.items()}
     limit = check_policy(policy, model.structure, model.parts, num_bytes, max_staleness)
     ledger = Ledger("run").after(0, model.parts, model.parts)

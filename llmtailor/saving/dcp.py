@@ -46,10 +46,11 @@ from llmtailor.live.training import find_overlaps
 from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import ModelStructure, Part, condense
-from llmtailor.model.precision import EXACT
+from llmtailor.model.precision import AS_POLICY, EXACT
 from llmtailor.model.roles import is_moment
 from llmtailor.policies import (
-    DEFAULT_POLICY,
+    EXACT_POLICY,
+    MomentsInTurn,
     Policy,
     Situation,
     check_policy,
@@ -82,7 +83,7 @@ class DcpSaver:
     """
 
     def __init__(
-        self, policy: str | Mapping[str, object] | Policy = DEFAULT_POLICY, *, max_staleness: int | None = None
+        self, policy: str | Mapping[str, object] | Policy = EXACT_POLICY, *, max_staleness: int | None = None
     ) -> None:
         self.policy = make_policy(policy)
         self.max_staleness = max_staleness
@@ -96,10 +97,10 @@ class DcpSaver:
         """Which tensors of the last save of this process share memory"""
         if self.policy.needs_drift:
             what = "it chooses by how parts have changed, which is not measured in saves through DCP"
-            raise UsageError.at(f"policy {self.policy.name}", what, f"use another one, such as {DEFAULT_POLICY}")
-        if precision_of(self.policy, EXACT) != EXACT:
+            raise UsageError.at(f"policy {self.policy.name}", what, f"use another one, such as {MomentsInTurn.name}")
+        if precision_of(self.policy, AS_POLICY) != EXACT:
             what = "it rounds what it saves, but a stock dcp.load needs exact dtypes"
-            raise UsageError.at(f"policy {self.policy.name}", what, f"use another one, such as {DEFAULT_POLICY}")
+            raise UsageError.at(f"policy {self.policy.name}", what, f"use another one, such as {MomentsInTurn.name}")
 
     def resumed_from(self, folder: str | Path | None) -> None:
         """Say which DCP folder or URL the training has loaded, before its first save; None if it has loaded none.

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from llmtailor.attestation.compare import FULL, OFF, SAMPLE, STOP, WARN
 from llmtailor.errors import Problem, Problems, UsageError, attempt
-from llmtailor.model.precision import MASTERS, MOMENTS, Masters, Moments, Precision
+from llmtailor.model.precision import MASTERS, MOMENTS, Masters, Moments, PrecisionOptions
 from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy, precision_of
 
 MIN_HOST_BUFFER = 1 << 20
@@ -43,8 +43,8 @@ class SavingArguments(TypedDict, total=False):
     write_timeout: float
     staging_dir: str | Path | None
     mirror: str | None
-    masters: Masters
-    moments: Moments
+    masters: Masters | None
+    moments: Moments | None
     experts: Literal["parts"] | None
     attest: Literal["off", "sample", "full"]
     on_mismatch: Literal["warn", "stop"]
@@ -82,14 +82,15 @@ class SavingOptions:
     the background."""
     mirror: str | None = field(default=None, metadata={"value": "a URL"})
     """A URL that fsspec knows, such as ``s3://bucket/run``, to which finished saves are copied in the background"""
-    masters: Masters = field(default="fp32", metadata={"value": "fp32, 24bit, 24bit-delta or bf16"})
+    masters: Masters | None = field(default=None, metadata={"value": "fp32, 24bit, 24bit-delta or bf16"})
     """``24bit``: store fp32 master weights without their last 8 bits, 3 instead of 4 bytes per param. bf16 and fp16
     weights that are rounded from them are those of the training. ``24bit-delta``: the same; masters that are saved
     without their moments are compressed differences from those that were saved with them. ``bf16``: store 24 bits of
-    masters that are saved with their moments, and 16 bits of the others. ``fp32`` stores masters as they are."""
-    moments: Moments = field(default="fp32", metadata={"value": "fp32, bf16 or 8bit"})
+    masters that are saved with their moments, and 16 bits of the others. ``fp32`` stores masters as they are. None
+    leaves it to the policy."""
+    moments: Moments | None = field(default=None, metadata={"value": "fp32, bf16 or 8bit"})
     """``bf16``, ``8bit``: store Adam's fp32 moments rounded to bf16, 4 instead of 8 bytes per param, or in blocks of
-    8-bit numbers, 2.1 bytes. ``fp32`` stores moments as they are."""
+    8-bit numbers, 2.1 bytes. ``fp32`` stores moments as they are. None leaves it to the policy."""
     experts: Literal["parts"] | None = field(default=None, metadata={"value": "parts"})
     """``parts``: each expert of a mixture-of-experts layer is a part, and the rest of the layer another. None keeps
     layers whole."""
@@ -100,8 +101,8 @@ class SavingOptions:
     """What happens if a resumed training does not hold its checkpoint: a warning, or an error on all ranks"""
 
     @property
-    def precision(self) -> Precision:
-        return Precision(self.masters, self.moments)
+    def precision(self) -> PrecisionOptions:
+        return PrecisionOptions(self.masters, self.moments)
 
     def __post_init__(self) -> None:
         problems = []
@@ -120,10 +121,10 @@ class SavingOptions:
         if self.staging_dir is not None and self.mirror is not None:
             what = "saves can be copied to only one other place"
             problems.append(Problem("mirror", what, "omit staging_dir, or omit mirror"))
-        if self.masters not in MASTERS:
+        if self.masters not in (None, *MASTERS):
             fix = f"give one of {', '.join(MASTERS)}"
             problems.append(Problem("masters", f"it is {self.masters!r}", fix))
-        if self.moments not in MOMENTS:
+        if self.moments not in (None, *MOMENTS):
             problems.append(Problem("moments", f"it is {self.moments!r}", 'give "fp32", "bf16" or "8bit"'))
         if self.experts not in (None, "parts"):
             fix = 'give "parts", or omit it to keep layers whole'

@@ -37,7 +37,7 @@ from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.live.model import Samples
 from llmtailor.live.training import Ranks, Training
-from llmtailor.model.precision import Precision
+from llmtailor.model.precision import EXACT, Precision
 from llmtailor.ranks.board import Pulse, StoreBoard, as_error, await_messages, from_json, merged, to_json, turns
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
@@ -595,11 +595,12 @@ def allocate_arenas(
 
 
 def needed_by(training: Training, precision: Precision) -> tuple[int, bool]:
-    """Return the bytes of a rank's masters and two moments as they are saved, and whether they are on a GPU."""
+    """Return the bytes of a rank's masters and two moments as they are copied, and whether they are on a GPU."""
     masters = [one.tensor for one in training.masters()]
+    is_on_gpu = any(master.is_cuda for master in masters)
+    precision = precision if is_on_gpu else EXACT  # in host memory, they are rounded behind the buffer
     per_element = precision.master_bytes(with_moments=True) + precision.moment_bytes
-    num_bytes = math.ceil(sum(master.numel() for master in masters) * per_element)
-    return num_bytes, any(master.is_cuda for master in masters)
+    return math.ceil(sum(master.numel() for master in masters) * per_element), is_on_gpu
 
 
 def auto_bytes(states: int, count: int = 1) -> int:

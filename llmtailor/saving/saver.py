@@ -41,12 +41,13 @@ from llmtailor.live.model import (
 from llmtailor.live.tensors import DTYPES, storage_of
 from llmtailor.live.training import Held, Ranks, Training
 from llmtailor.model.parts import Part
-from llmtailor.model.precision import EXACT
+from llmtailor.model.precision import ADAMS, EXACT
 from llmtailor.model.roles import D24, MASTER
 from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,
     Policy,
+    Rounded,
     Situation,
     check_policy,
     choose,
@@ -91,6 +92,8 @@ _MOST_SKIPPED = 100
 """Steps that an fp16 training may skip at its beginning, until the scale of the loss fits"""
 
 
+MOST_OFF = (254, 510)
+"""The reciprocals of half a step of `roles.Q8` and `roles.Q8_ROOT`, relative to the largest element of a block"""
 _STUCK = "is stuck; the disk is not accepting writes"
 
 
@@ -177,9 +180,6 @@ class PartialSaver:
         )
         weights = DTYPES[training.precision] if training.rounds_masters else "F32"
         self.precision = precision_of(self.policy, self.options.precision, weights)
-        if self.ranks.is_first and self.precision != EXACT:
-            what = "saves hold masters in %s and moments in %s; the policy is %s"
-            logger.info(what, self.precision.masters, self.precision.moments, self.policy)
         if self.precision != EXACT:
             casts.loops()  # so that they are not compiled during a save
         if D24 in self.precision.dtypes(with_moments=False).values():
@@ -427,7 +427,29 @@ class PartialSaver:
             if self._copies and self.ranks.is_first:
                 what = "%s of the optimizer is a copy of the weights: each save that holds masters holds it, too"
                 logger.warning(what, ", ".join(self._copies))
+            if not {*ADAMS}.isdisjoint(self._copies):
+                self.precision = replace(self.precision, moments=EXACT.moments)
+            if self.ranks.is_first:
+                self._tell_precision()
         return first.save_id, change_of([vote.sums for vote in votes])
+
+    def _tell_precision(self) -> None:
+        """Log what saves round."""
+        precision = self.precision
+        kinds: dict[str, set[str]] = {}
+        for fragment in self.training.fragments(self.model.names_in(self.model.parts)):
+            kinds.setdefault(fragment.param, set()).add(fragment.kind)
+        told = logging.WARNING if self.policy.name == DEFAULT_POLICY else logging.INFO
+        if precision.moments != EXACT.moments and all(len(precision.dtypes(some)) == 1 for some in kinds.values()):
+            what = "the optimizer has no state that is rounded, so saves hold its states exactly (policy %s)"
+            logger.log(told, what, self.policy)
+        elif precision == Rounded.precision:
+            what = "saves hold exp_avg and exp_avg_sq in 8 bits, which is off by at most 1/%d and 1/%d of the largest "
+            what += 'of 128 neighbors (of square roots in exp_avg_sq); policy="full" keeps them exact'
+            logger.log(told, what, *MOST_OFF)
+        elif precision != EXACT:
+            what = "saves hold masters in %s and moments in %s; the policy is %s"
+            logger.info(what, precision.masters, precision.moments, self.policy)
 
     def _wait_for(self, save_ids: Collection[str]) -> None:
         for save in [one.save for one in self._flights if one.work.save_id in save_ids]:

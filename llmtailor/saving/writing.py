@@ -123,8 +123,11 @@ def lay_out_share(
     kinds: dict[str, int] = {}
     compressed: list[tuple[str, Elements, Copy, memoryview]] = []
     without_moments = {*masters}
-    dtypes = [precision.dtypes(with_moments=one) for one in (True, False)]
-    for one in training.fragments([*params, *masters]):
+    kinds_of: dict[str, set[str]] = {}
+    fragments = [*training.fragments([*params, *masters])]
+    for one in fragments:
+        kinds_of.setdefault(one.param, set()).add(one.kind)
+    for one in fragments:
         if is_moment(one.kind) and one.param in without_moments:
             continue
         piece = pieces.get(one.param)
@@ -134,7 +137,8 @@ def lay_out_share(
         dtype = None
         if one.tensor.dtype == torch.float32 and one.shape is None:
             # an expert's master is a piece of a tensor, which has one dtype
-            dtype = dtypes[one.param in without_moments and piece is None].get(one.kind)
+            is_whole = one.param not in without_moments or piece is not None
+            dtype = precision.dtypes(kinds_of[one.param], with_moments=is_whole).get(one.kind)
         base = None
         if dtype in DIFFERENCES:
             base = bases.of(name, begin, one.tensor.numel()) if bases and one.param in based else None

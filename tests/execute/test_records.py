@@ -64,9 +64,13 @@ def test_a_flipped_bit_of_a_partial_save_is_not_laundered(tmp_path, request, for
         (key, at) for key, at in tensors(path).items() if key.startswith(f"{kind}/") and at[0] < at[1]
     )
     flip(path, start + 1)
-    told = call("merge", "--run", run, "--at", 200, tmp_path / "out", *words, code=4).stderr
+    told = call("merge", "--run", run, "--at", 200, tmp_path / "out", *words).stderr
     assert path.name in told and "it is not as it was written" in told
-    assert not (tmp_path / "out").exists(), key
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 100, key
+    call("recipe", run, "--at", 200, "-o", tmp_path / "recipe.yaml")
+    told = call("merge", tmp_path / "recipe.yaml", tmp_path / "named", *words, code=4).stderr
+    assert path.name in told and "it is not as it was written" in told
+    assert not (tmp_path / "named").exists(), "what a recipe names is not replaced"
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "config.json"])

@@ -331,7 +331,7 @@ def _add_fragments(
                 yield rank_of.get(fragment.extent.path.rpartition("/")[2], 0), fragment.begin, fragment.end
 
     for param, states in trained_states(index).items():
-        dtypes = precision.dtypes(with_moments=param in params)
+        dtypes = precision.dtypes([state.kind for state in states], with_moments=param in params)
         for state in states:
             if param not in params and (param not in masters or is_moment(state.kind)):
                 continue
