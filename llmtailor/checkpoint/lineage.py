@@ -32,6 +32,8 @@ class Past:
     lineage: str
     history: Mapping[str, int]
     """Earlier lineage -> its last step that belongs to this one"""
+    missed: Mapping[Part, int] = field(default_factory=dict, compare=False)
+    """Part -> updates that Adam's step counts and its moments lack: a resume has gone on with older ones"""
 
     @property
     def lineages(self) -> set[str]:
@@ -47,13 +49,16 @@ class Past:
         return other.step > self.history.get(other.lineage, other.step)
 
 
-def read_past(step: Any, lineage: Any, history: Any) -> Past | None:
-    """Return the past that the values from a file describe, or None if they are invalid."""
+def read_past(step: Any, lineage: Any, history: Any, missed: Any = None) -> Past | None:
+    """Return the past that the values from a file describe, or None if they are invalid. Older files have no
+    ``missed``."""
     if not _is_count(step) or not isinstance(lineage, str) or not lineage or not isinstance(history, Mapping):
         return None
     if not all(isinstance(name, str) and name and _is_count(until) for name, until in history.items()):
         return None
-    return Past(step, lineage, dict(history))
+    if not isinstance(missed, Mapping | None) or not all(map(_is_count, (missed or {}).values())):
+        return None
+    return Past(step, lineage, dict(history), {Part(part): number for part, number in (missed or {}).items()})
 
 
 def is_one_attempt(stated: Iterable[Past]) -> bool:
@@ -65,7 +70,7 @@ def is_one_attempt(stated: Iterable[Past]) -> bool:
 
 def continued(past: Past, step: int) -> Past:
     """Return the past of an unrecorded training that resumed from ``past`` and has reached a later step."""
-    return Past(step, f"{UNRECORDED}{past.lineage}@{past.step}", {**past.history, past.lineage: past.step})
+    return Past(step, f"{UNRECORDED}{past.lineage}@{past.step}", {**past.history, past.lineage: past.step}, past.missed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,8 @@ class Ledger:
     """Part -> number and step of the save that last held it"""
     policy_state: Mapping[str, Any] | None = None
     """State that a custom policy keeps between saves, as JSON data"""
+    missed: Mapping[Part, int] = field(default_factory=dict)
+    """See `Past`"""
 
     def __post_init__(self) -> None:
         if problems := _problems(self.to_json()):
@@ -124,6 +131,10 @@ class Ledger:
         known = {part: held for part, held in held_by.items() if held is not None}
         return replace(self, saves=self.saves + 1, held_by=known, policy_state=policy_state)
 
+    def past(self, step: int) -> Past:
+        """Return what a checkpoint of this step states."""
+        return Past(step, self.lineage, self.history, self.missed)
+
     def resumed(self, lineage: str, step: int) -> Ledger:
         """Return the ledger of a run that resumed at ``step``, with the new id ``lineage``."""
         return replace(self, lineage=lineage, history={**self.history, self.lineage: step})
@@ -164,12 +175,14 @@ class Ledger:
         """Read the output of `to_json`; ``where`` names the file. Raises SourceError with every problem."""
         if not isinstance(data, Mapping):
             raise SourceError.at(where, f"{WHAT} is {data!r}", FIX)
+        data = {"missed": {}, **data}  # older ones have none
         names = [one.name for one in fields(cls)]
         problems = [f"it lacks {name}" for name in names if name not in data] or _problems(data)
         if problems:
             raise SourceError(Problem(where, f"{WHAT} is damaged: {what}", FIX) for what in problems)
         held_by = {Part(part): (save, step) for part, (save, step) in data["held_by"].items()}
-        return cls(data["lineage"], data["history"], data["saves"], held_by, data["policy_state"])
+        missed = {Part(part): number for part, number in data["missed"].items()}
+        return cls(data["lineage"], data["history"], data["saves"], held_by, data["policy_state"], missed)
 
 
 def _problems(data: Mapping[str, Any]) -> list[str]:
@@ -181,9 +194,10 @@ def _problems(data: Mapping[str, Any]) -> list[str]:
         "policy_state": isinstance(state, Mapping | None),
         "history": isinstance(data["history"], Mapping),
         "held_by": isinstance(data["held_by"], Mapping),
+        "missed": isinstance(data["missed"], Mapping),
     }
     problems = [f"{name} is {data[name]!r}" for name in is_right if not is_right[name]]
-    for name, is_valid in (("history", _is_count), ("held_by", _is_held)):
+    for name, is_valid in (("history", _is_count), ("held_by", _is_held), ("missed", _is_count)):
         if is_right[name]:
             wrong = {key: value for key, value in data[name].items() if not is_valid(value)}
             problems += [f"{name} maps {key!r} to {value!r}" for key, value in wrong.items()]
@@ -262,7 +276,7 @@ class RunCheckpoint:
     @property
     def past(self) -> Past | None:
         """Of a partial checkpoint"""
-        return Past(self.step, self.ledger.lineage, self.ledger.history) if self.ledger else None
+        return self.ledger.past(self.step) if self.ledger else None
 
     @property
     def needed_parts(self) -> frozenset[Part]:

@@ -41,9 +41,7 @@ PROGRAM = click.argument(
         4: "--resume: the newest state can't be composed; PROGRAM was not started",
     }
 )
-@click.option(
-    "--policy", metavar="POLICY", help="Policy that chooses the parts of each save. Default: moments_in_turn."
-)
+@click.option("--policy", metavar="POLICY", help="Policy that chooses the parts of each save. Default: rounded.")
 @click.option(
     "--layout",
     type=click.Choice(["partial", "stock"]),

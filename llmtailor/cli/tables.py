@@ -105,6 +105,9 @@ def inspection_text(content: Inspection) -> str:
     others = {name: kind for name, kind in content["optimizer_states"].items() if kind not in _USUAL}
     lines += [f"optimizer states: {', '.join(f'{name} ({kind})' for name, kind in others.items())}"] if others else []
     lines += [f"tied: {name} is {stored}" for name, stored in content["tied"].items()]
+    if missed := [part for part in content["parts"] if part["updates_missed"]]:
+        which, most = condense(part["part"] for part in missed), max(part["updates_missed"] for part in missed)
+        lines.append(f"second moments lack up to {counted(most, 'update')} that Adam counts, in {which}")
     groups = [
         (
             number,

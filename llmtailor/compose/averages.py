@@ -9,7 +9,7 @@ likewise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,13 +48,27 @@ class StepChoice:
     others: tuple[float, ...]
     worst_factor: float
     """The factor, of those farthest from 1, by which the bias correction scales the first update of the params with
-    another step; 1 means no effect."""
+    other moments than the step counts; 1 means no effect."""
+    most_missed: float = 0
+    """The most updates that the step counts, and moments of the sub-group lack"""
     scalars: Mapping[str, Any] = field(default_factory=dict)
     """The other scalars of the sub-group"""
 
 
+Missed = Callable[[int, str], int]
+"""Source, param -> the updates that its step counts and its moments lack already"""
+
+
+def _none(source: int, param: str) -> int:
+    return 0
+
+
 def choose_steps(
-    indexes: Sequence[CheckpointIndex], sources: Sources, base: int, target: OptimizerLayout
+    indexes: Sequence[CheckpointIndex],
+    sources: Sources,
+    base: int,
+    target: OptimizerLayout,
+    missed: Missed = _none,
 ) -> tuple[StepChoice, ...]:
     """Return the step of every sub-group of the target."""
     steps, scalars = [index.steps() for index in indexes], [index.scalars() for index in indexes]
@@ -69,25 +83,34 @@ def choose_steps(
             if param in steps[base]
         }
         every = {step for some in brought.values() for step in some}
-        own = {steps[base][param] for param in brought}
-        step = every.pop() if len(every) == 1 else max(own, default=None if flat.params else 0.0)
+        of_base = {steps[base][param] for param in brought}
+        step = every.pop() if len(every) == 1 else max(of_base, default=None if flat.params else 0.0)
         # averaged moments are made for the step that was chosen
         kept = (some for param, some in brought.items() if sources.moments_of(param) != AVERAGE)
         others = tuple(sorted({other for some in kept for other in some if other != step}))
+        of_moments = {
+            steps[source][param] - missed(source, param)
+            for param in brought
+            if sources.moments_of(param) not in (AVERAGE, RESET)
+            for source in sources.moments_from(param)
+            if param in steps[source]
+        }
         is_corrected = not any(_has_first_alone(indexes[base], param) for param in flat.params)
         betas = betas_of(target.groups[flat.group].hyper) if is_corrected else None
-        factors = [bias_factor(other, step, *betas) for other in others] if betas and step is not None else []
+        own = {*others, *of_moments} - {step}
+        factors = [bias_factor(count, step, *betas) for count in own] if betas and step is not None else []
         worst = max(factors, key=lambda factor: abs(math.log(factor)), default=1.0)
         from_one = {source for param in flat.params for source in sources.moments_from(param)}
         number = from_one.pop() if len(from_one) == 1 else base
         of_first = scalars[number].get(flat.params[0], {}) if flat.params else {}
-        choices.append(StepChoice(flat_id, step, others, worst, of_first))
+        most = max((step - count for count in of_moments), default=0) if betas and step is not None else 0
+        choices.append(StepChoice(flat_id, step, others, worst, most, of_first))
     return tuple(choices)
 
 
 def matters(choices: Sequence[StepChoice]) -> bool:
-    """Return whether moments of other steps than their sub-group's make the first update noticeably wrong."""
-    return any(abs(choice.worst_factor - 1) > NOTICEABLE for choice in choices if choice.others)
+    """Return whether moments of other updates than their sub-group counts make the first update noticeably wrong."""
+    return any(abs(choice.worst_factor - 1) > NOTICEABLE for choice in choices)
 
 
 def _has_first_alone(index: CheckpointIndex, param: str) -> bool:
@@ -104,7 +127,11 @@ def with_steps(target: OptimizerLayout, choices: Sequence[StepChoice]) -> Optimi
 
 
 def rebase_scales(
-    indexes: Sequence[CheckpointIndex], sources: Sources, target: OptimizerLayout, choices: Sequence[StepChoice]
+    indexes: Sequence[CheckpointIndex],
+    sources: Sources,
+    target: OptimizerLayout,
+    choices: Sequence[StepChoice],
+    missed: Missed = _none,
 ) -> dict[tuple[State, int], float]:
     """Return the factors that keep the bias-corrected moments of params whose step differs from their sub-group's.
 
@@ -121,12 +148,36 @@ def rebase_scales(
             if sources.moments_of(param) in (AVERAGE, RESET):
                 continue
             for source in sources.moments_from(param):
-                own = steps[source].get(param, 0.0)
+                own = steps[source].get(param, 0.0) - missed(source, param)
                 is_corrected = betas and own > 0 and not _has_first_alone(indexes[source], param)
                 if betas and is_corrected and choice.step is not None and own != choice.step:
                     for kind, beta in zip((EXP_AVG, EXP_AVG_SQ), betas, strict=True):
                         scales[State(param, kind), source] = (1 - beta**choice.step) / (1 - beta**own)
     return scales
+
+
+def updates_missed(
+    indexes: Sequence[CheckpointIndex],
+    sources: Sources,
+    target: OptimizerLayout,
+    choices: Sequence[StepChoice],
+    scales: Collection[tuple[State, int]],
+    missed: Missed,
+) -> dict[str, int]:
+    """Return param -> the updates that its step in a composite counts and its moments lack; none of those scaled to it,
+    or without second moments."""
+    steps = [index.steps() for index in indexes]
+    lacking: dict[str, int] = {}
+    for choice, flat in zip(choices, target.sub_groups, strict=True):
+        for param in flat.params if choice.step is not None else ():
+            for source in sources.moments_from(param):
+                state = State(param, EXP_AVG_SQ)
+                if sources.moments_of(param) in (AVERAGE, RESET) or state not in indexes[source].held:
+                    continue
+                number = int(choice.step or 0) - int(steps[source].get(param, 0)) + missed(source, param)
+                if (state, source) not in scales and number > 0:
+                    lacking[param] = max(number, lacking.get(param, 0))
+    return lacking
 
 
 def bias_factor(own: float, used: float, beta1: float, beta2: float) -> float:

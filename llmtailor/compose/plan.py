@@ -23,6 +23,7 @@ from llmtailor.compose.averages import (
     matters,
     number_sources,
     rebase_scales,
+    updates_missed,
     with_steps,
     with_sums,
 )
@@ -247,11 +248,18 @@ def plan_merge(
     indexes = (*indexes[:base], reference, *indexes[base + 1 :])
     groups = regrouping.groups if regrouping else None
     target = lay_out_target(reference, family, stage, options.world_size, groups, options.mesh)
-    steps = choose_steps(indexes, sources, base, target)
+    stated = [stated_attempt(index.root) for index in indexes]
+
+    def missed(source: int, param: str) -> int:
+        part, past = parts.part_of[param], stated[source]
+        return 0 if past is None else past.missed.get(part, past.missed.get(part.whole, 0))
+
+    steps = choose_steps(indexes, sources, base, target, missed)
     target = with_steps(target, steps)
     sources = with_sums(sources, indexes, base, target, steps)
     rebases = options.step == "rebase" or (options.step == "auto" and matters(steps))
-    scales = rebase_scales(indexes, sources, target, steps) if rebases else {}
+    scales = rebase_scales(indexes, sources, target, steps, missed) if rebases else {}
+    lacking = updates_missed(indexes, sources, target, steps, scales.keys(), missed)
 
     copied = {number_of[root] for root in opened.copied} if opened else set()
 
@@ -264,8 +272,10 @@ def plan_merge(
     wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, client, linkable)
     layouts, about_weights = writer_of(family, client)(reference, wanted)
     layouts += (*tokenizer, *(opened.files if opened else ()))
-    stated = [stated_attempt(index.root) for index in indexes]
     its_attempt, about_attempts = attempt_of(stated, base, reference.global_step)
+    if its_attempt is not None:
+        of_parts = sorted((parts.part_of[param], number) for param, number in lacking.items())
+        its_attempt = replace(its_attempt, missed=dict(of_parts))  # of several numbers the greatest
     layouts = state_attempt(layouts, reference, its_attempt)
     counted = [one.step for one in target.sub_groups if one.params and one.step is not None]
     layouts, about_lags = state_lags(layouts, reference, counted, family)

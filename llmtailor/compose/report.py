@@ -169,15 +169,14 @@ def source_rows(plan: Plan, indexes: Sequence[CheckpointIndex], base: int) -> tu
 
 
 def step_notices(choices: Sequence[StepChoice], base_name: str, rebased: bool = False) -> list[Problem]:
-    """Return a note, with the size of the effect, if sub-groups mix params of several steps and that matters."""
+    """Return a note, with the size of the effect, if moments are not of the updates that are counted and it matters."""
     if rebased or not matters(choices):
         return []
-    mixed = [choice for choice in choices if choice.others]
-    worst = max(mixed, key=lambda choice: abs(choice.worst_factor - 1))
-    others = ", ".join(f"{step:g}" for step in sorted({step for choice in mixed for step in choice.others}))
+    worst = max(choices, key=lambda choice: abs(choice.worst_factor - 1))
+    which = "more" if worst.most_missed < 0 else "fewer"
     what = (
-        f"params with moments of step {others} count their steps as {base_name} does, {worst.step:g}, which scales "
-        f"their first update by up to {worst.worst_factor:.3f}; --step rebase corrects that"
+        f"moments are of up to {abs(worst.most_missed):g} {which} updates than the {worst.step:g} that {base_name} "
+        f"counts, which scales the first steps by up to {worst.worst_factor:.2f}; --step rebase corrects that"
     )
     fix = ""  # it is in the sentence, so that the note is one line
     return [Problem("optimizer step", what, fix)]

@@ -40,12 +40,12 @@ def stated_attempt(root: Path) -> Past | None:
     with suppress(OSError, SourceError):
         if is_partial(root):
             manifest = read_partial_manifest(root, root.name)
-            past = read_past(manifest.step, manifest.ledger.get("lineage"), manifest.ledger.get("history"))
+            past = read_past(manifest.step, *(manifest.ledger.get(key) for key in ("lineage", "history", "missed")))
             return None if past is None or past.lineage.startswith(THINNED) else past
     with suppress(OSError, SourceError):
         stated = read_json(root / MANIFEST, MANIFEST).get("attempt")
         if isinstance(stated, dict):
-            return read_past(stated.get("step"), stated.get("lineage"), stated.get("history"))
+            return read_past(*(stated.get(key) for key in ("step", "lineage", "history", "missed")))
     return None
 
 

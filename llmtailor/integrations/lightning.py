@@ -25,7 +25,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from llmtailor.attestation.check import guarded
 from llmtailor.attestation.compare import OFF
 from llmtailor.attestation.report import Attestation
-from llmtailor.checkpoint.lineage import Past
 from llmtailor.containers.json import read_json
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.integrations.attested import forget, remember, task
@@ -55,7 +54,7 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
     ``saver`` is None until training begins. A save that fails logs a warning; training continues.
 
     Args:
-        policy: which parts each save holds; see `make_policy`. Default: ``moments_in_turn``.
+        policy: which parts each save holds; see `make_policy`. Default: ``rounded``.
         save_steps: optimizer steps between two saves. Default: 500.
         output_dir: the run's folder. Default: the Trainer's ``default_root_dir``.
         options: the fields of `SavingOptions`.
@@ -95,7 +94,7 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         if self.saver is None:  # ModelCheckpoint may still save, at the end or after an exception
             return self._mark
         ledger = self.saver.ledger
-        return make_mark(Past(self._step, ledger.lineage, ledger.history))
+        return make_mark(ledger.past(self._step))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._loaded = checkpoint.get("callbacks") or {}

@@ -28,7 +28,7 @@ from torchtitan.components import checkpoint as titan
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from llmtailor.policies import DEFAULT_POLICY
+from llmtailor.policies import EXACT_POLICY
 from llmtailor.saving.dcp import DcpSaver
 
 
@@ -37,8 +37,8 @@ class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.CheckpointManager.Config):  # type: ignore[misc]
-        policy: str = DEFAULT_POLICY
-        """Which parts of the optimizer's states, or of the model, each checkpoint writes anew."""
+        policy: str = EXACT_POLICY
+        """Which parts of the optimizer's states, or of the model, each checkpoint writes anew. By default all."""
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)

@@ -144,7 +144,9 @@ def check_trainer_state(content: Mapping[str, Any], where: str) -> Iterator[Find
 
 def make_mark(past: Past) -> dict[str, Any]:
     """Return the mark as a callback's state."""
-    attributes = {"lineage": past.lineage, "history": dict(past.history), "step": past.step}
+    attributes: dict[str, Any] = {"lineage": past.lineage, "history": dict(past.history), "step": past.step}
+    if past.missed:
+        attributes["missed"] = dict(past.missed)
     return {"args": {}, "attributes": attributes}
 
 
@@ -155,8 +157,15 @@ def read_mark(trainer_state: Mapping[str, Any], step: Any) -> Past | None:
     checkpoint belongs to a training without the saver (see `checkpoint.lineage.continued`).
     """
     values = _attributes(trainer_state, MARK)
-    past = read_past(values.get("step"), values.get("lineage"), values.get("history")) if type(step) is int else None
+    stated = (values.get(key) for key in ("step", "lineage", "history", "missed"))
+    past = read_past(*stated) if type(step) is int else None
     return continued(past, step) if past is not None and past.step < step else past
+
+
+def is_marked(trainer_state: Mapping[str, Any], past: Past) -> bool:
+    """Return whether the content of a ``trainer_state.json`` states just this."""
+    stated = read_mark(trainer_state, past.step)
+    return stated is not None and stated == past and stated.missed == past.missed
 
 
 def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
@@ -185,7 +194,7 @@ def attempt_of(stated: Sequence[Past | None], base: int, step: int) -> tuple[Pas
 def state_attempt(layouts: Sequence[FileLayout], reference: CheckpointIndex, attempt: Past | None) -> list[FileLayout]:
     """Return the files of a composite, with its attempt in its ``trainer_state.json``, if it has one."""
     content = _content(layouts, reference) if TRAINER_STATE in reference.files else None
-    if attempt is None or content is None or read_mark(content, attempt.step) == attempt:
+    if attempt is None or content is None or is_marked(content, attempt):
         return list(layouts)
     return _with_content(layouts, with_mark(content, attempt), "the base's, with its attempt")
 

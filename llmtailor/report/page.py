@@ -216,6 +216,8 @@ def _ages(
     values = [age for of_row in cells.values() for age in of_row if age is not None]
     if not values:
         return None
+    if not any(values):
+        return {"chart": None}
     shade, has_dots = shade_of(values), len(columns) == len(saves)
     dots = {row: [any(part in column[0].parts for part in rows[row]) for column in columns] for row in rows}
     whose = "the moments of a part were" if any(save.masters for save in saves) else "a part was"
@@ -233,6 +235,7 @@ def _ages(
         "chart": grid(title, heads, cells, shade, text, resumed, dots if has_dots else None),
         "legend": _legend(values, shade, text),
         "rows": table,
+        "missed": saves[-1].updates_missed,
     }
 
 

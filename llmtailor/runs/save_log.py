@@ -47,6 +47,8 @@ class LoggedSave:
     """Part -> optimizer steps since its newest save, after this one"""
     masters: tuple[str, ...] = ()
     """Further parts, of which it holds the masters without the moments"""
+    updates_missed: int = 0
+    """The most updates that the moments of a part lack and Adam counts, because resumes went on with older ones"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ def _save(step: int, content: Mapping[str, Any]) -> LoggedSave:
         {str(part): _change(value) for part, value in content.get("expected_loss", {}).items()},
         {str(part): _count(value) for part, value in content.get("steps_behind", {}).items()},
         tuple(map(str, content.get("masters", ()))),
+        _count(content.get("updates_missed", 0)),
     )
 
 

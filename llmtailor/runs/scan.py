@@ -203,7 +203,7 @@ def scan_back(
             logger.info("%s is not used: it is a composite of the saves of its step, in another format", index.name)
             continue
         reason = unrecorded or _why_not(step, index, index_of(found[0]) if found else None)
-        mine = Past(index.global_step, ledger.lineage, ledger.history) if ledger else None
+        mine = ledger.past(index.global_step) if ledger else None
         if reason is None and not every_chain and past and mine and not past.includes(mine):
             what = "the newest partial checkpoint does not build on it"
             reason = Problem(index.name, what, "to use it anyway, name it in a recipe")

@@ -27,7 +27,6 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.attestation.check import announce
-from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError, attempt
 from llmtailor.formats.other_optimizers import unsupported, unsupported_name
 from llmtailor.live.model import check_before_training
@@ -301,7 +300,7 @@ class PartialSaving(SaverCallback, Resuming):
     ``saver`` is None until training begins.
 
     Args:
-        policy: which parts each save holds; see `make_policy`. Default: ``moments_in_turn``.
+        policy: which parts each save holds; see `make_policy`. Default: ``rounded``.
         save_steps: optimizer steps between two saves. Without it the training arguments' ``save_strategy`` decides.
             ``auto`` saves as often as ``overhead`` allows, by what steps and saves take.
         overhead: with ``auto``, the share of the training time that saving may cost. Default: 0.02.
@@ -410,7 +409,7 @@ class PartialSaving(SaverCallback, Resuming):
         """Record the current attempt in the state, so that the Trainer's own saves state it."""
         assert self.saver is not None
         ledger = self.saver.ledger
-        state.stateful_callbacks[MARK] = make_mark(Past(state.global_step, ledger.lineage, ledger.history))
+        state.stateful_callbacks[MARK] = make_mark(ledger.past(state.global_step))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         super().on_step_end(args, state, control)

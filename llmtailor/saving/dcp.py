@@ -77,15 +77,19 @@ class DcpSaver:
 
     Args:
         policy: which parts each save holds; see `make_policy`. It can't depend on how parts have changed, or round.
+            None: everything, as it is.
         max_staleness: how old a part may become, in saves; None means the policy's guarantee.
 
     Raises UsageError.
     """
 
     def __init__(
-        self, policy: str | Mapping[str, object] | Policy = EXACT_POLICY, *, max_staleness: int | None = None
+        self, policy: str | Mapping[str, object] | Policy | None = None, *, max_staleness: int | None = None
     ) -> None:
-        self.policy = make_policy(policy)
+        self.policy = make_policy(EXACT_POLICY if policy is None else policy)
+        if policy is None:
+            what = "dcp.load needs exact dtypes, so nothing is rounded and each save holds everything; a policy that "
+            logger.info(what + "saves less, such as %s, has to be named", MomentsInTurn.name)
         self.max_staleness = max_staleness
         self._lineage = uuid.uuid4().hex
         self._resumed = ""

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtailor.checkpoint.lineage import Ledger, Past, lost_parts
+from llmtailor.checkpoint.lineage import Ledger, lost_parts
 from llmtailor.errors import TargetError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.provenance import stated_attempt
@@ -94,6 +95,7 @@ def resume(
     lineage: str,
     resumed_from: str | Path | Mapping[str, object] | None,
     is_retry: bool,
+    policy: str,
 ) -> tuple[Ledger, Path | None]:
     """Start an attempt at a step: record it, and move aside the checkpoints that it abandons.
 
@@ -102,7 +104,7 @@ def resume(
 
     ``parts`` are those that it saves. ``resumed_from`` is a checkpoint, or the content of its ``trainer_state.json``;
     None means the run's newest checkpoint at that step. ``is_retry``: what is there is of earlier attempts of the same
-    training.
+    training. ``policy`` is the name of the policy from now on.
 
     Raises TargetError if training starts from scratch where another run has saved, SourceError for a damaged record of
     attempts, StorageError.
@@ -118,15 +120,17 @@ def resume(
         )
         raise TargetError.at(folder.partial, what, fix)
     before = there.get(step)
-    stated = None
     if isinstance(resumed_from, Mapping):
         stated = read_mark(resumed_from, step)
-    elif resumed_from is not None:
-        stated = stated_attempt(as_path(resumed_from))
+    else:
+        stated = stated_attempt(folder.run / f"checkpoint-{step}" if resumed_from is None else as_path(resumed_from))
     if before is not None and (resumed_from is None or stated_attempt(before) == stated):
         manifest = read_manifest(before, before.name)
         saved = Ledger.from_json(manifest.ledger, before.name)
         ledger = saved.resumed(lineage, step)
+        if manifest.policy not in ("", policy) and not manifest.is_thinned:
+            what = 'the saves so far were chosen by the policy %s, the next ones are by %s; give policy="%s" to keep it'
+            logger.warning(what, manifest.policy, policy, manifest.policy)
         if dict(manifest.params) == dict(training.params) and dict(manifest.tied) == dict(training.tied):
             ledger = ledger.divided(parts, lost_parts(saved, folder.saves()))
         else:
@@ -134,11 +138,10 @@ def resume(
             logger.warning(what, before.name)
             ledger = Ledger(lineage, ledger.history)
     else:
-        if resumed_from is None:
-            stated = stated_attempt(folder.run / f"checkpoint-{step}")
         before = None
         ledger = Ledger(lineage, {**stated.history, stated.lineage: step} if stated else {})
-    folder.record_attempt(Past(step, ledger.lineage, ledger.history))
+    ledger = replace(ledger, missed=stated.missed if stated else {})
+    folder.record_attempt(ledger.past(step))
     _set_aside(folder, step, before)
     abandon_after(folder.partial, step)
     return ledger, before

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.lineage import Ledger, Past
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.json import decode
 from llmtailor.errors import Problem, StorageError, TailorError, TargetError, Unanswered, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
@@ -66,6 +66,7 @@ class SaveReport(LoggedSave):
             "step": self.step,
             "parts": dict(self.parts),
             **({"masters": [*self.masters]} if self.masters else {}),
+            **({"updates_missed": self.updates_missed} if self.updates_missed else {}),
             "num_bytes": self.num_bytes,
             **{name: round(getattr(self, name), 6) for name in ("stall_s", "copy_s", "write_s", "publish_s")},
             "buffer_bytes": self.buffer_bytes,
@@ -146,7 +147,7 @@ class RunRecord:
         """Make the folder of a save; record the attempt of a loop that did not call `PartialSaver.start`."""
         step, ledger = work.report.step, work.ledger
         if not self.is_begun and work.refusal is None:
-            self.folder.record_attempt(Past(step, ledger.lineage, ledger.history))
+            self.folder.record_attempt(ledger.past(step))
             self.is_begun = True
         self.first.begin(step)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from llmtailor import attestation
 from llmtailor.attestation.compare import OFF
-from llmtailor.checkpoint.lineage import Ledger, Past
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
@@ -265,6 +265,7 @@ class PartialSaver:
                 lineage=lineage,
                 resumed_from=resumed_from,
                 is_retry=is_retry,
+                policy=self.policy.name,
             )
         )
         self.record.is_begun = True
@@ -543,6 +544,7 @@ class PartialSaver:
                 expected_loss=changes.expected_loss,
                 steps_behind=ledger.steps_behind(),
                 masters=choice.masters,
+                updates_missed=max(ledger.missed.values(), default=0),
             )
             samples = self.drift.samples(self.training.masters(), choice.parts)
             complete = None
@@ -643,7 +645,7 @@ class PartialSaver:
             manifest,
             policy={"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness},
             num_bytes=dict(model.num_bytes),
-            attempt=Past(step, ledger.lineage, ledger.history),
+            attempt=ledger.past(step),
             files={**self._client.files(), **(files_of(write_state) if write_state is not None else {})},
             carried=self.carried(),
             before=self._before,

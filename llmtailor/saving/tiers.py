@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
-from llmtailor.checkpoint.lineage import Ledger, Past
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.json import MAX_BYTES, parse_json
 from llmtailor.engine.copy import Context, execute
@@ -108,7 +108,7 @@ class Mirror:
             if self.has(step):
                 data = self._remote.get_bytes(_in_mirror(step, PARTIAL_MANIFEST), MAX_BYTES)
                 ledger = Ledger.from_json(parse_json(data, where).get("ledger"), where)
-                return [(Past(step, ledger.lineage, ledger.history), "")]
+                return [(ledger.past(step), "")]
         return []
 
     def has(self, step: int) -> bool:

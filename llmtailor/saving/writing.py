@@ -46,7 +46,7 @@ from llmtailor.live.model import is_adapted
 from llmtailor.live.tensors import DTYPES, storage_of
 from llmtailor.live.training import Constant, Omitted, Ranks, StoredElsewhere, Training
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
-from llmtailor.loaders.trainer_state import read_mark, with_mark
+from llmtailor.loaders.trainer_state import is_marked, with_mark
 from llmtailor.model.parts import Piece
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment
@@ -360,7 +360,7 @@ def complete(folder: Path, manifest: bytes) -> None:
 def _with_attempt(content: bytes | None, attempt: Past) -> bytes:
     """Return the content of ``trainer_state.json`` with the attempt, unchanged if it is there."""
     state = json.loads(content) if content is not None else {"global_step": attempt.step}
-    if content is not None and read_mark(state, attempt.step) == attempt:
+    if content is not None and is_marked(state, attempt):
         return content
     return (json.dumps(with_mark(state, attempt), indent=2, sort_keys=True) + "\n").encode()
 

@@ -11,6 +11,7 @@ from llmtailor.checkpoint.placement import common, count
 from llmtailor.checkpoint.schema import name_of, schema_of
 from llmtailor.containers.unpickle import as_number
 from llmtailor.documents import encode
+from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint, split_parts
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, size_of
 from llmtailor.storage.local import as_path
@@ -40,6 +41,8 @@ class PartFacts(TypedDict):
     optimizer_steps: list[float]
     num_bytes: int
     num_bytes_by_kind: dict[str, int]
+    updates_missed: int
+    """Updates that Adam's step counts, and its second moments lack"""
     held: bool
     """Whether a partial checkpoint holds it"""
 
@@ -109,6 +112,7 @@ def describe(index: CheckpointIndex) -> Inspection:
     for name, differing in index.partial.differences.items():
         by_kind[structure.part_of[name]][MASTER] += differing.entry.num_bytes
     absent = absent_parts(index, structure)
+    missed = past.missed if (past := stated_attempt(index.root)) else {}
     roles = [param.role for param in index.params.values()]
     return {
         "schema": "llmtailor.inspect/1",
@@ -138,6 +142,7 @@ def describe(index: CheckpointIndex) -> Inspection:
                 "num_tensors": len(names),
                 "step": (step := index.step_of(part)),
                 "masters_step": newer if (newer := index.master_step_of(part)) > step else None,
+                "updates_missed": missed.get(part, missed.get(part.whole, 0)),
                 "optimizer_steps": sorted({steps[name] for name in map(structure.stored_in, names) if name in steps}),
                 "num_bytes": sum(by_kind[part].values()),
                 "num_bytes_by_kind": dict(by_kind[part]),

@@ -139,7 +139,7 @@ def test_where_they_differ_it_is_said():
     choices = choose_steps(sources, Sources({"a": 1, "b": 0, "c": 0}), base=0, target=TARGET)
     (notice,) = step_notices(choices, "base")
     assert "100" in notice.what and "200" in notice.what
-    assert f"{choices[0].worst_factor:.3f}" in notice.what
+    assert f"{choices[0].worst_factor:.2f}" in notice.what
     assert str(notice).count("\n") == 0
     assert step_notices(choices, "base", rebased=True) == []
     assert step_notices(choose_steps(sources, Sources({"a": 0, "b": 0, "c": 0}), base=0, target=TARGET), "base") == []

@@ -287,3 +287,36 @@ def test_a_report_tells_ages_of_masters_and_moments_apart(run, tmp_path):
         assert f"{8 - moments[oldest[0]]} steps older: {oldest[0]} moments" in page.text
     told = dict(zip(*map(page.table("part", "source").column, ("part", "step")), strict=True))
     assert told[oldest[0]] == f"{moments[oldest[0]]} (masters 8)"
+
+
+def test_the_updates_that_moments_lack_are_counted_over_failures(tmp_path):
+    """In a form with one count of Adam's steps for all params; scaled moments lack none."""
+
+    def lacking(checkpoint: Path) -> dict[str, int]:
+        rows = json.loads(call("inspect", checkpoint, "--json").stdout)["parts"]
+        return {row["part"]: row["updates_missed"] for row in rows if row["updates_missed"]}
+
+    def compose(name: str, *words: object) -> Path:
+        told = call("merge", "--run", tmp_path / "run", tmp_path / name, "--to", "deepspeed", *words)
+        assert ("moments are of up to" in told.stderr) == (words == ("--step", "base"))
+        return tmp_path / name
+
+    loop, policy = Loop(tmp_path / "run", policy="moments_in_turn:3").start(), "moments_in_turn:3"
+    loop.make_saves(4, 2)
+    loop.saver.close()
+    first = compose("first", "--step", "base")
+    old = {part: 8 - step for part, step in newest(tmp_path / "run", 8)[1].items() if step < 8}
+    assert lacking(first) == old and set(old.values()) == {2, 4}
+    assert f"lack up to {max(old.values())} updates that Adam counts" in call("inspect", first).stdout
+    assert lacking(compose("rebased")) == {}
+
+    loop.saver = loop._new_saver(policy=policy)
+    loop.saver.start(8, resumed_from=first)
+    report = loop.make_saves(2, 2)
+    loop.saver.close()
+    assert lacking(tmp_path / "run" / "partial" / "step-00000012") == old and report.updates_missed == 4
+    moments = newest(tmp_path / "run", 12)[1]
+    second = compose("second", "--step", "base")
+    wanted = {part: old.get(part, 0) + 12 - step for part, step in moments.items()}
+    assert lacking(second) == {part: number for part, number in wanted.items() if number}
+    assert lacking(compose("all rebased")) == {}

@@ -206,6 +206,8 @@ class Manifest:
     """Of ``masters`` -> the ``save_id`` of the save from whose masters theirs are differences"""
     is_thinned: bool = False
     """Whether ``thin`` made it from a full checkpoint: `IS_THINNED` among the policy's settings"""
+    policy: str = ""
+    """The name of the policy"""
 
     def runs_of(self, kind: str) -> dict[str, Runs]:
         """Return the elements of every trained param for which the rank shards hold a kind of state."""
@@ -323,6 +325,7 @@ def _parse(data: Any) -> Manifest:
     tied = {_name(name): stored for name, stored in data["tied"].items()}
     if any(name in params or stored not in params for name, stored in tied.items()):
         raise ValueError("a name is tied to none of its params")
+    policy = _mapping(data.get("policy", {}))
     return Manifest(
         **plain,
         parts={part: str(one["why"]) for part, one in chosen.items()},
@@ -341,7 +344,8 @@ def _parse(data: Any) -> Manifest:
             for one in _list(data.get("carried", []))
         },
         bases={part: _name(one["base"]) for part, one in masters.items() if "base" in one},
-        is_thinned=_mapping(data.get("policy", {})).get(IS_THINNED) is True,
+        is_thinned=policy.get(IS_THINNED) is True,
+        policy=str(policy.get("name", "")),
     )
 
 
