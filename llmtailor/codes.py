@@ -56,6 +56,7 @@ class Code(Enum):
     NOT_FINITE = "not-finite", "a state holds NaN or infinity"
     ALL_ZERO = "all-zero", "the moments of a whole flat tensor are zero, although Adam has made steps"
     NEGATIVE = "negative", "a mean of squares is negative"
+    ROUNDED = "rounded", "a partial checkpoint holds rounded states"
     NOT_ROUNDED = "not-rounded", "a weight is not its rounded master weight"
     SPLIT_WEIGHTS = "split-weights", "weights differ from their master weights on purpose (--allow-split)"
     TIED = "tied", "tied names point to nothing, or to each other"

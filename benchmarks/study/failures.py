@@ -74,6 +74,10 @@ CANDIDATES: Mapping[str, Saves] = {
 }
 
 
+FEW = ("fp32 masters, 8-bit moments", "moments of a quarter", "moments of a quarter, rebased", OTHER_ORDER)
+"""Tried with every seed; the others with the first one"""
+
+
 def failures(setting: Setting, number: int) -> list[int]:
     """Return the steps after which a training fails: at every second save, or at each where there are too few."""
     between = setting.every * (2 if setting.crash > 2 * number * setting.every else 1)
@@ -84,7 +88,8 @@ def run_seed(setting: Setting, number: int, seed: int, cells: Cells) -> None:
     """Run the cells of a seed that are not there yet."""
     text, key = digest(setting.text, *(["sources"] if setting.before else [])), f"{setting.name} x{number}"
     cells.drop_others(text, key, seed)
-    missing = [name for name in (*CANDIDATES, OTHER_ORDER) if not cells.has(key, seed, name)]
+    names = FEW if seed else (*CANDIDATES, OTHER_ORDER)
+    missing = [name for name in names if not cells.has(key, seed, name)]
     if not missing:
         return
     whole = Uninterrupted.run(setting, seed)

@@ -185,7 +185,6 @@ def _merge(
     from llmtailor.compose.plan import Options, plan_merge
     from llmtailor.compose.report import to_json
     from llmtailor.compose.write import bytes_to_move, check_room, preview, settle_output, write
-    from llmtailor.findings import folded
 
     wanted = Options(stage=STAGES[stage], replace=force, **options)
     composition, there = plan_merge(recipe, out, wanted, opened), None
@@ -206,7 +205,7 @@ def _merge(
             click.echo(plan_text(report))
     elif not quiet and not there:
         click.echo(parts_text(report))
-    for notice in folded(report.notices):
+    for notice in report.told:
         notify(notice)
     if there:
         what = f"{there} is complete and has the newest state of every part: nothing to merge"

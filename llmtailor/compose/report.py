@@ -12,6 +12,7 @@ from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, MEGATRON, TRAINER, 
 from llmtailor.checkpoint.layout import Plan
 from llmtailor.checkpoint.optimizer import count_ranks
 from llmtailor.checkpoint.sources import Sources
+from llmtailor.codes import Code
 from llmtailor.compose.averages import StepChoice, describe, matters
 from llmtailor.documents import document, encode
 from llmtailor.errors import Problem, counted
@@ -103,6 +104,11 @@ class Report:
     """Free space that the merge requires before it starts"""
     free_bytes: int
     notices: tuple[Problem, ...]
+
+    @property
+    def told(self) -> list[Problem]:
+        """The notices that a command prints. That states are rounded was chosen, and the saver has said it."""
+        return folded(notice for notice in self.notices if notice.code is not Code.ROUNDED)
 
 
 def part_rows(

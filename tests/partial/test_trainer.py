@@ -374,8 +374,8 @@ def test_small_files_and_counters_of_callbacks_come_along(tmp_path):
             "use keep_composable",
         ),
         ({"policy": "parity"}, {"save_strategy": "epoch"}, "every epoch, in place of full ones, by the policy parity"),
-        ({}, {"save_steps": 0.5}, "every 50% of the training, by the policy moments_in_turn"),
-        ({"save_steps": "auto"}, {}, "as often as 2.00% of the time allows, by the policy moments_in_turn"),
+        ({}, {"save_steps": 0.5}, "every 50% of the training, by the policy rounded"),
+        ({"save_steps": "auto"}, {}, "as often as 2.00% of the time allows, by the policy rounded"),
     ],
 )
 def test_a_run_says_what_it_will_do(tmp_path, caplog, attached, arguments, words):

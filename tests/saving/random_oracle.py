@@ -203,7 +203,8 @@ class Judge:
         if is_equal(mine, other):
             return
         options = self.case.options
-        masters, moments = options.get("masters"), options.get("moments")
+        usual = "8bit" if options["policy"] == "rounded" else None
+        masters, moments = options.get("masters"), options.get("moments", usual)
         is_fp32 = isinstance(other, torch.Tensor) and other.dtype == torch.float32
         if kind == "master" and masters and is_fp32 and rounds_to(mine, other, masters):
             return

@@ -47,7 +47,7 @@ from trainings.common import Tokens, arguments
 WIDTH, VOCAB = 6, 11
 POLICIES = (
     *("full", "parity", "round_robin:2", "round_robin:3", "moments_in_turn:2", "moments_in_turn:3", "adaptive:0.5"),
-    *("filter:first=1,last=1,every=2,aux_every=2", "budget:12", "parity:aux_every=1"),
+    *("filter:first=1,last=1,every=2,aux_every=2", "budget:12", "parity:aux_every=1", "rounded", "rounded"),
 )
 ROUNDED = ({"moments": "bf16"}, {"moments": "8bit"}, {"masters": "24bit"}, {"masters": "24bit", "moments": "8bit"})
 OPTIMIZERS = (*("AdamW", "AdamW", "amsgrad", "SGD", "Adagrad", "RMSprop", "NAdam"), *["Own"] * 3)

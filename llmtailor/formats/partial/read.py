@@ -341,7 +341,7 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     differences = _differences(partial)
     found |= {(True, "BF16") for one in differences.values() if one.entry.stored_as == D16}
     rounded = tuple(
-        Finding(name, what, fix, Code.STATE_DTYPE)
+        Finding(name, what, fix, Code.ROUNDED)
         for what, fix in (_ROUNDED[one] for one in sorted(found) if one in _ROUNDED)
     )
     index = replace(
