@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measure what partial saves cost in quality, and write the figures of benchmarks/fidelity.md.
 #
-#   ./benchmarks/study.sh            five seeds: two to three hours on 2 cores
-#   ./benchmarks/study.sh 2          two seeds: about an hour
+#   ./benchmarks/study.sh            five seeds: four to five hours on 2 cores
+#   ./benchmarks/study.sh 2          two seeds: about two hours
 #
 # Small Llamas and a Mixtral learn bytes, fail, and go on from what each policy has saved. Results are kept in ./study-run, one file
 # each, so that a stopped study goes on. See benchmarks/fidelity.md.
@@ -24,6 +24,12 @@ python -m study.precision "$cells" 1e-5:1,1e-5:2,1e-5:10,1e-6:1 0-"$seeds" &
 other=$!
 trap 'kill "$other" 2>/dev/null || true' EXIT
 python -m study.precision "$cells" tuned:1,tuned:2,tuned:10 0-"$seeds"
+wait "$other"
+trap - EXIT
+python -m study.failures "$cells" young,fast,deep,lion 0-"$seeds" &
+other=$!
+trap 'kill "$other" 2>/dev/null || true' EXIT
+python -m study.failures "$cells" wide,experts,continued,muon 0-"$seeds"
 wait "$other"
 trap - EXIT
 torchrun --standalone --nproc_per_node 1 -m study.zero3 "$cells" 0-"$seeds"

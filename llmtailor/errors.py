@@ -6,6 +6,7 @@
     ├── UsageError                   2  invalid command-line usage
     ├── RecipeError                  3  the recipe is malformed or contradicts itself
     ├── SourceError                  4  a checkpoint is missing, damaged or of an unsupported kind
+    │   ├── DamagedSource               files of a checkpoint have other bytes than were written
     │   ├── UnsupportedCheckpoint       an intact checkpoint of an unsupported kind
     │   │   ├── AnotherOptimizer        an intact checkpoint of an optimizer whose states can't be judged
     │   │   └── ObjectKeys              an intact file whose dicts have objects as keys
@@ -178,6 +179,8 @@ class SourceError(TailorError):
 
 class DamagedSource(SourceError):
     """Files of checkpoints have other bytes than llmtailor wrote."""
+
+    meaning = "files of a checkpoint have other bytes than were written"
 
     def __init__(self, problems: Problem | Iterable[Problem], roots: Iterable[Path] = ()):
         super().__init__(problems)

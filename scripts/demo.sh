@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole story on a fresh machine, without a GPU: save half while training, get killed, get back, go on.
+# The whole story on a fresh machine, without a GPU: save in half of the bytes, crash, recover, resume.
 #
 #   ./scripts/demo.sh
 #
@@ -64,7 +64,7 @@ kill_job() {
 stage "2/6  Train a tiny Llama: the unpatched Trainer, DeepSpeed ZeRO-3, bf16, 2 CPU ranks, 30 steps, a save every 5"
 say "Two lines of the training script, scripts/demo_train.py, are llmtailor's:"
 sed -n '/from llmtailor.saving/p; /attach(trainer/p' scripts/demo_train.py
-train run --output-dir "$made/run" --save moments_in_turn:4 --save-steps 5
+train run --output-dir "$made/run" --save rounded --save-steps 5
 until [[ -e $made/run/partial/step-00000015/manifest.json ]]; do
   kill -0 "$job" 2>/dev/null || { job='' && failed; }
   sleep 0.1
@@ -74,8 +74,8 @@ stage "3/6  Kill it in the middle"
 kill_job
 say "kill -9: torchrun and its ranks are gone. What lies in demo-run/run:"
 (cd "$made/run" && du -sh partial/step-*)
-say "The first save is complete. The others hold all master weights, and the moments of a quarter of the model in turn:"
-say "half of the bytes each. This is what the saver does unless told otherwise."
+say "Each save is complete: master weights exactly, Adam's moments in 8 bits, half of the bytes in all."
+say "This is what the saver does unless told otherwise."
 
 stage "4/6  Get it back, with one command"
 show llmtailor merge --run demo-run/run
@@ -84,7 +84,7 @@ say ""
 show llmtailor inspect "demo-run/run/$back"
 
 stage "5/6  Resume from it as always, trainer.train(resume_from_checkpoint=True), to step 30"
-train resumed --output-dir "$made/run" --save moments_in_turn:4 --save-steps 5 --resume
+train resumed --output-dir "$made/run" --save rounded --save-steps 5 --resume
 finish
 say "Done. For comparison, the same training uninterrupted, with the Trainer's own full checkpoints ..."
 train straight --output-dir "$made/straight" --save-steps 5
@@ -116,9 +116,8 @@ for step in sorted({1, 10, *range(back - 1, 31)}):
     print(f"    {step:4}{straight[step]:16.3f}{told}".rstrip())
 partial, full = num_bytes("run/partial/step-*"), num_bytes("straight/checkpoint-*")
 print(f"""
-The run resumed with the weights of step {back}; the moments of some layers were up to ten steps older.
-Six partial checkpoints, the complete first one among them, have {partial:,} bytes; six full ones have {full:,},
-which is {full / partial:.2f} times as much.""")
+The run resumed with the weights of step {back} and rounded moments.
+Six partial checkpoints have {partial:,} bytes; six full ones have {full:,}, which is {full / partial:.2f} times as much.""")
 PYTHON
 
 stage "6/6  Or say yourself what comes from where, and for how many GPUs: a recipe, on two of the full checkpoints"

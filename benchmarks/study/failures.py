@@ -29,6 +29,8 @@ SETTINGS = {
         for setting in (
             Setting("young", SMALL, "descriptions", 1e-4, 240, 6, crash=180, before=240, bf16=True),
             Setting("fast", SMALL, "sources", 4e-3, 240, 6, crash=180, bf16=True),
+            Setting("lion", SMALL, "sources", 2e-3, 240, 6, crash=180, bf16=True, optimizer="lion"),
+            Setting("muon", SMALL, "sources", 4e-3, 240, 6, crash=180, bf16=True, optimizer="muon"),
         )
     },
 }
@@ -89,6 +91,7 @@ def run_seed(setting: Setting, number: int, seed: int, cells: Cells) -> None:
     text, key = digest(setting.text, *(["sources"] if setting.before else [])), f"{setting.name} x{number}"
     cells.drop_others(text, key, seed)
     names = FEW if seed else (*CANDIDATES, OTHER_ORDER)
+    names = names if setting.optimizer == "adamw" else (FEW[0], OTHER_ORDER)  # without a second moment that is a sum
     missing = [name for name in names if not cells.has(key, seed, name)]
     if not missing:
         return

@@ -18,7 +18,7 @@ from typing import Any
 
 from llmtailor.report.chart import Chart, Scale
 from llmtailor.report.page import templates
-from study import precision
+from study import failures, precision
 from study.run import LIKE_FILTER, OTHER_ORDER, SETTINGS, SHORTER, Cells
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -195,6 +195,28 @@ def bytes_per_param(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) ->
     return "\n\n".join([*tables, estimate, f"Seeds: {seeds}."])
 
 
+def after_failures(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) -> str:
+    """Return what policies cost after one failure and after ten: a table for each measure."""
+    tables = []
+    for number in (1, 10):
+        keys = [key for name in failures.SETTINGS if (key := f"{name} x{number}") in settings]
+        columns = [f"{key.partition(' ')[0]} ({max(map(len, settings[key].values()))})" for key in keys]
+        sizes = {n: c["bytes"] for key in keys for n, of in settings[key].items() for c in of.values() if "bytes" in c}
+        for title, measure in MEASURES.items():
+            if "at once" in title:
+                continue
+            told = f"{title}, {number} failure{'s' * (number > 1)}"
+            lines = [f"| {told} | bytes | {' | '.join(columns)} |", "|---|---:" + "|---:" * len(columns) + "|"]
+            for name in (*failures.CANDIDATES, OTHER_ORDER):
+                found = [[measure(cell) for cell in settings[key].get(name, {}).values()] for key in keys]
+                shown = [around(values, is_signed="gap" in title) for values in found]
+                if any(shown):
+                    size = f"{sizes[name]:.2f}" if name in sizes else ""
+                    lines.append(f"| {name} | {size} | {' | '.join(shown)} |")
+            tables.append("\n".join(lines))
+    return "\n\n".join([*tables, "In brackets: the number of seeds; fewer where there is no spread."])
+
+
 def around(values: Sequence[float], *, is_signed: bool) -> str:
     """Return the mean, and of numbers with a sign the standard deviation too, with two digits that count."""
     if not values:
@@ -215,6 +237,8 @@ def main() -> None:
         (DOCS / "pictures" / "fidelity.svg").write_text(picture(settings), encoding="utf-8")
     if coarse := by_name(Cells(cache / "precision").all()):
         made["precision"] = bytes_per_param(coarse)
+    if failed := by_name(Cells(cache / "failures").all()):
+        made["failures"] = after_failures(failed)
     page = Path(__file__).parents[1] / "fidelity.md"
     text = page.read_text(encoding="utf-8")
     text = _MARK.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n\n{m[3]}" if m[2] in made else m[0], text)

@@ -44,6 +44,8 @@ class Setting:
     """Steps of training on ``sources`` that come before, at a constant learning rate"""
     bf16: bool = False
     """Whether the weights of each forward pass are masters rounded to bf16"""
+    optimizer: str = "adamw"
+    """``adamw``; ``lion``; or ``muon``, for the matrices of layers, with AdamW for the rest"""
 
     def looks(self) -> list[int]:
         """Return the saves at which composites are evaluated, without going on from them."""
@@ -57,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class State:
-    """Masters and moments at a step: param -> [weight, exp_avg, exp_avg_sq]."""
+    """Masters and moments at a step: param -> [weight, exp_avg or momentum, exp_avg_sq or zeros]."""
 
     step: int
     params: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -84,16 +86,39 @@ def new_model(size: Size) -> LlamaForCausalLM | MixtralForCausalLM:
     return MixtralForCausalLM(MixtralConfig(**sizes, **experts))
 
 
+class Lion(torch.optim.Optimizer):
+    """X. Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, with its default betas."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                momentum = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.mul_(1 - group["lr"] * 0.01).sub_((0.9 * momentum + 0.1 * param.grad).sign_(), alpha=group["lr"])
+                momentum.mul_(0.99).add_(param.grad, alpha=0.01)
+
+
+def new_optimizers(setting: Setting, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    params = [*model.parameters()]
+    if setting.optimizer == "lion":
+        return [Lion(params, {"lr": setting.lr})]
+    matrices = [one for name, one in model.named_parameters() if ".layers." in name and one.dim() == 2]
+    matrices = matrices if setting.optimizer == "muon" else []
+    rest = [param for param in params if not any(param is one for one in matrices)]
+    adamw = torch.optim.AdamW(rest, lr=setting.lr, betas=(0.9, 0.999), weight_decay=0.01)
+    return [adamw, *([torch.optim.Muon(matrices, setting.lr, adjust_lr_fn="match_rms_adamw")] if matrices else [])]
+
+
 class Training:
-    """A model, AdamW, and a schedule with warm-up and cosine."""
+    """A model, its optimizers, and a schedule with warm-up and cosine."""
 
     def __init__(self, setting: Setting, seed: int, order: int | None = None) -> None:
         torch.manual_seed(seed)
         self.setting, self.order = setting, seed if order is None else order
         self.model = new_model(setting.size)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=setting.lr, betas=(0.9, 0.999), weight_decay=0.01
-        )
+        self.optimizers = new_optimizers(setting, self.model)
+        self.optimizer = self.optimizers[0]
+        """The only one, but for Muon"""
         self.names = [name for name, _ in self.model.named_parameters()]
         self.step = 0
         self.is_reversed = False
@@ -115,15 +140,16 @@ class Training:
                 at(self.step)
 
     def _make(self, text: str, rate: float, number: int) -> None:
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = rate
         tokens = batch(text, BATCH, LENGTH, self.order, number)
         tokens = tokens.flip(0) if self.is_reversed else tokens
         with self._forward_weights():
             self.model(input_ids=tokens, labels=tokens).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def loss(self) -> float:
         """Return the held-out loss in nats per byte."""
@@ -150,9 +176,11 @@ class Training:
         """Return a copy of the state."""
         params, adam = {}, {}
         for name, param in self.model.named_parameters():
-            kept = self.optimizer.state[param]
-            params[name] = (param.detach().clone(), kept["exp_avg"].clone(), kept["exp_avg_sq"].clone())
-            adam[name] = float(kept["step"])
+            kept = self._state_of(param)
+            mean = kept["momentum_buffer" if "momentum_buffer" in kept else "exp_avg"].clone()
+            square = kept["exp_avg_sq"].clone() if "exp_avg_sq" in kept else torch.zeros_like(mean)
+            params[name] = (param.detach().clone(), mean, square)
+            adam[name] = float(kept.get("step", self.step))
         return State(self.step, params, adam)
 
     def load(self, state: State) -> None:
@@ -162,8 +190,11 @@ class Training:
             for name, param in self.model.named_parameters():
                 weight, mean, square = state.params[name]
                 param.copy_(weight)
-                self.optimizer.state[param] = {
-                    "step": torch.tensor(state.adam[name]),
-                    "exp_avg": mean.clone(),
-                    "exp_avg_sq": square.clone(),
-                }
+                values = {"exp_avg": mean, "momentum_buffer": mean, "exp_avg_sq": square}
+                kept = self._state_of(param)
+                kept |= {kind: value.clone() for kind, value in values.items() if kind in kept}
+                if "step" in kept:
+                    kept["step"] = torch.tensor(state.adam[name])
+
+    def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        return next(one.state[param] for one in self.optimizers if param in one.state)

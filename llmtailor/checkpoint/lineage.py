@@ -32,7 +32,7 @@ class Past:
     lineage: str
     history: Mapping[str, int]
     """Earlier lineage -> its last step that belongs to this one"""
-    missed: Mapping[Part, int] = field(default_factory=dict, compare=False)
+    missed: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Part -> updates that Adam's step counts and its moments lack: a resume has gone on with older ones"""
 
     @property
@@ -58,7 +58,7 @@ def read_past(step: Any, lineage: Any, history: Any, missed: Any = None) -> Past
         return None
     if not isinstance(missed, Mapping | None) or not all(map(_is_count, (missed or {}).values())):
         return None
-    return Past(step, lineage, dict(history), {Part(part): number for part, number in (missed or {}).items()})
+    return Past(step, lineage, dict(history), dict(missed or {}))
 
 
 def is_one_attempt(stated: Iterable[Past]) -> bool:
@@ -86,7 +86,7 @@ class Ledger:
     """Part -> number and step of the save that last held it"""
     policy_state: Mapping[str, Any] | None = None
     """State that a custom policy keeps between saves, as JSON data"""
-    missed: Mapping[Part, int] = field(default_factory=dict)
+    missed: Mapping[str, int] = field(default_factory=dict)
     """See `Past`"""
 
     def __post_init__(self) -> None:
@@ -181,8 +181,7 @@ class Ledger:
         if problems:
             raise SourceError(Problem(where, f"{WHAT} is damaged: {what}", FIX) for what in problems)
         held_by = {Part(part): (save, step) for part, (save, step) in data["held_by"].items()}
-        missed = {Part(part): number for part, number in data["missed"].items()}
-        return cls(data["lineage"], data["history"], data["saves"], held_by, data["policy_state"], missed)
+        return cls(data["lineage"], data["history"], data["saves"], held_by, data["policy_state"], data["missed"])
 
 
 def _problems(data: Mapping[str, Any]) -> list[str]:
