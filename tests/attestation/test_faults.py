@@ -29,6 +29,7 @@ EVERYWHERE = {
     "module_replaced": ("optimizer: 1 param that", None, "the optimizer was made before"),
     "param_frozen": ("not trained", {"master"}, "not trained: frozen, or left out"),
     "steps_reset": ("Adam's step is 0, 4", "", "Adam's step count"),
+    "step_gone": ("Adam's step: missing, 4", "", "Adam's step count"),
 }
 SCHEDULED = {
     "schedule_restarted": ("schedule", "", "schedule was restarted"),
@@ -67,6 +68,8 @@ EXCHANGED = {"decay_exchanged": ("weight_decay is", "", "exchanged between param
 NOTED = {
     "decay_changed": "weight_decay is 0.7",
     "schedule_changed": "schedule: the learning rate of param group 0 at its step is",
+    "type_changed": "schedule: lr_scheduler_type is cosine, linear in the checkpoint",
+    "total_changed": "schedule: max_steps is 60, 6 in the checkpoint",
 }
 CASES = {
     "engine-1": {**EVERYWHERE, **ZERO},
@@ -89,7 +92,8 @@ CASES = {
         "param_trained": ("frozen in the checkpoint", {"master"}, "were frozen"),
     },
 }
-TRAINERS = {name: {**EVERYWHERE, **ZERO, **SCHEDULED} for name in ("zero1", "zero2", "llama", "lora3")}
+ARGUED = {"type_changed": (), "total_changed": ()}
+TRAINERS = {name: {**EVERYWHERE, **ZERO, **SCHEDULED, **ARGUED} for name in ("zero1", "zero2", "llama", "lora3")}
 for _name in ("llama", "lora3"):  # of ZeRO-3, where every param is divided
     TRAINERS[_name] = {fault: how for fault, how in TRAINERS[_name].items() if fault not in COPIES}
 TRAINERS |= {name: {**EVERYWHERE, **SCHEDULED} for name in ("lightning", "lightning-zero-2")}
