@@ -13,6 +13,7 @@ pytestmark = pytest.mark.real
 from transformers import Trainer, TrainerCallback  # noqa: E402
 
 import llmtailor  # noqa: E402
+from helpers.cases import diagonal, mostly_long  # noqa: E402
 from llmtailor.errors import VerificationError  # noqa: E402
 from llmtailor.saving import AttestResume  # noqa: E402
 from saving.loop import log_of  # noqa: E402
@@ -74,7 +75,7 @@ def notes_on_schedules(run, caplog, **options):
     return [line.partition("note: schedule: ")[2] for line in caplog.text.splitlines() if "note: schedule: " in line]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", mostly_long(SCHEDULES, "longer", "own"))
 def test_another_schedule_is_a_note_and_never_evidence(run, caplog, name):
     """The first rate is the checkpoint's, whatever rule computes the next ones."""
     options, starts = SCHEDULES[name]
@@ -169,8 +170,10 @@ class Spoiling(TrainerCallback):
                 next(model.parameters()).mul_(1.5)
 
 
-@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step"])
-@pytest.mark.parametrize("has_saver", [True, False])
+@pytest.mark.parametrize(
+    ("has_saver", "event"),
+    diagonal([True, False], ["on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step"]),
+)
 def test_what_callbacks_change_before_the_first_step_is_seen(run, event, has_saver, capfd):
     spoiling = Spoiling(event)
     callbacks = (spoiling,) if has_saver else (AttestResume(), spoiling)
