@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,19 @@ from llmtailor.attestation.compare import (
     compare_ties,
     entry_of,
     expected_states,
-    float_of,
+    rates_in,
 )
 from llmtailor.attestation.read import Live, compare_copies, compare_states, digest_copies, lost_states
 from llmtailor.attestation.report import Attestation, headline, lacking, lines_of, other_params, summarize
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.codes import Code
+from llmtailor.containers.json import read_json
+from llmtailor.containers.torch_file import read_attributes
 from llmtailor.containers.unpickle import Call
 from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint, VerificationError
 from llmtailor.formats.common.lightning import SCHEDULERS
 from llmtailor.formats.registry import survey_checkpoint
-from llmtailor.loaders.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE, tag_in
+from llmtailor.loaders.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE, TRAINING_ARGS, tag_in
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, State
 from llmtailor.ranks.group import Team
@@ -122,7 +125,10 @@ def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
     mismatches += compare_numbers(index, live.numbers, live.aliases)
     in_groups, notes = compare_groups(index, live.groups)
-    schedule, more = compare_schedule(live.schedule, saved_schedule(index))
+    saved = saved_schedule(index)
+    if saved is not None and live.schedule is not None:
+        saved = replace(saved, arguments=_saved_arguments(index, live.schedule.arguments))
+    schedule, more = compare_schedule(live.schedule, saved)
     mismatches += [*compare_strays(live.strays), *compare_ties(index, live.roles, live.aliases)]
     mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
     scale = saved_scale(index)
@@ -165,10 +171,26 @@ def saved_schedule(index: CheckpointIndex) -> Schedule | None:
     for one in (tree, *(model.get("lr_scheduler") for model in models), *of_lightning, _scheduler_in_dcp(index)):
         if isinstance(one, Mapping):
             options = next((options_of(model.get("ds_config")) for model in models), {})
-            last = one.get("_last_lr") or [group.hyper.get("lr") for group in index.groups]  # DeepSpeed's has no rates
-            rates = [rate for rate in map(float_of, last) if rate is not None]
-            return Schedule(one, options, rates if len(rates) == len(last) else ())
+            rates = one.get("_last_lr") or [group.hyper.get("lr") for group in index.groups]  # DeepSpeed's has no rates
+            return Schedule(one, options, rates_in(rates))
     return None
+
+
+def _saved_arguments(index: CheckpointIndex, wanted: Collection[str]) -> Mapping[str, Any]:
+    """Return the Trainer's arguments that decide the schedule. No resume needs their file, so it may be missing."""
+    values: dict[str, Any] = {}
+    if not wanted:
+        return values
+    with suppress(SourceError):
+        arguments = read_attributes(index.root, TRAINING_ARGS, index.name)
+        values = {key: arguments[key] or 0 for key in wanted if key in arguments and key != MAX_STEPS}
+    with suppress(SourceError):  # the arguments may state epochs
+        if MAX_STEPS in wanted and (steps := read_json(index.root / TRAINER_STATE, index.name).get(MAX_STEPS)):
+            values[MAX_STEPS] = steps
+    return {key: one.args[0] if isinstance(one, Call) and one.args else one for key, one in values.items()}
+
+
+MAX_STEPS = "max_steps"
 
 
 def _scheduler_in_dcp(index: CheckpointIndex) -> Mapping[str, Any] | None:

@@ -284,16 +284,19 @@ def _compare_group(group: LiveGroup, saved: Mapping[str, Any]) -> Iterable[Misma
 def compare_steps(
     index: CheckpointIndex, steps: Mapping[str, float | None], aliases: Mapping[str, Sequence[str]]
 ) -> list[Mismatch]:
-    """Compare the optimizer's step of each param; ``steps`` are those of this rank, None for a param without state."""
+    """Compare the optimizer's step of each param; ``steps`` are those of this rank, None for a param that has other
+    states only."""
     saved = index.steps()
-    found: dict[tuple[float, float], int] = {}
+    found: dict[tuple[float | None, float], int] = {}
     for param, live in steps.items():
         names = [name for name in (param, *aliases.get(param, ())) if name in saved]
-        if live is not None and names and float(live) != float(saved[names[0]]):
-            key = (float(live), float(saved[names[0]]))
-            found[key] = found.get(key, 0) + 1
+        before = float(saved[names[0]]) if names else 0.0
+        if names and (live or 0.0) != before:
+            found[live, before] = found.get((live, before), 0) + 1
     return [
-        Mismatch(Subject.STEP, "Adam's step", live, before, True, count=count)
+        Mismatch(
+            Subject.STEP, "Adam's step", live, before, True, Kind.CHANGED if live is not None else Kind.MISSING, count
+        )
         for (live, before), count in found.items()
     ]
 
@@ -360,6 +363,12 @@ class Schedule:
     """Of DeepSpeed's, whose state is only where it stands: type and params, as the engine's config has them"""
     rates: Sequence[float] = ()
     """Where it stands: live those that it computes, if its rule is not in its state; saved those that it had"""
+    inner: Sequence[Schedule] = ()
+    """The live schedulers that it consists of"""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the Trainer's, whose rule is a function: what the function was made by"""
+    logged: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
+    """Step -> the rate that was logged, and those that the live rule computes before and after the step"""
 
 
 _COUNTS = ("last_epoch", "last_batch_iteration", "num_updates")
@@ -380,38 +389,64 @@ def compare_schedule(live: Schedule | None, saved: Schedule | None) -> tuple[lis
         if saved is not None:
             return [], ["schedule: the checkpoint has one, but the training gives none to compare"]
         return [], ["schedule: the checkpoint has none to compare with"] if live is not None else []
-    found = list(_compare_scheduler("schedule", live.state, saved.state))
+    found = list(_compare_scheduler("schedule", live, saved))
     if any(one.is_alarm for one in found):
         return [one for one in found if one.is_alarm], []
     if live.options and saved.options:
         found += _compare_plain("schedule", live.options, saved.options, live.options.keys() | saved.options.keys())
-    for number, (mine, other) in enumerate(zip(live.rates, saved.rates, strict=False)):
-        if not math.isclose(mine, other, rel_tol=1e-5, abs_tol=1e-12):
-            what = f"schedule: the learning rate of param group {number} at its step"
-            found.append(Mismatch(Subject.SCHEDULE, what, mine, other, False))
-            break
+    found += _compare_plain("schedule", live.arguments, saved.arguments, live.arguments.keys() & saved.arguments.keys())
+    if found:
+        return found, []
+    # The Trainer logs the rate of before the step; with DeepSpeed, and in older versions, that of after it.
+    pairs = [[(step, rates[at], rates[0]) for step, rates in live.logged.items()] for at in (1, 2)]
+    off = min(([one for one in ones if not _is_rate(*one[1:])] for ones in pairs), key=len)
+    for step, mine, logged in off[:1]:
+        found.append(Mismatch(Subject.SCHEDULE, f"schedule: the learning rate of step {step}", mine, logged, False))
     return found, []
 
 
-def _compare_scheduler(what: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[Mismatch]:
+def rates_in(values: Any) -> list[float]:
+    """Return learning rates of a checkpoint, by group; empty unless all are numbers."""
+    rates = [rate for rate in map(float_of, values or ()) if rate is not None]
+    return rates if len(rates) == len(values or ()) else []
+
+
+def _is_rate(live: float, saved: float) -> bool:
+    return math.isclose(live, saved, rel_tol=1e-5, abs_tol=1e-12)
+
+
+def _compare_scheduler(what: str, schedule: Schedule, before: Schedule) -> Iterator[Mismatch]:
+    live, saved = schedule.state, before.state
     for key in _POSITION:
         mine, other = float_of(live.get(key)), float_of(saved.get(key))
         if mine is not None and other is not None and mine != other:
             kind = Kind.ANOTHER_STEP if key in _COUNTS else Kind.CHANGED
             yield Mismatch(Subject.SCHEDULE, f"{what}: {key}", _whole(mine), _whole(other), True, kind)
-    ours, others = live.get(_INNER), saved.get(_INNER)
-    if isinstance(ours, (list, tuple)) and isinstance(others, (list, tuple)):
+    ours, others = schedule.inner, saved.get(_INNER)
+    if ours and isinstance(others, (list, tuple)):
         if len(ours) != len(others):
             yield Mismatch(Subject.SCHEDULE, f"{what}: number of schedulers", len(ours), len(others), False)
-        for number, (mine, other) in enumerate(zip(ours, others, strict=False)):
-            yield from _compare_scheduler(f"{what} {number}", mine, other)
+        for number, (inner, other) in enumerate(zip(ours, others, strict=False)):
+            yield from _compare_scheduler(f"{what} {number}", inner, Schedule(other, rates=rates_in(other.get(_RATES))))
     if more := sorted(key for key in live.keys() - saved.keys() if key[0] != "_" and key not in _NOT_OF_SCHEDULES):
         yield Mismatch(Subject.SCHEDULE, f"{what}: {', '.join(more)}", "of this scheduler", "another one", False)
     keys = live.keys() & saved.keys() - {*_POSITION, *_NOT_OF_SCHEDULES}
     yield from _compare_plain(what, live, saved, keys)
+    for number, (rule, stored) in enumerate(zip(live.get(_RULES) or (), saved.get(_RULES) or (), strict=False)):
+        if isinstance(stored, Mapping):  # the attributes of an object; torch keeps nothing of a function
+            attributes = rule if isinstance(rule, Mapping) else {}
+            yield from _compare_plain(f"{what}: rule {number}", attributes, stored, attributes.keys() | stored.keys())
+    if live.get("last_epoch") == -1:  # of SequentialLR, and not its turn yet
+        return
+    for number, (mine, other) in enumerate(zip(schedule.rates, before.rates, strict=False)):
+        if not _is_rate(mine, other):
+            name = f"{what}: the learning rate of param group {number} at its step"
+            yield Mismatch(Subject.SCHEDULE, name, mine, other, False)
+            break
 
 
-_NOT_OF_SCHEDULES = {"_step_count", "_last_lr", "_get_lr_called_within_step", "verbose"}
+_RATES, _RULES = "_last_lr", "lr_lambdas"
+_NOT_OF_SCHEDULES = {"_step_count", _RATES, _RULES, _INNER, "_get_lr_called_within_step", "verbose"}
 
 
 def _compare_plain(
@@ -456,8 +491,8 @@ def plain(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
+    if isinstance(value, (list, Mapping)):
+        return all(map(_is_plain, value.values() if isinstance(value, Mapping) else value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 

@@ -107,6 +107,7 @@ class Live:
     aliases: Mapping[str, Sequence[str]]
     """Tied param -> its other names"""
     steps: Mapping[str, float | None]
+    """The optimizer's step of each param; None if the param has other states only"""
     numbers: Mapping[str, Mapping[str, Number]]
     """Of each trained param of which this rank has elements, the states that are single numbers"""
     groups: Sequence[LiveGroup]

@@ -121,6 +121,8 @@ class Held:
     """Persistent buffers as they were before a forward pass, which may change them, if there was one"""
     not_compared: Sequence[str] = ()
     """Types of objects whose states are saved and loaded along"""
+    trainer: Any = None
+    """A Trainer of transformers, whose arguments and log say more of the schedule than its state"""
 
     @property
     def own_scheduler(self) -> HasState | None:

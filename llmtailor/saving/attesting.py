@@ -16,7 +16,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from llmtailor.attestation.by_position import index_by_position
-from llmtailor.attestation.check import ENGINE_COUNTERS, announce, attest_live, guarded, judged, open_index, options_of
+from llmtailor.attestation.check import (
+    ENGINE_COUNTERS,
+    MAX_STEPS,
+    announce,
+    attest_live,
+    guarded,
+    judged,
+    open_index,
+    options_of,
+)
 from llmtailor.attestation.compare import (
     OFF,
     Kind,
@@ -190,7 +199,7 @@ def live_of(opened: Opened, held: Held) -> Live:
     transient = _transient_buffers(opened)
     lost = _lost(opened)
     unsure = _unsure(opened.index)
-    rates = rates_of(scheduler)
+    rates, states = rates_of(scheduler), training.states()
     groups = [
         LiveGroup(tuple(names), hyper, rates[number] if number < len(rates) else None)
         for number, (names, hyper) in enumerate(training.groups())
@@ -200,15 +209,15 @@ def live_of(opened: Opened, held: Held) -> Live:
         copies=lambda: (_fragment(one, training.params[one.param].shape) for one in training.copies()),
         roles={name: fact.role for name, fact in training.params.items()} | dict.fromkeys(transient, "buffer"),
         aliases=aliases_of(training.tied),
-        steps=training.steps(),
+        steps={name: step for name, step in training.steps().items() if step is not None or states.get(name)},
         numbers={
             name: {kind: number for kind, one in values.items() if (number := _number(one)) is not None}
-            for name, values in training.states().items()
+            for name, values in states.items()
         },
         groups=groups,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        schedule=schedule_of(scheduler, engine) if scheduler is not None else None,
+        schedule=schedule_of(scheduler, engine, held.trainer) if scheduler is not None else None,
         counters={**held.counters, **more},
         scale=held.scaler.state_dict() if held.scaler is not None else _scale_of(engine),
         without_gradient=frozenset(
@@ -276,12 +285,43 @@ def _number(value: Any) -> Number | None:
     return Number(float(value)) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def schedule_of(scheduler: Any, engine: Any) -> Schedule:
+def schedule_of(scheduler: Any, engine: Any, trainer: Any = None) -> Schedule:
     inner = getattr(scheduler, "scheduler", scheduler)
     is_deepspeeds = type(inner).__module__.startswith("deepspeed.")
     options = options_of(engine.config) if is_deepspeeds and engine is not None else {}
     has_rule_beside = is_deepspeeds or isinstance(inner, torch.optim.lr_scheduler.LambdaLR)
-    return Schedule(scheduler.state_dict(), options, rates_of(scheduler) if has_rule_beside else ())
+    return Schedule(
+        scheduler.state_dict(),
+        options,
+        rates_of(scheduler) if has_rule_beside else (),
+        [schedule_of(one, None) for one in getattr(inner, "_schedulers", ())],
+        _arguments_of(inner, trainer) if trainer is not None and not is_deepspeeds else {},
+        _logged(inner, trainer) if trainer is not None else {},
+    )
+
+
+def _arguments_of(scheduler: Any, trainer: Any) -> dict[str, Any]:
+    """Return the Trainer's arguments that decide the schedule, as far as it may depend on them."""
+    names = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
+    values = {name: getattr(trainer.args, name, None) or 0 for name in names}
+    if any("num_training_steps" in getattr(rule, "keywords", ()) for rule in getattr(scheduler, "lr_lambdas", ())):
+        values[MAX_STEPS] = trainer.state.max_steps
+    return {name: getattr(value, "value", value) for name, value in values.items()}
+
+
+def _logged(scheduler: Any, trainer: Any) -> dict[int, tuple[float, float, float]]:
+    """Return the rates that the steps before the resume logged, and those that the rule of the live scheduler computes
+    for them; a sample of many. Steps that a loss scale has skipped are not the scheduler's."""
+    entries = [one for one in trainer.state.log_history if "learning_rate" in one and one.get("step")]
+    if getattr(scheduler, "last_epoch", None) != trainer.state.global_step:
+        return {}
+    found = {}
+    for entry in entries[:: len(entries) // 256 + 1]:
+        step, rate = int(entry["step"]), float_of(entry["learning_rate"])
+        before, after = (rates_of(scheduler, at)[:1] for at in (step - 1, step))
+        if rate is not None and before and after:
+            found[step] = (rate, before[0], after[0])
+    return found
 
 
 def _scale_of(engine: Any) -> Mapping[str, Any] | None:
@@ -323,15 +363,16 @@ def _read(tensor: torch.Tensor, runs: Runs, dtype: str) -> memoryview:
     return bytes_of(joined.to(_TORCH_DTYPES[dtype]).to("cpu").contiguous())
 
 
-def rates_of(scheduler: Any) -> list[float]:
-    """Return the learning rates that a scheduler of torch computes for where it stands, by group; empty if unknown."""
+def rates_of(scheduler: Any, step: int | None = None) -> list[float]:
+    """Return the learning rates that a scheduler of torch computes for where it stands, by group, or for another step
+    if it has a rule for any; empty if unknown."""
     inner = getattr(scheduler, "scheduler", scheduler)  # accelerate's wraps it
     try:
         if isinstance(inner, torch.optim.lr_scheduler.LambdaLR):
-            return [
-                float(base) * rule(inner.last_epoch)
-                for base, rule in zip(inner.base_lrs, inner.lr_lambdas, strict=True)
-            ]
+            step = inner.last_epoch if step is None else step
+            return [float(base) * rule(step) for base, rule in zip(inner.base_lrs, inner.lr_lambdas, strict=True)]
+        if step is not None:
+            return []
         if type(inner).__module__.startswith("deepspeed."):
             return [float(rate) for rate in inner.get_lr()]
         if hasattr(inner, "_get_closed_form_lr"):
@@ -356,8 +397,8 @@ def parts_of(trainer: Trainer) -> Held:
         scheduler = engine.lr_scheduler
     scaler, counters = getattr(trainer.accelerator, "scaler", None), {"global_step": trainer.state.global_step}
     if engine is not None:
-        return Held(engine, scheduler=scheduler, scaler=scaler, counters=counters)
-    return Held(None, trainer.model, trainer.optimizer, scheduler, scaler, counters)
+        return Held(engine, scheduler=scheduler, scaler=scaler, counters=counters, trainer=trainer)
+    return Held(None, trainer.model, trainer.optimizer, scheduler, scaler, counters, trainer=trainer)
 
 
 def callers() -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.real
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
+from helpers.cases import mostly_long  # noqa: E402
 from llmtailor.saving import AttestResume  # noqa: E402
 from trainings.alone import Alone  # noqa: E402
 
@@ -100,7 +101,7 @@ def resume(run, change=lambda trainer: None, how="sample"):
     return found_by(folder / f"checkpoint-{STEP}", change, how, max_steps=4, **MADE[name])
 
 
-@pytest.mark.parametrize("how", ["sample", "full"])
+@pytest.mark.parametrize("how", mostly_long(["sample", "full"], "sample"))
 def test_a_clean_resume_is_the_same(run, how):
     found = resume(run, how=how)
     assert found.is_same and found.num_same == found.num_states > 20, found

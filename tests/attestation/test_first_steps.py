@@ -101,6 +101,103 @@ def test_where_a_schedule_of_any_kind_stands(kind):
     assert any(one.is_alarm for one in compare_schedule(restarted, saved)[0])
 
 
+CHANGED = {
+    "restarts": [("T_cur", 1, True), ("T_mult", 2, False)],
+    "one_cycle": [("total_steps", 60, False)],
+    "cosine": [("T_max", 60, False)],
+    "plateau": [("best", 0.1, True), ("num_bad_epochs", 2, True), ("factor", 0.5, False)],
+    "multi": [("milestones", {2: 1, 5: 1}, False)],
+    "sequential": [("_milestones", [5], False)],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "is_alarm"), [(kind, *one) for kind in CHANGED for one in CHANGED[kind]]
+)
+def test_what_a_schedule_consists_of(kind, key, value, is_alarm):
+    """Where it stands is an alarm if it differs, and what it computes by is a note."""
+    saved, live = stands_at(kind, 3).state_dict(), stands_at(kind, 3)
+    setattr(live, key, value)
+    (found,) = compare_schedule(schedule_of(live, None), Schedule(saved))[0]
+    assert (found.what, found.live, found.is_alarm) == (f"schedule: {key}", value, is_alarm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "is_alarm"),
+    [
+        ("sequential", "T_max", 60, False),
+        ("sequential", "last_epoch", 0, True),
+        ("chained", "gamma", 0.5, False),
+        ("chained", "last_epoch", 0, True),
+    ],
+)
+def test_what_an_inner_schedule_consists_of(kind, key, value, is_alarm):
+    saved, live = stands_at(kind, 3).state_dict(), stands_at(kind, 3)
+    setattr(live._schedulers[1], key, value)
+    (found,) = compare_schedule(schedule_of(live, None), Schedule(saved))[0]
+    assert (found.what, found.live, found.is_alarm) == (f"schedule 1: {key}", value, is_alarm)
+
+
+@pytest.mark.parametrize(("steps", "number"), [(1, 0), (3, 1)])
+def test_another_rule_of_an_inner_schedule(steps, number):
+    """Each that has had its turn"""
+
+    def stands(*rules):
+        adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.01)
+        of = torch.optim.lr_scheduler
+        scheduler = of.SequentialLR(adam, [of.LambdaLR(adam, rule) for rule in rules], [2])
+        for _ in range(steps):
+            adam.step()
+            scheduler.step()
+        return scheduler
+
+    rules = [lambda step: 0.1 + step, lambda step: 0.5**step]
+    saved = stands(*rules)
+    assert compare_schedule(schedule_of(stands(*rules), None), Schedule(saved.state_dict()))[0] == []
+    for changed in range(2):
+        others = [(lambda step: 0.3 / (1 + step)) if at == changed else rule for at, rule in enumerate(rules)]
+        live = stands(*rules)
+        for scheduler, rule in zip(live._schedulers, others, strict=True):
+            scheduler.lr_lambdas = [rule]
+        found = compare_schedule(schedule_of(live, None), Schedule(saved.state_dict()))[0]
+        told = {f"schedule {changed}: the learning rate of param group 0 at its step"} if changed <= number else set()
+        assert {one.what for one in found} == told
+
+
+class Rule:
+    def __init__(self, total):
+        self.total = total
+
+    def __call__(self, step):
+        return max(0.0, 1 - step / self.total) if step > 5 else 1.0
+
+
+def test_the_attributes_of_a_rule_that_is_an_object():
+    def stands(total):
+        adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.01)
+        return torch.optim.lr_scheduler.LambdaLR(adam, Rule(total))
+
+    live, saved = stands(60), Schedule(stands(20).state_dict())
+    assert [str(one) for one in compare_schedule(schedule_of(live, None), saved)[0]] == [
+        "schedule: rule 0: total is 60, 20 in the checkpoint"
+    ]
+    live.load_state_dict(stands(20).state_dict())
+    assert compare_schedule(schedule_of(live, None), saved)[0] == []
+
+
+RATES = {1: (0.4, 0.4, 0.3), 2: (0.3, 0.3, 0.2), 3: (0.2, 0.2, 0.1)}
+
+
+def test_logged_rates():
+    """Some versions log the rate of before a step, some that of after it."""
+    state = {"last_epoch": 3}
+    after = {step: (rates[2], *rates[1:]) for step, rates in RATES.items()}
+    for logged in (RATES, after, {}):
+        assert compare_schedule(Schedule(state, logged=logged), Schedule(state)) == ([], [])
+    (found,) = compare_schedule(Schedule(state, logged=RATES | {2: (0.35, 0.3, 0.2)}), Schedule(state))[0]
+    assert str(found) == "schedule: the learning rate of step 2 is 0.3, 0.35 in the checkpoint" and not found.is_alarm
+
+
 @pytest.mark.parametrize(("kind", "other"), [("cosine", "step"), ("exponential", "one_cycle"), ("linear", "restarts")])
 def test_a_schedule_of_another_kind(kind, other):
     found, _ = compare_schedule(*saved_and_resumed(kind, other))

@@ -15,6 +15,7 @@ from transformers import Trainer  # noqa: E402
 
 import llmtailor  # noqa: E402
 from attestation.test_by_position import found_by  # noqa: E402
+from helpers.cases import mostly_long  # noqa: E402
 from llmtailor.errors import SourceError, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.storage.local import Files  # noqa: E402
 from trainings.alone import Alone, train  # noqa: E402
@@ -39,7 +40,7 @@ def lose_experts(trainer):
                 param.zero_()
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+@pytest.mark.parametrize("optim", mostly_long(["adamw_torch", "adafactor"], "adafactor"))
 def test_experts_that_are_fused_in_memory_only(tmp_path, optim):
     made = {"arch": "qwen3_moe", "optim": optim}
     checkpoint = begin(tmp_path / "run", **made)
@@ -51,7 +52,9 @@ def test_experts_that_are_fused_in_memory_only(tmp_path, optim):
     assert row.kind.value == "zero" and all(".experts." in name for name in row.params)
 
 
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+@pytest.mark.parametrize(
+    "kind", mostly_long(["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"], "PromptEncoderConfig")
+)
 def test_adapters_whose_files_hold_computed_tensors(tmp_path, kind):
     peft = pytest.importorskip("peft")
     config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")

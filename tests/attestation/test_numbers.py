@@ -59,6 +59,23 @@ def test_numbers_of_a_param(tmp_path, kind):
     assert str(lost).startswith(f"{kind}: missing, ") and lost.is_alarm and lost.count == 3
 
 
+@pytest.mark.parametrize(("value", "told"), [(None, "missing, 2"), (0.0, "is 0, 2"), (1.0, "is 1, 2")])
+def test_the_step_of_one_param(tmp_path, value, told):
+    model, optimizer, scheduler, accelerator = loop(Two())
+    for _ in range(2):
+        step(model, optimizer)
+    accelerator.save_state(tmp_path / "saved")
+    states = optimizer.optimizer.state[model.one.weight]
+    if value is None:
+        del states["step"]
+    else:
+        states["step"].fill_(value)
+    found = llmtailor.attest(tmp_path / "saved", model=model, optimizer=optimizer, scheduler=scheduler)
+    assert not found.is_same and not found.rows and found.cause.what.startswith("Adam's step count")
+    (step_of_one,) = found.mismatches
+    assert told in str(step_of_one) and step_of_one.count == 1
+
+
 def test_a_number_that_is_loaded_into_fewer_bits(tmp_path):
     """torch casts it to the dtype of the param."""
     model, optimizer, scheduler, accelerator = loop(Two().bfloat16(), torch.optim.NAdam)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ import transformers.trainer  # noqa: E402
 from attestation.test_trainer import ATTACHED, STEP, NoOptimizer, NoRandom  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import call  # noqa: E402
+from llmtailor import attestation  # noqa: E402
 from llmtailor.integrations import attested  # noqa: E402
 from llmtailor.integrations.attested import ATTESTING, Task  # noqa: E402
 from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving  # noqa: E402
@@ -149,19 +152,26 @@ def run(straight, tmp_path, monkeypatch):
     return shutil.copytree(straight, tmp_path / "run")
 
 
-def proof(run, monkeypatch, kind, resume_from, attached=None):
+def ended(monkeypatch, checkpoint, program):
+    """Call a program as ``llmtailor attest`` would start it; return what it has written when it was ended."""
+
     def leave(code):
         assert code == 0
         raise Ended
 
-    result = run / "result.json"
+    result = checkpoint.parent / "result.json"
     with monkeypatch.context() as patch:
         patch.setattr(os, "_exit", leave)
         patch.setattr(attested, "_task", None)  # each case is a process of its own
-        patch.setenv(ATTESTING, Task(str(run / f"checkpoint-{STEP}"), str(result)).to_text())
+        patch.setenv(ATTESTING, Task(str(checkpoint), str(result)).to_text())
         with pytest.raises(Ended):
-            train(run, kind=kind, attached=attached, resume_from=resume_from, steps=6)
+            program()
     return json.loads(result.read_text())
+
+
+def proof(run, monkeypatch, kind, resume_from, attached=None):
+    given = {"kind": kind, "attached": attached, "resume_from": resume_from}
+    return ended(monkeypatch, run / f"checkpoint-{STEP}", lambda: train(run, steps=6, **given))
 
 
 class NoSchedule(transformers.Trainer):
@@ -297,10 +307,28 @@ def test_what_the_last_callback_of_lightning_changes_is_seen(tmp_path, lightning
     assert bool([*(tmp_path / "run" / "partial").glob("step-*3")]) == has_saver, "it saves the first step"
 
 
-@pytest.mark.parametrize(
-    ("how", "code"), [("late", 7), *(pytest.param(*one, marks=LONG) for one in [("bad", 7), ("good", 0), ("begin", 2)])]
-)
-def test_lightning(tmp_path, lightning, how, code):
+def test_lightning_is_ended_before_its_first_step(tmp_path, lightning, monkeypatch, capfd):
+    """In this process, with what llmtailor adds to a launched one; it is launched in the test that follows."""
+    from llmtailor.integrations.lightning import LaunchedAttest
+
+    of_optimizers = importlib.import_module("torch.optim.optimizer")
+    monkeypatch.setattr(of_optimizers, "_global_optimizer_pre_hooks", OrderedDict())
+    for name in ("take", "before_saving"):
+        monkeypatch.setattr(attestation, name, getattr(attestation, name))
+
+    def fit(how):
+        attested.HOOKS[of_optimizers.__name__](of_optimizers)
+        lightning(str(tmp_path / "saved"), how, LaunchedAttest())
+
+    capfd.readouterr()  # of when it saved
+    made = ended(monkeypatch, tmp_path / "saved", lambda: fit("late"))
+    assert not made["is_same"] and made["attested"]["cause"].startswith("moments were reset to zero")
+    assert "it trained on" not in capfd.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "code"), [("late", 7), ("bad", 7), ("good", 0), ("begin", 2)])
+def test_a_launched_lightning(tmp_path, lightning, how, code):
     saved, file = tmp_path / "saved", tmp_path / "program.py"
     file.write_text(LIGHTNING)
     done = llmtailor("attest", saved, "--", sys.executable, file, saved, how)

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.real
 from transformers import Trainer, TrainerCallback  # noqa: E402
 
 import llmtailor  # noqa: E402
+from helpers.cases import diagonal, mostly_long  # noqa: E402
 from llmtailor.errors import VerificationError  # noqa: E402
 from llmtailor.saving import AttestResume  # noqa: E402
 from saving.loop import log_of  # noqa: E402
@@ -49,16 +50,44 @@ def test_a_clean_resume_says_so_and_its_losses_prove_it(run, caplog):
     assert [line["step"] for line in lines if "losses" in line] == [4]
 
 
-@pytest.mark.parametrize("options", [{"lr_scheduler_type": "cosine"}, {"steps": 60}])
-def test_another_schedule_is_a_note_and_never_evidence(run, caplog, options):
-    """The first rate is the checkpoint's, whatever rule computes the next ones."""
+class Constant(Trainer):
+    """At the checkpoint's step, the rate is that of its linear schedule."""
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 2 / 3)
+        return self.lr_scheduler
+
+
+AT_ITS_STEP = "the learning rate of param group 0 at its step is"
+SCHEDULES = {
+    "cosine": ({"lr_scheduler_type": "cosine"}, [AT_ITS_STEP, "lr_scheduler_type is cosine, linear"]),
+    "longer": ({"steps": 60}, [AT_ITS_STEP, "max_steps is 60, 6"]),
+    "warm-up": ({"warmup_steps": 4}, [AT_ITS_STEP, "warmup_steps is 4, 0"]),
+    "own": ({"kind": Constant}, ["the learning rate of step 1 is 0.00333333, 0.005"]),
+}
+
+
+def notes_on_schedules(run, caplog, **options):
     given = {"attached": ATTACHED, "resume_from": run / f"checkpoint-{STEP}", "steps": 6, **options}
     train(run, callbacks=(Stops(4),), **given)
     (attested,) = [line["attested"] for line in log_of(run) if "attested" in line]
-    assert attested["is_same"]
-    assert [one for one in attested["others"] if one["what"].startswith("schedule: the learning rate")]
-    assert "note: schedule: the learning rate of param group 0 at its step is" in caplog.text
-    assert "strong evidence" not in caplog.text
+    assert attested["is_same"] and "strong evidence" not in caplog.text
+    return [line.partition("note: schedule: ")[2] for line in caplog.text.splitlines() if "note: schedule: " in line]
+
+
+@pytest.mark.parametrize("name", mostly_long(SCHEDULES, "longer", "own"))
+def test_another_schedule_is_a_note_and_never_evidence(run, caplog, name):
+    """The first rate is the checkpoint's, whatever rule computes the next ones."""
+    options, starts = SCHEDULES[name]
+    notes = notes_on_schedules(run, caplog, **options)
+    assert len(notes) == len(starts) and all(map(str.startswith, notes, starts)), notes
+
+
+def test_another_schedule_within_the_same_warm_up(tmp_path, caplog):
+    """All rates so far are equal."""
+    train(tmp_path, steps=6, warmup_steps=4)
+    notes = notes_on_schedules(tmp_path, caplog, warmup_steps=4, lr_scheduler_type="cosine")
+    assert notes == ["lr_scheduler_type is cosine, linear in the checkpoint"]
 
 
 class NoWeights(Trainer):
@@ -141,8 +170,10 @@ class Spoiling(TrainerCallback):
                 next(model.parameters()).mul_(1.5)
 
 
-@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step"])
-@pytest.mark.parametrize("has_saver", [True, False])
+@pytest.mark.parametrize(
+    ("has_saver", "event"),
+    diagonal([True, False], ["on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step"]),
+)
 def test_what_callbacks_change_before_the_first_step_is_seen(run, event, has_saver, capfd):
     spoiling = Spoiling(event)
     callbacks = (spoiling,) if has_saver else (AttestResume(), spoiling)

@@ -269,6 +269,12 @@ class Faults:
 
         return all_of(undos)
 
+    def step_gone(self) -> Undo:
+        """Of one param, or one flat tensor"""
+        kinds = next(kinds for kinds in self.one.torchs.state.values() if "step" in kinds)
+        step = kinds.pop("step")
+        return lambda: kinds.update(step=step)
+
     def rate_changed(self) -> Undo:
         groups = self.one.torchs.param_groups  # those of ZeRO-3 list no params, and PEFT leaves one empty
         group = self.draw.choice([one for one in groups if one["params"]] or groups)
@@ -336,6 +342,13 @@ class Faults:
         if "lr_lambdas" in state:
             return change(state, "lr_lambdas", [lambda step: 0.5**step] * len(state["lr_lambdas"]))
         return change(state, "inverse_log_warm_up", state["inverse_log_warm_up"] / 2)
+
+    def type_changed(self) -> Undo:
+        """A Trainer is given another type of schedule, and the rates are equal so far."""
+        return change(vars(self.one.given["trainer"].args), "lr_scheduler_type", "cosine")
+
+    def total_changed(self) -> Undo:
+        return change(vars(self.one.given["trainer"].state), "max_steps", 60)
 
     def schedule_behind(self) -> Undo:
         state = vars(self.one.scheduler)
