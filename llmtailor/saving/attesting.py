@@ -254,7 +254,7 @@ def _lost(opened: Opened) -> frozenset[str]:
 def _unsure(index: CheckpointIndex) -> frozenset[str]:
     """Return the tensors of a DCP folder that may be anything else than the model's: both are at its top level."""
     layout = index.train.dcp
-    return layout.unclear if layout is not None and not layout.model else frozenset()
+    return index.train.unclear if layout is not None and not layout.model else frozenset()
 
 
 def _ignored(model: torch.nn.Module) -> Callable[[str], bool]:

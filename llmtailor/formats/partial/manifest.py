@@ -207,6 +207,8 @@ class Manifest:
     """Of ``masters`` -> the ``save_id`` of the save from whose masters theirs are differences"""
     is_thinned: bool = False
     """Whether ``thin`` made it from a full checkpoint: `IS_THINNED` among the policy's settings"""
+    unclear: tuple[str, ...] = ()
+    """Frozen params that may be buffers: the full checkpoint did not say"""
 
     def runs_of(self, kind: str) -> dict[str, Runs]:
         """Return the elements of every trained param for which the rank shards hold a kind of state."""
@@ -276,6 +278,8 @@ def manifest_json(
         content["masters"] = [
             {"part": part, **_params_of(part, manifest), **bases.get(part, {})} for part in manifest.masters
         ]
+    if manifest.unclear:
+        content["unclear"] = [*manifest.unclear]
     if manifest.setback:
         content["setback"] = {part: round(steps, 3) for part, steps in manifest.setback.items()}
     return json.dumps(content, indent=1).encode() + b"\n"
@@ -343,6 +347,7 @@ def _parse(data: Any) -> Manifest:
         },
         bases={part: _name(one["base"]) for part, one in masters.items() if "base" in one},
         is_thinned=_mapping(data.get("policy", {})).get(IS_THINNED) is True,
+        unclear=tuple(map(_name, _list(data.get("unclear", [])))),
     )
 
 

@@ -358,6 +358,7 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
             manifest.is_thinned,
         ),
         zero=replace(index.zero, module={}),
+        train=replace(index.train, unclear=frozenset(manifest.unclear)),
     )
     return replace(draft, index=index)
 
@@ -478,8 +479,7 @@ def _read_key_layout(partial: Partial) -> DcpKeyLayout | None:
     model, optimizer = (_read_prefix(tree.get(key), where) for key in ("model", "optimizer"))
     entries = [_read_entry(node, where) for node in get(tree, "others", list, where)]
     others = {".".join(map(str, entry.path)): entry for entry in entries}
-    unclear = frozenset(f"{name}" for name in get(tree, "unclear", list, where))
-    return DcpKeyLayout(model, optimizer, get(tree, "is_flat", bool, where), form, others, unclear=unclear)
+    return DcpKeyLayout(model, optimizer, get(tree, "is_flat", bool, where), form, others)
 
 
 def _read_prefix(node: Any, where: str) -> KeyPath:
