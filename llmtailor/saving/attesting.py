@@ -177,8 +177,11 @@ def _with_pieces(index: CheckpointIndex, training: Attestable) -> tuple[Checkpoi
 def _facts_of(training: Attestable) -> ModelFacts:
     params = {name: fact.shape for name, fact in training.params.items() if fact.role != "buffer"}
     tied = {name: stored for name, stored in training.tied.items() if stored in params}
-    buffers = [name for name, fact in training.params.items() if fact.role == "buffer"]
-    return ModelFacts(params, frozenset(decaying_names(training.model)), tied, frozenset(buffers))
+    buffers = frozenset(name for name, fact in training.params.items() if fact.role == "buffer")
+    decaying, saved_as = frozenset(decaying_names(training.model)), None
+    if not is_adapted(training.model):
+        saved_as = saved_names(training.model, training.params, training.tied)
+    return ModelFacts(params, decaying, tied, buffers, saved_as=saved_as or {})
 
 
 def live_of(opened: Opened, held: Held) -> Live:
