@@ -78,8 +78,6 @@ class DcpKeyLayout:
     """Of the form `RANKS`"""
     owned: tuple[tuple[str, ...], ...] = ()
     """verl: the params of each group in its order, also those without states"""
-    unclear: frozenset[str] = frozenset()
-    """Tensors that are listed as frozen params, but may be buffers"""
 
     @property
     def root(self) -> tuple[str | int, ...]:
@@ -122,6 +120,8 @@ class TrainState:
     megatron: MegatronLayout | None = None
     step_dtype: str = "F32"
     """Of a step that is a tensor, in a torch optimizer's state dict"""
+    unclear: frozenset[str] = frozenset()
+    """Tensors that are listed as frozen params, but may be buffers"""
 
     @property
     def others(self) -> Mapping[str, DcpEntry]:
@@ -305,6 +305,8 @@ class PartSteps:
     masters: Mapping[Part, int] = field(default_factory=dict)
     is_converted: bool = False
     """Whether it has another format than its base"""
+    unclear: frozenset[str] = frozenset()
+    """See `TrainState.unclear`: what its base left open"""
 
 
 @dataclass(frozen=True, slots=True)

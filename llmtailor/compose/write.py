@@ -124,6 +124,7 @@ def make_manifest(
         "attempt": asdict(composition.attempt) if composition.attempt else None,
         "recipe": {"name": report.recipe, "text": masked(composition.recipe.text)},
         "is_converted": (composition.family, composition.client) != (base.form.family, base.client),
+        **({"unclear": sorted(base.train.unclear)} if base.train.unclear else {}),
         "sources": [
             {
                 "name": index.name,

@@ -82,7 +82,11 @@ def finish(draft: Draft, root: Path, name: str) -> Survey:
         *(_compare_loader(index, trainer) if trainer is not None else ()),
         *_links_outside(index),
     ]
-    known = replace(index, composite=steps or PartSteps(), findings=tuple(findings))
+    steps = steps or PartSteps()
+    frozen = {param.name for param in index.params.values() if param.role == "frozen"}
+    unclear = index.train.unclear | (steps.unclear & frozen)
+    train = replace(index.train, unclear=unclear)
+    known = replace(index, composite=steps, train=train, findings=tuple(findings))
     return Survey(known, draft.problems)
 
 

@@ -73,7 +73,9 @@ def read_part_steps(root: Path, name: str) -> PartSteps:
         of_masters = int(stated) if is_count(stated) else step
         if row.get("only") is None:
             masters[part] = min(of_masters, masters.get(part, of_masters))
-    return PartSteps(steps, masters, content.get("is_converted") is True)
+    unclear = content.get("unclear")  # absent if nothing is
+    names = frozenset(map(str, unclear)) if isinstance(unclear, list) else frozenset[str]()
+    return PartSteps(steps, masters, content.get("is_converted") is True, names)
 
 
 def read_merge(root: Path) -> str | None:

@@ -43,7 +43,7 @@ from llmtailor.errors import (
 from llmtailor.formats import lightning, plain, universal, zero
 from llmtailor.formats.common.param_names import describe_model, knows_model
 from llmtailor.formats.dcp import read as dcp_reader
-from llmtailor.formats.dcp.read import unclear, with_roles
+from llmtailor.formats.dcp.read import with_roles
 from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.format import Reader, Writer, finish
 from llmtailor.formats.megatron import read as megatron_reader
@@ -125,7 +125,7 @@ def settle_roles(indexes: Sequence[CheckpointIndex], base: int, family: str, sta
 
     Raises UnsupportedCheckpoint if it can't be asked.
     """
-    wanted, of_deepspeed = unclear(indexes[base]), family == DEEPSPEED
+    wanted, of_deepspeed = indexes[base].train.unclear, family == DEEPSPEED
     if not wanted or not (family == VERL or (of_deepspeed and stage == 3)):
         return (*indexes,)
     name, known = indexes[base].name, dict[str, bool]()

@@ -173,7 +173,7 @@ def _new_file(base: CheckpointIndex, path: str, naming: Naming, is_only: bool) -
     None if there are none, or if others are trained as well and may belong to the only adapter.
     """
     params = {name: param for name, param in base.params.items() if param.role == "trainable"}
-    if base.partial.saved_as is not None and path == ADAPTER:
+    if base.partial.saved_as is not None and is_only:
         params = {name: base.params[name] for name, tensors in base.partial.saved_as.items() if tensors}
     else:
         own = {name for name, param in params.items() if all(one.name != name for one in on_disk(param, naming))}

@@ -74,6 +74,11 @@ def is_adapted(model: Any) -> bool:
     return peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
 
 
+def saved_adapter(model: Any) -> str:
+    """Return the adapter of a model wrapped by PEFT whose files a composite has."""
+    return "default" if "default" in model.peft_config else str(next(iter(model.peft_config)))
+
+
 def saved_names(model: Any, params: Mapping[str, ParamFact], tied: Mapping[str, str]) -> Names | None:
     """Return what each param is saved as, or None if that is unknown: a composite then has no weight files.
 
@@ -111,10 +116,11 @@ def _convert(model: Any, call: Callable[[], Any]) -> Any:
 
 
 def _of_adapter(model: Any, params: Mapping[str, ParamFact], named: Mapping[str, torch.Tensor]) -> Names | None:
-    """Return what PEFT saves of the adapter in the root, None unless it saves each trained param once and no others."""
+    """Return what PEFT saves of an adapter, None unless it saves each trained param once and no others."""
     from peft import get_peft_model_state_dict
 
-    converted = _convert(model, lambda: get_peft_model_state_dict(model, dict(named), adapter_name="default"))
+    adapter = saved_adapter(model)
+    converted = _convert(model, lambda: get_peft_model_state_dict(model, dict(named), adapter_name=adapter))
     traced = None if converted is None else _trace({name: named[name] for name in params}, converted)
     if traced is None:
         return None

@@ -20,7 +20,7 @@ from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX, flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.weights import adapter_naming
-from llmtailor.live.model import Names, is_adapted, saved_names
+from llmtailor.live.model import Names, is_adapted, saved_adapter, saved_names
 from llmtailor.live.tensors import DTYPES, not_compiled
 from llmtailor.live.training import (
     Fragment,
@@ -350,11 +350,12 @@ class PlainTraining(NamedTraining):
 def _check_adapter(model: Any, params: Mapping[str, ParamFact], saved: Names | None) -> dict[str, ParamFact]:
     """Return the params that PEFT saves. Raises UnsupportedCheckpoint unless the file contains every trained param
     under a known name."""
-    if others := [name for name in model.peft_config if name != "default"]:
+    adapter = saved_adapter(model)
+    if others := [name for name in model.peft_config if name != adapter]:
         what = f"a resume without DeepSpeed needs files of the adapters {', '.join(others)}, which are not written"
-        raise UnsupportedCheckpoint.at(_PEFT, what, "train one adapter, named default, or use DeepSpeed ZeRO")
+        raise UnsupportedCheckpoint.at(_PEFT, what, "train one adapter, or use DeepSpeed ZeRO")
     kept = {name: fact for name, fact in params.items() if saved and saved[name]}
-    naming = adapter_naming("default")
+    naming = adapter_naming(adapter)
     by_rule = {name: [*on_disk(Param(name, fact.shape, fact.role), naming)] for name, fact in kept.items()}
     if not saved or any([*saved[name]] != tensors for name, tensors in by_rule.items()):
         what = "how this kind of adapter names its params on disk is unknown"

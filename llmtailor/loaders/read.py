@@ -86,8 +86,7 @@ def read_trainer_files(
     """
     root, inside = trees.root, trees.inside
     there = sorted(root.iterdir())
-    files = {path.name: fact for path in there if (fact := file_fact(path)) is not None}
-    files |= _files_of_adapters(there, files)
+    files = files_among(there)
     for entry in there:  # folders, pipes and the like under names that a resume opens, and may block on
         if (entry.name in _OPENED or is_rng_file(entry.name)) and entry.exists():
             attempt(lambda: check_regular(entry.stat().st_mode, PathIn(name, entry.name)), problems)  # noqa: B023
@@ -165,13 +164,15 @@ def read_trainer_files(
     )
 
 
-def _files_of_adapters(there: Sequence[Path], files: Mapping[str, FileFact]) -> dict[str, FileFact]:
-    """Return the files in the folders of adapters that are not in the root; none beside a whole model."""
+def files_among(there: Sequence[Path]) -> dict[str, FileFact]:
+    """Return the files among the entries of a checkpoint's root, and, unless they are of a whole model, those in the
+    folders of adapters."""
+    files = {path.name: fact for path in there if (fact := file_fact(path)) is not None}
     folders = (
         path for path in there if may_have_adapters(files) and path.is_dir() and (path / ADAPTER_CONFIG).is_file()
     )
-    found = {f"{path.parent.name}/{path.name}": path for folder in folders for path in sorted(folder.iterdir())}
-    return {name: fact for name, path in found.items() if (fact := file_fact(path)) is not None}
+    inner = {f"{path.parent.name}/{path.name}": path for folder in folders for path in sorted(folder.iterdir())}
+    return files | {name: fact for name, path in inner.items() if (fact := file_fact(path)) is not None}
 
 
 def adapters_of(index: CheckpointIndex) -> dict[str, str]:

@@ -186,8 +186,11 @@ def _with_pieces(index: CheckpointIndex, training: Attestable) -> tuple[Checkpoi
 def _facts_of(training: Attestable) -> ModelFacts:
     params = {name: fact.shape for name, fact in training.params.items() if fact.role != "buffer"}
     tied = {name: stored for name, stored in training.tied.items() if stored in params}
-    buffers = [name for name, fact in training.params.items() if fact.role == "buffer"]
-    return ModelFacts(params, frozenset(decaying_names(training.model)), tied, frozenset(buffers))
+    buffers = frozenset(name for name, fact in training.params.items() if fact.role == "buffer")
+    decaying, saved_as = frozenset(decaying_names(training.model)), None
+    if not is_adapted(training.model):
+        saved_as = saved_names(training.model, training.params, training.tied)
+    return ModelFacts(params, decaying, tied, buffers, saved_as=saved_as or {})
 
 
 def live_of(opened: Opened, held: Held) -> Live:
@@ -263,7 +266,7 @@ def _lost(opened: Opened) -> frozenset[str]:
 def _unsure(index: CheckpointIndex) -> frozenset[str]:
     """Return the tensors of a DCP folder that may be anything else than the model's: both are at its top level."""
     layout = index.train.dcp
-    return layout.unclear if layout is not None and not layout.model else frozenset()
+    return index.train.unclear if layout is not None and not layout.model else frozenset()
 
 
 def _ignored(model: torch.nn.Module) -> Callable[[str], bool]:

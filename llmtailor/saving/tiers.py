@@ -36,7 +36,16 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.live.training import Ranks
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.ranks.board import StoreBoard, await_messages
-from llmtailor.runs.folder import ATTEMPTS, RunFolder, Start, holds_unknown, read_starts, remove_partial, starts_json
+from llmtailor.runs.folder import (
+    ATTEMPTS,
+    RunFolder,
+    Start,
+    files_in,
+    holds_unknown,
+    read_starts,
+    remove_partial,
+    starts_json,
+)
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.retrying import RetryingQueue
 from llmtailor.saving.writing import complete
@@ -64,17 +73,18 @@ class SharedFolder:
     def put(self, step: int, source: Path, fact: BundleFact) -> None:
         """Copy a file, and read it back."""
         folder = self.run.at(step)
-        folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f".{source.name}.llmtailor-new"
+        target = folder / fact.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = target.with_name(f".{target.name}.llmtailor-new")
         new.unlink(missing_ok=True)
         pieces = (Copy(Extent(source.name, 0, fact.num_bytes), source=0),) if fact.num_bytes else ()
         plan = Plan((str(source.parent),), (FileLayout(new.name, pieces),))
-        (result,) = execute(plan, folder, Context(inline=True))
-        with Files(folder) as files:
+        (result,) = execute(plan, new.parent, Context(inline=True))
+        with Files(new.parent) as files:
             files.forget(new.name)
             if not result.crc == files.crc_of(new.name, 0, fact.num_bytes) == fact.crc32:
                 raise StorageError.at(new, "the copy differs from the original", "check both disks")
-        new.rename(folder / source.name)
+        new.rename(target)
 
     def complete(self, step: int, manifest: bytes) -> None:
         """Make all of the save durable, and then its manifest."""
@@ -118,7 +128,9 @@ class Mirror:
         self._remote.make_folder(_in_mirror(step))
 
     def put(self, step: int, source: Path, fact: BundleFact) -> None:
-        self._remote.put(_in_mirror(step, source.name), source, fact.crc32)
+        if folder := fact.path.rpartition("/")[0]:
+            self._remote.make_folder(_in_mirror(step, folder))
+        self._remote.put(_in_mirror(step, fact.path), source, fact.crc32)
 
     def complete(self, step: int, manifest: bytes) -> None:
         self._remote.put_bytes(_in_mirror(step, PARTIAL_MANIFEST), manifest)
@@ -362,11 +374,12 @@ class TierCopier:
         manifest = read_source(folder / PARTIAL_MANIFEST, f"{folder.name}/{PARTIAL_MANIFEST}", MAX_BYTES)
         tensors = {fact.path for fact in read_manifest(folder, folder.name).bundles}
         with Files(folder) as files:
-            for path in sorted(folder.iterdir()):
-                if path.is_file() and path.name not in (*tensors, PARTIAL_MANIFEST):
+            for path in sorted(files_in(folder)):
+                name = path.relative_to(folder).as_posix()
+                if name not in (*tensors, PARTIAL_MANIFEST):
                     num_bytes = path.stat().st_size
-                    crc = files.crc_of(path.name, 0, num_bytes)
-                    self.last.put(step, path, BundleFact(path.name, num_bytes, crc))
+                    crc = files.crc_of(name, 0, num_bytes)
+                    self.last.put(step, path, BundleFact(name, num_bytes, crc))
         self.last.complete(step, manifest)
 
     def _await(self, *keys: str) -> Any:

@@ -42,7 +42,7 @@ from llmtailor.formats.partial.manifest import (
     read_manifest,
 )
 from llmtailor.formats.partial.write import Bundle
-from llmtailor.live.model import is_adapted
+from llmtailor.live.model import is_adapted, saved_adapter
 from llmtailor.live.tensors import DTYPES, storage_of
 from llmtailor.live.training import Constant, Omitted, Ranks, StoredElsewhere, Training
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
@@ -50,7 +50,7 @@ from llmtailor.loaders.trainer_state import is_marked, with_mark
 from llmtailor.model.parts import Piece
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment
-from llmtailor.runs.folder import link_or_copy
+from llmtailor.runs.folder import files_in, link_or_copy
 from llmtailor.saving.frozen import FrozenParams
 from llmtailor.saving.snapshot import ANY_STEP, SOURCE, Bases, Keeping, LiveTensors, bytes_of
 from llmtailor.storage.checksums import crc32
@@ -333,6 +333,7 @@ def publish(
     for name, content in carried.items():
         old = before / name if before is not None else None
         if old is not None and old.is_file() and old.stat().st_size == len(content):
+            (folder / name).parent.mkdir(exist_ok=True)
             link_or_copy(old, folder / name)
         else:
             new[name] = content
@@ -351,7 +352,8 @@ def publish(
 
 def complete(folder: Path, manifest: bytes) -> None:
     """Make a partial checkpoint durable, and then its manifest. Raises OSError."""
-    fsync_folder(folder)
+    for inner in {folder, *(path.parent for path in files_in(folder))}:
+        fsync_folder(inner)
     replace_durably(folder / PARTIAL_MANIFEST, manifest)
     fsync_folder(folder)
     fsync_folder(folder.parent)
@@ -369,8 +371,8 @@ def files_of(write: Callable[[Path], object]) -> dict[str, bytes]:
     """Return the files that a call writes into the folder it gets. Training waits for a temporary folder only."""
     with tempfile.TemporaryDirectory(prefix="llmtailor-") as folder:
         write(Path(folder))
-        paths = [path for path in sorted(Path(folder).iterdir()) if path.is_file()]
-        return {path.name: read_source(path, path.name, path.stat().st_size) for path in paths}
+        paths = {path.relative_to(folder).as_posix(): path for path in sorted(files_in(Path(folder)))}
+        return {name: read_source(path, name, path.stat().st_size) for name, path in paths.items()}
 
 
 class _Special:
@@ -449,14 +451,25 @@ def owners_of(model: Any, processing_class: Any = None) -> list[Any]:
 
 
 def _adapter_as_saved(model: Any) -> Any:
-    """Return the config of the adapter in the root, with the additions of PEFT's own ``save_pretrained``."""
-    adapters, base = model.peft_config, model.get_base_model()
-    config = copy.deepcopy(adapters.get("default") or next(iter(adapters.values())))
+    """Return the config of the adapter that is saved, with the additions of PEFT's own ``save_pretrained``."""
+    name, base = saved_adapter(model), model.get_base_model()
+    config = copy.deepcopy(model.peft_config[name])
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or base.__dict__.get("name_or_path") or None
     if config.task_type is None:
         config.auto_mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
-    return config
+    return config if name == "default" else _InFolder(config, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFolder:
+    """What ``save_pretrained`` writes into a folder in that of the checkpoint"""
+
+    owner: Any
+    folder: str
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.owner.save_pretrained(folder / self.folder)
 
 
 def _as_saved(config: Any, model: Any) -> Any:

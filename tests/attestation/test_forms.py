@@ -17,6 +17,10 @@ import llmtailor  # noqa: E402
 from attestation.test_by_position import found_by  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from llmtailor.errors import SourceError, UnsupportedCheckpoint  # noqa: E402
+from llmtailor.live.torch_training import PlainTraining  # noqa: E402
+from llmtailor.live.training import Ranks  # noqa: E402
+from llmtailor.model.roles import MASTER  # noqa: E402
+from llmtailor.saving.attesting import open_on_first  # noqa: E402
 from llmtailor.storage.local import Files  # noqa: E402
 from trainings.alone import Alone, train  # noqa: E402
 
@@ -50,6 +54,18 @@ def test_experts_that_are_fused_in_memory_only(tmp_path, optim):
     found = found_by(checkpoint, lose_experts, **again)
     (row,) = found.rows
     assert row.kind.value == "zero" and all(".experts." in name for name in row.params)
+
+
+def test_experts_are_matched_by_the_live_model(tmp_path):
+    """Without config.json, nobody but the model can say what the file calls its params."""
+    checkpoint = begin(tmp_path / "run", arch="qwen3_moe")
+    (checkpoint / "config.json").unlink()
+    trainer = Alone(tmp_path / "again", arch="qwen3_moe", layers=2).trainer
+    training = PlainTraining(trainer.model, trainer.create_optimizer())
+    opened = open_on_first(training, checkpoint, Ranks.here())
+    assert opened.training is training and not opened.converted
+    trained = {name for name, fact in training.params.items() if fact.role == "trainable"}
+    assert {state.param for state in opened.index.held if state.kind == MASTER} == trained
 
 
 @pytest.mark.parametrize(

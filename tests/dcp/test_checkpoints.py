@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -24,6 +25,7 @@ from helpers.commands import call
 from helpers.composing import convert, merge, recipe
 from helpers.states import assert_holds, assert_same_held, held_by, of_snapshot, read
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata
+from llmtailor.containers.safetensors import SINGLE
 from llmtailor.errors import MismatchError, SourceError, UnsafePickle, UnsupportedCheckpoint
 from llmtailor.formats.common.param_names import ModelFacts, known_model
 from llmtailor.formats.registry import index_checkpoint
@@ -352,15 +354,21 @@ def test_zero_3_asks_the_model_for_buffers(runs, tmp_path):
     forget_roles(there)
     convert(there, again, world_size=3)  # whose reader is not told otherwise
     to_zero_3 = {"to": "deepspeed", "stage": 3, "world_size": 2}
-    for folder in (there, again):
-        with pytest.raises(UnsupportedCheckpoint, match="frozen params and buffers"):
-            convert(folder, out, **to_zero_3)
-    convert(there, tmp_path / "zero2", **(to_zero_3 | {"stage": 2}))
+    plain, second = tmp_path / "plain", tmp_path / "zero2"  # where a guess stays one
+    convert(there, plain, to="trainer")
+    convert(plain, second, **(to_zero_3 | {"stage": 2}))
+    stock = Path(shutil.copytree(plain, tmp_path / "stock"))
+    (stock / "llmtailor.json").unlink()
+    save_file(load_file(stock / SINGLE), stock / SINGLE, {"format": "pt"})
     params = index_checkpoint(source).params
     shapes = {name: param.shape for name, param in params.items() if param.role != "buffer"}
-    with known_model(ModelFacts(shapes, frozenset(), {}, frozenset(params.keys() - shapes.keys()))):
-        convert(again, out, **to_zero_3)
-    assert index_checkpoint(out).params == params
+    facts = ModelFacts(shapes, frozenset(), {}, frozenset(params.keys() - shapes.keys()))
+    for folder in (there, again, plain, second, stock):
+        with pytest.raises(UnsupportedCheckpoint, match="frozen params and buffers"):
+            convert(folder, out, **to_zero_3)
+        with known_model(facts):
+            convert(folder, tmp_path / f"{folder.name}-3", **to_zero_3)
+        assert index_checkpoint(tmp_path / f"{folder.name}-3").params == params
 
 
 def test_buffers_are_known_from_the_other_source(runs, tmp_path):

@@ -7,12 +7,16 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from helpers.cases import diagonal
+from helpers.commands import call
 from helpers.composing import compose
+from helpers.same import differences
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.loaders.files import ADAPTER
 from llmtailor.policies.check import NUM_SAVES
 from llmtailor.saving import attach, saver_for
 from oracle.zero3 import differ
@@ -280,19 +284,50 @@ def test_a_schedule_that_can_not_be_written_is_refused_before_training(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("config", "adapter", "words"),
+    ("config", "adapters", "words"),
     [
-        ({"target_modules": ["q_proj"]}, "mine", "files of the adapters mine"),
-        ({"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}, "default", "this kind of adapter"),
+        ({"target_modules": ["q_proj"]}, ["policy", "reference"], "files of the adapters reference"),
+        ({"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}, ["default"], "this kind of adapter"),
     ],
 )
-def test_an_adapter_that_could_not_be_composed_is_refused_before_training(tmp_path, config, adapter, words):
+def test_an_adapter_that_could_not_be_composed_is_refused_before_training(tmp_path, config, adapters, words):
     peft = pytest.importorskip("peft")
     kind = peft.LoraConfig if "target_modules" in config else peft.PromptTuningConfig
-    run = Alone(tmp_path / "run", FULL, prepare=lambda model: peft.get_peft_model(model, kind(**config), adapter))
+
+    def prepare(model):
+        model = peft.get_peft_model(model, kind(**config), adapters[0])
+        for name in adapters[1:]:
+            model.add_adapter(name, kind(**config))
+        return model
+
+    run = Alone(tmp_path / "run", FULL, prepare=prepare)
     with pytest.raises(UnsupportedCheckpoint, match=words):
         run.train()
     assert run.trainer.state.global_step == 0
+
+
+def test_an_adapter_of_another_name_is_saved_and_resumed_from_in_its_folder(tmp_path):
+    """Everywhere that a save goes: to the disk, to a mirror, and through gc."""
+    peft = pytest.importorskip("peft")
+    lora = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    common = {"prepare": lambda model: peft.get_peft_model(model, peft.LoraConfig(**lora), "policy"), "max_steps": 4}
+    stock = Alone(tmp_path / "stock", save_strategy="steps", save_steps=2, **common).train()
+    mirror = f"file://{tmp_path / 'mirror'}"
+    run = Alone(tmp_path / "run", {"policy": "full", "save_steps": 2, "mirror": mirror}, **common).train()
+    assert run.saves == [2, 4]
+    compose(run.folder, 2, out=tmp_path / "checkpoint-2")
+    compose(tmp_path / "mirror", 2, out=tmp_path / "mirrored")
+    theirs = stock.checkpoint(2) / "policy"
+    config = json.loads((theirs / "adapter_config.json").read_text())
+    for out in (tmp_path / "checkpoint-2", tmp_path / "mirrored"):
+        there = {path.name for path in out.iterdir()}
+        assert {"policy", "optimizer.pt"} <= there and not {"adapter_config.json", ADAPTER, "model.safetensors"} & there
+        assert not list(differences(load_file(out / "policy" / ADAPTER), load_file(theirs / ADAPTER)))
+        assert json.loads((out / "policy" / "adapter_config.json").read_text()) == config
+    resumed = Alone(tmp_path / "resumed", save_strategy="no", **common).train(tmp_path / "checkpoint-2")
+    assert resumed.losses == {step: stock.losses[step] for step in (3, 4)}
+    call("gc", run.folder, "--keep", 1, "--yes")
+    assert [path.name for path in (run.folder / "partial").glob("step-*")] == ["step-00000004"]
 
 
 def test_another_attempt_in_the_same_process(tmp_path):

@@ -235,7 +235,7 @@ CHECKED = by_name(
         Job("z3-ds-adamw", optimizer="ds_adamw"),
         Job("z3-ds-both", optimizer="ds_adamw", scheduler="ds"),
         Job("z3-mixtral", "mixtral"),
-        Job("z3-lora", "llama+lora"),
+        Job("z3-lora", "llama+policy"),
         Job("z2-lora", "qwen2+lora", tied=True, stage=2),
         Job("z3-rounded", policy="moments_in_turn:2", options=COMPRESSED),
         Job("z3-bf16", policy="moments_in_turn:2", options=SIXTEEN, per_device_batch=3, steps=8),

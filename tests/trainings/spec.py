@@ -64,8 +64,8 @@ class Spec(Training):
 
     program = "trainer"
     arch: str = "llama"
-    """``+lora`` behind it: PEFT trains an adapter, and the head whole; ``+loras``: one named ``policy``, beside the
-    frozen ``reference``."""
+    """``+lora`` behind it: PEFT trains an adapter, and the head whole; ``+policy``: one of that name; ``+loras``: that
+    one, beside the frozen ``reference``."""
     _: KW_ONLY
     dtype: str = "bf16"
     optimizer: str = "hf"

@@ -371,6 +371,8 @@ class Fitted:
     tied: Mapping[str, str]
     weights: Mapping[str, TensorEntry]
     """Each param's weight, which may have another name on disk, or be several tensors there"""
+    unclear: frozenset[str]
+    """Those that are taken for frozen params, but may be buffers: the model is unknown, or does not have them"""
 
 
 def fit(
@@ -442,7 +444,10 @@ def fit(
         role = "trainable" if param in trainable else "buffer" if param in buffers else "frozen"
         params[param] = Param(param, shape, role)
     entries = {param: weights_held[param] for param in wanted if param in weights}
-    return Fitted(params, tied, entries | {param: weights_held[weight] for param, weight in renamed})
+    entries |= {param: weights_held[weight] for param, weight in renamed}
+    named = {*(model.params if model else ())}
+    unclear = frozenset(name for name, param in params.items() if param.role == "frozen" and name not in named)
+    return Fitted(params, tied, entries, unclear)
 
 
 def _saved_otherwise(model: ModelFacts, weights: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], set[str]]:

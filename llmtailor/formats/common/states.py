@@ -142,6 +142,8 @@ def index_with_weights(
         precision=usual_dtype(weight.dtype for weight in weights.values()),
         held={**index.held, **dict(_hold_weights(known, world_size))},
         findings=tuple(findings),
+        # llmtailor's weight files list the ties and the buffers, and an adapter's hold no others
+        train=replace(index.train, unclear=frozenset() if ties is not None or trainer.has_adapters else known.unclear),
     )
     return index, known
 

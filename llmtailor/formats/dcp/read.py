@@ -168,22 +168,17 @@ def agree_on_roles(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointIndex,
         param.name: param.role
         for index in indexes
         for param in index.params.values()
-        if param.name not in unclear(index)
+        if param.name not in index.train.unclear
     }
     buffers = {name for name, role in roles.items() if role == "buffer"}
     return tuple(with_roles(index, {*roles}, buffers) for index in indexes)
 
 
-def unclear(index: CheckpointIndex) -> frozenset[str]:
-    """Return the names of tensors that are listed as frozen params, but may be buffers."""
-    return index.train.dcp.unclear if index.train.dcp else frozenset()
-
-
 def with_roles(index: CheckpointIndex, known: Collection[str], buffers: Collection[str]) -> CheckpointIndex:
     """Return the index with those tensors as buffers that were unclear; of the others that are known, it is clear that
     they are frozen params."""
-    settled = unclear(index).intersection(known, index.params)
-    if not settled or index.train.dcp is None:
+    settled = index.train.unclear.intersection(known, index.params)
+    if not settled:
         return index
     params, held = dict(index.params), dict(index.held)
     for name in settled.intersection(buffers):
@@ -193,8 +188,8 @@ def with_roles(index: CheckpointIndex, known: Collection[str], buffers: Collecti
         for piece in whole.place.cover(0, whole.numel):  # all ranks resume with the same copy
             copies = (piece.extent,) * index.world_size
             held[State(name, BUFFER)] = buffer_on_ranks(whole.dtype, whole.shape, copies)
-    layout = replace(index.train.dcp, unclear=unclear(index) - settled)
-    return replace(index, params=params, held=held, train=replace(index.train, dcp=layout))
+    train = replace(index.train, unclear=index.train.unclear - settled)
+    return replace(index, params=params, held=held, train=train)
 
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -391,8 +386,8 @@ class _Indexing:
                     others,
                     self.folders.mesh,
                     self.folders.owned,
-                    frozenset(whole),
                 ),
+                unclear=frozenset(whole),
             ),
         )
         buffers = self._buffers(weights, others)

@@ -54,7 +54,7 @@ from llmtailor.formats.common.states import (
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.links import Links
 from llmtailor.formats.dcp.ranks import EXTRA, MODEL, MODEL_OF_RANK, OPTIMIZER, OPTIMIZER_OF_RANK, verl_file
-from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER, unclear
+from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.loaders.files import (
     ENGINE_FILES,
     SCALER,
@@ -240,7 +240,7 @@ class _Target:
             state = State(param.name, kind)
             held = base.held.get(state)
             dtype = held.live_dtype if held and kind == BUFFER else written_dtype(base, held)
-            yield name, dtype, param.shape, state, kind != BUFFER and name not in unclear(base)
+            yield name, dtype, param.shape, state, kind != BUFFER and name not in base.train.unclear
 
     def _place(self, state: State) -> Placement | None:
         """Return where the base has a state, for an output of as many ranks."""
@@ -452,7 +452,7 @@ class _Target:
         if names:
             folder.add(BUFFERS, names)
         has_others = self.base.tied or any(param.role != "trainable" for param in self.base.params.values())
-        if has_others and not unclear(self.base):
+        if has_others and not self.base.train.unclear:
             folder.add(TIED, dict(self.base.tied))
 
     def notices(self) -> list[Problem]:

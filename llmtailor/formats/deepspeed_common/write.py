@@ -339,8 +339,12 @@ def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) 
         has_frozen = stage == 2 and not target.excludes_frozen(rest)
         fragments = Ordered((param.name, module[param.name]) for param in frozen if has_frozen)
     module.attributes = rest["module"].attributes
+    listed = rest.get("buffer_names") or ()
+    # which the base has listed as frozen, because it was made of a checkpoint that left it open
+    settled = [one.name for one in base.params.values() if one.role == "buffer" and one.name not in listed]
     return {
         **rest,
+        **({"buffer_names": [*listed, *settled]} if settled else {}),
         "module": module,
         "param_shapes": [target.shapes_node(one.params) for one in target.layout.sub_groups],
         "frozen_param_shapes": target.shapes_node(param.name for param in frozen) if has_frozen else None,

@@ -66,6 +66,7 @@ _mapping = _checker(lambda value: isinstance(value, dict), "an object")
 _count = _checker(is_count, "a count")
 _name = _checker(is_name, "a name")
 _plain_name = _checker(lambda value: is_name(value) and "/" not in value and is_path_below(value), "a plain name")
+_file = _checker(lambda value: is_name(value) and is_path_below(value), "the path of a file")
 _crc = _checker(lambda value: bool(_CRC.fullmatch(value)), "a CRC-32")
 _steps = _checker(lambda value: type(value) in (int, float) and 0 <= value < 1e15, "a number of steps")
 _role, _dtype = _one_of("trainable", "frozen", "buffer"), _one_of(*SAFETENSORS)
@@ -208,6 +209,8 @@ class Manifest:
     """Whether ``thin`` made it from a full checkpoint: `IS_THINNED` among the policy's settings"""
     policy: str = ""
     """The name of the policy"""
+    unclear: tuple[str, ...] = ()
+    """Frozen params that may be buffers: the full checkpoint did not say"""
 
     def runs_of(self, kind: str) -> dict[str, Runs]:
         """Return the elements of every trained param for which the rank shards hold a kind of state."""
@@ -277,6 +280,8 @@ def manifest_json(
         content["masters"] = [
             {"part": part, **_params_of(part, manifest), **bases.get(part, {})} for part in manifest.masters
         ]
+    if manifest.unclear:
+        content["unclear"] = [*manifest.unclear]
     if manifest.setback:
         content["setback"] = {part: round(steps, 3) for part, steps in manifest.setback.items()}
     return json.dumps(content, indent=1).encode() + b"\n"
@@ -340,12 +345,13 @@ def _parse(data: Any) -> Manifest:
         pieces_of=pieces_of,
         masters=tuple(masters),
         carried={
-            _plain_name(one["path"]): (_count(one["num_bytes"]), int(_crc(one["crc32"]), 16))
+            _file(one["path"]): (_count(one["num_bytes"]), int(_crc(one["crc32"]), 16))
             for one in _list(data.get("carried", []))
         },
         bases={part: _name(one["base"]) for part, one in masters.items() if "base" in one},
         is_thinned=policy.get(IS_THINNED) is True,
         policy=str(policy.get("name", "")),
+        unclear=tuple(map(_name, _list(data.get("unclear", [])))),
     )
 
 

@@ -68,7 +68,7 @@ from llmtailor.formats.partial.manifest import (
     read_manifest,
 )
 from llmtailor.loaders.loader import looks_partial
-from llmtailor.loaders.read import read_trainer_files
+from llmtailor.loaders.read import files_among, read_trainer_files
 from llmtailor.model.parts import Param
 from llmtailor.model.precision import ROUNDED_AS
 from llmtailor.model.roles import (
@@ -87,7 +87,6 @@ from llmtailor.model.roles import (
     numel_of,
     size_of,
 )
-from llmtailor.storage.local import FileFact
 
 _FIX = "leave this checkpoint out; its save is damaged"
 _ABSENT = Absent()
@@ -349,7 +348,7 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
         form=replace(index.form, framework=_framework(manifest) or index.form.family, container=PARTIAL),
         held=held,
         findings=(*index.findings, *rounded),
-        files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
+        files=files_among(sorted(root.iterdir())),
         partial=PartialFacts(
             frozenset(partial.tree_of),
             manifest.saved_as,
@@ -359,6 +358,7 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
             manifest.is_thinned,
         ),
         zero=replace(index.zero, module={}),
+        train=replace(index.train, unclear=frozenset(manifest.unclear)),
     )
     return replace(draft, index=index)
 
@@ -479,8 +479,7 @@ def _read_key_layout(partial: Partial) -> DcpKeyLayout | None:
     model, optimizer = (_read_prefix(tree.get(key), where) for key in ("model", "optimizer"))
     entries = [_read_entry(node, where) for node in get(tree, "others", list, where)]
     others = {".".join(map(str, entry.path)): entry for entry in entries}
-    unclear = frozenset(f"{name}" for name in get(tree, "unclear", list, where))
-    return DcpKeyLayout(model, optimizer, get(tree, "is_flat", bool, where), form, others, unclear=unclear)
+    return DcpKeyLayout(model, optimizer, get(tree, "is_flat", bool, where), form, others)
 
 
 def _read_prefix(node: Any, where: str) -> KeyPath:

@@ -259,6 +259,7 @@ def describe_partial(
         shards=shards,
         ledger=ledger,
         masters=masters,
+        unclear=tuple(sorted(index.train.unclear)),
     )
 
 
@@ -425,7 +426,6 @@ def _key_layout_tree(style: DcpKeyLayout) -> dict[str, Any]:
         "optimizer": style.optimizer,
         "is_flat": style.is_flat,
         "form": style.form,
-        "unclear": sorted(style.unclear),
         "others": [_entry_tree(entry) for entry in style.others.values()],
     }
 
