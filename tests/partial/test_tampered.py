@@ -36,7 +36,7 @@ from partial.scene import bundles, edit_header, edit_manifest, freeze, make_run,
 from thin.scene import compose
 from trainings.alone import Alone
 
-ROUNDS = [5, pytest.param(int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "30")), marks=pytest.mark.long)]
+ROUNDS = [7, pytest.param(int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "30")), marks=pytest.mark.long)]
 FORMS = ("zero3", "saver")
 HUGE = 10**40
 States = dict[State, Any]
