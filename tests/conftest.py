@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # The same examples every time; LLMTAILOR_HYPOTHESIS=random looks for new ones. A busy machine is no failure.
-    count = 100 if config.getoption("--all") else 50
+    count = 100 if config.getoption("--all") else 30
     settings.register_profile("same", derandomize=True, deadline=None, max_examples=count)
     settings.register_profile("random", deadline=None)
     settings.load_profile(os.environ.get("LLMTAILOR_HYPOTHESIS", "same"))

@@ -114,7 +114,7 @@ def test_where_the_given_up_one_is_in_the_way_the_composite_is_beside_it(world):
     assert read_full(world.run / "checkpoint-9-merged-2") == read_full(out)
 
 
-@pytest.mark.parametrize("at", [None, 6])
+@pytest.mark.parametrize("at", mostly_long([None, 6], 6))
 def test_a_composite_in_another_format_is_known_again(world, at):
     """It states its attempt, but is no source: its format has no place for what the saves also hold."""
     words = ["merge", "--run", world.run, *([] if at is None else ["--at", at]), "--json"]

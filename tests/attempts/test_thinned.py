@@ -10,7 +10,7 @@ import pytest
 from attempts.campaign import THINNING, composites, play, promised
 from attempts.world import World, read_full, step_of
 from attempts.zero import ZeroWorld
-from helpers.cases import mostly_long
+from helpers.cases import examples, mostly_long
 from helpers.commands import call
 
 
@@ -81,5 +81,5 @@ CASES = [*((World, seed) for seed in range(150)), *((ZeroWorld, seed) for seed i
 def test_no_history_loses_a_step_or_makes_it_older(tmp_path, case):
     kind, seed = case
     world = kind(tmp_path / "run", seed)
-    play(world, 24, THINNING)
+    play(world, examples(14, 24), THINNING)
     shutil.rmtree(tmp_path)

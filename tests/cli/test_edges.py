@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory):
     return make(tmp_path_factory.mktemp("edges") / "run", 100, shape=SHORT)
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["2>&-", pytest.param(">&-", marks=pytest.mark.long), "<&- >&- 2>&-"])
 def test_closed_streams_change_no_exit_code(checkpoint, tmp_path, closed):
     """A file that is opened must not get the number of a stream, or it would be written to as one."""
     words = f"{sys.executable} -m llmtailor convert {checkpoint} {tmp_path}/out --num-gpu 1 {closed}"

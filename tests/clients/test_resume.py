@@ -60,11 +60,11 @@ class Case:
 SHORT = [
     *(Case(name) for name in ("engine-2", "engine-3", "accelerate-2", "accelerate-ddp", "accelerate-fsdp")),
     Case("engine-3", 2, 2),
-    Case("accelerate-2", 2, 3),
     Case("accelerate-2", 2, 0),
 ]
 LOST = [Case("accelerate-3", lost="latest"), Case("accelerate-ddp", lost="random_states_0.pkl")]
 LONG = [case for name in LOOPS for ranks in (1, 2, 3) if (case := Case(name, ranks)) not in SHORT]
+LONG.append(Case("accelerate-2", 2, 3))
 
 
 def copy_of_partial(run: Path, folder: Path) -> Path:
@@ -103,7 +103,7 @@ def resumed(runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pyte
         if case.lost:
             (out / case.lost).unlink()
         specs.append(case.spec(out))
-    for name, spec in LOOPS_SAVED.items():
+    for name, spec in ((name, spec) for name, spec in LOOPS_SAVED.items() if name in selected):
         run = copy_of_partial(runs[name].folder, folder / name / "run")
         out = compose(run, STEP, folder / name / f"checkpoint-{STEP}")
         specs.append(spec.resumed(out, name, saver=""))

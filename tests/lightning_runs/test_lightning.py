@@ -107,7 +107,7 @@ def resumed(runs: Runs, train: Train, selected: set[Any], tmp_path_factory: pyte
         out = convert(runs.checkpoint(name), folder / case, world_size=int(ranks))
         changes = {"ranks": int(ranks), "per_device_batch": 6 // int(ranks)}
         specs.append(runs[name].spec.resumed(ckpt_path(out), case, **changes))
-    for name, spec in LIGHTNING_SAVED.items():
+    for name, spec in ((name, spec) for name, spec in LIGHTNING_SAVED.items() if name in selected):
         for step in (1, 2):  # all that a run had saved which was killed then
             partial = runs[name].partial(step)
             shutil.copytree(partial, place / name / "partial" / partial.name)

@@ -63,7 +63,7 @@ def test_a_stock_save_over_linked_files_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("actions", "first", "lives", "needed"),  # the first lives have what is needed
     [
-        (EVERYTHING, 4, examples(2, 200), ("compose", "save_linked", "gc", "rotate", "kill")),
+        (EVERYTHING, 4, examples(1, 200), ("compose", "save_linked", "gc", "rotate", "kill")),
         (OVERWRITING, 0, examples(1, 50), ("compose", "overwrite", "damaged")),
         (THINNING, 0, examples(1, 100), ("linked", "kill", "rotate")),
     ],

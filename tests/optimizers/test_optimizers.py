@@ -28,7 +28,7 @@ pytestmark = pytest.mark.real
 
 NESTED = "__bnb_optimizer_quant_state__"
 SHORT = (
-    "SGD", "SGD momentum", "NAdam", "Muon with Adam", "adafactor", "adamw_bnb_8bit", "ademamix", "adamw_torch_4bit",
+    "SGD", "NAdam", "Muon with Adam", "adafactor", "adamw_bnb_8bit", "ademamix", "adamw_torch_4bit",
     "schedule_free_adamw", "optimi Lion",
 )  # fmt: skip
 

@@ -313,11 +313,12 @@ def test_a_stock_resume_from_halves_stays_near_the_straight_run(runs, resume):
 
 
 @pytest.mark.parametrize(
-    ("name", "taken_up"), [("z3-again", [4]), ("z3-twice", [4, 6]), ("z3-on-3", [4]), ("z3-then-filter", [4])]
+    ("name", "taken_up"),
+    [("z3-again", [4]), ("z3-bf16-again", [4]), ("z3-twice", [4, 6]), ("z3-on-3", [4]), ("z3-then-filter", [4])],
 )
 def test_the_record_of_saves_is_taken_up(runs, name, taken_up):
     """No new complete base, the policy goes on where it was, and the log of saves is one."""
-    done, straight = runs[name], runs["z3"]
+    done, straight = runs[name], runs["z3-bf16" if name == "z3-bf16-again" else "z3"]
     assert done.saves == straight.saves == [2, 4, 6, 8]
     for step in done.saves:
         ledger = done.manifest(step)["ledger"]

@@ -270,7 +270,7 @@ def kills(folder: Path) -> None:
 
 # --- jobs that are killed and started again by somebody who never looks ----------------------------------------------
 
-JOB_STEPS, KILLED_AT = 8, (3, 6)
+JOB_STEPS, KILLED_AT = 6, (3, 5)
 ATTACHED = {"policy": "full", "save_steps": 2, "on_restart": "compose"}
 
 

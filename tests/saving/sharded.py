@@ -114,7 +114,7 @@ def train(kind: str, folder: Path, rank: int) -> None:
     model, optimizer = new_training(kind)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     how = {"policy": "round_robin:4", "experts": "parts"} if kind == "experts" else {"policy": "adaptive"}
-    how |= {"in_flight": 2} if kind == "fsdp" else {}
+    how |= {"in_flight": 2} if kind in ("fsdp", "partly") else {}
     saver = saver_for(folder / "run", model=model, optimizer=optimizer, scheduler=scheduler, **how)
     saver.start(0)
     truth, losses = {}, {}
@@ -190,7 +190,7 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for kind, ranks in RANKS.items():
-        if ranks == dist.get_world_size() and kind != "trainer":
+        if ranks == dist.get_world_size() and kind != "trainer" and (folder / kind).is_dir():
             train(kind, folder / kind, rank)
     if dist.get_world_size() == RANKS["trainer"]:
         train_with_trainer(folder / "trainer")

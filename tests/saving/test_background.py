@@ -139,7 +139,7 @@ def test_a_buffer_of_automatic_size_holds_a_whole_save(disk, loop, monkeypatch):
     save.wait(60)
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", mostly_long([1, 2], 2))
 def test_what_saves_in_flight_take_files_of_is_not_deleted(tmp_path, loop, keep):
     run = loop(policy="round_robin:2", in_flight=4, keep_composable=keep)
     for _ in range(12):

@@ -66,7 +66,7 @@ def state_of(loop):
     return copy.deepcopy([loop.model.state_dict(), loop.optimizer.state_dict()])
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", mostly_long([False, True], True))
 @pytest.mark.parametrize("add", mostly_long([None, *ADDED], None))
 def test_modules_that_no_config_describes_and_tensors_as_options(tmp_path, add, tied, caplog):
     """Composites hold them, also after a conversion into ZeRO and back, and torch continues to the last bit."""

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 
+from helpers.cases import examples, mostly_long
 from helpers.commands import call
 from helpers.states import in_24_bits, read
 from llmtailor.checkpoint.lineage import Ledger
@@ -28,7 +29,7 @@ from trainings.harness import start_ranks
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    for kind in (*RANKS, "resumed"):
+    for kind in (*RANKS.keys() - {"fsdp"}, *["fsdp"] * examples(0, 1), "resumed"):
         (folder / kind).mkdir()
     for ranks in sorted({*RANKS.values()}):
         start_ranks("saving.sharded", [folder], ranks, folder)
@@ -60,7 +61,7 @@ def check_measured(run, step, truth, part_of):
     assert 0 < len(line.parts) < len(expected)
 
 
-@pytest.mark.parametrize("kind", sorted(RANKS.keys() - {"experts"}))
+@pytest.mark.parametrize("kind", mostly_long(sorted(RANKS.keys() - {"experts"}), "hsdp", "mesh", "partly", "trainer"))
 def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
     run = trained / kind / "run"
     truth, _ = torch.load(trained / kind / "truth.pt")

@@ -427,7 +427,7 @@ def test_the_trainer_is_refused_by_name(tmp_path, options, arguments, what):
         attach(run.trainer, **STOCK, **options)
 
 
-@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("stages", [(0, 2), pytest.param((1, 3), marks=pytest.mark.long)], ids=str)
 def test_the_trainer_on_two_ranks(tmp_path, stages):
     """The ranks compare losses after a resume. DeepSpeed's padding and numbers of params differ between trainings."""
     start_ranks("saving.stock_loops", ["trainers", tmp_path, *stages], 2, tmp_path)

@@ -363,10 +363,11 @@ SHORT = {
             *LIGHTNING_SAVED,
         }
         - {"loop-tied", "titan-bf16", "accelerate-fsdp-named", "hsdp-w4"}
+        - {"accelerate-3-saver", "lightning-zero-3-saver"}
     ),
     *("z3", "z3-bf16", "z2-fp16", "z2-rr", "z2-lora", "z1-bf16opt", "z1-extras", "z2-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
-    *("z3-again", "z3-bf16-again", "full-1", "frozen-2", "nodes", "slow-skip", "z3@2"),
+    *("z3-bf16-again", "full-1", "frozen-2", "nodes", "slow-skip", "z3@2"),
     *("muon-2", "bnb-lion-2", "adafactor-1", "fsdp-stable", *WHOLE, "muon-2-saver", "lightning-8bit"),
 }
 """What is trained without --all: every feature, and every pair of features that has code of its own"""
