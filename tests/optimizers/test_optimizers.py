@@ -197,10 +197,10 @@ def test_files_as_an_optimizer_lays_them_out(name, tmp_path):
 
 
 def test_what_is_a_part_of_the_weights_is_never_older_than_they_are(tmp_path):
-    """Schedule-free optimizers: by default the moments of half the parts are older than the weights, but ``z`` is
+    """Schedule-free optimizers: with moments in turn, those of half the parts are older than the weights, but ``z`` is
     not; and an average is refused."""
-    name = "schedule_free_adamw"
-    run, saved = begin(tmp_path / "run", name), begin(tmp_path / "saved", name, {"save_steps": 1})
+    name, in_turn = "schedule_free_adamw", {"save_steps": 1, "policy": "moments_in_turn:2"}
+    run, saved = begin(tmp_path / "run", name), begin(tmp_path / "saved", name, in_turn)
     run.train()
     saved.train()
     saved.finish()

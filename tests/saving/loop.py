@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import llmtailor
+from helpers.states import in_8_bits
 from llmtailor.engine import streams
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.scan import choose_for_run
@@ -176,6 +177,14 @@ def manifests(runs: Iterable[Path], at: int | None = None) -> dict[int, dict[str
     paths = [path for run in runs for path in run.glob("partial/step-????????/manifest.json")]
     found = {int(path.parent.name[5:]): json.loads(path.read_text()) for path in paths}
     return {step: found[step] for step in sorted(found) if at is None or step <= at}
+
+
+def rounded(states: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the states of a step as the policy ``rounded`` saves them, in one process."""
+    return {
+        name: {kind: in_8_bits(value, kind) if kind in KINDS[1:] else value for kind, value in kinds.items()}
+        for name, kinds in states.items()
+    }
 
 
 def fold(truth: Truth, saves: Mapping[int, Mapping[str, Any]], onto: States | None = None) -> States:

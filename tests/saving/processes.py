@@ -30,7 +30,7 @@ from llmtailor.errors import PathIn, TailorError, UnsafePickle, UsageError
 from llmtailor.live.training import Ranks
 from llmtailor.saving import PartialSaving, newest_checkpoint, tiers
 from llmtailor.saving import save as shutdown
-from saving.loop import Loop, check_states, fold, manifests
+from saving.loop import Loop, check_states, fold, manifests, rounded
 from trainings.alone import Alone
 from trainings.spec import Spec
 from trainings.trainer import deepspeed_config
@@ -202,7 +202,7 @@ def train_and_save(run: Path, node: Path, seed: int, begin: int) -> None:
     """Train to a step; save at each step from there on, on a disk of the node first, until killed."""
     torch.set_num_threads(1)
     chance = random.Random(seed)
-    policy = chance.choice(["parity", "full", "round_robin:3"])
+    policy = chance.choice(["parity", "full", "round_robin:3", "rounded"])
     keep, in_flight = chance.choice([None, 2]), chance.choice([1, 3])
     how = {"policy": policy, "staging_dir": node, "keep_composable": keep, "in_flight": in_flight}
     loop = Loop(run, host_buffer=1 << 20, **how)
@@ -233,7 +233,9 @@ def check_newest(run: Path, node: Path, out: Path, truth: Any) -> int:
     shutil.rmtree(out, ignore_errors=True)
     done = call("merge", "--run", run, *also, out, "--json")
     assert json.loads(done.stdout)["global_step"] == max(published)
-    check_states(out, fold(truth, published))
+    are_rounded = {step for step, manifest in published.items() if manifest["policy"]["name"] == "rounded"}
+    saved = {step: rounded(truth[step]) if step in are_rounded else truth[step] for step in published}
+    check_states(out, fold(saved, published))
     return max(published)
 
 

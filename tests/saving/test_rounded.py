@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from helpers.commands import call
-from helpers.states import in_8_bits
 from llmtailor.runs.scan import compose_newest
-from saving.loop import Loop, log_of, manifests
+from saving.loop import Loop, log_of, manifests, rounded
 
 
 class AdamWithCopies(torch.optim.Adam):
@@ -21,17 +20,6 @@ class AdamWithCopies(torch.optim.Adam):
         super().step(closure)
         for param, state in self.state.items():
             state["exp_avg"].copy_(param)
-
-
-def rounded(truth):
-    """Return the states of a step as they are saved."""
-    return {
-        name: {
-            kind: in_8_bits(value, kind) if kind in ("exp_avg", "exp_avg_sq") else value
-            for kind, value in states.items()
-        }
-        for name, states in truth.items()
-    }
 
 
 @pytest.mark.parametrize("background", [True, False])
