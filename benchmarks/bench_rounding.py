@@ -28,7 +28,7 @@ from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.model.precision import Precision
 from llmtailor.model.roles import D24, DIFFERENCES, EXP_AVG, EXP_AVG_SQ, F24, MASTER
-from llmtailor.saving.snapshot import Arena, Bases, LiveTensors, Snapshot, bytes_of
+from llmtailor.saving.snapshot import Arena, DeltaBases, LiveTensors, Snapshot, bytes_of
 from llmtailor.saving.writing import Share, lay_out_compressed, write_share
 from llmtailor.storage import casts
 
@@ -86,7 +86,7 @@ class Bench:
 
     def live(self, case: Case) -> tuple[Share, list[torch.Tensor]]:
         """Return what is saved, and all that is read."""
-        live, bases, entries, read, compressed = LiveTensors(), Bases(), [], [], []
+        live, bases, entries, read, compressed = LiveTensors(), DeltaBases(), [], [], []
         for kind, share in case.kinds.items():
             tensors = self.states[kind]
             whole = case.kinds.get(EXP_AVG, 0) * len(tensors)

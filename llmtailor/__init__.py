@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llmtailor.compose.plan import Composition as Composition
+    from llmtailor.compose.plan import MergePlan as MergePlan
     from llmtailor.compose.plan import Options as Options
     from llmtailor.compose.plan import plan_merge as plan_merge
     from llmtailor.compose.report import Report as Report

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.live.model import Drift, TrainedModel, change_of, find_trained_parts
 from llmtailor.live.torch_training import PlainTraining
-from llmtailor.live.training import Fragment, Ranks
-from llmtailor.model.parts import ModelStructure, Piece
+from llmtailor.live.training import LiveShard, Ranks
+from llmtailor.model.parts import ExpertSlice, ModelStructure
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
 from study.train import State, Training
@@ -93,7 +93,10 @@ def composite(left: Left, model: TrainedModel, states: Mapping[int, State], step
 
 
 def compose(
-    states: Mapping[int, State], held: Mapping[str, int], at: int, pieces: Mapping[str, Piece] = MappingProxyType({})
+    states: Mapping[int, State],
+    held: Mapping[str, int],
+    at: int,
+    pieces: Mapping[str, ExpertSlice] = MappingProxyType({}),
 ) -> State:
     """Return the state at a step in which each param, or piece of one, comes from a state of its own."""
     params, adam = dict(states[at].params), dict(states[at].adam)
@@ -114,11 +117,11 @@ def compose(
     return State(at, params, adam)
 
 
-def _fragments(state: State, structure: ModelStructure) -> Iterator[Fragment]:
+def _fragments(state: State, structure: ModelStructure) -> Iterator[LiveShard]:
     pieces_of = structure.pieces_of
     for param, values in state.params.items():
         for name in pieces_of.get(param, [param]):
             piece = structure.pieces.get(name)
             for kind, value in zip((MASTER, EXP_AVG, EXP_AVG_SQ), values, strict=True):
                 own = value.reshape(-1)[piece.begin : piece.end] if piece else value.reshape(-1)
-                yield Fragment(name, kind, 0, own)
+                yield LiveShard(name, kind, 0, own)

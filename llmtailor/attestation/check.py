@@ -15,8 +15,8 @@ from llmtailor import attestation
 from llmtailor.attestation.compare import (
     STOP,
     Findings,
+    LearningRates,
     Mismatch,
-    Schedule,
     Subject,
     compare_counters,
     compare_groups,
@@ -161,7 +161,7 @@ def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
     return totals
 
 
-def saved_schedule(index: CheckpointIndex) -> Schedule | None:
+def saved_schedule(index: CheckpointIndex) -> LearningRates | None:
     """Return the scheduler: that of the loader's file, of DeepSpeed's model states, Lightning's one, or the one that a
     loop has saved in a DCP folder, whatever key it gave it."""
     tree = index.train.trees.get(LOADERS[index.client].scheduler) or index.train.trees.get(SCHEDULER)
@@ -172,7 +172,7 @@ def saved_schedule(index: CheckpointIndex) -> Schedule | None:
         if isinstance(one, Mapping):
             options = next((options_of(model.get("ds_config")) for model in models), {})
             rates = one.get("_last_lr") or [group.hyper.get("lr") for group in index.groups]  # DeepSpeed's has no rates
-            return Schedule(one, options, rates_in(rates))
+            return LearningRates(one, options, rates_in(rates))
     return None
 
 
@@ -251,7 +251,7 @@ def announce(found: Attestation, ranks: Team, on_mismatch: str) -> None:
             for line in lines:
                 logger.warning("%s", line)
         else:
-            shout(lines)
+            warn_prominently(lines)
     if not found.is_same and on_mismatch == STOP:
         raise not_the_same(found)
 
@@ -263,14 +263,14 @@ def not_the_same(found: Attestation) -> NotTheSame:
     return NotTheSame(Problem(found.checkpoint, what, _FIX, Code.RESUME_DIFFERS))
 
 
-def shout(lines: list[str]) -> None:
+def warn_prominently(lines: list[str]) -> None:
     """Write a warning that can't be overlooked: to the log, and framed to stderr."""
     logger.error("%s", "\n".join(lines))
     bar = "!" * 100
     print("\n".join(["", bar, *lines, bar, ""]), file=sys.stderr, flush=True)
 
 
-def guarded(attest: Callable[[], None], checkpoint: object, is_first: bool, *, is_strict: bool = False) -> None:
+def attest_or_warn(attest: Callable[[], None], checkpoint: object, is_first: bool, *, is_strict: bool = False) -> None:
     """Attest; if that fails, only warn: what can't be attested is not another training.
 
     ``is_strict`` raises every error.

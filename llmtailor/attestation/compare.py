@@ -32,7 +32,7 @@ OFF, SAMPLE, FULL = "off", "sample", "full"
 WARN, STOP = "warn", "stop"
 
 
-class Kind(Enum):
+class MismatchKind(Enum):
     """How a state, or another value, differs from the checkpoint's."""
 
     MISSING = "missing"
@@ -59,11 +59,11 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ElementDiff:
     """A difference of a state."""
 
     state: State
-    kind: Kind
+    kind: MismatchKind
     detail: str = ""
     """Which step, param, part or rank its values are of, if that was found"""
 
@@ -94,25 +94,25 @@ class Mismatch:
     live: Any
     saved: Any
     is_alarm: bool
-    kind: Kind = Kind.CHANGED
+    kind: MismatchKind = MismatchKind.CHANGED
     count: int = 1
     """Params that have it"""
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        if self.kind is Kind.OTHER_RANK:
+        if self.kind is MismatchKind.OTHER_RANK:
             return f"{self.what} are those of rank {self.live}"
-        if self.kind is Kind.LACKING:
+        if self.kind is MismatchKind.LACKING:
             return f"{self.what} is missing in the checkpoint"
-        if self.kind is Kind.UNTRAINED:
+        if self.kind is MismatchKind.UNTRAINED:
             return f"{self.what}: it has other params than the checkpoint's"
-        if self.kind is Kind.UNTIED:
+        if self.kind is MismatchKind.UNTIED:
             return f"{self.what}: two params, tied in the checkpoint"
-        if self.kind is Kind.TIED:
+        if self.kind is MismatchKind.TIED:
             return f"{self.what}: tied, two params in the checkpoint"
-        if self.kind is Kind.STRAY:
+        if self.kind is MismatchKind.STRAY:
             return f"{self.what}: {counted(self.live, 'param')} that the model does not have"
-        if self.kind is Kind.MISSING:
+        if self.kind is MismatchKind.MISSING:
             return f"{self.what}: missing, {_value(self.saved)} in the checkpoint"
         return f"{self.what} is {_value(self.live)}, {_value(self.saved)} in the checkpoint"
 
@@ -121,7 +121,7 @@ class Mismatch:
 class Findings:
     """What one rank has found."""
 
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[ElementDiff, ...] = ()
     mismatches: tuple[Mismatch, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -162,7 +162,7 @@ def is_zero(data: Buffer) -> bool:
     return not len(data) or not np.frombuffer(data, np.uint8).any()
 
 
-def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> Kind | None:
+def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> MismatchKind | None:
     """Return how elements differ from those of the checkpoint; None if they are the same.
 
     They are compared in the training's dtype, bit for bit. Values that were rounded to 16 bits in between are masters
@@ -175,13 +175,13 @@ def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> Kin
     elif castable and same_bytes(live, cast(saved, saved_dtype, live_dtype)):
         if same_bytes(cast(live, live_dtype, saved_dtype), saved):
             return None
-        return Kind.ZERO if is_zero(live) else Kind.ROUNDED
+        return MismatchKind.ZERO if is_zero(live) else MismatchKind.ROUNDED
     if castable and is_zero(live) and not is_zero(saved):
-        return Kind.ZERO
+        return MismatchKind.ZERO
     is_rounded = castable and any(
         same_bytes(live, cast(cast(saved, saved_dtype, dtype), dtype, live_dtype)) for dtype in ("BF16", "F16")
     )
-    return Kind.ROUNDED if is_rounded else Kind.CHANGED
+    return MismatchKind.ROUNDED if is_rounded else MismatchKind.CHANGED
 
 
 def has_vanished(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> bool:
@@ -295,7 +295,13 @@ def compare_steps(
             found[live, before] = found.get((live, before), 0) + 1
     return [
         Mismatch(
-            Subject.STEP, "Adam's step", live, before, True, Kind.CHANGED if live is not None else Kind.MISSING, count
+            Subject.STEP,
+            "Adam's step",
+            live,
+            before,
+            True,
+            MismatchKind.CHANGED if live is not None else MismatchKind.MISSING,
+            count,
         )
         for (live, before), count in found.items()
     ]
@@ -316,18 +322,18 @@ def compare_numbers(
     """Compare the states of each param that are single numbers, but for the step; ``numbers`` are those of this rank,
     of each trained param. A number that its dtype has rounded is no alarm."""
     saved = index.scalars()
-    found: dict[tuple[str, Kind, bool], list[Mismatch]] = {}
+    found: dict[tuple[str, MismatchKind, bool], list[Mismatch]] = {}
     for param, live in numbers.items():
         name = next((name for name in (param, *aliases.get(param, ())) if name in saved), None)
         for kind, node in saved[name].items() if name is not None else ():
             if (before := as_number(node)) is None:
                 continue
-            one = Mismatch(Subject.NUMBER, kind, None, before, True, Kind.MISSING)
+            one = Mismatch(Subject.NUMBER, kind, None, before, True, MismatchKind.MISSING)
             if (mine := live.get(kind)) is not None:
                 if mine.value == before or (math.isnan(mine.value) and math.isnan(before)):
                     continue
                 is_rounded = math.isclose(mine.value, before, rel_tol=mine.precision)
-                one = replace(one, live=mine.value, is_alarm=not is_rounded, kind=Kind.CHANGED)
+                one = replace(one, live=mine.value, is_alarm=not is_rounded, kind=MismatchKind.CHANGED)
             found.setdefault((kind, one.kind, one.is_alarm), []).append(one)
     return [replace(ones[0], count=len(ones)) for ones in found.values()]
 
@@ -338,24 +344,26 @@ def compare_ties(
     """Compare which names are those of one param. ``params`` are those of the training. A file may hold a tied param by
     each of its names, but the optimizer's states are those of one."""
     found = [
-        Mismatch(Subject.TIE, f"{name} and {stored}", None, None, True, Kind.UNTIED)
+        Mismatch(Subject.TIE, f"{name} and {stored}", None, None, True, MismatchKind.UNTIED)
         for name, stored in index.tied.items()
         if name in params and stored in params
     ]
     trained = {state.param for state in index.held if is_optimizer_state(state.kind)}
     for stored, names in aliases.items():
         of_both = [name for name in names if name in trained and stored in trained]
-        found += [Mismatch(Subject.TIE, f"{name} and {stored}", None, None, True, Kind.TIED) for name in of_both]
+        found += [
+            Mismatch(Subject.TIE, f"{name} and {stored}", None, None, True, MismatchKind.TIED) for name in of_both
+        ]
     return found
 
 
 def compare_strays(count: int) -> list[Mismatch]:
     """Return what is wrong with an optimizer that updates so many params that are not the model's."""
-    return [Mismatch(Subject.OPTIMIZER, "optimizer", count, 0, True, Kind.STRAY)] if count else []
+    return [Mismatch(Subject.OPTIMIZER, "optimizer", count, 0, True, MismatchKind.STRAY)] if count else []
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LearningRates:
     """A learning rate scheduler."""
 
     state: Mapping[str, Any]
@@ -363,7 +371,7 @@ class Schedule:
     """Of DeepSpeed's, whose state is only where it stands: type and params, as the engine's config has them"""
     rates: Sequence[float] = ()
     """Where it stands: live those that it computes, if its rule is not in its state; saved those that it had"""
-    inner: Sequence[Schedule] = ()
+    inner: Sequence[LearningRates] = ()
     """The live schedulers that it consists of"""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the Trainer's, whose rule is a function: what the function was made by"""
@@ -380,7 +388,7 @@ _INNER = "_schedulers"
 """The schedulers that torch's SequentialLR and ChainedScheduler consist of"""
 
 
-def compare_schedule(live: Schedule | None, saved: Schedule | None) -> tuple[list[Mismatch], list[str]]:
+def compare_schedule(live: LearningRates | None, saved: LearningRates | None) -> tuple[list[Mismatch], list[str]]:
     """Compare schedulers; return differences and notes: where a schedule stands is an alarm, what it consists of not.
 
     Stock loaders restore the rates of the checkpoint, whatever rule computes those of the next steps.
@@ -415,19 +423,21 @@ def _is_rate(live: float, saved: float) -> bool:
     return math.isclose(live, saved, rel_tol=1e-5, abs_tol=1e-12)
 
 
-def _compare_scheduler(what: str, schedule: Schedule, before: Schedule) -> Iterator[Mismatch]:
+def _compare_scheduler(what: str, schedule: LearningRates, before: LearningRates) -> Iterator[Mismatch]:
     live, saved = schedule.state, before.state
     for key in _POSITION:
         mine, other = float_of(live.get(key)), float_of(saved.get(key))
         if mine is not None and other is not None and mine != other:
-            kind = Kind.ANOTHER_STEP if key in _COUNTS else Kind.CHANGED
+            kind = MismatchKind.ANOTHER_STEP if key in _COUNTS else MismatchKind.CHANGED
             yield Mismatch(Subject.SCHEDULE, f"{what}: {key}", _whole(mine), _whole(other), True, kind)
     ours, others = schedule.inner, saved.get(_INNER)
     if ours and isinstance(others, (list, tuple)):
         if len(ours) != len(others):
             yield Mismatch(Subject.SCHEDULE, f"{what}: number of schedulers", len(ours), len(others), False)
         for number, (inner, other) in enumerate(zip(ours, others, strict=False)):
-            yield from _compare_scheduler(f"{what} {number}", inner, Schedule(other, rates=rates_in(other.get(_RATES))))
+            yield from _compare_scheduler(
+                f"{what} {number}", inner, LearningRates(other, rates=rates_in(other.get(_RATES)))
+            )
     if more := sorted(key for key in live.keys() - saved.keys() if key[0] != "_" and key not in _NOT_OF_SCHEDULES):
         yield Mismatch(Subject.SCHEDULE, f"{what}: {', '.join(more)}", "of this scheduler", "another one", False)
     keys = live.keys() & saved.keys() - {*_POSITION, *_NOT_OF_SCHEDULES}
@@ -515,7 +525,7 @@ def _value(value: Any) -> str:
 
 
 @dataclass(slots=True)
-class Losses:
+class LossMonitor:
     """The log of an attempt that was abandoned, against that of the attempt that repeats its steps."""
 
     before: Mapping[int, Mapping[str, float]] = field(default_factory=dict)

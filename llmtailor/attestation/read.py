@@ -14,13 +14,13 @@ from llmtailor.attestation.compare import (
     READ_BYTES,
     RUN_ELEMENTS,
     Buffer,
-    Difference,
+    ElementDiff,
     Findings,
-    Kind,
+    LearningRates,
     LiveGroup,
     Mismatch,
+    MismatchKind,
     Number,
-    Schedule,
     Subject,
     address_of,
     all_runs,
@@ -57,7 +57,7 @@ from llmtailor.model.roles import (
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import new_digest
-from llmtailor.storage.local import Files
+from llmtailor.storage.local import OpenFiles
 from llmtailor.storage.remote import device_of
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Live:
     groups: Sequence[LiveGroup]
     rank: int
     world_size: int
-    schedule: Schedule | None = None
+    schedule: LearningRates | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     scale: Mapping[str, Any] | None = None
     """The state of a GradScaler, or of DeepSpeed's loss scaler"""
@@ -133,13 +133,13 @@ class Live:
 
 def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
     """Compare the states of this rank with those of the checkpoint. Raises SourceError, OSError."""
-    found: list[Difference] = []
+    found: list[ElementDiff] = []
     notes: dict[str, None] = {}
     converted: list[str] = []
     has_kinds: dict[str, set[str]] = {}
     for state in index.held:
         has_kinds.setdefault(state.param, set()).add(state.kind)
-    with Files(index.root, index.files) as files:
+    with OpenFiles(index.root, index.files) as files:
         search = Search(index, live, files)
         held_here: dict[tuple[str, int], set[str]] = {}
         masters: list[LiveFragment] = []
@@ -155,7 +155,7 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
             if entry is None:
                 difference, note = _unsaved(one, live)
                 if one.kind == FROZEN and one.param not in live.without_gradient and (twin := search.twin(one)):
-                    difference, note = Difference(state, Kind.UNTIED, twin), ""
+                    difference, note = ElementDiff(state, MismatchKind.UNTIED, twin), ""
                 found += [difference] if difference else []
                 notes |= {note: None} if note else {}
                 continue
@@ -170,7 +170,7 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
         found += different
         notes |= dict.fromkeys(more)
     for param, kinds in lost_states(index, live).items():
-        found += [Difference(State(param, kind), Kind.MISSING, "not in the model") for kind in kinds]
+        found += [ElementDiff(State(param, kind), MismatchKind.MISSING, "not in the model") for kind in kinds]
     if live.may_be_others:
         what = f"tensors beside the params may not be the model's, and were not compared: {some(live.may_be_others)}"
         notes[what] = None
@@ -198,9 +198,9 @@ def lost_states(index: CheckpointIndex, live: Live) -> dict[str, list[str]]:
     return lost
 
 
-def _unsaved(one: LiveFragment, live: Live) -> tuple[Difference | None, str]:
+def _unsaved(one: LiveFragment, live: Live) -> tuple[ElementDiff | None, str]:
     if one.kind == MASTER:
-        return Difference(State(one.param, MASTER), Kind.UNSAVED), ""
+        return ElementDiff(State(one.param, MASTER), MismatchKind.UNSAVED), ""
     if one.kind == FROZEN and one.param not in live.without_gradient:
         return None, "params that require a gradient are neither in the optimizer nor in the checkpoint: not compared"
     if one.kind == FROZEN:
@@ -214,10 +214,10 @@ def _missing(
     master: LiveFragment,
     index: CheckpointIndex,
     live: Live,
-    files: Files,
+    files: OpenFiles,
     here: set[str],
     has_kinds: Mapping[str, set[str]],
-) -> Iterator[Difference]:
+) -> Iterator[ElementDiff]:
     """Yield the moments that the checkpoint has and this rank does not. Zeros count as absent: a param without a
     gradient so far has none."""
     for name in (master.param, *live.aliases.get(master.param, ())):
@@ -227,10 +227,10 @@ def _missing(
                 is_boxed = master.box is not None and len(master.box.sizes) == len(entry.shape)
                 entry, begin = master.among(entry) if is_boxed else (entry, master.begin)
                 if not _is_zero_at(files, entry, begin, master.numel):
-                    yield Difference(State(master.param, kind), Kind.MISSING)
+                    yield ElementDiff(State(master.param, kind), MismatchKind.MISSING)
 
 
-def _is_zero_at(files: Files, entry: TensorEntry, begin: int, numel: int) -> bool:
+def _is_zero_at(files: OpenFiles, entry: TensorEntry, begin: int, numel: int) -> bool:
     """Return whether a sample of some elements of a state is zero; of one that has not one element for each weight,
     a sample of all."""
     runs = _shift(sample_runs(numel), begin)
@@ -241,13 +241,13 @@ def _is_zero_at(files: Files, entry: TensorEntry, begin: int, numel: int) -> boo
 
 def compare_trained(
     index: CheckpointIndex, live: Live, is_used: Callable[[TensorEntry], bool]
-) -> tuple[list[Difference], list[str]]:
+) -> tuple[list[ElementDiff], list[str]]:
     """Compare which params are trained; return differences and notes.
 
     A param that has no state in the checkpoint, or only zeros, never had a gradient (``is_used`` tells). One that has
     taken fewer steps than others was frozen before the save, or is used now and then.
     """
-    found, late = list[Difference](), list[str]()
+    found, late = list[ElementDiff](), list[str]()
     stored = {name: param for param, names in live.aliases.items() for name in names}
     steps, expected = index.steps(), expected_states(index)
     for name, param in index.params.items():
@@ -255,7 +255,7 @@ def compare_trained(
         role = live.roles.get(mine)
         if role == "trainable" and mine not in live.without_gradient:
             if param.role == "frozen":
-                found.append(Difference(State(mine, MASTER), Kind.UNFROZEN))
+                found.append(ElementDiff(State(mine, MASTER), MismatchKind.UNFROZEN))
             continue
         if role not in ("trainable", "frozen") or param.role != "trainable":
             continue
@@ -265,26 +265,26 @@ def compare_trained(
         if steps and steps.get(name, 0) < max(steps.values()):
             late.append(mine)
             continue
-        found.append(Difference(State(mine, MASTER), Kind.UNTRAINED))
-        found += [Difference(State(mine, kind), Kind.MISSING) for kind in kinds if role == "frozen"]
+        found.append(ElementDiff(State(mine, MASTER), MismatchKind.UNTRAINED))
+        found += [ElementDiff(State(mine, kind), MismatchKind.MISSING) for kind in kinds if role == "frozen"]
     if not late:
         return found, []
     return found, [f"{counted(len(late), 'param')} without gradients now had some before the save: {some(late)}"]
 
 
 def _compare(
-    one: LiveFragment, entry: TensorEntry, files: Files, search: Search, how: str, at_least: int
-) -> Difference | None:
+    one: LiveFragment, entry: TensorEntry, files: OpenFiles, search: Search, how: str, at_least: int
+) -> ElementDiff | None:
     state, offset = State(one.param, one.kind), one.begin
     if one.kind == BUFFER and entry.numel > one.numel:  # those of each rank
         offset += (search.live.rank % max(1, entry.numel // one.numel)) * one.numel
     is_beyond = one.box is None and offset + one.numel > entry.numel
     if is_beyond or (one.kind != BUFFER and _sizes(one.shape) != _sizes(entry.shape)):
         shapes = (_shape_text(shape) for shape in (entry.shape, one.shape))
-        return Difference(state, Kind.CHANGED, "{} in the checkpoint, {} in the training".format(*shapes))
+        return ElementDiff(state, MismatchKind.CHANGED, "{} in the checkpoint, {} in the training".format(*shapes))
     if one.box is not None:
         entry, offset = one.among(entry)
-    worst: Kind | None = None
+    worst: MismatchKind | None = None
     itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
     for runs in _runs_of(one, how, itemsize, at_least):
         mine, at = one.read(runs, one.dtype), _shift(runs, offset)
@@ -294,27 +294,27 @@ def _compare(
         kind = judge(mine, one.dtype, saved, entry.dtype)
         if kind is None:
             continue
-        if kind is Kind.CHANGED:
+        if kind is MismatchKind.CHANGED:
             if one.box is not None:
-                return Difference(state, kind)
+                return ElementDiff(state, kind)
             break_at = _narrow(runs, mine, one, saved, entry)
             return search.explain(one, entry, break_at, offset)
-        if kind is Kind.ZERO:
-            return Difference(state, kind)
+        if kind is MismatchKind.ZERO:
+            return ElementDiff(state, kind)
         if is_moment(one.kind) and has_vanished(mine, one.dtype, saved, entry.dtype):
-            return Difference(state, Kind.ZERO, f"rounded to zero in {one.dtype}")
+            return ElementDiff(state, MismatchKind.ZERO, f"rounded to zero in {one.dtype}")
         worst = kind
     if worst is None:
         return None
     is_cast = one.dtype != entry.dtype
     how_rounded = f"{entry.dtype} in the checkpoint, {one.dtype} in the training" if is_cast else _REBUILT
-    return Difference(state, worst, how_rounded)
+    return ElementDiff(state, worst, how_rounded)
 
 
 _REBUILT = "to 16 bits, as if made from the weights"
 
 
-def _holds(files: Files, entry: TensorEntry, runs: Runs, mine: Buffer, room: bytearray) -> bool:
+def _holds(files: OpenFiles, entry: TensorEntry, runs: Runs, mine: Buffer, room: bytearray) -> bool:
     """Return whether elements of the checkpoint have these bytes, read little by little into ``room``."""
     if entry.is_all_zero:
         return is_zero(mine)
@@ -351,11 +351,11 @@ def _narrow(runs: Runs, mine: Buffer, one: LiveFragment, saved: Buffer, entry: T
     return runs[:1]
 
 
-def _compare_forward(master: LiveFragment, weight: LiveFragment, how: str) -> Iterator[Difference]:
+def _compare_forward(master: LiveFragment, weight: LiveFragment, how: str) -> Iterator[ElementDiff]:
     itemsize = max(ITEMSIZE[master.dtype], ITEMSIZE[weight.dtype])
     for runs in _runs_of(master, how, itemsize):
         if not same_bytes(weight.read(runs, weight.dtype), master.read(runs, weight.dtype)):
-            yield Difference(State(master.param, MASTER), Kind.FORWARD)
+            yield ElementDiff(State(master.param, MASTER), MismatchKind.FORWARD)
             return
 
 
@@ -373,10 +373,10 @@ def digest_copies(live: Live, how: str) -> dict[str, bytes]:
     return digests
 
 
-def compare_copies(index: CheckpointIndex, live: Live, how: str, unlike: Collection[str]) -> list[Difference]:
+def compare_copies(index: CheckpointIndex, live: Live, how: str, unlike: Collection[str]) -> list[ElementDiff]:
     """Compare weights of the forward pass that differ between ranks with the rounded masters of the checkpoint."""
     found = []
-    with Files(index.root, index.files) as files:
+    with OpenFiles(index.root, index.files) as files:
         for one in live.copies() if unlike else ():
             entry = entry_of(index, State(one.param, MASTER), live.aliases)
             if one.param not in unlike or entry is None or entry.numel != one.numel:
@@ -385,7 +385,7 @@ def compare_copies(index: CheckpointIndex, live: Live, how: str, unlike: Collect
             for runs in _runs_of(one, how, itemsize):
                 saved = read_elements(files, entry, runs)
                 if not same_bytes(one.read(runs, one.dtype), _as_live(saved, entry.dtype, one.dtype)):
-                    found.append(Difference(State(one.param, MASTER), Kind.FORWARD))
+                    found.append(ElementDiff(State(one.param, MASTER), MismatchKind.FORWARD))
                     break
     return found
 
@@ -400,7 +400,7 @@ def _shift(runs: Runs, by: int) -> Runs:
     return tuple((begin + by, end + by) for begin, end in runs)
 
 
-def read_elements(files: Files, entry: TensorEntry, runs: Runs, room: bytearray | None = None) -> memoryview:
+def read_elements(files: OpenFiles, entry: TensorEntry, runs: Runs, room: bytearray | None = None) -> memoryview:
     """Return elements of a state of a checkpoint; what no file holds is zero. Raises OSError, LookupError.
 
     They are read into ``room``, which grows if needed, until the next call.
@@ -420,7 +420,7 @@ def read_elements(files: Files, entry: TensorEntry, runs: Runs, room: bytearray 
 class Search:
     """Looks for the values that a state has instead of its own, by a limited number of reads: ranks wait meanwhile."""
 
-    def __init__(self, index: CheckpointIndex, live: Live, files: Files) -> None:
+    def __init__(self, index: CheckpointIndex, live: Live, files: OpenFiles) -> None:
         self.index, self.live, self._files = index, live, files
         self.room = bytearray(CHUNK_BYTES)
         """For what is read next"""
@@ -430,7 +430,7 @@ class Search:
         for state, held in index.held.items():
             if held.is_here and not held.is_all_zero:
                 self._alike.setdefault((state.kind, held.shape), []).append((state.param, held))
-        self._others: list[tuple[str, CheckpointIndex, Files]] | None = None
+        self._others: list[tuple[str, CheckpointIndex, OpenFiles]] | None = None
         self._by_value: dict[tuple[object, ...], dict[bytes, str]] = {}
         self._finders = [self._in_other_checkpoints, self._in_other_ranks, self._in_other_params]
         self._last = ""
@@ -438,7 +438,7 @@ class Search:
         self._misses: dict[str, int] = {}
         self._num_reads = 0
 
-    def explain(self, one: LiveFragment, entry: TensorEntry, runs: Runs, offset: int) -> Difference:
+    def explain(self, one: LiveFragment, entry: TensorEntry, runs: Runs, offset: int) -> ElementDiff:
         """Return the difference of a fragment, with the place that its other values are of, if that is found.
 
         ``runs`` are elements that differ, counted from the fragment's first, ``offset``, in the state.
@@ -452,10 +452,10 @@ class Search:
                 if (found := find(one, entry, at, mine)) is not None:
                     self._misses[one.kind] = 0
                     self._finders.sort(key=lambda other: other != find)
-                    return Difference(state, *found)
+                    return ElementDiff(state, *found)
             else:
                 self._misses[one.kind] = self._misses.get(one.kind, 0) + 1
-        return Difference(state, Kind.CHANGED)
+        return ElementDiff(state, MismatchKind.CHANGED)
 
     def twin(self, one: LiveFragment) -> str | None:
         """Return the param of the checkpoint that has the values of one that the checkpoint does not have."""
@@ -466,12 +466,15 @@ class Search:
         at = _shift(runs, one.begin)
         return next((name for name, held in alike if self._is_of(one, mine, self._files, held, at)), None)
 
-    def _is_of(self, one: LiveFragment, mine: bytes, files: Files, held: TensorEntry, runs: Runs) -> bool:
+    def _is_of(self, one: LiveFragment, mine: bytes, files: OpenFiles, held: TensorEntry, runs: Runs) -> bool:
         saved = self._try(files, held, runs)
         is_cast = one.dtype != held.dtype
-        return bool(saved) and judge(mine, one.dtype, saved, held.dtype) in (None, Kind.ROUNDED if is_cast else None)
+        return bool(saved) and judge(mine, one.dtype, saved, held.dtype) in (
+            None,
+            MismatchKind.ROUNDED if is_cast else None,
+        )
 
-    def _try(self, files: Files, held: TensorEntry, runs: Runs) -> Buffer:
+    def _try(self, files: OpenFiles, held: TensorEntry, runs: Runs) -> Buffer:
         self._num_reads += 1
         try:
             return read_elements(files, held, runs, self.room)
@@ -480,32 +483,34 @@ class Search:
 
     def _in_other_checkpoints(
         self, one: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
-    ) -> tuple[Kind, str] | None:
+    ) -> tuple[MismatchKind, str] | None:
         if self._others is None:
             others = other_checkpoints(self.index, self.live.open_other)
-            self._others = [(f"step {other.global_step}, {name}", other, Files(other.root)) for name, other in others]
+            self._others = [
+                (f"step {other.global_step}, {name}", other, OpenFiles(other.root)) for name, other in others
+            ]
         for name, other, files in sorted(self._others, key=lambda other: other[0] != self._last):
             held = entry_of(other, State(one.param, one.kind), self.live.aliases)
             if held is not None and held.shape == entry.shape and self._is_of(one, mine, files, held, runs):
                 self._last = name
-                return Kind.ANOTHER_STEP, name
+                return MismatchKind.ANOTHER_STEP, name
         return None
 
     def _in_other_ranks(
         self, one: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
-    ) -> tuple[Kind, str] | None:
+    ) -> tuple[MismatchKind, str] | None:
         shares = [(f"rank {rank}'s", held, at) for rank, held, at in self._shares(one, entry, runs)]
         for name, held, at in sorted(shares, key=lambda share: share[0] != self._last):
             if self._num_reads >= MAX_READS:
                 break
             if self._is_of(one, mine, self._files, held, at):
                 self._last = name
-                return Kind.OTHER_RANK, name
+                return MismatchKind.OTHER_RANK, name
         return None
 
     def _in_other_params(
         self, one: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
-    ) -> tuple[Kind, str] | None:
+    ) -> tuple[MismatchKind, str] | None:
         """Find the param, of those of its shape, by the values that all have at these elements; they are read once."""
         kind = next((kind for kind in (one.kind, FROZEN) if (kind, entry.shape) in self._alike), one.kind)
         key = (kind, entry.shape, runs, one.dtype)
@@ -520,7 +525,7 @@ class Search:
         if found is None or found == one.param:
             return None
         is_part = _without_numbers(found) == _without_numbers(one.param)
-        return Kind.OTHER_PART if is_part else Kind.PERMUTED, found
+        return MismatchKind.OTHER_PART if is_part else MismatchKind.PERMUTED, found
 
     def _shares(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[int, TensorEntry, Runs]]:
         """Yield where the same elements of the shares of other ranks are: rank, state and elements."""
@@ -602,7 +607,7 @@ def compare_random(
         "numpy": _numpy_state(live.get("numpy")),
         "torch": _live_bytes(live.get("cpu")),
     }
-    with Files(index.root, index.files) as files:
+    with OpenFiles(index.root, index.files) as files:
         own = _saved_random(index, rank, files)
         if own is None:
             return [], "random states: the checkpoint has none of this rank"
@@ -611,7 +616,7 @@ def compare_random(
         for other in range(world_size):
             saved = _saved_random(index, other, files)
             if other != rank and saved is not None and not _differing({name: mine[name] for name in differing}, saved):
-                return [Mismatch(Subject.RANDOM, "random states", other, rank, True, Kind.OTHER_RANK)], ""
+                return [Mismatch(Subject.RANDOM, "random states", other, rank, True, MismatchKind.OTHER_RANK)], ""
     return [Mismatch(Subject.RANDOM, f"random state of {name}", "another", "its own", True) for name in differing], ""
 
 
@@ -619,7 +624,7 @@ def _differing(mine: Mapping[str, object], saved: Mapping[str, object]) -> list[
     return [name for name, one in mine.items() if one is not None and saved[name] is not None and one != saved[name]]
 
 
-def _saved_random(index: CheckpointIndex, rank: int, files: Files) -> Mapping[str, object] | None:
+def _saved_random(index: CheckpointIndex, rank: int, files: OpenFiles) -> Mapping[str, object] | None:
     """Return the random states of a rank in a comparable form; None if the checkpoint has none."""
     names = dict.fromkeys((rng_file(rank, index.world_size, index.client), rng_file(rank, index.world_size)))
     tree = next((index.train.trees[name] for name in names if name in index.train.trees), None)
@@ -660,7 +665,7 @@ def _live_bytes(tensor: Any) -> bytes | None:
     return None if tensor is None else bytes(tensor.cpu().numpy().tobytes())
 
 
-def _saved_bytes(node: Any, files: Files, where: str) -> bytes | None:
+def _saved_bytes(node: Any, files: OpenFiles, where: str) -> bytes | None:
     view = as_tensor(node)
     if view is None:
         return None

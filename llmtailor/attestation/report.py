@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmtailor.attestation.compare import SAMPLE, Findings, Kind, Mismatch, Subject
+from llmtailor.attestation.compare import SAMPLE, Findings, Mismatch, MismatchKind, Subject
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.errors import counted, some
 from llmtailor.model.roles import MASTER, is_moment
@@ -28,7 +28,7 @@ def find_cause(facts: Facts) -> Cause:
     moments = {kind for state_kind, found in kinds.items() if is_moment(state_kind) for kind in found}
     masters = kinds.get(MASTER, {}).keys()
     others = {kind for found in kinds.values() for kind in found}
-    if any(one.kind is Kind.STRAY for one in facts.mismatches):
+    if any(one.kind is MismatchKind.STRAY for one in facts.mismatches):
         return Cause(
             "the optimizer was made before the model got other params (assign=True, resize_token_embeddings, "
             "fully_shard): it updates those that were replaced",
@@ -46,53 +46,53 @@ def find_cause(facts: Facts) -> Cause:
         elif facts.schedule == _RESTARTED:
             what = "optimizer.pt and scheduler.pt were not loaded, only the weights"
         return Cause(what, "the optimizer restarts: its next steps are too large or too small")
-    if Kind.UNTRAINED in others:
+    if MismatchKind.UNTRAINED in others:
         return Cause(
             "params that the checkpoint trains are not trained: frozen, or left out of the optimizer",
             _UNTRAINED,
         )
-    if Kind.UNFROZEN in others:
+    if MismatchKind.UNFROZEN in others:
         return Cause(
             "params that were frozen when the checkpoint was saved are trained",
             "they leave the values of the checkpoint",
         )
-    if Kind.OTHER_RANK in others:
+    if MismatchKind.OTHER_RANK in others:
         return Cause(
             "states of another rank were loaded: shards were swapped, or one was loaded twice",
             "weights and moments belong to other params or other elements of them",
         )
     if steps := facts.other_steps:
         return Cause(f"states are of another checkpoint: {some(steps)}", "part of the training goes back to that step")
-    if {Kind.PERMUTED, Kind.OTHER_PART} & others:
+    if {MismatchKind.PERMUTED, MismatchKind.OTHER_PART} & others:
         return Cause(
             "states were given to other params: the order of the params differs from that of the checkpoint",
             "the optimizer scales each update by another param's gradients",
         )
-    if Kind.CHANGED in masters and not moments:
+    if MismatchKind.CHANGED in masters and not moments:
         return Cause(
             "the weights are not the checkpoint's, but the optimizer's states are: keys renamed, or loaded with "
             "strict=False",
             "params keep other values, and the optimizer continues as if they were right",
         )
-    if Kind.UNSAVED in masters:
+    if MismatchKind.UNSAVED in masters:
         return Cause(
             "the checkpoint's files have no weights of that name: keys renamed, or left out when it was saved",
             "the loader gave these params nothing, so they keep their initial values",
         )
-    if Kind.MISSING in moments:
+    if MismatchKind.MISSING in moments:
         return Cause("the optimizer has states of some params only", "the optimizer restarts for the others")
-    if Kind.ZERO in moments:
+    if MismatchKind.ZERO in moments:
         return Cause(
             "moments were reset to zero, or rounded to it", "the optimizer restarts for them, or divides by zero"
         )
     if facts.schedule is not None:
         return Cause(facts.schedule, "the learning rates of the next steps are those of another step")
-    if Kind.FORWARD in others:
+    if MismatchKind.FORWARD in others:
         return Cause(
             "the weights of the forward pass and the optimizer's masters are of different saves",
             "the first step computes gradients at other weights than those that it updates",
         )
-    if Kind.UNTIED in others:
+    if MismatchKind.UNTIED in others:
         return Cause(_CAUSES[Subject.TIE], _TIED)
     if moments or masters:
         return Cause("states have other values than the checkpoint's", "training continues from a different state")
@@ -122,7 +122,7 @@ _CAUSES = {
 class Facts:
     """What `find_cause` decides by."""
 
-    kinds: Mapping[str, Mapping[Kind, int]]
+    kinds: Mapping[str, Mapping[MismatchKind, int]]
     """Kind of state -> kind of alarm -> states"""
     totals: Mapping[str, int]
     """Kind of state -> states in the checkpoint that were compared"""
@@ -134,17 +134,17 @@ class Facts:
     def moments_gone(self) -> bool:
         """Whether no moment is in the training"""
         kinds = [kind for kind in self.totals if is_moment(kind)]
-        gone = (Kind.MISSING, Kind.ZERO)
+        gone = (MismatchKind.MISSING, MismatchKind.ZERO)
         return (
             bool(kinds)
             and all(sum(self.kinds.get(kind, {}).get(how, 0) for how in gone) == self.totals[kind] for kind in kinds)
-            and any(self.kinds.get(kind, {}).get(Kind.MISSING, 0) for kind in kinds)
+            and any(self.kinds.get(kind, {}).get(MismatchKind.MISSING, 0) for kind in kinds)
         )
 
     @property
     def masters_gone(self) -> bool:
         """Whether most masters have values of their own"""
-        other = self.kinds.get(MASTER, {}).get(Kind.CHANGED, 0)
+        other = self.kinds.get(MASTER, {}).get(MismatchKind.CHANGED, 0)
         return other > 0 and other * 2 >= self.totals.get(MASTER, 0)
 
     @property
@@ -156,17 +156,17 @@ class Facts:
         live, saved = alarms[0].live, alarms[0].saved
         if live <= 0:  # DeepSpeed's begin at -1
             return _RESTARTED
-        if alarms[0].kind is not Kind.ANOTHER_STEP:
+        if alarms[0].kind is not MismatchKind.ANOTHER_STEP:
             return "the schedule does not stand where the checkpoint's stood"
         return f"the schedule is {abs(saved - live):,} steps {'behind' if live < saved else 'ahead'}"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MismatchGroup:
     """States that differ alike."""
 
     state_kind: str
-    kind: Kind
+    kind: MismatchKind
     detail: str
     params: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -187,7 +187,7 @@ class Attestation:
     """``sample`` or ``full``"""
     num_states: int
     """States of the checkpoint that were compared"""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[MismatchGroup, ...] = ()
     mismatches: tuple[Mismatch, ...] = ()
     notes: tuple[str, ...] = ()
     cause: Cause | None = None
@@ -206,7 +206,7 @@ class Attestation:
         differing = {
             (param, row.state_kind)
             for row in self.rows
-            if row.kind not in (Kind.UNSAVED, Kind.UNTIED)
+            if row.kind not in (MismatchKind.UNSAVED, MismatchKind.UNTIED)
             for param in row.params
         }
         return max(0, self.num_states - len(differing))
@@ -258,25 +258,32 @@ def summarize(
 
     A state counts once, whatever number of ranks has elements of it.
     """
-    params: dict[tuple[str, Kind, str], dict[str, None]] = {}
-    by_rank: dict[tuple[str, Kind, str], set[int]] = {}
+    params: dict[tuple[str, MismatchKind, str], dict[str, None]] = {}
+    by_rank: dict[tuple[str, MismatchKind, str], set[int]] = {}
     for rank, found in enumerate(ranks):
         for one in found.differences:
             key = (one.state.kind, one.kind, one.detail)
             params.setdefault(key, {})[one.state.param] = None
             by_rank.setdefault(key, set()).add(rank)
     rows = tuple(
-        Row(kind, how_, detail, tuple(names), tuple(sorted(by_rank[kind, how_, detail])), how_ is not Kind.ROUNDED)
+        MismatchGroup(
+            kind,
+            how_,
+            detail,
+            tuple(names),
+            tuple(sorted(by_rank[kind, how_, detail])),
+            how_ is not MismatchKind.ROUNDED,
+        )
         for (kind, how_, detail), names in params.items()
     )
     mismatches = with_ranks([found.mismatches for found in ranks])
     notes = tuple(dict.fromkeys(note for found in ranks for note in found.notes))
-    kinds: dict[str, dict[Kind, int]] = {}
+    kinds: dict[str, dict[MismatchKind, int]] = {}
     for row in rows:
         if row.is_alarm:
             of_kind = kinds.setdefault(row.state_kind, {})
             of_kind[row.kind] = of_kind.get(row.kind, 0) + len(row.params)
-    steps = dict.fromkeys(row.detail for row in rows if row.kind is Kind.ANOTHER_STEP)
+    steps = dict.fromkeys(row.detail for row in rows if row.kind is MismatchKind.ANOTHER_STEP)
     facts = Facts(kinds, totals, mismatches, list(steps), lacks_scheduler)
     made = Attestation(
         *(index.name, index.global_step, how, sum(totals.values()), rows, mismatches, notes, None, seconds, len(ranks))
@@ -300,7 +307,7 @@ def with_random_states(found: Attestation, ranks: Sequence[tuple[Sequence[Mismat
     notes = dict.fromkeys(note for _, note in ranks if note)
     cause = found.cause
     if where and cause is None:
-        how = "exchanged" if any(one.kind is Kind.OTHER_RANK for one in mismatches) else "not restored"
+        how = "exchanged" if any(one.kind is MismatchKind.OTHER_RANK for one in mismatches) else "not restored"
         what = f"the random states were {how} on {len(where)} of {len(ranks)} ranks"
         cause = Cause(what, "dropout and the order of the data differ")
     return replace(found, mismatches=(*found.mismatches, *mismatches), notes=(*found.notes, *notes), cause=cause)
@@ -310,14 +317,14 @@ def lacking(name: str, files: Sequence[str], how: str) -> Attestation:
     """Return the attestation of a checkpoint that lacks files, so that what it holds is not known."""
     what = f"the checkpoint lacks {some(files)}, which a resume needs"
     cause = Cause(what, "what these files hold restarts, and so does whatever the loader skips without them")
-    mismatches = tuple(Mismatch(Subject.FILE, file, None, None, True, Kind.LACKING) for file in files)
+    mismatches = tuple(Mismatch(Subject.FILE, file, None, None, True, MismatchKind.LACKING) for file in files)
     return Attestation(name, 0, how, 0, (), mismatches, (), cause)
 
 
 def other_params(name: str, what: str, how: str) -> Attestation:
     """Return the attestation of a training whose optimizer has other params than that of the checkpoint."""
     cause = Cause(f"the optimizer has other params than it was saved with: {what}", _UNTRAINED)
-    mismatch = Mismatch(Subject.OPTIMIZER, "optimizer", None, None, True, Kind.UNTRAINED)
+    mismatch = Mismatch(Subject.OPTIMIZER, "optimizer", None, None, True, MismatchKind.UNTRAINED)
     return Attestation(name, 0, how, 0, (), (mismatch,), (), cause)
 
 
@@ -339,17 +346,17 @@ def lines_of(found: Attestation) -> list[str]:
     if found.cause is not None:
         lines += [f"  cause: {found.cause.what}", f"  effect: {found.cause.meaning}"]
     for is_alarm, mark in ((True, ""), (False, "note: ")):
-        both: list[Row | Mismatch] = [*found.rows, *found.mismatches]
+        both: list[MismatchGroup | Mismatch] = [*found.rows, *found.mismatches]
         ones = [one for one in both if one.is_alarm == is_alarm]
         lines += [f"  {mark}{one}{_times(one)}{_where(one, found.world_size)}" for one in ones]
     return [*lines, *(f"  note: {note}" for note in found.notes)]
 
 
-def _where(one: Row | Mismatch, world_size: int) -> str:
+def _where(one: MismatchGroup | Mismatch, world_size: int) -> str:
     if not 0 < len(one.ranks) < world_size:
         return ""
     return f" (on {'rank' if len(one.ranks) == 1 else 'ranks'} {some(map(str, one.ranks))})"
 
 
-def _times(one: Row | Mismatch) -> str:
+def _times(one: MismatchGroup | Mismatch) -> str:
     return f" ({one.count:,} params)" if isinstance(one, Mismatch) and one.count > 1 else ""

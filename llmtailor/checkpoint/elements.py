@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.placement import Band, Grid, arrange
 from llmtailor.model.roles import ITEMSIZE
-from llmtailor.storage.local import Files
+from llmtailor.storage.local import OpenFiles
 
 _MAX_READ_THROUGH, _MAX_STRIDE = 4, 512 << 10
 """How many times the bytes that are needed are read at most, where one read takes less time than one for each row; and
@@ -33,7 +33,7 @@ def gather(bands: Sequence[Band], rows: int, room: memoryview, read: Callable[[B
         left += width
 
 
-def read_elements(files: Files, held: TensorEntry, begin: int, end: int, room: memoryview) -> None:
+def read_elements(files: OpenFiles, held: TensorEntry, begin: int, end: int, room: memoryview) -> None:
     """Fill ``room`` with elements ``begin``..``end`` of a state; what no file holds is zero.
 
     Raises Changed, EndsEarly or another OSError, whose ``filename`` is the path in the checkpoint, and LookupError for

@@ -270,7 +270,7 @@ class ZeroFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class DeltaEncoding:
     """A master that is stored as differences from that of another save; it is absent from the index itself."""
 
     entry: TensorEntry
@@ -290,7 +290,7 @@ class PartialFacts:
     """Part that it left out -> the step of the part's last save, and by how many steps training falls back with it, as
     the training estimated; empty if unknown"""
     save_id: str = ""
-    differences: Mapping[str, Difference] = field(default_factory=dict)
+    differences: Mapping[str, DeltaEncoding] = field(default_factory=dict)
     """By param"""
     is_thinned: bool = False
     """Whether ``thin`` made it from a full checkpoint"""

@@ -197,12 +197,12 @@ class Crc:
         return 4
 
 
-Piece = Bytes | Zeros | Copy | Cast | Strided | Blend | Slot | Crc
-Fill = Callable[[Piece], Iterable[Piece]]
+Segment = Bytes | Zeros | Copy | Cast | Strided | Blend | Slot | Crc
+Fill = Callable[[Segment], Iterable[Segment]]
 """Replaces a piece by others with as many bytes"""
 
 
-def summed_parts(piece: Piece) -> tuple[int, int, int]:
+def summed_parts(piece: Segment) -> tuple[int, int, int]:
     """Return of how many parts of a piece the checksums are computed, the bytes of each, and those from one to the next
     in the state: 0 for consecutive elements, which are one part."""
     if isinstance(piece, Strided) and piece.stride:
@@ -210,7 +210,7 @@ def summed_parts(piece: Piece) -> tuple[int, int, int]:
     return 1, piece.num_bytes, 0
 
 
-def fill_all(pieces: Iterable[Piece], fill: Fill) -> tuple[Piece, ...]:
+def fill_all(pieces: Iterable[Segment], fill: Fill) -> tuple[Segment, ...]:
     return tuple(chain.from_iterable(map(fill, pieces)))
 
 
@@ -222,7 +222,7 @@ class FileLayout:
     checksum of bytes after it.
     """
 
-    def __init__(self, path: str, pieces: tuple[Piece, ...] | Callable[[], Iterable[Piece]]):
+    def __init__(self, path: str, pieces: tuple[Segment, ...] | Callable[[], Iterable[Segment]]):
         if not all(word not in ("", ".", "..") for word in path.split("/")):
             raise ValueError(f"not a path below the output: {path!r}")
         self.path = path
@@ -231,10 +231,10 @@ class FileLayout:
         if not callable(pieces):
             _ = self.num_bytes
 
-    def _made(self) -> Iterable[Piece]:
+    def _made(self) -> Iterable[Segment]:
         return self._pieces() if callable(self._pieces) else self._pieces
 
-    def each(self) -> Iterator[Piece]:
+    def each(self) -> Iterator[Segment]:
         """Yield the pieces, without having all of them in memory if they are made now."""
         at = 0
         for piece in self._made():
@@ -245,7 +245,7 @@ class FileLayout:
         self._num_bytes = at
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[Segment, ...]:
         return tuple(self.each()) if callable(self._pieces) else self._pieces
 
     @property
@@ -259,12 +259,12 @@ class FileLayout:
         """Return the file with its pieces in memory, for code that needs them several times."""
         return FileLayout(self.path, self.pieces) if callable(self._pieces) else self
 
-    def brief(self) -> Iterator[Piece]:
+    def brief(self) -> Iterator[Segment]:
         """Yield what tells the plan from any other that has this file: all pieces, or, of what is in many files, those
         that stand for all. So the pieces of all files cover what is read from sources once."""
         return self.each()
 
-    def placed(self) -> Iterator[tuple[int, Piece]]:
+    def placed(self) -> Iterator[tuple[int, Segment]]:
         """Yield each piece with its byte offset in the file."""
         at = 0
         for piece in self.each():
@@ -288,7 +288,7 @@ class FileLayout:
 class LinkLayout(FileLayout):
     """A whole file of a source, which becomes a hard link to it; the pieces say which states are where."""
 
-    def __init__(self, path: str, pieces: tuple[Piece, ...], checksum: int):
+    def __init__(self, path: str, pieces: tuple[Segment, ...], checksum: int):
         super().__init__(path, pieces)
         self.checksum = checksum
         """See `containers.dcp.checksum_of_save`"""
@@ -307,7 +307,7 @@ class LinkLayout(FileLayout):
         return next(self.copies)
 
 
-def shareable_start(content: Iterable[Piece], alignment: int) -> int | None:
+def shareable_start(content: Iterable[Segment], alignment: int) -> int | None:
     """Return where content must start, modulo `BLOCK_BYTES`, to share most blocks with the files it is copied from.
 
     The start is a multiple of ``alignment``: file systems share a block only at the same offset in it. None if fewer
@@ -338,7 +338,7 @@ def in_runs(items: Iterable[T], continues: Callable[[T, T], bool]) -> Iterator[l
         yield run
 
 
-def consecutive(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def consecutive(pieces: Iterable[Segment]) -> Iterator[list[Segment]]:
     """Yield the pieces in runs: copies that continue each other in one source file are a run, like any other piece."""
     return in_runs(pieces, _continues)
 
@@ -353,7 +353,7 @@ def whole_blocks(start: int, stop: int, at: int, block_bytes: int) -> tuple[int,
     return (first, last) if (at - start) % block_bytes == 0 and last - first >= MIN_SHARED_BYTES else (start, start)
 
 
-def _continues(one: Piece, other: Piece) -> bool:
+def _continues(one: Segment, other: Segment) -> bool:
     return (
         isinstance(one, Copy)
         and isinstance(other, Copy)

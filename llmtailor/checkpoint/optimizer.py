@@ -255,7 +255,7 @@ class Vector:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class OverlappingParams:
     """ZeRO-1/2: a rank has the params that overlap its partition whole, as DeepSpeed's Muon keeps its momentum."""
 
     vector: Vector
@@ -284,7 +284,7 @@ class Whole:
         return places.values()
 
 
-FlatLayout = Slices | Vector | Whole
+FlatLayout = Slices | Vector | OverlappingParams
 """How the params of a sub-group lie in the flat tensors of the ranks. ``on_rank`` yields (param, begin, end, offset in
 the flat tensor) of what a rank has, ``length`` is that of its tensor, without padding at the vector's end if that is
 stripped, and ``places`` are those of the params, given those of the ranks' tensors; an unreadable one is empty."""

@@ -40,7 +40,7 @@ class Extent(_Extent):
         return self.stop - self.start
 
 
-class Fragment(NamedTuple):
+class StoredRange(NamedTuple):
     """Elements ``begin``..``end`` of a state, stored in ``extent``."""
 
     begin: int
@@ -93,7 +93,7 @@ SHORT_BYTES = 64 << 10
 class Placement(Protocol):
     """Where the elements of one state are stored."""
 
-    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+    def cover(self, begin: int, end: int) -> Iterable[StoredRange]:
         """Return fragments that tile ``begin``..``end`` in order."""
 
 
@@ -104,10 +104,10 @@ class Contiguous:
     extent: Extent
     itemsize: int
 
-    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+    def cover(self, begin: int, end: int) -> Iterable[StoredRange]:
         path, start, _ = self.extent
         extent = Extent(path, start + begin * self.itemsize, start + end * self.itemsize)
-        return (Fragment(begin, end, extent),) if begin < end else ()
+        return (StoredRange(begin, end, extent),) if begin < end else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Sliced:
     before: int = 0
     """Elements of the vector before this param"""
 
-    def cover(self, begin: int, end: int) -> list[Fragment]:
+    def cover(self, begin: int, end: int) -> list[StoredRange]:
         found, part, before, itemsize = [], self.part, self.before, self.itemsize
         while begin < end:
             rank, inside = divmod(before + begin, part)
@@ -144,7 +144,7 @@ class Sliced:
                 until = end
             path, start, _ = self.shards[rank]
             start += (self.offset + inside) * itemsize
-            found.append(Fragment(begin, until, Extent(path, start, start + (until - begin) * itemsize)))
+            found.append(StoredRange(begin, until, Extent(path, start, start + (until - begin) * itemsize)))
             begin = until
         return found
 
@@ -180,7 +180,7 @@ class Bundled:
         """The elements that the checkpoint holds"""
         return union(tuple(zip(self.cuts, self.ends or self.cuts[1:], strict=False)))
 
-    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+    def cover(self, begin: int, end: int) -> Iterable[StoredRange]:
         at = bisect_right(self.cuts, begin) - 1
         while begin < end:
             until = min(end, self.ends[at] if self.ends else self.cuts[at + 1])
@@ -191,10 +191,10 @@ class Bundled:
             else:
                 start = self.starts[at] + (begin - self.cuts[at]) * self.itemsize
                 stop = start + (until - begin) * self.itemsize
-                yield Fragment(begin, until, Extent(self.paths[at], start, stop))
+                yield StoredRange(begin, until, Extent(self.paths[at], start, stop))
             begin, at = until, at + 1
 
-    def _blocks(self, at: int, begin: int, end: int) -> Fragment:
+    def _blocks(self, at: int, begin: int, end: int) -> StoredRange:
         """Return elements of a fragment, with the blocks that they are in."""
         numel = (self.ends[at] if self.ends else self.cuts[at + 1]) - self.cuts[at]
         block, start, size = BLOCKS[self.encoded], self.starts[at], size_of(self.encoded, numel)
@@ -204,9 +204,9 @@ class Bundled:
             edges = self.frames[at][first : last + 1]
             sizes = tuple(stop - start for start, stop in itertools.pairwise(edges))
             extent = Extent(self.paths[at], edges[0], edges[-1])
-            return Fragment(begin, end, extent, Encoding(self.encoded, skip, end - begin, sizes))
+            return StoredRange(begin, end, extent, Encoding(self.encoded, skip, end - begin, sizes))
         extent = Extent(self.paths[at], start + first * block.num_bytes, start + min(last * block.num_bytes, size))
-        return Fragment(begin, end, extent, Encoding(self.encoded, skip, end - begin))
+        return StoredRange(begin, end, extent, Encoding(self.encoded, skip, end - begin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,14 +303,14 @@ class Boxes:
     def framed_bytes(self) -> int:
         return sum(one.framed_bytes for one in self.cells if isinstance(one, Bundled))
 
-    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+    def cover(self, begin: int, end: int) -> Iterable[StoredRange]:
         for box, inside, count in in_boxes(self.shape, self.cuts, begin, end):
             shift = begin - inside
             for low, high, extent, encoding in self.cells[box].cover(inside, inside + count):
-                yield Fragment(low + shift, high + shift, extent, encoding)
+                yield StoredRange(low + shift, high + shift, extent, encoding)
             begin += count
 
-    def arrange(self, begin: int, end: int) -> Iterator[Fragment | Grid]:
+    def arrange(self, begin: int, end: int) -> Iterator[StoredRange | Grid]:
         """Yield what `cover` yields, but rows of short fragments as a grid."""
         last = last_cut(self.cuts)
         width = math.prod(self.shape[last:])
@@ -348,13 +348,13 @@ class Boxes:
                 begin += rows * width
 
 
-def _runs_of(grid: Grid) -> Iterator[Fragment]:
+def _runs_of(grid: Grid) -> Iterator[StoredRange]:
     """Yield each run of each row."""
     itemsize, begin = sum(band.width for band in grid.bands) // grid.width, grid.begin
     for row in range(grid.rows):
         for path, start, width, stride in grid.bands:
             end = begin + width // itemsize
-            yield Fragment(begin, end, Extent(path, start + row * stride, start + row * stride + width))
+            yield StoredRange(begin, end, Extent(path, start + row * stride, start + row * stride + width))
             begin = end
 
 
@@ -442,12 +442,12 @@ class Inside:
     """Of the whole tensor"""
     box: Box
 
-    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+    def cover(self, begin: int, end: int) -> Iterable[StoredRange]:
         while begin < end:
             first, run = self._run(begin, end)
             shift = begin - first
             for low, high, extent, encoding in self.place.cover(first, first + run):
-                yield Fragment(low + shift, high + shift, extent, encoding)
+                yield StoredRange(low + shift, high + shift, extent, encoding)
             begin += run
 
     def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
@@ -485,7 +485,7 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
+class StridedRuns:
     """Runs of elements of a larger tensor, in order: one layer of stacked ones, the queries of a fused qkv.
 
     ::
@@ -501,12 +501,12 @@ class Selected:
     offsets: tuple[int, ...]
     """Where each run begins in the larger tensor"""
 
-    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+    def cover(self, begin: int, end: int) -> Iterable[StoredRange]:
         for low, high, shift in self._runs(begin, end):
             for have in self.place.cover(low, high):
                 yield have._replace(begin=have.begin + shift, end=have.end + shift)
 
-    def arrange(self, begin: int, end: int) -> Iterator[Fragment | Grid]:
+    def arrange(self, begin: int, end: int) -> Iterator[StoredRange | Grid]:
         """Yield what `cover` yields, but rows of short fragments as a grid."""
         for low, high, shift in self._runs(begin, end):
             for have in arrange(self.place, low, high):
@@ -528,7 +528,7 @@ class Selected:
 class Absent:
     """Nowhere: a partial checkpoint records the state's dtype and shape, but does not hold it."""
 
-    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+    def cover(self, begin: int, end: int) -> Iterable[StoredRange]:
         raise LookupError("the checkpoint does not hold this state")
 
 
@@ -536,17 +536,17 @@ class Absent:
 class AllZero:
     """In no file, because all elements are zero: moments of a param that has had no gradient yet."""
 
-    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+    def cover(self, begin: int, end: int) -> Iterable[StoredRange]:
         return ()
 
 
-def arrange(place: Placement, begin: int, end: int) -> Iterable[Fragment | Grid]:
+def arrange(place: Placement, begin: int, end: int) -> Iterable[StoredRange | Grid]:
     """Return what `Placement.cover` returns, but rows of short fragments as a grid.
 
     A tensor that is cut along columns, as by tensor parallelism, has more fragments than rows, but few grids. What is
     encoded is in no grid.
     """
-    return place.arrange(begin, end) if isinstance(place, (Boxes, Selected)) else place.cover(begin, end)
+    return place.arrange(begin, end) if isinstance(place, (Boxes, StridedRuns)) else place.cover(begin, end)
 
 
 def columns(place: Placement, begin: int, width: int, rows: int, stride: int) -> Iterator[Grid]:

@@ -11,7 +11,7 @@ from llmtailor.model.roles import FROZEN, MASTER, MODULE, WEIGHT, State, is_mome
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SourceRange:
     """Elements ``begin``..``end`` of a state come from ``source``, a position in `Plan.sources`."""
 
     begin: int
@@ -42,7 +42,7 @@ class Sources:
     """Tensor name -> source, for all kinds of state; of an averaged param the newest source."""
     of_weight: Mapping[str, int] = field(default_factory=dict)
     """Tensor name -> source of its weight alone, where that differs"""
-    cuts: Mapping[State, tuple[Cut, ...]] = field(default_factory=dict)
+    cuts: Mapping[State, tuple[SourceRange, ...]] = field(default_factory=dict)
     """States whose elements come from several sources -> the cuts that tile each, in order. A weight rounded from a
     master or a frozen value has the cuts of the original."""
     averages: Mapping[str, Mix] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Sources:
             found.setdefault((state.param, is_moment(state.kind)), set()).update(cut.source for cut in cuts)
         return found
 
-    def cuts_of(self, state: State) -> tuple[Cut, ...]:
+    def cuts_of(self, state: State) -> tuple[SourceRange, ...]:
         """Return the cuts that tile a state, in order; empty if it comes from one source."""
         cuts = self.cuts.get(state)
         for original in (MASTER, FROZEN) if state.kind in (WEIGHT, MODULE) else ():
@@ -101,12 +101,12 @@ class Sources:
         cuts = self.cuts_of(state)
         return None if cuts or self.sum_of(state) else self.of(state)
 
-    def spans(self, state: State, begin: int, end: int) -> Iterator[Cut]:
+    def spans(self, state: State, begin: int, end: int) -> Iterator[SourceRange]:
         """Yield the cuts that tile elements ``begin``..``end`` of a state, in order."""
-        for cut in self.cuts_of(state) or (Cut(begin, end, self.of(state)),):
+        for cut in self.cuts_of(state) or (SourceRange(begin, end, self.of(state)),):
             low, high = max(begin, cut.begin), min(end, cut.end)
             if low < high:
-                yield Cut(low, high, cut.source)
+                yield SourceRange(low, high, cut.source)
 
 
 @dataclass(frozen=True, slots=True)

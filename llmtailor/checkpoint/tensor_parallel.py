@@ -28,7 +28,7 @@ _NOWHERE = Contiguous(Extent("", 0, 0), 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TpShard:
     """What one tensor-parallel rank holds of a param."""
 
     shape: tuple[int, ...]
@@ -41,12 +41,12 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TpSplit:
     """How a param is spread over the tensor-parallel ranks."""
 
     shape: tuple[int, ...]
     """Of the full tensor"""
-    shards: tuple[Shard, ...]
+    shards: tuple[TpShard, ...]
     """Of each rank"""
 
     def join(self, places: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -97,7 +97,7 @@ class TensorParallel:
     """The tensor parallelism of a checkpoint."""
 
     degree: int
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, TpSplit]
     """By param; others, such as buffers, are whole on each rank."""
     copies: Mapping[State, tuple[Placement, ...]] = field(default_factory=dict)
     """Where second holders have a state that is not cut, or of which some boxes have several holders"""

@@ -27,7 +27,7 @@ from llmtailor.cli.options import (
 from llmtailor.errors import RecipeError, UsageError
 
 if TYPE_CHECKING:
-    from llmtailor.compose.plan import Opened
+    from llmtailor.compose.plan import OpenedSources
     from llmtailor.ranks.group import RankGroup
     from llmtailor.ranks.launch import RankInfo
     from llmtailor.recipe import Recipe
@@ -64,7 +64,7 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
       llmtailor merge recipe.yaml runs/x/checkpoint-400-merged --num-gpu 8
       llmtailor merge recipe.yaml --json | jq '.parts[] | {part, source, step}'
     """
-    from llmtailor.runs.folder import noticing_deletions
+    from llmtailor.runs.folder import explain_deletions
 
     choosing = {name: options.pop(name) for name in [*options] if name in CHOOSING}
     options["step"] = options["step"] or ("base" if run is None else "auto")
@@ -78,7 +78,7 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
         def compose(index: Index | None = None) -> None:
             _run_merge(partial(choose, run, choosing, index=index), config, **options)
 
-        with noticing_deletions(run, choosing["also"]):
+        with explain_deletions(run, choosing["also"]):
             # of several ranks, each would find damage of its own
             compose() if options["distributed"] else without_damaged(compose)
         return
@@ -130,7 +130,7 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
 
 
 def _run_merge(
-    choose: Callable[[], tuple[Recipe | Path, Opened | None]],
+    choose: Callable[[], tuple[Recipe | Path, OpenedSources | None]],
     out: Path | None,
     *,
     distributed: bool,
@@ -169,7 +169,7 @@ def _only_rank_0_prints(info: RankInfo) -> Iterator[None]:
 
 def _merge(
     recipe: Recipe | Path,
-    opened: Opened | None,
+    opened: OpenedSources | None,
     out: Path | None,
     group: RankGroup | None,
     *,
@@ -254,7 +254,7 @@ def recipe(
       llmtailor recipe --explain configs/llmtailor-original.yaml
     """
     from llmtailor.compose.plan import explain_recipe
-    from llmtailor.runs.folder import noticing_deletions
+    from llmtailor.runs.folder import explain_deletions
     from llmtailor.storage.local import replace_durably
 
     if (run is None) == (explain is None):
@@ -268,7 +268,7 @@ def recipe(
         text = explain_recipe(explain, folder, allow_split=allow_split)
     else:
         assert run is not None
-        with noticing_deletions(run, options["also"]):
+        with explain_deletions(run, options["also"]):
             text = choose(run, options, folder)[0].text
     if output is None:
         click.echo(text, nl=False)

@@ -16,7 +16,7 @@ from llmtailor.model.precision import MASTERS, MOMENTS
 
 if TYPE_CHECKING:
     from llmtailor.checkpoint.optimizer import Mesh
-    from llmtailor.compose.plan import Opened
+    from llmtailor.compose.plan import OpenedSources
     from llmtailor.recipe import Recipe
     from llmtailor.runs.scan import Index
 
@@ -261,7 +261,7 @@ def given(options: dict[str, Any]) -> list[str]:
 
 def choose(
     run: Path, options: dict[str, Any], folder: Path | None = None, index: Index | None = None
-) -> tuple[Recipe, Opened]:
+) -> tuple[Recipe, OpenedSources]:
     """Return the recipe that the options choose, see `runs.scan.choose_for_run`; reads the files they name.
 
     Raises UsageError for options that can't be combined and RecipeError for unreadable files.

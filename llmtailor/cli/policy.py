@@ -18,7 +18,7 @@ from llmtailor.model.roles import ADAM_BYTES
 if TYPE_CHECKING:
     from llmtailor.checkpoint.optimizer import Mesh
     from llmtailor.model.precision import Masters, Moments
-    from llmtailor.runs.simulate import Cost, Hardware, ModelSize, Schedule
+    from llmtailor.runs.simulate import Cost, Hardware, ModelSize, SimulatedSaves
 
 _POLICIES = ("rounded", "moments_in_turn", "adaptive", "adaptive:0.25", "parity", "round_robin:4", "filter")
 _TRAINER, _FULL = "Trainer, full", "full"
@@ -185,7 +185,7 @@ def policy(
 
 
 def _text(
-    model: ModelSize, machine: Hardware, found: dict[str, tuple[Schedule, tuple[Cost, ...]]], chosen: list[str]
+    model: ModelSize, machine: Hardware, found: dict[str, tuple[SimulatedSaves, tuple[Cost, ...]]], chosen: list[str]
 ) -> str:
     from llmtailor.cli.tables import table
     from llmtailor.errors import size
@@ -231,7 +231,7 @@ def _text(
     )
 
 
-def _of_ranks(model: ModelSize, schedules: dict[str, Schedule]) -> tuple[str, ...]:
+def _of_ranks(model: ModelSize, schedules: dict[str, SimulatedSaves]) -> tuple[str, ...]:
     """Return what each rank writes, if the mesh is known."""
     from llmtailor.checkpoint.optimizer import count_ranks
     from llmtailor.cli.tables import table

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.optimizer import OptimizerLayout
-from llmtailor.checkpoint.sources import AVERAGE, RESET, Cut, Mix, Sources, Weights
+from llmtailor.checkpoint.sources import AVERAGE, RESET, Mix, SourceRange, Sources, Weights
 from llmtailor.containers.unpickle import as_number
 from llmtailor.errors import MismatchError, Problem, some
 from llmtailor.loaders.stock_fields import keeps_as_adam
@@ -221,7 +221,7 @@ def check_names(choice: Choice, base: CheckpointIndex) -> None:
 
 
 def number_sources(
-    choice: Choice, indexes: Sequence[CheckpointIndex], base: int, cuts: Mapping[State, tuple[Cut, ...]]
+    choice: Choice, indexes: Sequence[CheckpointIndex], base: int, cuts: Mapping[State, tuple[SourceRange, ...]]
 ) -> Sources:
     """Return the sources of every tensor as positions in ``indexes``.
 
@@ -247,14 +247,14 @@ def number_sources(
     weights_of = {name: number_of[root] for name, root in choice.weights_of.items()}
     moments_of = {name: number_of[root] for name, root in choice.moments_of.items()}
     of_moments = of_name | moments_of
-    more: dict[State, tuple[Cut, ...]] = {}
+    more: dict[State, tuple[SourceRange, ...]] = {}
     whole: dict[str, list[str]] = {}
     for param, names in choice.structure.pieces_of.items():
         of_name[param] = max((of_name[name] for name in names), key=lambda number: indexes[number].global_step)
         kinds = {MASTER, *(state.kind for state in reference.held if state.param == param)} - {WEIGHT, BUFFER}
         for kind in kinds:
             source_of = of_moments if is_moment(kind) else of_name
-            cuts_of_kind = _join(Cut(pieces[one].begin, pieces[one].end, source_of[one]) for one in names)
+            cuts_of_kind = _join(SourceRange(pieces[one].begin, pieces[one].end, source_of[one]) for one in names)
             held = reference.held.get(State(param, kind))
             if held is None or held.shape == reference.params[param].shape:
                 more[State(param, kind)] = cuts_of_kind
@@ -271,12 +271,12 @@ def number_sources(
     return Sources(of_name, weights_of, {**more, **cuts}, averages, of_moments=moments_of)
 
 
-def _join(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
+def _join(cuts: Iterable[SourceRange]) -> tuple[SourceRange, ...]:
     """Return the same elements in as few cuts as possible; they follow each other."""
-    joined: list[Cut] = []
+    joined: list[SourceRange] = []
     for cut in cuts:
         begin = joined.pop().begin if joined and joined[-1].source == cut.source else cut.begin
-        joined.append(Cut(begin, cut.end, cut.source))
+        joined.append(SourceRange(begin, cut.end, cut.source))
     return tuple(joined)
 
 

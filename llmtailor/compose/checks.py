@@ -11,7 +11,7 @@ from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex
 from llmtailor.checkpoint.layout import Plan, Slot
 from llmtailor.checkpoint.optimizer import COUNTERS
 from llmtailor.checkpoint.placement import without
-from llmtailor.checkpoint.sources import Cut, Sources
+from llmtailor.checkpoint.sources import SourceRange, Sources
 from llmtailor.compose.averages import StepChoice
 from llmtailor.errors import MismatchError, Problem, counted, size, some
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment, is_optimizer_state
@@ -173,7 +173,7 @@ def check_filled(plan: Plan, indexes: Sequence[CheckpointIndex], sources: Source
         total = sources.sum_of(slot.state)
         state = total[0] if total else slot.state
         spans = sources.spans(state, slot.begin, slot.end)
-        asked = [Cut(slot.begin, slot.end, number) for number, _ in total[1]] if total else spans
+        asked = [SourceRange(slot.begin, slot.end, number) for number, _ in total[1]] if total else spans
         for begin, end, source in ((cut.begin, cut.end, cut.source) for cut in asked):
             if not can_fill(slot._replace(state=state, begin=begin, end=end), indexes[source]):
                 lacking.setdefault(source, {})[state] = None

@@ -13,9 +13,9 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Strided, Term
+from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Plan, Segment, Slot, Strided, Term
 from llmtailor.checkpoint.placement import Absent, AllZero, Grid, Placement, Runs, arrange, columns, without
-from llmtailor.checkpoint.sources import Cut, Sources, Weights
+from llmtailor.checkpoint.sources import SourceRange, Sources, Weights
 from llmtailor.model.roles import BUFFER, DIFFERENCES, EXP_AVG, MASTER, MODULE, PACKED, WEIGHT, State, is_moment
 
 
@@ -83,7 +83,7 @@ class _Filler:
     known: dict[tuple[State, str], tuple[_Supply, ...]] = field(default_factory=dict)
     """(State, dtype) -> what supplies it, in the order of the elements"""
 
-    def fill(self, slot: Piece) -> Sequence[Piece]:
+    def fill(self, slot: Segment) -> Sequence[Segment]:
         """Return what takes the place of a piece; the slot itself if its source can't fill it."""
         if type(slot) is not Slot:
             return (slot._replace(source=self.base) if type(slot) is Copy else slot,)
@@ -92,7 +92,7 @@ class _Filler:
             return self._rows(slot)
         if self.sources.sums and (found := self.sources.sum_of(state)) is not None:
             return self._sum(slot, *found)
-        filled: list[Piece] = []
+        filled: list[Segment] = []
         for supply in self.known.get((state, dtype)) or self._of(state, dtype):
             begin = first if first > supply.begin else supply.begin
             end = last if last < supply.end else supply.end
@@ -121,7 +121,7 @@ class _Filler:
                         )
         return filled
 
-    def _rows(self, slot: Slot) -> Sequence[Piece]:
+    def _rows(self, slot: Slot) -> Sequence[Segment]:
         """Return grids if one source holds all rows as they are, else the pieces of each row."""
         state, dtype, begin, end, rows, stride = slot
         last = end + (rows - 1) * stride
@@ -137,20 +137,20 @@ class _Filler:
 
     def _of(self, state: State, dtype: str) -> tuple[_Supply, ...]:
         if (state, dtype) not in self.known:
-            cuts = self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),)
+            cuts = self.sources.cuts_of(state) or (SourceRange(0, sys.maxsize, self.sources.of(state)),)
             self.known[state, dtype] = tuple(self._supplies(state, dtype, cuts))
         return self.known[state, dtype]
 
-    def _sum(self, slot: Slot, original: State, weights: Weights) -> Sequence[Piece]:
+    def _sum(self, slot: Slot, original: State, weights: Weights) -> Sequence[Segment]:
         """Return the pieces of a weighted sum: each ends where a fragment of any source does."""
         supplies = self.known.get((original, slot.dtype))
         if supplies is None:
-            cuts = (Cut(0, sys.maxsize, source) for source, _ in weights)
+            cuts = (SourceRange(0, sys.maxsize, source) for source, _ in weights)
             supplies = self.known[original, slot.dtype] = tuple(self._supplies(original, slot.dtype, cuts))
         if not all(supply.holds(slot.begin, slot.end) for supply in supplies):
             return [slot]
         begins = {have.begin for supply in supplies for have in supply.place.cover(slot.begin, slot.end)}
-        filled: list[Piece] = []
+        filled: list[Segment] = []
         for begin, end in pairwise(sorted({slot.begin, *begins, slot.end})):
             terms = tuple(
                 Term(have.extent, supply.dtype, factor, supply.source, have.encoding)
@@ -160,7 +160,7 @@ class _Filler:
             filled.append(Blend(terms, end - begin, slot.dtype, self.sources.of(slot.state), slot.state, begin))
         return filled
 
-    def _supplies(self, state: State, dtype: str, cuts: Iterable[Cut]) -> Iterator[_Supply]:
+    def _supplies(self, state: State, dtype: str, cuts: Iterable[SourceRange]) -> Iterator[_Supply]:
         for cut in cuts:
             index, param = self.indexes[cut.source], state.param
             try:
@@ -189,7 +189,7 @@ class _Filler:
             if base is None:
                 yield replace(supply, numel=0)  # which holds nothing
                 return
-            cuts = iter([Cut(supply.begin, min(supply.end, supply.numel), base)])
+            cuts = iter([SourceRange(supply.begin, min(supply.end, supply.numel), base)])
         for cut in cuts:
             finer = self.indexes[cut.source].held.get(State(param, MASTER))
             is_finer = finer is not None and cut.source != supply.source and finer.dtype != "BF16"

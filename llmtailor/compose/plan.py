@@ -14,7 +14,7 @@ from llmtailor.checkpoint.index import TRAINER, CheckpointIndex
 from llmtailor.checkpoint.layout import DEFAULT, KEEP, FileLayout, Plan, regroup
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout
-from llmtailor.checkpoint.sources import Cut, Linkable, Sources
+from llmtailor.checkpoint.sources import Linkable, SourceRange, Sources
 from llmtailor.codes import Code
 from llmtailor.compose.averages import (
     StepChoice,
@@ -71,7 +71,7 @@ from llmtailor.timing import Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedSources:
     """Sources of a recipe that are open already."""
 
     indexes: Mapping[Path, CheckpointIndex]
@@ -86,10 +86,12 @@ class Opened:
     """Roots of sources whose files get no links, see `Options.reference`"""
     notices: tuple[Problem, ...] = ()
 
-    def number_cuts(self, number_of: Mapping[Path, int], tied: Mapping[str, str]) -> dict[State, tuple[Cut, ...]]:
+    def number_cuts(
+        self, number_of: Mapping[Path, int], tied: Mapping[str, str]
+    ) -> dict[State, tuple[SourceRange, ...]]:
         """Return the cuts with the numbers of the roots; a tied name has the cuts of its stored name."""
         return {
-            State(name, state.kind): tuple(Cut(begin, end, number_of[root]) for begin, end, root in runs)
+            State(name, state.kind): tuple(SourceRange(begin, end, number_of[root]) for begin, end, root in runs)
             for state, runs in self.cuts.items()
             for name in (state.param, *(name for name, stored in tied.items() if stored == state.param))
         }
@@ -146,7 +148,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Composition:
+class MergePlan:
     """A planned composite; nothing is written yet."""
 
     recipe: Recipe
@@ -183,8 +185,8 @@ def plan_merge(
     recipe: Recipe | str | Path,
     out: str | Path | None = None,
     options: Options | None = None,
-    opened: Opened | None = None,
-) -> Composition:
+    opened: OpenedSources | None = None,
+) -> MergePlan:
     """Plan the composite that a recipe describes. Nothing is written, and no tensor is read.
 
     Args:
@@ -321,7 +323,7 @@ def plan_merge(
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
-    return Composition(
+    return MergePlan(
         recipe=recipe,
         out=out,
         options=options,
@@ -355,7 +357,7 @@ def _check_target(out: Path, sources: list[Path], options: Options) -> Entries |
 
 
 def open_sources(
-    recipe: Recipe, problems: Problems, opened: Opened | None = None
+    recipe: Recipe, problems: Problems, opened: OpenedSources | None = None
 ) -> tuple[tuple[CheckpointIndex, ...], int]:
     """Return the indexes of a recipe's checkpoints, and which of them is the base.
 

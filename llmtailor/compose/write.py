@@ -25,13 +25,13 @@ from typing import Any
 from llmtailor import __version__
 from llmtailor.balance import deal
 from llmtailor.checkpoint.index import MEGATRON, CheckpointIndex
-from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, LinkLayout, Piece, Plan
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, LinkLayout, Plan, Segment
 from llmtailor.codes import Code
-from llmtailor.compose.plan import Composition, Options, plan_merge
+from llmtailor.compose.plan import MergePlan, Options, plan_merge
 from llmtailor.compose.report import Report, card
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import MAX_BYTES
-from llmtailor.containers.torch_file import Record, is_torch_file, list_records
+from llmtailor.containers.torch_file import ZipRecord, is_torch_file, list_records
 from llmtailor.documents import encode
 from llmtailor.engine.copy import Context, CopyStats, FileResult, execute
 from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, identify, is_another, why_not
@@ -74,7 +74,7 @@ from llmtailor.ranks.group import LEAVING_S, RankGroup, check_same
 from llmtailor.ranks.launch import RankInfo
 from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import DIGEST, Taken, combine, crc32, part_digest
-from llmtailor.storage.local import FileFact, Files, Lock, disk_errors, facts_now, open_source, write_durably
+from llmtailor.storage.local import FileFact, Lock, OpenFiles, disk_errors, facts_now, open_source, write_durably
 from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import Stopwatch, unreported
 from llmtailor.verify.verify import verify_checkpoint
@@ -92,7 +92,7 @@ _MUST_BE_SAME = {
 
 
 def make_manifest(
-    composition: Composition,
+    composition: MergePlan,
     results: Sequence[FileResult],
     digests: Mapping[SourcePath, str],
     readme: bytes,
@@ -148,7 +148,7 @@ def make_manifest(
     }
 
 
-def _link_or_crc(composition: Composition, file: FileResult) -> dict[str, Any]:
+def _link_or_crc(composition: MergePlan, file: FileResult) -> dict[str, Any]:
     if not isinstance(file.plan, LinkLayout):
         return {"crc32": f"{file.crc:08x}"}
     origin = file.plan.origin
@@ -183,10 +183,10 @@ def _digest_entry(digest: str | None) -> dict[str, str]:
     return {DIGEST: digest} if digest else {}
 
 
-def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> dict[SourcePath, list[Stated]]:
+def stated_checksums(composition: MergePlan, files: Iterable[SourcePath]) -> dict[SourcePath, list[Stated]]:
     """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
     manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
-    of_dcp: list[dict[str, tuple[Record, ...]]] = [
+    of_dcp: list[dict[str, tuple[ZipRecord, ...]]] = [
         {
             name: records
             for path in index.files
@@ -211,7 +211,7 @@ def stated_checksums(composition: Composition, files: Iterable[SourcePath]) -> d
     return stated
 
 
-def recorded_checksums(composition: Composition) -> dict[SourcePath, Sequence[tuple[int, int, int]]]:
+def recorded_checksums(composition: MergePlan) -> dict[SourcePath, Sequence[tuple[int, int, int]]]:
     """Return start, stop and CRC-32 of ranges of the source files, as llmtailor recorded them when it wrote these."""
     found: dict[SourcePath, Sequence[tuple[int, int, int]]] = {}
     read = composition.plan.summary.read
@@ -227,7 +227,7 @@ def recorded_checksums(composition: Composition) -> dict[SourcePath, Sequence[tu
 
 
 def compare_with_records(
-    composition: Composition,
+    composition: MergePlan,
     recorded: Mapping[SourcePath, Sequence[tuple[int, int, int]]],
     taken: Taken[SourcePath],
     results: Sequence[FileResult],
@@ -242,7 +242,7 @@ def compare_with_records(
     for (number, path), ranges in recorded.items():
         index, where = composition.indexes[number], PathIn(composition.indexes[number].name, path)
         is_small = not is_resumed_from(path, index)
-        with Files(index.root, index.files) as files, disk_errors(where, "can't read it again"):
+        with OpenFiles(index.root, index.files) as files, disk_errors(where, "can't read it again"):
             if is_small:
                 is_wrong = files.crc_of(path, 0, index.files[path].num_bytes) != ranges[0][2]
             else:
@@ -278,7 +278,7 @@ def meeting(info: RankInfo, out: Path) -> Iterator[RankGroup]:
             release(group.lock, out)
 
 
-def fingerprint(composition: Composition, identity: Identity) -> dict[str, str]:
+def fingerprint(composition: MergePlan, identity: Identity) -> dict[str, str]:
     """Return what must be the same on all ranks."""
     facts = sorted((path, fact.num_bytes, fact.mtime_ns) for path, fact in identity.sources.items())
     options = composition.options
@@ -322,7 +322,7 @@ def _heeding(group: RankGroup) -> Iterator[None]:
 
 
 def write_together(
-    group: RankGroup, composition: Composition, staging: Path, context: Context, on_progress: Callable[[int], None]
+    group: RankGroup, composition: MergePlan, staging: Path, context: Context, on_progress: Callable[[int], None]
 ) -> list[FileResult]:
     """On rank 0, write its share; return the results of all ranks in plan order, once all files are there."""
     group.on_progress = on_progress
@@ -334,7 +334,7 @@ def write_together(
     return results
 
 
-def write_share(composition: Composition, identity: Identity, group: RankGroup, stop: Stop) -> CopyStats:
+def write_share(composition: MergePlan, identity: Identity, group: RankGroup, stop: Stop) -> CopyStats:
     """On a rank other than 0, write its share, and return when rank 0 has published the output.
 
     Raises what ends the merge, wherever it happened.
@@ -386,7 +386,7 @@ def _collect(group: RankGroup, plan: Plan, own: Sequence[FileResult]) -> list[Fi
 
 def _read(
     group: RankGroup,
-    composition: Composition,
+    composition: MergePlan,
     results: Sequence[FileResult],
     on_progress: Callable[[int], None],
     stop: Stop,
@@ -432,12 +432,12 @@ def merge(recipe: Recipe | str | Path, out: str | Path | None = None, options: O
     return composition.report
 
 
-def check_room(composition: Composition) -> None:
+def check_room(composition: MergePlan) -> None:
     """Raise StorageError if the output's file system lacks space for it, less what an unfinished merge occupies."""
     check_space(composition.out, composition.report.needed_bytes - occupied_bytes(composition.out))
 
 
-def bytes_to_move(composition: Composition) -> int:
+def bytes_to_move(composition: MergePlan) -> int:
     """Return how many bytes `write` reports to ``on_progress``."""
     files = composition.plan.summary.read if composition.options.checksum else ()
     sources = sum(composition.indexes[number].files[path].num_bytes for number, path in files)
@@ -446,7 +446,7 @@ def bytes_to_move(composition: Composition) -> int:
 
 
 def write(
-    composition: Composition,
+    composition: MergePlan,
     on_progress: Callable[[int], None] | None = None,
     notify: Callable[[str], None] | None = None,
     group: RankGroup | None = None,
@@ -540,7 +540,7 @@ def write(
 
 
 def _uploading(
-    composition: Composition, on_progress: Callable[[int], None], stop: Stop
+    composition: MergePlan, on_progress: Callable[[int], None], stop: Stop
 ) -> AbstractContextManager[Upload | None]:
     """Return the upload of an output, a context manager around making it; None for a folder of this machine."""
     if not isinstance(composition.out, RemotePath):
@@ -550,7 +550,7 @@ def _uploading(
 
 
 def _check_sources(
-    composition: Composition,
+    composition: MergePlan,
     results: Sequence[FileResult],
     before: Mapping[str, FileFact],
     on_progress: Callable[[int], None],
@@ -600,7 +600,7 @@ def _kind(finding: Finding) -> tuple[object, ...]:
     return finding.code, finding.severity, finding.path, finding.params
 
 
-def check_written(composition: Composition, staging: Path) -> None:
+def check_written(composition: MergePlan, staging: Path) -> None:
     """Verify the output like any other checkpoint, and compare it with the plan.
 
     Errors that it has from its sources, which were reported as notices, are refused unless they are allowed.
@@ -645,7 +645,7 @@ def _is_equal(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def identify_merge(composition: Composition) -> Identity:
+def identify_merge(composition: MergePlan) -> Identity:
     """Return the identity of a merge, for its journal."""
     recipe, options = composition.recipe, composition.options
     asked = (recipe.base, recipe.rules, recipe.dtype, recipe.tokenizer, recipe.chat_template)
@@ -659,7 +659,7 @@ def identify_merge(composition: Composition) -> Identity:
     )
 
 
-def settle_output(composition: Composition) -> tuple[Composition, str | None]:
+def settle_output(composition: MergePlan) -> tuple[MergePlan, str | None]:
     """Return the merge under a free name, and what makes it unnecessary: its base, or an output of the same merge.
 
     If something else has the name of the output, a number is added to it.
@@ -680,7 +680,7 @@ def settle_output(composition: Composition) -> tuple[Composition, str | None]:
     raise AssertionError("numbers never run out")
 
 
-def is_written(composition: Composition) -> bool:
+def is_written(composition: MergePlan) -> bool:
     """Whether the output exists, written by the same merge of the same sources."""
     return read_merge(composition.out) == identify_merge(composition).digest()
 
@@ -689,7 +689,7 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def preview(composition: Composition) -> str:
+def preview(composition: MergePlan) -> str:
     """Return a sentence on what a merge will do with an unfinished one in its output; empty if there is none.
 
     Raises TargetError if the merge will refuse.
@@ -701,7 +701,7 @@ def preview(composition: Composition) -> str:
 
 
 def resume(
-    composition: Composition, identity: Identity, staging: Staging, notify: Callable[[str], None]
+    composition: MergePlan, identity: Identity, staging: Staging, notify: Callable[[str], None]
 ) -> tuple[Mapping[str, tuple[Mark, ...]], Mapping[str, FileFact]]:
     """Resume the unfinished merge or start over; return the marks of its files, and the facts of its sources.
 
@@ -720,7 +720,7 @@ def resume(
     return {}, identity.sources
 
 
-def _judge(unfinished: Unfinished, identity: Identity, composition: Composition) -> tuple[bool, str]:
+def _judge(unfinished: Unfinished, identity: Identity, composition: MergePlan) -> tuple[bool, str]:
     """Return whether to resume the unfinished merge, and a sentence about it."""
     there, options = unfinished.identity, composition.options
     share = f"{unfinished.num_bytes:,} of {there.num_bytes:,} bytes"
@@ -737,7 +737,7 @@ def _judge(unfinished: Unfinished, identity: Identity, composition: Composition)
 
 
 def with_what_is_kept(
-    error: Interrupted | StorageError | Unanswered, composition: Composition, staging: Staging
+    error: Interrupted | StorageError | Unanswered, composition: MergePlan, staging: Staging
 ) -> Interrupted | StorageError | Unanswered:
     """Return the error with the bytes that a resume will keep."""
     if not (kept := staging.kept_bytes):
@@ -748,7 +748,7 @@ def with_what_is_kept(
     return type(error)(replace(problem, fix=f"{problem.fix}; {then}") for problem in error.problems)
 
 
-def prove(composition: Composition) -> None:
+def prove(composition: MergePlan) -> None:
     """Write the outline of a composite into a temporary folder, and read it back like the composite.
 
     The files have their full size, with holes where states will be, so they take as much space as headers and pickles
@@ -775,7 +775,7 @@ def _outline(path: Path, file: FileLayout, sources: Sequence[CheckpointIndex]) -
         out.truncate(at)
 
 
-def _known(piece: Piece, sources: Sequence[CheckpointIndex]) -> bytes:
+def _known(piece: Segment, sources: Sequence[CheckpointIndex]) -> bytes:
     """Return the bytes of a piece, nothing for those of states, which a reader does not look at."""
     if isinstance(piece, Bytes):
         return piece.data

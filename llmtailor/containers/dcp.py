@@ -34,13 +34,13 @@ from llmtailor.containers.dcp_pickle import (
     FILESYSTEM,
     MODULE,
     SIZE,
-    Box,
+    ChunkBox,
     MetadataMachine,
     Places,
 )
 from llmtailor.containers.json import check_name, is_count
 from llmtailor.containers.pickle_writer import STOP, Writer
-from llmtailor.containers.torch_file import Record, list_blob_records
+from llmtailor.containers.torch_file import ZipRecord, list_blob_records
 from llmtailor.containers.unpickle import MAX_OPCODES, TORCH_DTYPES, TORCH_NAMES, Call, Global, as_shape, read_pickle
 from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
 from llmtailor.storage.checksums import new_digest
@@ -274,7 +274,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def list_data_records(root: Path, path: str, where: str) -> dict[str, tuple[Record, ...]]:
+def list_data_records(root: Path, path: str, where: str) -> dict[str, tuple[ZipRecord, ...]]:
     """Return the records of all zips in the data files of the ``.metadata`` at ``root/path``, by file.
 
     Raises what `read_metadata` raises, and SourceError for a damaged zip.
@@ -314,9 +314,9 @@ def _pack(chunks: list[Any]) -> list[Any]:
         return chunks
     found = []
     for one in chunks:
-        if type(one) is not Box:
+        if type(one) is not ChunkBox:
             fields = _fields(one, "ChunkStorageMetadata")
-            one = Box(_as_size(fields.get("offsets")), _as_size(fields.get("sizes")))
+            one = ChunkBox(_as_size(fields.get("offsets")), _as_size(fields.get("sizes")))
         found.append(one)
     dimensions = {len(size) for one in found for size in one}
     if len(dimensions) > 1:

@@ -40,7 +40,7 @@ _EACH_INT = re.compile(_INT, re.DOTALL)
 _ENDS = {0: (b"", b")"), 1: (b"", b"\x85"), 2: (b"", b"\x86"), 3: (b"", b"\x87")}
 
 
-class Box(NamedTuple):
+class ChunkBox(NamedTuple):
     """What a chunk is decoded into."""
 
     offsets: tuple[int, ...]
@@ -77,7 +77,7 @@ class _Memo(dict[int, Any]):
 
 
 class MetadataMachine(Machine):
-    """A decoder of a ``.metadata``; ``pack`` replaces the chunks of a tensor, given as `Box` or generic objects."""
+    """A decoder of a ``.metadata``; ``pack`` replaces a tensor's chunks, given as `ChunkBox` or generic objects."""
 
     def __init__(self, source: SourceFile, max_opcodes: int, pack: Callable[[list[Any]], list[Any]]):
         self.stream = io.BufferedReader(_Raw(source), _BUFFER)
@@ -160,7 +160,7 @@ class MetadataMachine(Machine):
         offsets, sizes = self._size(match[2]), self._size(match[3])
         if offsets is None or sizes is None:
             return None
-        self.stack.append(Box(offsets, sizes))
+        self.stack.append(ChunkBox(offsets, sizes))
         return 2 + (3 if offsets else 2) + (3 if sizes else 2)
 
     def _take_place(self, match: re.Match[bytes], first: int) -> int | None:

@@ -1,7 +1,7 @@
 """DTensors in ``torch.save`` files: the piece of a tensor that one rank has, and its place among the others'. Pure.
 
-As torch 2.13 pickles them (see `Mesh.wrap`), a DTensor is a local tensor with a spec: the shape of the whole, a mesh of
-ranks, and for each dimension of the mesh how it cuts the tensor::
+As torch 2.13 pickles them (see `DeviceMesh.wrap`), a DTensor is a local tensor with a spec: the shape of the whole, a
+mesh of ranks, and for each dimension of the mesh how it cuts the tensor::
 
     Shard(dim)     along a dimension, into ``ceil(size / ranks)`` each; the last ones may have less, or nothing
     Replicate()    not at all
@@ -52,7 +52,7 @@ _RE_SAVE = "save with torch.distributed.checkpoint instead, whose folders are re
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalTensor:
     """What one rank has of a tensor."""
 
     local: Any
@@ -78,7 +78,7 @@ class Piece:
         return tuple(offsets), tuple(sizes)
 
 
-def as_piece(node: object, what: str, where: str) -> Piece | None:
+def as_piece(node: object, what: str, where: str) -> LocalTensor | None:
     """Return the piece that a node represents; None if it is not a DTensor.
 
     Raises SourceError for one that lacks something, and UnsupportedCheckpoint for placements that are not read.
@@ -98,7 +98,7 @@ def as_piece(node: object, what: str, where: str) -> Piece | None:
     if shape is None or view is None or not is_placed or not all(type(one) is int and one >= 0 for one in at or ()):
         raise damaged(where, f"{what} is a DTensor that does not say which part of the tensor it is")
     cuts = tuple(_cut(one, len(shape), what, where) for one in placements or ())
-    return Piece(local, view, shape, cuts, tuple(at or ()), mesh)
+    return LocalTensor(local, view, shape, cuts, tuple(at or ()), mesh)
 
 
 def _cut(placement: object, dims: int, what: str, where: str) -> int | None:
@@ -123,7 +123,7 @@ def _fields(state: object) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class DeviceMesh:
     """The mesh of ranks of an FSDP2 training, as one of its ranks has it."""
 
     device: str
@@ -204,5 +204,5 @@ def _object(kind: Global, state: dict[str, Any]) -> Call:
     return Call(kind, (), new=True, state=state, has_state=True)
 
 
-MESH_FIELDS = frozenset(Mesh("cpu", ("fsdp",), (1,), 0)._node.state)
-"""Those of torch 2.13. Older ones have others, and could not load what `Mesh` writes."""
+MESH_FIELDS = frozenset(DeviceMesh("cpu", ("fsdp",), (1,), 0)._node.state)
+"""Those of torch 2.13. Older ones have others, and could not load what `DeviceMesh` writes."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
-from llmtailor.checkpoint.layout import BLOCK_BYTES, Bytes, FileLayout, Fill, Piece, Slot, fill_all, shareable_start
+from llmtailor.checkpoint.layout import BLOCK_BYTES, Bytes, FileLayout, Fill, Segment, Slot, fill_all, shareable_start
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
@@ -150,7 +150,7 @@ def lay_out_header(text: bytes, stop: int | None = None) -> Bytes:
 def lay_out_weights(file: WeightFile, dtype: str | None) -> FileLayout:
     """Return the layout of a file with the same tensors in the same order; ``dtype`` replaces floating-point dtypes."""
     header: dict[str, Any] = {"__metadata__": dict(file.metadata)} if file.metadata else {}
-    pieces: list[Piece] = []
+    pieces: list[Segment] = []
     at = 0
     for name, held in file.tensors.items():
         state, begin = file.filled_by.get(name, (State(name, WEIGHT), 0))

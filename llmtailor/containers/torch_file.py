@@ -37,7 +37,7 @@ from llmtailor.checkpoint.layout import (
     Crc,
     FileLayout,
     Fill,
-    Piece,
+    Segment,
     Zeros,
     fill_all,
     shareable_start,
@@ -68,12 +68,12 @@ class BadZip(ValueError):
     """The error for a file that is not a zip of stored records, or that readers could interpret differently."""
 
 
-class Compressed(BadZip):
+class DeflatedRecords(BadZip):
     """The error for a file with deflated records. ``torch.load`` reads them; here bytes are copied unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ZipRecord:
     """Bytes ``start``..``stop`` of the file."""
 
     name: str
@@ -90,28 +90,28 @@ def is_torch_file(path: str) -> bool:
     return path == "." or path.endswith((".pt", ".pth", ".bin", ".ckpt"))
 
 
-def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, Record]:
+def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, ZipRecord]:
     """Return the records by name, in the order of the directory.
 
-    Raises BadZip, `Compressed` for deflated records unless ``may_be_deflated``, or SourceError if reading fails.
+    Raises BadZip, `DeflatedRecords` for deflated records unless ``may_be_deflated``, or SourceError if reading fails.
     """
     start, stop, count = find_directory(file)
     if count > MAX_RECORDS:
         raise BadZip(f"it has {count:,} records, more than {MAX_RECORDS:,}")
     if stop - start > count * (_ENTRY.size + 2 * MAX_NAME_BYTES):
         raise BadZip(f"its directory of {count:,} records takes {stop - start:,} bytes")
-    records: dict[str, Record] = {}
+    records: dict[str, ZipRecord] = {}
     spans = []
     for name, size, at, crc, is_deflated, crc_at in _entries(file.read(start, stop), count):
         if is_deflated and not may_be_deflated:
-            raise Compressed(f"record {_shown(name)} is compressed")
+            raise DeflatedRecords(f"record {_shown(name)} is compressed")
         begin = _data_start(file, name, at, start)
         if begin + size > start:
             raise BadZip(f"record {_shown(name)} is not where the directory says")
         text = name.decode()
         if text in records:
             raise BadZip(f"record {_shown(name)} occurs twice")
-        records[text] = Record(text, begin, begin + size, None if is_deflated else crc or None, start + crc_at)
+        records[text] = ZipRecord(text, begin, begin + size, None if is_deflated else crc or None, start + crc_at)
         spans.append((at, begin + size))
     spans.sort()
     if spans and spans[0][0] != 0:
@@ -211,7 +211,7 @@ def _data_start(file: SourceFile, name: bytes, at: int, stop: int) -> int:
     return end + int(extra_len)
 
 
-def _check_names(records: dict[str, Record]) -> None:
+def _check_names(records: dict[str, ZipRecord]) -> None:
     folded = {name.casefold() for name in records}
     if len(folded) < len(records):
         raise BadZip("two records have names that differ only by case")
@@ -272,7 +272,7 @@ class Buffered(SourceFile):
         return start, self._file.read(start, stop)
 
 
-class Held(SourceFile):
+class InMemoryFile(SourceFile):
     """A file whose bytes are in memory."""
 
     def __init__(self, data: bytes, where: str):
@@ -352,7 +352,7 @@ def open_torch_file(root: Path, path: str, where: str) -> Undecoded:
             parsed = _parse(file, where)
             return Undecoded(lambda: parsed.decode(path, 0, where), parsed.archive, parsed.key())
     archive, key = _key_of(*data)
-    return Undecoded(lambda: decode_torch_file(Held(data[0], where), path, where), archive, key)
+    return Undecoded(lambda: decode_torch_file(InMemoryFile(data[0], where), path, where), archive, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +407,7 @@ def _parse(file: SourceFile, where: str) -> _Parsed:
             raise BadZip("it does not state its version, which torch needs to load it")
         if tree.stop - tree.start > MAX_PICKLE_BYTES:
             raise BadZip(f"its data.pkl has {tree.stop - tree.start:,} bytes; it may be a pickle bomb")
-    except Compressed as error:
+    except DeflatedRecords as error:
         what = f"{error}: torch.load reads such a file, but llmtailor can neither check nor use it"
         raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED) from error
     except (BadZip, UnicodeDecodeError) as error:
@@ -462,7 +462,7 @@ def _no_zip(file: SourceFile, where: str, error: Exception) -> SourceError:
 _HEADERS = "pickle and zip headers"
 _OTHER_RECORDS = 5
 """Records besides the storages in a file that states its alignment"""
-Content = tuple[bytes, Sequence[tuple[Piece, ...]]]
+Content = tuple[bytes, Sequence[tuple[Segment, ...]]]
 """A file's pickle, and what its storages consist of"""
 
 
@@ -477,7 +477,7 @@ class TorchLayout(FileLayout):
     def filled(self, fill: Fill) -> FileLayout:
         """Return the layout with every piece replaced, each storage placed so that it can share blocks."""
 
-        def pieces() -> tuple[Piece, ...]:
+        def pieces() -> tuple[Segment, ...]:
             pickled, storages = self._make()
             return _zip(self._archive, pickled, [fill_all(content, fill) for content in storages])
 
@@ -493,7 +493,7 @@ def lay_out_torch_file(path: str, tree: Any) -> TorchLayout:
     return TorchLayout(path, lambda: content)
 
 
-def lay_out_torch_blob(path: str, tree: Any) -> tuple[Piece, ...]:
+def lay_out_torch_blob(path: str, tree: Any) -> tuple[Segment, ...]:
     """Return the pieces of a file that ``torch.load`` opens as ``tree``, to be placed in another file.
 
     Alignment counts from the start of the blob, as torch writes it, and so do its checksums.
@@ -501,7 +501,7 @@ def lay_out_torch_blob(path: str, tree: Any) -> tuple[Piece, ...]:
     return _zip("archive", *pickle_content(path, tree), as_torch=True)
 
 
-def place_torch_blob(content: Content, at: int) -> list[Piece]:
+def place_torch_blob(content: Content, at: int) -> list[Segment]:
     """Return the pieces of a file around a pickle and its storages, to be placed at byte ``at`` of another file."""
     pieces = _zip("archive", *content, as_torch=True)
     return [Crc(at + piece.start, at + piece.stop) if isinstance(piece, Crc) else piece for piece in pieces]
@@ -518,8 +518,8 @@ def pickle_content(path: str, tree: Any) -> Content:
 
 
 def _zip(
-    archive: str, pickled: bytes, storages: Sequence[tuple[Piece, ...]], as_torch: bool = False
-) -> tuple[Piece, ...]:
+    archive: str, pickled: bytes, storages: Sequence[tuple[Segment, ...]], as_torch: bool = False
+) -> tuple[Segment, ...]:
     """Return the pieces of a file. Unless ``as_torch``, storages are placed where they can share blocks.
 
     If a file states its version and alignment, torch may compute where storages are (with ``map_location`` "meta", for
@@ -534,7 +534,7 @@ def _zip(
 
 
 @lru_cache(16)
-def _between_names(length: int, pickled: bytes, storages: tuple[tuple[Piece, ...], ...]) -> list[bytes] | None:
+def _between_names(length: int, pickled: bytes, storages: tuple[tuple[Segment, ...], ...]) -> list[bytes] | None:
     """Return the bytes between the occurrences of the archive's name, of ``length`` bytes, in a file of literals.
 
     ZeRO-3 ranks have thousands of files with the same pickle and no tensors. None if the pickle also has such bytes.
@@ -547,7 +547,9 @@ def _between_names(length: int, pickled: bytes, storages: tuple[tuple[Piece, ...
     return parts if len(parts) == 2 * records + 1 else None
 
 
-def _zip_as(name: bytes, pickled: bytes, storages: Sequence[tuple[Piece, ...]], as_torch: bool) -> tuple[Piece, ...]:
+def _zip_as(
+    name: bytes, pickled: bytes, storages: Sequence[tuple[Segment, ...]], as_torch: bool
+) -> tuple[Segment, ...]:
     starts = [None if as_torch else shareable_start(content, ALIGNMENT) for content in storages]
     builder = _ZipBuilder(name)
     builder.add("data.pkl", (Bytes(pickled, "pickle"),))
@@ -565,12 +567,12 @@ class _ZipBuilder:
     def __init__(self, name: bytes):
         self.name = name
         """The archive's name, with a slash"""
-        self.pieces: list[Piece] = []
+        self.pieces: list[Segment] = []
         self.literal: list[bytes] = []
         self.at = 0
-        self.directory: list[tuple[bytes, int, int, int, Piece | Bytes]] = []
+        self.directory: list[tuple[bytes, int, int, int, Segment | Bytes]] = []
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: Segment) -> None:
         if isinstance(piece, Bytes):  # thousands of headers may follow each other
             self.literal.append(piece.data)
         elif piece.num_bytes:
@@ -579,7 +581,7 @@ class _ZipBuilder:
             self.pieces.append(piece)
         self.at += piece.num_bytes
 
-    def put_all(self, content: Sequence[Piece], size: int) -> None:
+    def put_all(self, content: Sequence[Segment], size: int) -> None:
         """Append pieces of ``size`` bytes in total."""
         if Bytes in map(type, content):
             for piece in content:
@@ -595,7 +597,7 @@ class _ZipBuilder:
             self.pieces.append(Bytes(data, _HEADERS))
         self.literal = []
 
-    def add(self, record: str, content: tuple[Piece, ...], start: int | None = None) -> None:
+    def add(self, record: str, content: tuple[Segment, ...], start: int | None = None) -> None:
         """Append a record: local header, data, data descriptor.
 
         The data starts at ``start`` modulo `BLOCK_BYTES`, or else at a multiple of `ALIGNMENT`.
@@ -619,7 +621,7 @@ class _ZipBuilder:
         self.put(Bytes(struct.pack("<QQ" if big else "<II", size, size), "zip data descriptor"))
         self.directory.append((name, size, header_at, 45 if big else 0, crc))
 
-    def checksum(self, start: int, content: tuple[Piece, ...]) -> Piece:
+    def checksum(self, start: int, content: tuple[Segment, ...]) -> Segment:
         """Return a record's CRC: known now if all its bytes are, otherwise computed while they stream."""
         if all(isinstance(part, (Bytes, Zeros)) for part in content):
             crc = 0
@@ -628,7 +630,7 @@ class _ZipBuilder:
             return Bytes(struct.pack("<I", crc), "CRC-32")
         return Crc(start, self.at)
 
-    def finish(self) -> tuple[Piece, ...]:
+    def finish(self) -> tuple[Segment, ...]:
         start = self.at
         for name, size, header_at, version, crc in self.directory:
             wide = [value for value in (size, size, header_at) if value >= _U32]
@@ -648,23 +650,23 @@ class _ZipBuilder:
         return tuple(self.pieces)
 
 
-def list_records(root: Path, path: str, where: str) -> tuple[Record, ...]:
+def list_records(root: Path, path: str, where: str) -> tuple[ZipRecord, ...]:
     """Return the records of ``root/path`` in the order of their bytes. Raises SourceError for a damaged zip."""
     with open_source(root / path, where) as file:
         return _records_in(file, where)
 
 
-def list_blob_records(root: Path, path: str, blobs: Iterable[tuple[int, int]], where: str) -> tuple[Record, ...]:
+def list_blob_records(root: Path, path: str, blobs: Iterable[tuple[int, int]], where: str) -> tuple[ZipRecord, ...]:
     """Return the records of the zips at the byte ranges ``blobs`` of a file. Raises SourceError for a damaged zip."""
     with open_source(root / path, where) as file:
         return tuple(
-            Record(record.name, start + record.start, start + record.stop, record.crc)
+            ZipRecord(record.name, start + record.start, start + record.stop, record.crc)
             for start, stop in blobs
             for record in _records_in(Buffered(Window(file, start, min(stop, file.num_bytes))), where)
         )
 
 
-def _records_in(file: SourceFile, where: str) -> tuple[Record, ...]:
+def _records_in(file: SourceFile, where: str) -> tuple[ZipRecord, ...]:
     try:
         found = read_records(file, may_be_deflated=True)
     except (BadZip, UnicodeDecodeError) as error:

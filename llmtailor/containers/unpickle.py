@@ -23,7 +23,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-from llmtailor.checkpoint.layout import Bytes, Piece, Slot
+from llmtailor.checkpoint.layout import Bytes, Segment, Slot
 from llmtailor.codes import Code
 from llmtailor.errors import ObjectKeys, Problem, UnsafePickle, damaged
 from llmtailor.model.roles import ITEMSIZE, State
@@ -97,7 +97,7 @@ class Storage:
 
     dtype: str
     numel: int
-    content: tuple[Piece, ...]
+    content: tuple[Segment, ...]
     location: str = "cpu"
 
 
@@ -183,7 +183,7 @@ def as_shape(node: object) -> tuple[int, ...] | None:
     return shape
 
 
-def make_tensor(dtype: str, shape: tuple[int, ...], content: tuple[Piece, ...]) -> Call:
+def make_tensor(dtype: str, shape: tuple[int, ...], content: tuple[Segment, ...]) -> Call:
     """Return the node of a contiguous tensor with its own storage."""
     numel, strides = 1, []
     for extent in reversed(shape):
@@ -214,7 +214,7 @@ class SmallTensor(Call):
         super().__init__(made.func, made.args)
 
     @property
-    def content(self) -> tuple[Piece, ...]:
+    def content(self) -> tuple[Segment, ...]:
         return (Bytes(self.data, "an option of a param group"),) if self.data else ()
 
     def __eq__(self, other: object) -> bool:

@@ -30,8 +30,8 @@ from llmtailor.checkpoint.layout import (
     Crc,
     FileLayout,
     LinkLayout,
-    Piece,
     Plan,
+    Segment,
     Slot,
     Strided,
     Zeros,
@@ -72,10 +72,10 @@ class WriteProgress:
         self.at = self.count = 0
         """Bytes and pieces so far"""
 
-    def missing(self) -> tuple[Piece, ...]:
+    def missing(self) -> tuple[Segment, ...]:
         return self.plan.pieces[self.count :]
 
-    def add(self, piece: Piece, crcs: Iterable[int]) -> None:
+    def add(self, piece: Segment, crcs: Iterable[int]) -> None:
         """Add the next piece, with the checksums of its parts; see `layout.summed_parts`."""
         _, num_bytes, stride = summed_parts(piece)
         whole = spread = 0
@@ -238,7 +238,7 @@ class FileResult:
         return self.plan.num_bytes
 
     @property
-    def checked(self) -> Iterator[tuple[Piece, int]]:
+    def checked(self) -> Iterator[tuple[Segment, int]]:
         """The pieces with their CRC-32; none of a link"""
         return zip(self.plan.each(), self.crcs, strict=True) if self.crcs else iter(())
 
@@ -434,7 +434,7 @@ def _fill(
 
 
 def _write(
-    run: Sequence[Piece], filled: WriteProgress, output: Output, sources: SourceFiles, copier: RangeCopier, stop: Stop
+    run: Sequence[Segment], filled: WriteProgress, output: Output, sources: SourceFiles, copier: RangeCopier, stop: Stop
 ) -> Iterator[Iterable[int]]:
     """Write a run of pieces; yield the CRC-32 of each, or of each of its parts: take them before the next piece."""
     piece = run[0]
@@ -488,7 +488,7 @@ def _from_store(store: Store, piece: Copy, stop: Stop) -> Iterator[memoryview]:
         left -= len(some)
 
 
-def _checksums(pieces: Iterable[Piece], data: Iterator[memoryview], stop: Stop) -> Iterator[int]:
+def _checksums(pieces: Iterable[Segment], data: Iterator[memoryview], stop: Stop) -> Iterator[int]:
     """Yield the CRC-32 of each piece, whose bytes follow each other in ``data``."""
     some = memoryview(b"")
     for piece in pieces:

@@ -16,7 +16,7 @@ from llmtailor.checkpoint.layout import BLOCK_BYTES, Cast, Copy, Plan, Term
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import COPY_FILE, SourceError, StorageError
 from llmtailor.storage.checksums import Taken, crc32
-from llmtailor.storage.local import Changed, FileFact, Files, OpenFile, bypass_cache, chunks, write_all
+from llmtailor.storage.local import Changed, FileFact, OpenFile, OpenFiles, bypass_cache, chunks, write_all
 from llmtailor.storage.remote import EndsEarly
 
 BUFFER_BYTES = 512 << 10
@@ -65,7 +65,7 @@ class SourceFiles:
         def open_file(source: int, name: str) -> OpenFile:
             return OpenFile(plan.path(source, name), facts[source].get(name) if source < len(facts) else None)
 
-        self._open = lru_cache(Files.MAX_OPEN)(open_file)
+        self._open = lru_cache(OpenFiles.MAX_OPEN)(open_file)
 
     def where(self, piece: Copy | Cast | Term) -> str:
         return f"{self.plan.sources[piece.source]}/{piece.extent.path}"

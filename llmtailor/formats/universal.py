@@ -182,7 +182,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
         what = f"the param groups own {owned} sub-groups, but the model states describe {have}"
         problems.add(damaged(where, what, Code.FIELD_CONFLICT))
         return Draft(problems)
-    reader = _Reader(name, trees, f"{tag}/{FOLDER}/", facts, problems)
+    reader = _UniversalReader(name, trees, f"{tag}/{FOLDER}/", facts, problems)
     stored = {param: reader.read(param, shape) for shapes in usual.param_shapes for param, shape in shapes.items()}
     steps = [reader.step(flat_id, shapes, stored, known.steps) for flat_id, shapes in enumerate(usual.param_shapes)]
     config = section(usual.rest, "ds_config")
@@ -232,7 +232,7 @@ def _other_steps(first: float | None, steps: Sequence[float], where: str) -> Ite
         yield Finding(where, what, fix, Code.STEPS_DIFFER, WARNING)
 
 
-class _Reader:
+class _UniversalReader:
     def __init__(self, name: str, trees: Trees, folder: str, facts: Mapping[str, FileFact], problems: Problems):
         self.name, self.trees, self.folder, self.facts, self.problems = name, trees, folder, facts, problems
         self.unreadable: set[str] = set()

@@ -3,10 +3,9 @@
 The ``sitecustomize`` of ``llmtailor run`` calls `HOOKS` when the program imports the modules that load checkpoints and
 take steps. They are imported by launchers as well, so this module imports neither torch nor transformers.
 
-A Trainer is attested by a callback, `launched.LaunchedAttest`; for Lightning's, `lightning.LaunchedAttest` says what
-was loaded. Other loops are attested before the first optimizer step after ``engine.load_checkpoint`` or accelerate's
-``load_state``: only buffers may have changed before, so they are kept.
-"""
+A Trainer is attested by a callback, `launched.LaunchedAttest`; for Lightning's, `lightning.LaunchedLightningAttest`
+says what was loaded. Other loops are attested before the first optimizer step after ``engine.load_checkpoint`` or
+accelerate's ``load_state``: only buffers may have changed before, so they are kept."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtailor import attestation
 from llmtailor.errors import TailorError, UsageError
-from llmtailor.saving.around import around, replaced
+from llmtailor.saving.around import patch_method, replaced
 
 if TYPE_CHECKING:
     from llmtailor.attestation.report import Attestation
-    from llmtailor.live.training import Held
+    from llmtailor.live.training import TrainingObjects
     from llmtailor.ranks.group import Team
 
 Call = Callable[..., Any]
@@ -57,7 +56,7 @@ class _Loaded:
     """What was loaded since the last optimizer step."""
 
     checkpoint: Path | None = None
-    find_held: Callable[[], Held] | None = None
+    find_held: Callable[[], TrainingObjects] | None = None
     """Returns what holds the training"""
     is_making_states: bool = False
     """Whether torch makes an optimizer's states by a step with a rate of 0, to load them"""
@@ -67,7 +66,7 @@ _loaded = _Loaded()
 _task: Task | None = None
 
 
-def remember(checkpoint: Path, find_held: Callable[[], Held]) -> None:
+def remember(checkpoint: Path, find_held: Callable[[], TrainingObjects]) -> None:
     """Attest a training, which holds what was loaded from a checkpoint, before its next optimizer step."""
     _loaded.checkpoint, _loaded.find_held = checkpoint, find_held
 
@@ -78,9 +77,9 @@ def forget() -> None:
 
 
 def _hook_engine(module: ModuleType) -> None:
-    @around(module.DeepSpeedEngine, "load_checkpoint")
+    @patch_method(module.DeepSpeedEngine, "load_checkpoint")
     def loading(load: Call, self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        from llmtailor.live.training import Held
+        from llmtailor.live.training import TrainingObjects
         from llmtailor.loaders.files import LATEST, tag_in
         from llmtailor.saving.attesting import kept_buffers
 
@@ -88,18 +87,18 @@ def _hook_engine(module: ModuleType) -> None:
         if result[0] is not None:  # else it has only logged that there is no checkpoint
             folder = Path(load_dir)
             is_newest = tag is None or tag_in(folder / LATEST) == str(tag)
-            buffers = kept_buffers(Held(self))
-            remember(folder if is_newest else folder / str(tag), lambda: Held(self, buffers=buffers))
+            buffers = kept_buffers(TrainingObjects(self))
+            remember(folder if is_newest else folder / str(tag), lambda: TrainingObjects(self, buffers=buffers))
         return result
 
-    @around(module.DeepSpeedEngine, "step")
+    @patch_method(module.DeepSpeedEngine, "step")
     def stepping(step: Call, *args: Any, **kwargs: Any) -> Any:
         _before_step()
         return step(*args, **kwargs)
 
 
 def _hook_accelerator(module: ModuleType) -> None:
-    @around(module.Accelerator, "load_state")
+    @patch_method(module.Accelerator, "load_state")
     def loading(load: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
         from llmtailor.saving.api import prepared
         from llmtailor.saving.attesting import kept_buffers
@@ -117,7 +116,7 @@ def _hook_accelerator(module: ModuleType) -> None:
 
 
 def _hook_scaler(module: ModuleType) -> None:
-    @around(module.GradScaler, "step")
+    @patch_method(module.GradScaler, "step")
     def stepping(step: Call, *args: Any, **kwargs: Any) -> Any:
         _before_step()  # the optimizer's step is left out if gradients overflow, which changes the scale
         return step(*args, **kwargs)
@@ -148,7 +147,7 @@ def _before_update(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _hook_state_dict(module: ModuleType) -> None:
-    @around(module, "_init_optim_state")
+    @patch_method(module, "_init_optim_state")
     def making(make: Call, *args: Any, **kwargs: Any) -> Any:
         with replaced(_loaded, "is_making_states", True):
             return make(*args, **kwargs)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from llmtailor.saving.around import around
+from llmtailor.saving.around import patch_method
 
 LAYOUT = "LLMTAILOR_LAYOUT"
 
@@ -17,7 +17,7 @@ LAYOUT = "LLMTAILOR_LAYOUT"
 def hook_engine(module: ModuleType) -> None:
     """Attach a saver to every DeepSpeed engine if the environment, or its config, asks for stock checkpoints."""
 
-    @around(module.DeepSpeedEngine, "_configure_checkpointing")
+    @patch_method(module.DeepSpeedEngine, "_configure_checkpointing")
     def configuring(configure: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
         configure(self, *args, **kwargs)
         from llmtailor.saving.checkpoint_engine import KEY, attach_engine
@@ -33,7 +33,7 @@ def hook_engine(module: ModuleType) -> None:
 def hook_accelerator(module: ModuleType) -> None:
     """Attach a saver to every Accelerator when it saves a state for the first time."""
 
-    @around(module.Accelerator, "save_state")
+    @patch_method(module.Accelerator, "save_state")
     def saving(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         if "save_state" in vars(self):  # its own one, which calls this
             return save(self, *args, **kwargs)

@@ -22,13 +22,13 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from llmtailor.attestation.check import guarded
+from llmtailor.attestation.check import attest_or_warn
 from llmtailor.attestation.compare import OFF
 from llmtailor.attestation.report import Attestation
 from llmtailor.containers.json import read_json
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.integrations.attested import forget, remember, task
-from llmtailor.live.training import Held, Ranks
+from llmtailor.live.training import Ranks, TrainingObjects
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("llmtailor.saving")
 
 
-class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
+class LightningPartialSaving(SaverCallback, Callback):  # type: ignore[misc]
     """Saves partial checkpoints of a training with Lightning, with what Lightning itself saves: the progress of its
     loops, schedulers, states of callbacks and of the data module, hyperparameters.
 
@@ -171,7 +171,7 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         return {CALLBACKS: {MARK: self._mark}} if self._mark else None  # of an earlier `fit` of the same Trainer
 
 
-class AttestResume(AttestingCallback, Callback):  # type: ignore[misc]
+class LightningAttestResume(AttestingCallback, Callback):  # type: ignore[misc]
     """Attests what a Trainer has resumed with ``fit(ckpt_path=...)``, without saving anything::
 
         Trainer(callbacks=[AttestResume()])
@@ -184,9 +184,9 @@ class AttestResume(AttestingCallback, Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _is_attested(trainer, self.options):
             held = partial(_held, trainer, pl_module, "AttestResume")
-            guarded(lambda: self._begin(trainer, held()), _loaded(trainer), Ranks.here().is_first)
+            attest_or_warn(lambda: self._begin(trainer, held()), _loaded(trainer), Ranks.here().is_first)
 
-    def _begin(self, trainer: Trainer, held: Held) -> None:
+    def _begin(self, trainer: Trainer, held: TrainingObjects) -> None:
         self._resume = _Resume(trainer, held, self.options)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
@@ -212,7 +212,7 @@ class _Resume:
     """What Lightning has restored: after ``on_fit_start`` and before ``on_train_start`` optimizers and loops, no random
     states. It is attested before the first optimizer step: callbacks may change it until then."""
 
-    def __init__(self, trainer: Trainer, held: Held, options: SavingOptions) -> None:
+    def __init__(self, trainer: Trainer, held: TrainingObjects, options: SavingOptions) -> None:
         self._trainer, self._options, self._buffers = trainer, options, kept_buffers(held)
 
     def attest(self, module: LightningModule, **how: Any) -> None:
@@ -225,7 +225,7 @@ class _Resume:
         return attest_held(held, _loaded(self._trainer), self._options.attest)
 
 
-class LaunchedAttest(AttestResume):
+class LaunchedLightningAttest(LightningAttestResume):
     """Attests with the options of the environment in every Trainer of a program that ``llmtailor run --attest`` has
     started, and ends one of ``llmtailor attest``, before the first optimizer step. It gives way to those of the
     program.
@@ -236,10 +236,14 @@ class LaunchedAttest(AttestResume):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         forget()
-        own = [one for one in trainer.callbacks if isinstance(one, (PartialSaving, AttestResume)) and one is not self]
+        own = [
+            one
+            for one in trainer.callbacks
+            if isinstance(one, (LightningPartialSaving, LightningAttestResume)) and one is not self
+        ]
         if task().checkpoint is not None:
             # in place, because Lightning iterates over this list; savers come later in it
-            trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, PartialSaving)]
+            trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, LightningPartialSaving)]
         if not trainer.ckpt_path or (own and task().checkpoint is None):
             return
         loaded = _loaded(trainer)
@@ -298,7 +302,7 @@ def _is_first() -> bool:
     return not rank_zero_only.rank and (by_launcher or not LightningEnvironment().node_rank())
 
 
-def _held(trainer: Trainer, module: LightningModule, where: str = "PartialSaving") -> Held:
+def _held(trainer: Trainer, module: LightningModule, where: str = "PartialSaving") -> TrainingObjects:
     """Return what Lightning holds. Raises UnsupportedCheckpoint for a training whose states can't be read."""
     strategy, optimizers = trainer.strategy, trainer.optimizers
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):  # DeepSpeed's is a DDPStrategy
@@ -311,5 +315,5 @@ def _held(trainer: Trainer, module: LightningModule, where: str = "PartialSaving
     scheduler = schedulers[0] if len(schedulers) == 1 else None
     counters = {"global_step": trainer.global_step}
     if isinstance(strategy, DeepSpeedStrategy):
-        return Held(strategy.deepspeed_engine, scheduler=scheduler, counters=counters)
-    return Held(None, module, optimizers[0], scheduler, counters=counters)
+        return TrainingObjects(strategy.deepspeed_engine, scheduler=scheduler, counters=counters)
+    return TrainingObjects(None, module, optimizers[0], scheduler, counters=counters)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from llmtailor.containers.dcp import METADATA
-from llmtailor.saving.around import around, replaced
+from llmtailor.saving.around import patch_method, replaced
 from llmtailor.saving.dcp import DcpSaver
 from llmtailor.saving.options import from_environment
 
@@ -40,7 +40,7 @@ def install(manager: Any, policy: Any) -> None:
     """Let verl's FSDPCheckpointManager save and load through DCP. Raises UsageError for a policy that can't."""
     DcpSaver(policy)
 
-    @around(manager, "save_checkpoint")
+    @patch_method(manager, "save_checkpoint")
     def save_checkpoint(stock_save: Stock, self: Any, local_path: str | None, *args: Any, **options: Any) -> Any:
         saved = self.checkpoint_save_contents
         if local_path is None or not {*_OURS} <= {*saved} or self.should_save_lora_only:
@@ -53,7 +53,7 @@ def install(manager: Any, policy: Any) -> None:
         with replaced(self, "checkpoint_save_contents", _others(saved)):
             return stock_save(self, local_path, *args, **options)
 
-    @around(manager, "load_checkpoint")
+    @patch_method(manager, "load_checkpoint")
     def load_checkpoint(stock_load: Stock, self: Any, local_path: str | None, *args: Any, **options: Any) -> Any:
         folder = Path(local_path or "") / FOLDER
         if local_path is None or not (folder / METADATA).is_file():

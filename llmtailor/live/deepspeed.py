@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from llmtailor.checkpoint.index import DEEPSPEED
-from llmtailor.checkpoint.optimizer import Slices, Vector, Whole, slice_on
+from llmtailor.checkpoint.optimizer import OverlappingParams, Slices, Vector, slice_on
 from llmtailor.errors import Problem, UnsupportedCheckpoint, counted, some
 from llmtailor.formats.deepspeed_common.files import STATE_KEYS, describe_shards
 from llmtailor.formats.other_optimizers import flattened, is_storable, unsupported
@@ -23,12 +23,12 @@ from llmtailor.live.model import is_adapted
 from llmtailor.live.tensors import DTYPES
 from llmtailor.live.training import (
     Constant,
-    Fragment,
     FrozenFile,
     Inventory,
-    Omitted,
+    LiveShard,
     Ranks,
     StoredElsewhere,
+    TensorPlaceholder,
     is_plain_tensor,
     persistent_buffers,
     why_not_storable,
@@ -140,26 +140,26 @@ class ZeroTraining:
     def writes_unseen(self) -> str | None:
         return writes_unseen(self.engine, self.optimizers())
 
-    def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
+    def fragments(self, params: Collection[str]) -> Iterator[LiveShard]:
         yield from self._fragments(self._flats(self.zero.state_dict()), set(params))
 
-    def masters(self) -> Iterator[Fragment]:
+    def masters(self) -> Iterator[LiveShard]:
         flats = [{MASTER: kinds[MASTER]} for kinds in self._flats(self.zero.state_dict())]
         yield from self._fragments(flats, self.params.keys())
 
-    def present(self) -> Iterator[Fragment]:
+    def present(self) -> Iterator[LiveShard]:
         self.refresh()
         yield from self.fragments(self.params)
         params = self._named
         for name, fact in self.params.items():
             if fact.role == "buffer":
-                yield Fragment(name, BUFFER, 0, self.model.get_buffer(name).detach().reshape(-1))
+                yield LiveShard(name, BUFFER, 0, self.model.get_buffer(name).detach().reshape(-1))
             elif fact.role == "frozen":
                 begin, numel = self._share(params[name])
                 if numel:
-                    yield Fragment(name, FROZEN, begin, self._elements(params[name])[:numel])
+                    yield LiveShard(name, FROZEN, begin, self._elements(params[name])[:numel])
 
-    def weight_of(self, master: Fragment) -> torch.Tensor | None:
+    def weight_of(self, master: LiveShard) -> torch.Tensor | None:
         param = self._named.get(master.param)
         if param is None:
             return None
@@ -175,10 +175,10 @@ class ZeroTraining:
         names = {name for param, name in self.engine.param_names.items() if param not in present}
         return sum(name in names for shapes in self._shapes for name in shapes)
 
-    def copies(self) -> Iterator[Fragment]:
+    def copies(self) -> Iterator[LiveShard]:
         for name, fact in self.params.items():
             if fact.role == "trainable" and _is_whole(param := self._named[name]):
-                yield Fragment(name, MASTER, 0, self._elements(param))
+                yield LiveShard(name, MASTER, 0, self._elements(param))
 
     def _share(self, param: Any) -> tuple[int, int]:
         """Return the first element that this rank has of a param outside the optimizer, and how many."""
@@ -266,7 +266,7 @@ class ZeroTraining:
             flats.append({kind: flat.detach() for kind, flat in {MASTER: master, **kinds}.items()})
         return flats
 
-    def _fragments(self, flats: Sequence[Mapping[str, torch.Tensor]], wanted: Collection[str]) -> Iterator[Fragment]:
+    def _fragments(self, flats: Sequence[Mapping[str, torch.Tensor]], wanted: Collection[str]) -> Iterator[LiveShard]:
         rank, world_size = self.ranks.rank, self.ranks.world_size
         gaps = getattr(self.zero, "round_robin_bit16_padding", None)
         for flat_id, (shapes, kinds) in enumerate(zip(self._shapes, flats, strict=True)):
@@ -274,18 +274,20 @@ class ZeroTraining:
             hyper = self.zero.optimizer.param_groups[self._group_of_flat[flat_id]]
             vector = Vector.of(numels, gaps[flat_id] if gaps else (), world_size)
             is_cut = self.stage == 3 or getattr(self.zero, "cpu_offload", False)  # also Muon's momentum
-            whole = {} if is_cut else {param: at for param, _, _, at in Whole(vector).on_rank(rank)}
+            whole = {} if is_cut else {param: at for param, _, _, at in OverlappingParams(vector).on_rank(rank)}
             for param, begin, end, offset in (Slices(numels, world_size) if self.stage == 3 else vector).on_rank(rank):
                 for kind, flat in kinds.items() if param in wanted else ():
                     at = whole[param] + begin if whole and is_muons(hyper, kind) else offset
-                    yield Fragment(param, kind, begin, flat[at : at + end - begin])
+                    yield LiveShard(param, kind, begin, flat[at : at + end - begin])
 
     def _optim_tree(self) -> dict[str, Any]:
         outer = dict(self.zero.state_dict())
         outer.pop("param_slice_mappings", None)  # follows from the layout, and is wrong under round_robin_gradients
         masters, inner = self._keys
-        outer[masters] = [Omitted.of(flat) for flat in outer[masters]]
-        states = {flat_id: Omitted.all_of(flattened(kinds)) for flat_id, kinds in outer[inner]["state"].items()}
+        outer[masters] = [TensorPlaceholder.of(flat) for flat in outer[masters]]
+        states = {
+            flat_id: TensorPlaceholder.all_of(flattened(kinds)) for flat_id, kinds in outer[inner]["state"].items()
+        }
         outer[inner] = {**outer[inner], "state": states}
         return {"optimizer_state_dict": outer, "ds_config": self.engine.config, "ds_version": _version()}
 
@@ -345,7 +347,7 @@ class ZeroTraining:
             elif self.stage < 3 and fact is not None and fact.role == "frozen":
                 module[name] = StoredElsewhere(self._frozen_file, stored)
             else:
-                module[name] = Omitted(tensor.dtype, (0,) if self.stage == 3 else tuple(tensor.shape))
+                module[name] = TensorPlaceholder(tensor.dtype, (0,) if self.stage == 3 else tuple(tensor.shape))
         if hasattr(state, "_metadata"):
             module._metadata = state._metadata  # type: ignore[attr-defined]
         return module

@@ -20,7 +20,7 @@ import torch
 
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
-from llmtailor.live.training import Fragment, Inventory, Ranks, Training
+from llmtailor.live.training import Inventory, LiveShard, Ranks, Training
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.mergekit_data import naming_of, on_disk
 from llmtailor.model.parts import ModelStructure, Param, Part, SavedAs
@@ -41,15 +41,15 @@ class _InPieces:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._training, name)
 
-    def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
+    def fragments(self, params: Collection[str]) -> Iterator[LiveShard]:
         wanted = set(params)
         whole = dict.fromkeys(self._pieces[name].param if name in self._pieces else name for name in params)
         yield from (one for one in self._cut(self._training.fragments(list(whole))) if one.param in wanted)
 
-    def masters(self) -> Iterator[Fragment]:
+    def masters(self) -> Iterator[LiveShard]:
         yield from self._cut(self._training.masters())
 
-    def _cut(self, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+    def _cut(self, fragments: Iterable[LiveShard]) -> Iterator[LiveShard]:
         for one in fragments:
             if one.param not in self._names:
                 yield one
@@ -61,7 +61,9 @@ class _InPieces:
                 piece = self._pieces[name]
                 begin, end = max(one.begin, piece.begin), min(one.begin + one.tensor.numel(), piece.end)
                 if begin < end:
-                    yield Fragment(name, one.kind, begin - piece.begin, one.tensor[begin - one.begin : end - one.begin])
+                    yield LiveShard(
+                        name, one.kind, begin - piece.begin, one.tensor[begin - one.begin : end - one.begin]
+                    )
 
 
 logger = logging.getLogger("llmtailor.saving")
@@ -342,7 +344,7 @@ class Drift:
         self.part_of = part_of
         self._kept: Samples = {}
 
-    def samples(self, masters: Iterable[Fragment], parts: Iterable[Part]) -> Samples:
+    def samples(self, masters: Iterable[LiveShard], parts: Iterable[Part]) -> Samples:
         """Return samples of the masters of these parts."""
         wanted = set(parts)
         return {
@@ -363,7 +365,7 @@ class Drift:
         """Return to an earlier record: what was saved since has failed."""
         self._kept = dict(samples)
 
-    def sums(self, fragments: Iterable[Fragment], correction: float) -> Sums:
+    def sums(self, fragments: Iterable[LiveShard], correction: float) -> Sums:
         """Return this rank's part of the measurement, for each recorded part.
 
         Args:
@@ -377,7 +379,7 @@ class Drift:
             mine[self.part_of[param]] = moved, size, weighed
         return {part: (moved, size, weighed / math.sqrt(correction)) for part, (moved, size, weighed) in mine.items()}
 
-    def _squares(self, fragments: Iterable[Fragment]) -> Iterator[tuple[str, list[float]]]:
+    def _squares(self, fragments: Iterable[LiveShard]) -> Iterator[tuple[str, list[float]]]:
         found_at: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         for one in fragments:
             if one.kind in (MASTER, EXP_AVG_SQ) and one.shape is None:

@@ -23,12 +23,12 @@ from llmtailor.formats.weights import adapter_naming
 from llmtailor.live.model import Names, is_adapted, saved_adapter, saved_names
 from llmtailor.live.tensors import DTYPES, not_compiled
 from llmtailor.live.training import (
-    Fragment,
     FrozenFile,
     HasState,
     Inventory,
-    Omitted,
+    LiveShard,
     Ranks,
+    TensorPlaceholder,
     dominant,
     is_plain_tensor,
     is_quantized,
@@ -86,11 +86,11 @@ class NamedTraining:
     def strays(self) -> int:
         return sum(name is None for group in self._names_in_groups() for name in group)
 
-    def present(self) -> Iterator[Fragment]:
+    def present(self) -> Iterator[LiveShard]:
         for name, begin in self._held(self.params):
             kind = KIND_OF_ROLE[self.params[name].role]
             if kind == BUFFER:
-                yield Fragment(name, kind, 0, self._elements(self.model.get_buffer(name)))
+                yield LiveShard(name, kind, 0, self._elements(self.model.get_buffer(name)))
                 continue
             yield self._fragment(name, kind, begin, self._live[name])
             for state, value in self._compared(name).items() if kind == MASTER else ():
@@ -100,10 +100,10 @@ class NamedTraining:
         """Return the states of a param that can be compared with those of a file."""
         return {kind: one for kind, one in with_elements(self._saved(name)).items() if is_plain_tensor(one)}
 
-    def _fragment(self, name: str, kind: str, begin: int, value: torch.Tensor) -> Fragment:
+    def _fragment(self, name: str, kind: str, begin: int, value: torch.Tensor) -> LiveShard:
         if value is self._live[name] or (value.shape == self._live[name].shape and value.is_floating_point()):
-            return Fragment(name, kind, begin, self._elements(value), box=self._box(name))
-        return Fragment(name, kind, 0, self._elements(value), tuple(value.shape))
+            return LiveShard(name, kind, begin, self._elements(value), box=self._box(name))
+        return LiveShard(name, kind, 0, self._elements(value), tuple(value.shape))
 
     def _held(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
         """Yield the params of which this rank has elements, and the first of these."""
@@ -131,10 +131,10 @@ class NamedTraining:
         found: dict[str, Any] = self.optimizer.state.get(self._live[name]) or {}
         return flattened(found)
 
-    def weight_of(self, master: Fragment) -> torch.Tensor | None:
+    def weight_of(self, master: LiveShard) -> torch.Tensor | None:
         return None  # the optimizer updates the weights themselves
 
-    def copies(self) -> Iterator[Fragment]:
+    def copies(self) -> Iterator[LiveShard]:
         yield from ()
 
     def steps(self) -> Mapping[str, float | None]:
@@ -229,18 +229,18 @@ class PlainTraining(NamedTraining):
     def writes_unseen(self) -> str | None:
         return None
 
-    def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
+    def fragments(self, params: Collection[str]) -> Iterator[LiveShard]:
         like = self._first_states()
         for name, begin in self._mine(params):
             yield self._fragment(name, MASTER, begin, self._live[name])
             for kind, value in with_elements(self._state_of(name, like)).items():
                 yield self._fragment(name, kind, begin, value)
 
-    def masters(self) -> Iterator[Fragment]:
+    def masters(self) -> Iterator[LiveShard]:
         trained = self._names_of("trainable")
         yield from (self._fragment(name, MASTER, at, self._live[name]) for name, at in self._mine(trained))
 
-    def present(self) -> Iterator[Fragment]:
+    def present(self) -> Iterator[LiveShard]:
         self.refresh()
         yield from super().present()
 
@@ -333,7 +333,7 @@ class PlainTraining(NamedTraining):
         like = self._first_states()
         states = {number: self._state_of(name, like) for number, name in zip(numbers, names, strict=False)}
         return {
-            "state": {number: Omitted.all_of(state) for number, state in states.items() if state},
+            "state": {number: TensorPlaceholder.all_of(state) for number, state in states.items() if state},
             "param_groups": [
                 {**self._renamed(group, names), SAVED_NAMES: list(names)}
                 for group, names in zip(groups, self._groups, strict=True)

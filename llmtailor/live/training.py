@@ -27,7 +27,7 @@ from llmtailor.ranks.group import Team
 
 
 @dataclass(frozen=True, slots=True)
-class Fragment:
+class LiveShard:
     """Elements of a state that this rank has: a one-dimensional view of a live tensor, without padding.
 
     A state that is not elementwise is one fragment, on one rank.
@@ -53,7 +53,7 @@ class StoredElsewhere:
 
 
 @dataclass(frozen=True, slots=True)
-class Omitted:
+class TensorPlaceholder:
     """A tensor in a tree that is not saved there: its elements are in fragments or can be derived from them."""
 
     dtype: torch.dtype
@@ -107,7 +107,7 @@ class HasState(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TrainingObjects:
     """What a program holds of a training: an engine, or a model with its optimizer, and what is attested beside."""
 
     engine: Any = None
@@ -214,10 +214,10 @@ class Training(Protocol):
     def writes_unseen(self) -> str | None:
         """Return why states may be written outside the steps of `optimizers`; None if they are not."""
 
-    def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
+    def fragments(self, params: Collection[str]) -> Iterator[LiveShard]:
         """Yield this rank's fragments of these params. Without DeepSpeed the params are divided among the ranks."""
 
-    def masters(self) -> Iterator[Fragment]:
+    def masters(self) -> Iterator[LiveShard]:
         """Yield this rank's fragments of all masters; each element is on one rank."""
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
@@ -232,14 +232,14 @@ class Training(Protocol):
     def shards(self) -> Mapping[str, Any]:
         """Return the stock names of the shard files of all ranks; see `formats.partial.manifest.Manifest`."""
 
-    def present(self) -> Iterator[Fragment]:
+    def present(self) -> Iterator[LiveShard]:
         """Yield all that this rank has: states of trained params, frozen params and buffers, also where other ranks
         have copies of the same. What the optimizer has no state of is left out."""
 
-    def weight_of(self, master: Fragment) -> torch.Tensor | None:
+    def weight_of(self, master: LiveShard) -> torch.Tensor | None:
         """Return the weight of the forward pass at the elements of a master, if it is a tensor of its own."""
 
-    def copies(self) -> Iterator[Fragment]:
+    def copies(self) -> Iterator[LiveShard]:
         """Yield the weights of the forward pass that every rank has whole, if they are not the masters themselves."""
 
     def strays(self) -> int:

@@ -67,7 +67,7 @@ from llmtailor.loaders.files import (
     is_weight_file,
     may_have_adapters,
 )
-from llmtailor.storage.local import Entries, FileFact, Files, list_entries, read_source
+from llmtailor.storage.local import Entries, FileFact, OpenFiles, list_entries, read_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ def is_partial(root: Path) -> bool:
     return (root / PARTIAL_MANIFEST).is_file()
 
 
-def looks_partial(root: Path) -> bool:
+def is_or_may_be_partial(root: Path) -> bool:
     """Return whether a folder is a partial checkpoint, or the place of an unfinished one."""
     return is_partial(root) or root.absolute().parent.name == FOLDER
 
@@ -357,7 +357,7 @@ def check_replaceable(root: Path, where: str) -> Entries:
 class _Recognizer:
     def __init__(self, root: Path, top: Entries):
         self.root, self.top = root, top
-        self.is_partial = looks_partial(root)
+        self.is_partial = is_or_may_be_partial(root)
         self.is_tag = is_tag_alone(root)
         self.weights = frozenset() if self.is_partial else frozenset(self._weights())
         self.names = {*self.weights, *self._code()}
@@ -434,7 +434,7 @@ class _Recognizer:
     def _is_as_written(self, path: str) -> bool:
         fact = self.top[path]
         if path in self.written and fact is not None and fact.num_bytes == self.written[path][0]:
-            with suppress(OSError, StorageError), Files(self.root) as files:
+            with suppress(OSError, StorageError), OpenFiles(self.root) as files:
                 return files.crc_of(path, 0, fact.num_bytes) == self.written[path][1]
         return False
 

@@ -2,7 +2,7 @@
 
 Models keep experts in two forms. As modules (``mlp.experts.5.up_proj.weight``), each has tensors of its own.
 transformers 5 fuses them: ``mlp.experts.gate_up_proj`` has one expert after the other along dimension 0, so an expert
-is a run of elements, a `Piece`. A piece is named like a tensor of its own, ``mlp.experts.5.gate_up_proj``.
+is a run of elements, a `ExpertSlice`. A piece is named like a tensor of its own, ``mlp.experts.5.gate_up_proj``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from llmtailor.model.parts import (
     EMBED,
     HEAD,
     NORM,
+    ExpertSlice,
     ModelStructure,
     Part,
-    Piece,
     expert_part,
     layer_part,
     non_expert_part,
@@ -169,7 +169,7 @@ def split_experts(
     belong to an expert is unknown.
     """
     numbers: dict[str, int] = {}
-    pieces: dict[str, dict[str, tuple[int, Piece]]] = {}
+    pieces: dict[str, dict[str, tuple[int, ExpertSlice]]] = {}
     for layer in structure.parts:
         if layer.layer is None or (layers is not None and layer not in layers):
             continue
@@ -215,7 +215,9 @@ def split_experts(
     )
 
 
-def _pieces(names: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, Piece]]]:
+def _pieces(
+    names: Collection[str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, dict[str, tuple[int, ExpertSlice]]]:
     """Return, for each fused param, its pieces by name with the expert's number.
 
     Params of a module ``experts`` are fused if all have the same first dimension, and one has a matrix for each expert.
@@ -232,7 +234,7 @@ def _pieces(names: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> di
         for name, leaf in leaves.items():
             each = math.prod(shapes[name][1:])
             found[name] = {
-                f"{module}.{number}.{leaf}": (number, Piece(name, number * each, (number + 1) * each))
+                f"{module}.{number}.{leaf}": (number, ExpertSlice(name, number * each, (number + 1) * each))
                 for number in range(shapes[name][0])
             }
     return found

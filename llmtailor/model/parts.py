@@ -87,7 +87,7 @@ def with_layers(parts: Collection[Part], all_parts: Iterable[Part]) -> frozenset
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ExpertSlice:
     """An expert's elements ``begin``..``end`` of a param in which the experts of a layer are fused."""
 
     param: str
@@ -119,7 +119,7 @@ class ModelStructure:
     modules: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
     """Submodels by mergekit's names (``text_decoder``, ``vision_tower``), and the parts of each. Empty if mergekit's
     data was not consulted or lacks the model."""
-    pieces: Mapping[str, Piece] = field(default_factory=dict)
+    pieces: Mapping[str, ExpertSlice] = field(default_factory=dict)
     """Name of an expert's piece of a fused param -> what it is of the param"""
 
     @cached_property

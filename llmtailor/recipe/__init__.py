@@ -72,7 +72,7 @@ class LayerRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeModel:
     """All of a submodel or, with ``module`` None, of the model: mergekit's ``models`` with a single entry, or with
     those that are averaged."""
 
@@ -120,7 +120,7 @@ class Parts:
     """As in `Select`"""
 
 
-PlaceRule = Whole | LayerRange | GroupId | NamedWeight
+PlaceRule = WholeModel | LayerRange | GroupId | NamedWeight
 """Rules of mergekit's and LLMTailor's forms. They must not conflict; `Select` overrides them."""
 Rule = PlaceRule | Select | Parts
 

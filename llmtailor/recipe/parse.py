@@ -25,7 +25,7 @@ from llmtailor.recipe import (
     Recipe,
     Rule,
     Select,
-    Whole,
+    WholeModel,
 )
 from llmtailor.recipe.selectors import SelectorError, quote, read_selector
 from llmtailor.recipe.yaml_tree import MAX_BYTES, Document, Value, read_yaml
@@ -135,7 +135,7 @@ def _read_recipe(top: Value, text: str) -> Recipe:
     if not top.entries.keys() & {"base_model", *LAYERS_FROM, "pre_weights", "post_weights", "parts"}:
         top.refuse("the recipe names no checkpoint", "write base_model: PATH, and parts: for other checkpoints")
     if base is None and "models" in top.entries:  # its only model is the base
-        wholes = (rule.source for rule in rules if isinstance(rule, Whole))
+        wholes = (rule.source for rule in rules if isinstance(rule, WholeModel))
         base = next((source for source in wholes if isinstance(source, Path)), None)
 
     dtype, out_dtype = top.read("dtype", _read_dtype), top.read("out_dtype", _read_dtype)
@@ -299,7 +299,7 @@ def _read_models(value: Value, module: str | None = None) -> list[Rule]:
     for item in value.list_of("one entry {model: PATH}"):
         if item.mapping(MODEL_KEYS, ["model"]):
             _check_parameters(item)
-            rules.append(Whole(item.read("model", _read_model) or _UNREAD, module, item.where))
+            rules.append(WholeModel(item.read("model", _read_model) or _UNREAD, module, item.where))
     if len(value.items) > 1:
         what = f"models lists {len(value.items)}; passthrough does not blend; it takes each layer from exactly one"
         fix = "keep one of them, and name the layers from the others in parts: or slices:"
@@ -396,7 +396,7 @@ def _one_of(choices: Sequence[str]) -> Callable[[Value], str | None]:
     return read
 
 
-def _read_averaged(top: Value, method: str, moments: str) -> list[Whole]:
+def _read_averaged(top: Value, method: str, moments: str) -> list[WholeModel]:
     """Return the rule of a recipe whose method is ``linear`` or ``ema``: everything is the average of its models."""
     others = [top.entries[key] for key in LAYERS_FROM if key != "models" and key in top.entries]
     for other in others:
@@ -434,7 +434,7 @@ def _read_averaged(top: Value, method: str, moments: str) -> list[Whole]:
             what = f"without normalize, the weights sum to {total:g}, which would scale the model"
             given["normalize"].refuse(what, "write weights that sum to 1, or leave normalize out")
     average = _average(members, models, moments, decay)
-    return [Whole(average, None, models.where)] if average else []
+    return [WholeModel(average, None, models.where)] if average else []
 
 
 def _read_average(entry: Value, moments: str) -> Average | None:

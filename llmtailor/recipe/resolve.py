@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure, Part, condense
-from llmtailor.recipe import ONLY_MOMENTS, Average, NamedWeight, Origin, Parts, PlaceRule, Recipe, Select, Whole
+from llmtailor.recipe import ONLY_MOMENTS, Average, NamedWeight, Origin, Parts, PlaceRule, Recipe, Select, WholeModel
 from llmtailor.recipe.selectors import SelectorError, named_by, select
 
 
@@ -43,7 +43,7 @@ def weigh(recipe: Recipe, step_of: Mapping[Path, int]) -> Recipe:
     return replace(
         recipe,
         rules=tuple(
-            replace(rule, source=_weighed(rule.source, step_of)) if isinstance(rule, Whole | Select) else rule
+            replace(rule, source=_weighed(rule.source, step_of)) if isinstance(rule, WholeModel | Select) else rule
             for rule in recipe.rules
         ),
     )

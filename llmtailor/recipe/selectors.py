@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from llmtailor.errors import Problem, ranges
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, Part, layer_part, nearest
 from llmtailor.model.roles import is_aside, place_of
-from llmtailor.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
+from llmtailor.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, WholeModel
 
 WORDS = ("even", "odd", "layers", "all")
 """The selectors without a number"""
@@ -254,7 +254,7 @@ def named_by(rule: PlaceRule, structure: ModelStructure) -> set[str]:
         return _named(rule.name, structure)
     if isinstance(rule, GroupId):
         return set(structure.names(_auxiliary(rule.number, structure)))
-    if isinstance(rule, Whole):
+    if isinstance(rule, WholeModel):
         parts = {*structure.parts} if rule.module is None else parts_of(rule.module, structure)
         return {name for name, part in structure.part_of.items() if part in parts}
     if rule.module is None or is_text(rule.module, structure):

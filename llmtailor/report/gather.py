@@ -21,7 +21,7 @@ from llmtailor.errors import Interrupted, Problem, SourceError, TailorError
 from llmtailor.formats.registry import display_name, survey_checkpoint
 from llmtailor.model.parts import Part
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.folder import AttemptFilter, Kind, RunFolder, log_entries
+from llmtailor.runs.folder import AttemptFilter, FolderKind, RunFolder, log_entries
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
 from llmtailor.runs.scan import Scan, choose_for_run, scan_run
 from llmtailor.storage.local import absolute
@@ -44,7 +44,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Losses:
+class LossCurve:
     """The losses that a ``trainer_state.json`` logs."""
 
     source: str
@@ -86,7 +86,7 @@ class RunFacts:
     not_composed: tuple[Problem, ...] = ()
     """Why nothing can be composed"""
     checked: tuple[Checked, ...] = ()
-    losses: Losses | None = None
+    losses: LossCurve | None = None
     changes: tuple[PartChange, ...] | None = None
     """None if the values were not to be read"""
     problems: list[Problem] = field(default_factory=list)
@@ -118,7 +118,7 @@ def gather(
     with _noting(facts, facts.run):
         facts.folders = tuple(
             (entry.path.name, entry.kind.value, entry.step)
-            for entry in sorted(folder.entries(*Kind), key=lambda entry: -entry.step)
+            for entry in sorted(folder.entries(*FolderKind), key=lambda entry: -entry.step)
         )
         facts.losses = _losses(folder)
     sources: list[Path] = []
@@ -182,7 +182,7 @@ def _check(
             yield Checked(_verify(path, survey), foreign.code if foreign else None)
 
 
-def _losses(folder: RunFolder) -> Losses | None:
+def _losses(folder: RunFolder) -> LossCurve | None:
     for _, path in folder.checkpoints():
         with suppress(SourceError):
             if (read := read_losses(path)).train:
@@ -190,11 +190,11 @@ def _losses(folder: RunFolder) -> Losses | None:
     return None
 
 
-def read_losses(checkpoint: Path) -> Losses:
+def read_losses(checkpoint: Path) -> LossCurve:
     """Return what the ``trainer_state.json`` of a checkpoint logs. Raises SourceError if it can't be read."""
     name = display_name(checkpoint)
     entries = log_entries(checkpoint, name)
-    return Losses(name, _series(entries, "loss"), _series(entries, "eval_loss"))
+    return LossCurve(name, _series(entries, "loss"), _series(entries, "eval_loss"))
 
 
 def _series(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[tuple[int, float], ...]:

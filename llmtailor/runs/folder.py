@@ -53,7 +53,7 @@ from llmtailor.formats.partial.manifest import folder_name, read_manifest, step_
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, is_checkpoint
 from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST, TRAINER_STATE
-from llmtailor.loaders.loader import is_partial, looks_partial, survey_contents
+from llmtailor.loaders.loader import is_or_may_be_partial, is_partial, survey_contents
 from llmtailor.storage.local import (
     UNFINISHED,
     Lock,
@@ -80,7 +80,7 @@ _ABANDONED = re.compile(r"(step-\d{8,}\.abandoned)(-\d+)?")
 _HIDDEN = re.compile(r"\.(.+)\.llmtailor-(staging|thinning|old|thinned)")
 
 
-class Kind(Enum):
+class FolderKind(Enum):
     FULL = "full"
     PARTIAL = "partial"
     UNFINISHED = "unfinished"
@@ -98,7 +98,7 @@ class FolderEntry:
     """A folder in a run's folder, and its step (-1: none)."""
 
     path: Path
-    kind: Kind
+    kind: FolderKind
     step: int = -1
 
     @property
@@ -124,7 +124,7 @@ class RunFolder:
         """Return the path of a step's partial checkpoint, which need not exist."""
         return self.partial / folder_name(step)
 
-    def entries(self, *kinds: Kind) -> list[FolderEntry]:
+    def entries(self, *kinds: FolderKind) -> list[FolderEntry]:
         """Return the folders of these kinds, sorted by name; those in the run's folder come before the partial ones."""
         found = []
         for parent in (self.run, self.partial):
@@ -142,12 +142,12 @@ class RunFolder:
         if not self.run.is_dir():
             fix = f"name the folder that holds {NAMES}"
             raise SourceError.at(display_name(self.run), "the folder does not exist", fix, Code.NO_CHECKPOINT)
-        found = {entry.step: entry.path for entry in reversed(self.entries(Kind.FULL))}  # that name sorts first
+        found = {entry.step: entry.path for entry in reversed(self.entries(FolderKind.FULL))}  # that name sorts first
         return dict(sorted(found.items()))
 
     def complete(self) -> dict[int, Path]:
         """Return the complete partial checkpoints by ascending step."""
-        return dict(sorted((entry.step, entry.path) for entry in self.entries(Kind.PARTIAL)))
+        return dict(sorted((entry.step, entry.path) for entry in self.entries(FolderKind.PARTIAL)))
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Return all checkpoints, full and partial, with the steps in their names, whatever they contain.
@@ -156,8 +156,8 @@ class RunFolder:
         not exist, or one of ``also`` has no partial checkpoints.
         """
         self.full()
-        full = [(entry.step, False, entry.path) for entry in self.entries(Kind.FULL)]
-        saves = [(entry.step, True, entry.path) for entry in self.entries(Kind.PARTIAL, Kind.UNFINISHED)]
+        full = [(entry.step, False, entry.path) for entry in self.entries(FolderKind.FULL)]
+        saves = [(entry.step, True, entry.path) for entry in self.entries(FolderKind.PARTIAL, FolderKind.UNFINISHED)]
         complete = self.complete()
         for one in self.also:
             if not one.partial.is_dir():
@@ -183,17 +183,17 @@ class RunFolder:
     def _run_around(self) -> Path | None:
         """Return the run that this folder is part of: a checkpoint, its tag folder, or the folder of partial ones."""
         near = list(absolute(self.run).parents)[:3]
-        found = [path for path in near if any(RunFolder(path).entries(Kind.FULL, Kind.PARTIAL))]
+        found = [path for path in near if any(RunFolder(path).entries(FolderKind.FULL, FolderKind.PARTIAL))]
         return next((path for path in found if step_of(path) is None or path.parent not in found), None)
 
     def left_by_thin(self) -> list[Path]:
         """Return what a killed ``thin`` left and nothing needs."""
-        found = self.entries(Kind.THINNING, Kind.OLD, Kind.THINNED)
-        return [entry.path for entry in found if entry.kind is not Kind.OLD or entry.target.exists()]
+        found = self.entries(FolderKind.THINNING, FolderKind.OLD, FolderKind.THINNED)
+        return [entry.path for entry in found if entry.kind is not FolderKind.OLD or entry.target.exists()]
 
     def restore(self) -> None:
         """Move a full checkpoint back if a killed ``thin`` had just moved it away. Raises OSError."""
-        for entry in self.entries(Kind.OLD):
+        for entry in self.entries(FolderKind.OLD):
             if not entry.target.exists():
                 entry.path.rename(entry.target)
                 fsync_folder(entry.path.parent)
@@ -263,16 +263,16 @@ class RunFolder:
 
     def sweep(self) -> list[str]:
         """Remove unfinished saves, except those with files of unknown origin; return their names."""
-        return self._remove(Kind.UNFINISHED)
+        return self._remove(FolderKind.UNFINISHED)
 
     def remove_abandoned(self, made: Collection[str] = ()) -> None:
         """Remove the partial checkpoints that were set aside, except those with files of unknown origin.
 
         ``made`` are names that are also known.
         """
-        self._remove(Kind.ABANDONED, made)
+        self._remove(FolderKind.ABANDONED, made)
 
-    def _remove(self, kind: Kind, made: Collection[str] = ()) -> list[str]:
+    def _remove(self, kind: FolderKind, made: Collection[str] = ()) -> list[str]:
         paths = [entry.path for entry in self.entries(kind) if not holds_unknown(entry.path, made)]
         for path in paths:
             shutil.rmtree(path, ignore_errors=True)
@@ -281,22 +281,22 @@ class RunFolder:
 
 def _classify(path: Path, in_partial: bool) -> FolderEntry | None:
     if match := _HIDDEN.fullmatch(path.name):
-        is_foreign = path.is_symlink() or (in_partial and match[2] == Kind.STAGING.value)
-        entry = None if is_foreign else FolderEntry(path, Kind(match[2]))
+        is_foreign = path.is_symlink() or (in_partial and match[2] == FolderKind.STAGING.value)
+        entry = None if is_foreign else FolderEntry(path, FolderKind(match[2]))
     elif not in_partial:
         step = step_of(path)
-        entry = None if step is None or not _is_full(path) else FolderEntry(path, Kind.FULL, step)
+        entry = None if step is None or not _is_full(path) else FolderEntry(path, FolderKind.FULL, step)
     elif (step := step_in_name(path.name)) is not None:
-        entry = FolderEntry(path, Kind.PARTIAL if is_partial(path) else Kind.UNFINISHED, step)
+        entry = FolderEntry(path, FolderKind.PARTIAL if is_partial(path) else FolderKind.UNFINISHED, step)
     else:
-        entry = FolderEntry(path, Kind.ABANDONED) if _ABANDONED.fullmatch(path.name) else None
+        entry = FolderEntry(path, FolderKind.ABANDONED) if _ABANDONED.fullmatch(path.name) else None
     is_there = path.is_dir() or (path.suffix == ".ckpt" and path.is_file())
     return entry if entry is not None and is_there else None
 
 
 def _is_full(path: Path) -> bool:
     """Return whether a folder or file with a step in its name is a full checkpoint, if its name leaves that open."""
-    return path.name.startswith("checkpoint-") or (is_checkpoint(path) and not looks_partial(path))
+    return path.name.startswith("checkpoint-") or (is_checkpoint(path) and not is_or_may_be_partial(path))
 
 
 def starts_json(starts: Iterable[Start]) -> bytes:
@@ -337,7 +337,7 @@ def _unused(path: Path) -> Path:
     return candidate
 
 
-def staged(path: Path, kind: Kind) -> Path:
+def staged(path: Path, kind: FolderKind) -> Path:
     """Return the path of a folder while it is written, replaced or removed."""
     return path.with_name(f".{path.name}.llmtailor-{kind.value}")
 
@@ -358,7 +358,7 @@ def remove_replaced(path: Path, now_at: Path | None = None) -> None:
 
     A rename hides it first, so that it is never visible incomplete.
     """
-    aside = staged(path, Kind.THINNED)
+    aside = staged(path, FolderKind.THINNED)
     check_own(aside)
     if aside.exists():
         shutil.rmtree(aside)
@@ -433,7 +433,7 @@ def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def noticing_deletions(run: Path, also: Sequence[Path] = ()) -> Iterator[None]:
+def explain_deletions(run: Path, also: Sequence[Path] = ()) -> Iterator[None]:
     """Say so if reading fails because checkpoints of a run are deleted meanwhile, as a training with a limit does."""
     folder = RunFolder(run, also)
 
@@ -455,7 +455,7 @@ def noticing_deletions(run: Path, also: Sequence[Path] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def carrying_out(run: Path, what: str, fix: str) -> Iterator[None]:
+def mark_errors_as_late(run: Path, what: str, fix: str) -> Iterator[None]:
     """Mark errors as late: files may already have been written or removed.
 
     Turns an OSError into a StorageError with ``what`` and ``fix``.

@@ -32,15 +32,15 @@ from llmtailor.formats.registry import display_name
 from llmtailor.loaders.loader import survey_contents
 from llmtailor.model.parts import Part
 from llmtailor.recipe import ONLY_MOMENTS
-from llmtailor.runs.folder import Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
+from llmtailor.runs.folder import FolderKind, RunFolder, files_in, freed_bytes, mark_errors_as_late, remove_partial
 from llmtailor.runs.scan import Scan, check_newest, scan_run
 
 logger = logging.getLogger(__name__)
 BUG = "this is a bug in llmtailor: please report it; nothing was removed"
 _WHY = {
-    Kind.UNFINISHED: "unfinished save",
-    Kind.ABANDONED: "abandoned attempt",
-    Kind.STAGING: "left over from an interrupted merge",
+    FolderKind.UNFINISHED: "unfinished save",
+    FolderKind.ABANDONED: "abandoned attempt",
+    FolderKind.STAGING: "left over from an interrupted merge",
 }
 
 
@@ -225,11 +225,11 @@ def plan_gc(run: str | Path, keep: int | None, *, trust_unrecorded: bool = False
         found += [] if is_needed else [Removal(one.path, "no step needs it", one.step)]
     folder = RunFolder(run)
     found += [Removal(path, "left over from a killed thin") for path in folder.left_by_thin()]
-    found += [Removal(one.path, _WHY[one.kind]) for one in folder.entries(Kind.UNFINISHED, Kind.ABANDONED)]
-    for entry in folder.entries(Kind.STAGING):
+    found += [Removal(one.path, _WHY[one.kind]) for one in folder.entries(FolderKind.UNFINISHED, FolderKind.ABANDONED)]
+    for entry in folder.entries(FolderKind.STAGING):
         with left_over(entry.target) as is_unused:
             if is_unused:
-                found.append(Removal(entry.path, _WHY[Kind.STAGING], out=entry.target))
+                found.append(Removal(entry.path, _WHY[FolderKind.STAGING], out=entry.target))
             else:
                 in_use.append(entry.path)
     obstacles = {removal: _obstacle(removal) for removal in found}
@@ -262,7 +262,7 @@ def collect(plan: GcPlan, notify: Callable[[Removal], None] = lambda removal: No
 
     Raises StorageError. Nothing needed is removed at any point.
     """
-    with carrying_out(plan.scan.run, "can't remove it", "check the permissions, then rerun the command"):
+    with mark_errors_as_late(plan.scan.run, "can't remove it", "check the permissions, then rerun the command"):
         for removal in plan.removals:
             if obstacle := _obstacle(removal):
                 logger.info("did not touch %s: %s", removal.path, obstacle.what)

@@ -37,7 +37,7 @@ from llmtailor.checkpoint.lineage import (
 )
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
-from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
+from llmtailor.compose.plan import MergePlan, OpenedSources, Options, plan_merge
 from llmtailor.compose.write import make_manifest
 from llmtailor.containers.dcp import METADATA
 from llmtailor.containers.json import read_json
@@ -88,7 +88,7 @@ from llmtailor.model.roles import WEIGHT, State
 from llmtailor.policies import PartChoice, Policy, Situation, choose, fitted, make_policy, named_policy, precision_of
 from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.selectors import select
-from llmtailor.runs.folder import Kind, RunFolder, files_in, freed_bytes, log_entries, staged
+from llmtailor.runs.folder import FolderKind, RunFolder, files_in, freed_bytes, log_entries, staged
 from llmtailor.runs.gc import BUG, StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, scan_run
 from llmtailor.verify.verify import verify_checkpoint
@@ -237,7 +237,7 @@ class ThinOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
+class FixedSelection:
     """The policy of a fixed selection: the same parts every time."""
 
     parts: frozenset[str]
@@ -273,7 +273,7 @@ class Chooser:
         """Build it from the options. Raises UsageError for an invalid strategy or selectors."""
         policy: Policy
         if options.strategy is None:
-            policy = Selected(_whole_parts(options.selectors, structure, trained), options.selectors)
+            policy = FixedSelection(_whole_parts(options.selectors, structure, trained), options.selectors)
         else:
             if (kind := named_policy(options.strategy)) and kind.needs_drift:  # before its options are parsed
                 what = f"{kind.name} depends on how much the parts change, which only the training can measure"
@@ -549,7 +549,7 @@ def ledger_of_links(index: CheckpointIndex) -> Ledger | None:
 
 def plan_links(
     action: PruneAction, structure: ModelStructure, full: CheckpointIndex, linked: CheckpointIndex, clone: Clone
-) -> Composition:
+) -> MergePlan:
     """Plan the checkpoint with links that replaces a full one.
 
     ``linked`` is what it links to, now or when that one has links, too. Only the places in its files differ.
@@ -563,14 +563,14 @@ def plan_links(
     recipe = Recipe.of(Assignment(own, source_of, reasons, title, dict.fromkeys(action.masters, other)), title)
     return plan_merge(
         recipe,
-        staged(full.root, Kind.THINNING),
+        staged(full.root, FolderKind.THINNING),
         Options(reference=True, reuse=True, clone=clone, allow_errors=True),  # as resumable as the full one
-        Opened({full.root: full, linked.root: linked}, copied=[full.root]),
+        OpenedSources({full.root: full, linked.root: linked}, copied=[full.root]),
     )
 
 
 def manifest_of_links(
-    composition: Composition, ledger: Ledger, results: Sequence[FileResult], card: bytes, created: str
+    composition: MergePlan, ledger: Ledger, results: Sequence[FileResult], card: bytes, created: str
 ) -> bytes:
     content = make_manifest(composition, results, {}, card, "", created)
     return json.dumps({**content, LEDGER: ledger.to_json()}, indent=2).encode() + b"\n"

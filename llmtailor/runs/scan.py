@@ -17,7 +17,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, best_holders, composable_steps, newest_resumable
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
-from llmtailor.compose.plan import Opened, Options, plan_merge
+from llmtailor.compose.plan import OpenedSources, Options, plan_merge
 from llmtailor.compose.report import Report, total_setback
 from llmtailor.compose.write import preview, prove, settle_output, write
 from llmtailor.containers.json import read_json
@@ -263,7 +263,7 @@ def choose_for_run(
     also: Sequence[Path] = (),
     trust_unrecorded: bool = False,
     index: Index = index_checkpoint,
-) -> tuple[Recipe, Opened]:
+) -> tuple[Recipe, OpenedSources]:
     """Choose a recipe for a run's folder by a strategy or LLMTailor's update log; return it with its sources.
 
     Nothing later than step ``at`` is used. ``also`` are staging folders, see `RunFolder`. Paths in its text are
@@ -303,7 +303,7 @@ def choose_for_run(
         output = output_in(run, assignment.base.step)
     text = write_recipe(assignment, scan.structure, folder, _header(scan, assignment), output)
     recipe = Recipe.of(assignment, name, text, scan.skipped, output)
-    return recipe, Opened({root: scan.indexes[root] for root in recipe.sources()}, others=scan.indexes)
+    return recipe, OpenedSources({root: scan.indexes[root] for root in recipe.sources()}, others=scan.indexes)
 
 
 def _check_complete(scan: Scan, at: int | None, scan_all: Callable[[], Scan]) -> None:

@@ -85,7 +85,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class SimulatedSaves:
     """What the saves of a policy hold, apart from the complete first one."""
 
     num_bytes: tuple[int, ...]
@@ -194,13 +194,13 @@ def size_of_config(path: Path, experts: bool = False, mesh: Mesh | None = None) 
     return replace(size, spread=spread(axes, facts.params, facts.tp_plan))
 
 
-def trainer_schedule(model: ModelSize, keep: int) -> Schedule:
+def trainer_schedule(model: ModelSize, keep: int) -> SimulatedSaves:
     """Return the Trainer's own full checkpoints with ``save_total_limit=keep``, which are deleted after a new one."""
     size = round(model.total * (MASTER_BYTES + model.state_bytes + WEIGHT_BYTES))
-    return Schedule((size,), on_disk=(keep + 1) * size)
+    return SimulatedSaves((size,), on_disk=(keep + 1) * size)
 
 
-def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | None = None) -> Schedule:
+def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | None = None) -> SimulatedSaves:
     """Run a policy over a model whose params all change alike; ``keep`` newest steps stay composable.
 
     Raises UsageError if the policy is refused, as in a training; ``max_staleness`` is that of `check_policy`.
@@ -233,10 +233,10 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
                 del on_disk[step]
     mean_age = aged / NUM_SAVES / model.total
     setback = 0.0 if saves_masters(policy) else mean_age
-    return Schedule(tuple(sizes), mean_age, oldest, most, setback, tuple(on_rank_0))
+    return SimulatedSaves(tuple(sizes), mean_age, oldest, most, setback, tuple(on_rank_0))
 
 
-def cost_of(schedule: Schedule, machine: Hardware, *, in_background: bool, save_steps: int | None = None) -> Cost:
+def cost_of(schedule: SimulatedSaves, machine: Hardware, *, in_background: bool, save_steps: int | None = None) -> Cost:
     """Return what a schedule costs, at the best interval unless one is given.
 
     A save stops training until its files are written, or in the background makes steps slower until then; the next one
@@ -258,7 +258,7 @@ def cost_of(schedule: Schedule, machine: Hardware, *, in_background: bool, save_
 
 
 def to_json(
-    model: ModelSize, machine: Hardware, keep: int, found: Mapping[str, tuple[Schedule, tuple[Cost, ...]]]
+    model: ModelSize, machine: Hardware, keep: int, found: Mapping[str, tuple[SimulatedSaves, tuple[Cost, ...]]]
 ) -> dict[str, Any]:
     content = {
         "model": model.name,

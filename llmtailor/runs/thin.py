@@ -24,7 +24,7 @@ from llmtailor import __version__
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Cast, Copy, LinkLayout, Plan, Strided
 from llmtailor.checkpoint.lineage import RunCheckpoint, newest_resumable, sources_at, usable_at
-from llmtailor.checkpoint.placement import Extent, Fragment
+from llmtailor.checkpoint.placement import Extent, StoredRange
 from llmtailor.compose.plan import plan_merge
 from llmtailor.compose.report import card
 from llmtailor.compose.write import check_written, now
@@ -39,7 +39,7 @@ from llmtailor.loaders.loader import LOADERS
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.roles import ITEMSIZE, WEIGHT, State, is_moment, size_of
 from llmtailor.recipe import Assignment, Recipe
-from llmtailor.runs.folder import Kind, carrying_out, link_or_copy, remove_partial, remove_replaced, staged
+from llmtailor.runs.folder import FolderKind, link_or_copy, mark_errors_as_late, remove_partial, remove_replaced, staged
 from llmtailor.runs.gc import BUG
 from llmtailor.runs.prune import (
     LINKED,
@@ -58,7 +58,7 @@ from llmtailor.runs.scan import describe_checkpoint
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import (
-    Files,
+    OpenFiles,
     added_since,
     check_own,
     facts_now,
@@ -94,7 +94,7 @@ def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: O
 
     Raises VerificationError with every file that differs, OSError, or Interrupted.
     """
-    with Files(root) as files:
+    with OpenFiles(root) as files:
         for path in wanted:
             files.forget(path)
     whole = [[Extent(path, 0, (root / path).stat().st_size)] for path in wanted]
@@ -156,7 +156,7 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_prog
     extents = ([part.extent for part in parts] for parts in here)
     own = _crcs(one.root, extents, stop, on_progress)
 
-    def rounded(state: State, parts: Sequence[Fragment]) -> int:
+    def rounded(state: State, parts: Sequence[StoredRange]) -> int:
         """Return the CRC-32 of the other's elements, as they would be stored here."""
         mine, theirs, crc = one.held[state], other.held[state], 0
         for begin, end in ((part.begin, part.end) for part in parts):
@@ -172,7 +172,7 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_prog
                 crc = crc32(memoryview(as_here), crc)
         return crc
 
-    with Files(other.root) as files:
+    with OpenFiles(other.root) as files:
         there = run_all((partial(rounded, *pair) for pair in zip(pairs, here, strict=True)), num_workers(), stop)
     differing = [state for state, mine, theirs in zip(pairs, own, there, strict=True) if mine != theirs]
     differing += [state for state in states if state not in other.held]
@@ -212,7 +212,7 @@ def _crcs(root: Path, wanted: Iterable[Sequence[Extent]], stop: Stop, on_progres
             crc = files.crc_of(extent.path, extent.start, extent.stop, watch, crc)
         return crc
 
-    with Files(root) as files:
+    with OpenFiles(root) as files:
         return run_all((partial(crc_of, extents) for extents in wanted), num_workers(), stop)
 
 
@@ -226,7 +226,7 @@ def _writing(
     StorageError, SourceError, Interrupted or OSError.
     """
     check_space(target, space_for(plan, clone))
-    staging, watch = staged(target, Kind.THINNING), Stopwatch()
+    staging, watch = staged(target, FolderKind.THINNING), Stopwatch()
     check_own(staging)
     try:
         shutil.rmtree(staging, ignore_errors=True)
@@ -332,7 +332,7 @@ def write_links(
 
 def _replace(root: Path, staging: Path) -> None:
     """Put a new checkpoint in the place of another one, and remove that. Raises OSError."""
-    old = staged(root, Kind.OLD)
+    old = staged(root, FolderKind.OLD)
     replace_folder(staging, root, old)
     fsync_folder(root.parent)
     remove_replaced(root, now_at=staging if staging.exists() else old)
@@ -359,7 +359,7 @@ def thin(
     differing: list[Problem] = []
     moved = CopyStats()
     with (
-        carrying_out(scan.run, "can't continue", "check the disk and rerun the same command"),
+        mark_errors_as_late(scan.run, "can't continue", "check the disk and rerun the same command"),
         stoppable() as stop,
     ):
         for folder in plan.left_behind:

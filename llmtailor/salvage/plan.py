@@ -17,7 +17,7 @@ from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.checkpoint.placement import Extent, Runs, common, count, union, without
 from llmtailor.checkpoint.step_names import SALVAGED
 from llmtailor.codes import Code
-from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
+from llmtailor.compose.plan import MergePlan, OpenedSources, Options, plan_merge
 from llmtailor.compose.report import to_json as plan_to_json
 from llmtailor.compose.write import is_written
 from llmtailor.containers.json import MAX_BYTES
@@ -399,7 +399,7 @@ class Salvage:
     fragments: bool
     deeper: SourceChoice | None = None
     """The choice that ``--fragments`` would make; None if it gains nothing or was requested"""
-    composition: Composition | None = None
+    composition: MergePlan | None = None
     """None: the base is whole, and nothing newer is usable."""
     is_written: bool = False
     """Whether the output already exists from the same salvage"""
@@ -534,7 +534,7 @@ def _no_composite(salvage: Salvage) -> SourceError:
     return SourceError(dict.fromkeys([*problems, *damage, *salvage.refused]))
 
 
-def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
+def _plan(salvage: Salvage, out: Path | None, options: Options) -> MergePlan:
     choice, base = salvage.choice, salvage.base
     used = {number: salvage.holders[number] for number in choice.used}
     if base.index.form.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values())):
@@ -559,7 +559,7 @@ def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
     structure = with_experts(salvage.structure, base.index, shared)
     recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, structure))
     files, about_files = _replace_files(salvage.run, base)
-    opened = Opened(
+    opened = OpenedSources(
         indexes={holder.index.root: holder.index for holder in used.values()},
         cuts={
             state: tuple((begin, end, used[number].index.root) for begin, end, number in runs)
@@ -619,7 +619,7 @@ def _notices(salvage: Salvage) -> list[Problem]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SourceShare:
     """A part, or the share of a part that comes from one checkpoint."""
 
     part: Part
@@ -639,7 +639,7 @@ class Row:
         return self.part + (f" {self.only}" if self.only else "")
 
 
-def rows(salvage: Salvage) -> list[Row]:
+def rows(salvage: Salvage) -> list[SourceShare]:
     """Return the rows in model order; the newest share of a mixed part comes first."""
     newest, _ = salvage.newest
     found = []
@@ -655,13 +655,13 @@ def rows(salvage: Salvage) -> list[Row]:
             why = choice.why if number and not (only is None and choice.masters is not None) else ""
             if number == 0 and holder.step < newest:
                 why = f"the newest usable one; {display_name(salvage.newest[1])} is not"
-            found.append(Row(choice.part, holder.name, step, newest - step, share, why, only))
+            found.append(SourceShare(choice.part, holder.name, step, newest - step, share, why, only))
     return found
 
 
-def fold(listed: Sequence[Row]) -> list[Row]:
+def fold(listed: Sequence[SourceShare]) -> list[SourceShare]:
     """Join identical rows of consecutive layers into one, ``layer 0-7``; likewise experts."""
-    folded: list[list[Row]] = []
+    folded: list[list[SourceShare]] = []
     first = last = None
     facts = [row.part if row.share < 1 else _without_part(row) for row in listed]
     groups = [[listed[at] for at in group] for group in group_shares([row.part for row in listed], facts)]
@@ -678,7 +678,7 @@ def fold(listed: Sequence[Row]) -> list[Row]:
     return [row for rows in folded for row in rows]
 
 
-def _without_part(row: Row) -> Row:
+def _without_part(row: SourceShare) -> SourceShare:
     return replace(row, part=Part(""), share=round(row.share, 2))
 
 

@@ -23,7 +23,7 @@ from llmtailor.engine.staging import put_in_place, remove_left_over
 from llmtailor.errors import Problem, SourceError, StorageError, TargetError, some
 from llmtailor.formats.registry import display_name
 from llmtailor.loaders.files import LATEST, tag_in
-from llmtailor.runs.folder import Kind, RunFolder
+from llmtailor.runs.folder import FolderKind, RunFolder
 from llmtailor.salvage.plan import Salvage
 from llmtailor.storage.local import disk_errors, fsync_folder, list_files, replace_durably
 
@@ -53,7 +53,7 @@ def plan_replacement(salvage: Salvage) -> Replacement:
     run, base, composition = salvage.run, salvage.base, salvage.composition
     target = base.index.root if composition is None else run / f"checkpoint-{base.step}"
     aside = {}
-    for entry in RunFolder(run).entries(Kind.FULL):
+    for entry in RunFolder(run).entries(FolderKind.FULL):
         path = entry.path
         if entry.step > base.step or (entry.step == base.step and composition is not None):
             whole = any(holder.is_whole and holder.index.root == path for holder in salvage.holders)
@@ -69,7 +69,7 @@ def plan_replacement(salvage: Salvage) -> Replacement:
 
 def seen_in(run: Path) -> dict[Path, str]:
     """Return what the full checkpoints of a run look like now, for `check_settled`; take it before they are read."""
-    return {entry.path: _fingerprint(entry.path) for entry in RunFolder(run).entries(Kind.FULL)}
+    return {entry.path: _fingerprint(entry.path) for entry in RunFolder(run).entries(FolderKind.FULL)}
 
 
 def check_settled(

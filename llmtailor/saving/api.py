@@ -17,7 +17,7 @@ from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.torch_training import PlainTraining
-from llmtailor.live.training import HasState, Held, Pretrained, Ranks, Training
+from llmtailor.live.training import HasState, Pretrained, Ranks, Training, TrainingObjects
 from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.policies import DEFAULT_POLICY, Policy
 from llmtailor.saving.attesting import Attestable, attest_training, parts_of
@@ -99,7 +99,7 @@ def saver_for(
 
 def make_saver(
     output_dir: str | Path,
-    held: Held,
+    held: TrainingObjects,
     beside: ClientState,
     tokenizer: Pretrained | None,
     policy: str | Mapping[str, object] | Policy,
@@ -114,7 +114,7 @@ def make_saver(
     )
 
 
-def training_of(held: Held, loader: Loader = LOADERS[DEEPSPEED], *, is_saved: bool = True) -> Training:
+def training_of(held: TrainingObjects, loader: Loader = LOADERS[DEEPSPEED], *, is_saved: bool = True) -> Training:
     """Return the live training of an engine, or of a model and its optimizer. Raises UnsupportedCheckpoint.
 
     ``loader`` names the checkpoints of an engine. A training that is only compared, not ``is_saved``, may be wrong in
@@ -128,7 +128,7 @@ def training_of(held: Held, loader: Loader = LOADERS[DEEPSPEED], *, is_saved: bo
     return PlainTraining(held.model, held.optimizer, held.scaler, is_saved=is_saved)
 
 
-def attestable_of(held: Held) -> Attestable:
+def attestable_of(held: TrainingObjects) -> Attestable:
     """Return a live training that is compared only, also one whose states can't be saved in parts.
 
     Raises UnsupportedCheckpoint for one whose states can't be read either.
@@ -144,16 +144,16 @@ def attestable_of(held: Held) -> Attestable:
         return AnyTraining(held.model, held.optimizer)
 
 
-def attest_held(held: Held, checkpoint: Path, how: str, *, with_random: bool = False) -> Attestation:
+def attest_held(held: TrainingObjects, checkpoint: Path, how: str, *, with_random: bool = False) -> Attestation:
     """Do what `attest_training` does, with what a program holds."""
     return attest_training(attestable_of(held), checkpoint, how, held, with_random=with_random)
 
 
 def _held(
     accelerator: Accelerator | None, engine: Any, model: Any, optimizer: Any, scheduler: Any, scaler: Any
-) -> Held:
+) -> TrainingObjects:
     if accelerator is None:
-        return Held(engine, model, optimizer, scheduler, scaler)
+        return TrainingObjects(engine, model, optimizer, scheduler, scaler)
     found = prepared(accelerator)
     return replace(found, scheduler=scheduler or found.scheduler, scaler=scaler or found.scaler)
 
@@ -272,13 +272,13 @@ class SaverCallback:
             return None
 
 
-def prepared(accelerator: Accelerator) -> Held:
+def prepared(accelerator: Accelerator) -> TrainingObjects:
     """Return what an accelerator has prepared, as accelerate 1.15 lists it."""
     objects = [type(one).__name__ for one in accelerator._custom_objects]
     if wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None):
         # one of the DeepSpeed config, or of DeepSpeed's kinds, is the engine's
         own = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
-        return Held(engine=wrapped.engine, scheduler=own[0] if own else None, not_compared=objects)
+        return TrainingObjects(engine=wrapped.engine, scheduler=own[0] if own else None, not_compared=objects)
     if accelerator.distributed_type == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
         raise UnsupportedCheckpoint.at("accelerator", FSDP1, FSDP1_FIX)
     models, optimizers, schedulers = accelerator._models, accelerator._optimizers, accelerator._schedulers
@@ -295,4 +295,4 @@ def prepared(accelerator: Accelerator) -> Held:
     if problems:
         raise UsageError(problems)
     scheduler = schedulers[0] if schedulers else None
-    return Held(None, models[0], optimizers[0], scheduler, accelerator.scaler, not_compared=objects)
+    return TrainingObjects(None, models[0], optimizers[0], scheduler, accelerator.scaler, not_compared=objects)

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any
 
 
-def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+def patch_method(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """Replace a function of an object, a class or a module by the decorated one, which gets the replaced one first."""
 
     def replace(function: Callable[..., Any]) -> None:
@@ -24,7 +24,7 @@ def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
 
 
 def next_call(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Do what `around` does for one call only."""
+    """Do what `patch_method` does for one call only."""
 
     def replace(function: Callable[..., Any]) -> None:
         stock, replacing = getattr(owner, name), ExitStack()

@@ -21,19 +21,19 @@ from llmtailor.attestation.check import (
     MAX_STEPS,
     announce,
     attest_live,
-    guarded,
+    attest_or_warn,
     judged,
     open_index,
     options_of,
 )
 from llmtailor.attestation.compare import (
     OFF,
-    Kind,
+    LearningRates,
     LiveGroup,
-    Losses,
+    LossMonitor,
     Mismatch,
+    MismatchKind,
     Number,
-    Schedule,
     Subject,
     float_of,
     rates_off_schedule,
@@ -52,11 +52,11 @@ from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.model import is_adapted, saved_names
 from llmtailor.live.tensors import DTYPES
 from llmtailor.live.torch_training import NamedTraining, unwrap
-from llmtailor.live.training import Fragment, Held, Ranks, Training, persistent_buffers, rng_tree
+from llmtailor.live.training import LiveShard, Ranks, Training, TrainingObjects, persistent_buffers, rng_tree
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.model.roles import BUFFER
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.around import around, next_call
+from llmtailor.saving.around import next_call, patch_method
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import bytes_of
 from llmtailor.training import decaying_names
@@ -78,7 +78,7 @@ def attest_training(
     training: Attestable,
     checkpoint: Path,
     how: str,
-    held: Held,
+    held: TrainingObjects,
     *,
     with_random: bool = False,
 ) -> Attestation:
@@ -99,7 +99,7 @@ def attest_training(
     if not with_random:
         return found
     mine = ranks.together(lambda: compare_random(opened.index, rng_tree(), ranks.rank, ranks.world_size))
-    if any(one.kind is Kind.OTHER_RANK for differing, _ in mine for one in differing):
+    if any(one.kind is MismatchKind.OTHER_RANK for differing, _ in mine for one in differing):
         return with_random_states(found, mine)
     drawn = [rank for rank, (differing, _) in enumerate(mine) if differing]
     notes = dict.fromkeys(note for _, note in mine if note)
@@ -108,7 +108,7 @@ def attest_training(
     return replace(found, notes=(*found.notes, *notes))
 
 
-def _attest(opened: Opened, ranks: Ranks, how: str, held: Held) -> Attestation:
+def _attest(opened: AttestedPair, ranks: Ranks, how: str, held: TrainingObjects) -> Attestation:
     with known_model(_facts_of(opened.training)):
         found = attest_live(opened.index, lambda: live_of(opened, held), ranks, how)
     if not held.not_compared:
@@ -136,11 +136,11 @@ def attest_loop(
         write({"step": step, "attested": found.to_json()})
         say(found, ranks, on_mismatch)
 
-    guarded(run, checkpoint, ranks.is_first)
+    attest_or_warn(run, checkpoint, ranks.is_first)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class AttestedPair:
     """A checkpoint, and the training in the form in which it can be compared with it."""
 
     index: CheckpointIndex
@@ -150,7 +150,7 @@ class Opened:
     open_other: Callable[[Path], CheckpointIndex]
 
 
-def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Opened:
+def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> AttestedPair:
     """Return a checkpoint, read by rank 0: by names, or by position if it does not state which params it holds."""
     folder = checkpoint.parent if checkpoint.name == CKPT else checkpoint
 
@@ -166,14 +166,14 @@ def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Opene
 
     try:
         index, converted = ranks.on_first(lambda: _with_pieces(open_first(), training))
-        return Opened(index, converted, training, open_other)
+        return AttestedPair(index, converted, training, open_other)
     except UnsupportedCheckpoint:
         if not isinstance(training, NamedTraining) or training.is_sharded:
             raise
         alike = AnyTraining(training.model, training.optimizer)
         read = partial(index_by_position, live=alike.positions)
         index, converted = ranks.on_first(lambda: read(folder))
-        return Opened(index, converted, alike, lambda path: read(path)[0])
+        return AttestedPair(index, converted, alike, lambda path: read(path)[0])
 
 
 def _with_pieces(index: CheckpointIndex, training: Attestable) -> tuple[CheckpointIndex, frozenset[str]]:
@@ -193,7 +193,7 @@ def _facts_of(training: Attestable) -> ModelFacts:
     return ModelFacts(params, decaying, tied, buffers, saved_as=saved_as or {})
 
 
-def live_of(opened: Opened, held: Held) -> Live:
+def live_of(opened: AttestedPair, held: TrainingObjects) -> Live:
     """Return what this process holds of a training, and beside it, for `attestation`."""
     training, ranks = opened.training, Ranks.here()
     engine: Any = getattr(training, "engine", None)
@@ -234,7 +234,7 @@ def live_of(opened: Opened, held: Held) -> Live:
     )
 
 
-def _transient_buffers(opened: Opened) -> dict[str, torch.Tensor]:
+def _transient_buffers(opened: AttestedPair) -> dict[str, torch.Tensor]:
     """Return the buffers that the checkpoint holds, and that the training does not save and load: if they are not what
     the model computes, the training has other ones."""
     training, params = opened.training, opened.index.params
@@ -247,7 +247,7 @@ def _transient_buffers(opened: Opened) -> dict[str, torch.Tensor]:
     }
 
 
-def _lost(opened: Opened) -> frozenset[str]:
+def _lost(opened: AttestedPair) -> frozenset[str]:
     """Return the frozen params and buffers of the checkpoint that this process's model does not have."""
     training, model, index = opened.training, opened.training.model, opened.index
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -288,12 +288,12 @@ def _number(value: Any) -> Number | None:
     return Number(float(value)) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def schedule_of(scheduler: Any, engine: Any, trainer: Any = None) -> Schedule:
+def schedule_of(scheduler: Any, engine: Any, trainer: Any = None) -> LearningRates:
     inner = getattr(scheduler, "scheduler", scheduler)
     is_deepspeeds = type(inner).__module__.startswith("deepspeed.")
     options = options_of(engine.config) if is_deepspeeds and engine is not None else {}
     has_rule_beside = is_deepspeeds or isinstance(inner, torch.optim.lr_scheduler.LambdaLR)
-    return Schedule(
+    return LearningRates(
         scheduler.state_dict(),
         options,
         rates_of(scheduler) if has_rule_beside else (),
@@ -337,7 +337,7 @@ def _fragments(
     training: Attestable, buffers: Mapping[str, torch.Tensor], transient: Mapping[str, torch.Tensor]
 ) -> Iterator[LiveFragment]:
     for name, buffer in transient.items():
-        yield _fragment(Fragment(name, BUFFER, 0, buffer.detach().reshape(-1)), tuple(buffer.shape))
+        yield _fragment(LiveShard(name, BUFFER, 0, buffer.detach().reshape(-1)), tuple(buffer.shape))
     for one in training.present():
         if one.kind == BUFFER and one.param in buffers:
             one = replace(one, tensor=buffers[one.param].reshape(-1))
@@ -349,7 +349,7 @@ def _fragments(
         yield _fragment(one, shape, forward)
 
 
-def _fragment(one: Fragment, shape: tuple[int, ...], forward: LiveFragment | None = None) -> LiveFragment:
+def _fragment(one: LiveShard, shape: tuple[int, ...], forward: LiveFragment | None = None) -> LiveFragment:
     tensor = one.tensor.detach()
     read = partial(_read, tensor)
     dtype = DTYPES[tensor.dtype]
@@ -385,14 +385,14 @@ def rates_of(scheduler: Any, step: int | None = None) -> list[float]:
         return []
 
 
-def kept_buffers(held: Held) -> dict[str, torch.Tensor]:
+def kept_buffers(held: TrainingObjects) -> dict[str, torch.Tensor]:
     """Return copies of a model's persistent buffers, which the forward pass may change before the first step."""
     model = held.engine.module if held.engine is not None else held.model
     assert model is not None
     return {name: buffer.detach().clone() for name, buffer in persistent_buffers(unwrap(model)).items()}
 
 
-def parts_of(trainer: Trainer) -> Held:
+def parts_of(trainer: Trainer) -> TrainingObjects:
     """Return what of a Trainer is attested."""
     engine: Any = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     scheduler = trainer.lr_scheduler
@@ -400,8 +400,8 @@ def parts_of(trainer: Trainer) -> Held:
         scheduler = engine.lr_scheduler
     scaler, counters = getattr(trainer.accelerator, "scaler", None), {"global_step": trainer.state.global_step}
     if engine is not None:
-        return Held(engine, scheduler=scheduler, scaler=scaler, counters=counters, trainer=trainer)
-    return Held(None, trainer.model, trainer.optimizer, scheduler, scaler, counters, trainer=trainer)
+        return TrainingObjects(engine, scheduler=scheduler, scaler=scaler, counters=counters, trainer=trainer)
+    return TrainingObjects(None, trainer.model, trainer.optimizer, scheduler, scaler, counters, trainer=trainer)
 
 
 def callers() -> Iterator[dict[str, Any]]:
@@ -454,7 +454,7 @@ class TrainerResume:
         self._then, self._otherwise = then, otherwise
         self._ranks = Ranks.here()
         self._checkpoint: Path | None = None
-        self._losses = Losses()
+        self._losses = LossMonitor()
         self._is_due = self._waits_for_rng = self._has_stepped = False
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._random: Mapping[str, Any] | None = None
@@ -475,7 +475,7 @@ class TrainerResume:
         if self._waits_for_rng:
             self._watch_rng(trainer)
         if held.engine is not None:  # which makes the step within the backward pass
-            around(held.engine, "step")(self._stepping)
+            patch_method(held.engine, "step")(self._stepping)
 
     def before_step(self) -> None:
         """Attest the training within the call of the optimizer's step that follows, after all other callbacks, and
@@ -506,7 +506,7 @@ class TrainerResume:
     def _attest(self) -> None:
         checkpoint = self._checkpoint
         assert checkpoint is not None
-        guarded(self._attest_all, checkpoint, self._ranks.is_first, is_strict=self._is_strict)
+        attest_or_warn(self._attest_all, checkpoint, self._ranks.is_first, is_strict=self._is_strict)
         self._buffers, self._random = {}, None
         self._then()
 
@@ -525,7 +525,7 @@ class TrainerResume:
         if self._ranks.is_first:
             state = trainer.state
             log = abandoned_log(Path(trainer.args.output_dir), state.global_step, state.log_history)
-            self._losses = Losses(log, not any(one.subject is Subject.SCHEDULE for one in found.mismatches))
+            self._losses = LossMonitor(log, not any(one.subject is Subject.SCHEDULE for one in found.mismatches))
         self._report(found)
 
     def _report(self, found: Attestation) -> None:
@@ -535,7 +535,7 @@ class TrainerResume:
     def _watch_rng(self, trainer: Trainer) -> None:
         """Keep the random states that the Trainer restores. The method is replaced on this one Trainer, once."""
 
-        @around(trainer, "_load_rng_state")
+        @patch_method(trainer, "_load_rng_state")
         def loading(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = load(*args, **kwargs)
             if self._waits_for_rng:

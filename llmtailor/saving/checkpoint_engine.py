@@ -19,7 +19,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from llmtailor.errors import Problem, UsageError
 from llmtailor.live.deepspeed import writes_unseen
 from llmtailor.loaders.files import LATEST
-from llmtailor.saving.around import around, replaced
+from llmtailor.saving.around import patch_method, replaced
 from llmtailor.saving.options import stock_options
 from llmtailor.saving.stock import StockSaver, finish_before
 from llmtailor.storage.local import fsync_folder, replace_durably
@@ -133,7 +133,7 @@ def _save_by(saver: StockSaver, engine: Any, stock: Any) -> None:
     """Put a save around the engine's ``save_checkpoint``; ``stock`` is its own checkpoint engine."""
     signature = inspect.signature(engine.save_checkpoint)
 
-    @around(engine, "save_checkpoint")
+    @patch_method(engine, "save_checkpoint")
     def saving(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()

@@ -60,7 +60,7 @@ from llmtailor.policies import (
     restore_state,
     state_of,
 )
-from llmtailor.saving.dcp_folders import WHERE, Folder, LocalFolder, ShardsFolder, folder_of, save_id
+from llmtailor.saving.dcp_folders import WHERE, LocalFolder, SaveDestination, ShardsFolder, folder_of, save_id
 from llmtailor.storage.remote import is_url
 
 logger = logging.getLogger("llmtailor.saving")
@@ -93,9 +93,9 @@ class DcpSaver:
         self.max_staleness = max_staleness
         self._lineage = uuid.uuid4().hex
         self._resumed = ""
-        self._saves: list[Folder] = []
+        self._saves: list[SaveDestination] = []
         self._warned = ""
-        self._newest: Folder | None = None
+        self._newest: SaveDestination | None = None
         """Of the last save that this process published"""
         self._memory: _Memory | None = None
         """Which tensors of the last save of this process share memory"""
@@ -135,7 +135,7 @@ class DcpSaver:
             logger.warning("%s", what)
         self._warned = what
 
-    def _find_base(self, folder: Folder, step: int) -> _Base | None:
+    def _find_base(self, folder: SaveDestination, step: int) -> _Base | None:
         """Return the newest complete save before this one, of this training or the one that it resumed from."""
         known = [(one, self._lineage) for one in reversed(self._saves)]
         resumed = folder.beside(self._resumed) if self._resumed else None
@@ -154,7 +154,7 @@ class DcpSaver:
 class _Base:
     """An earlier save, which another one builds on."""
 
-    folder: Folder
+    folder: SaveDestination
     ledger: Ledger
     metadata: Metadata
     checksums: Mapping[str, str | None]
@@ -445,7 +445,7 @@ def _call_all(calls: Sequence[Callable[[], Any]], at_once: int) -> list[Any]:
         return [one.result() for one in [pool.submit(call) for call in calls]]
 
 
-def _read_base(folder: Folder) -> _Base | None:
+def _read_base(folder: SaveDestination) -> _Base | None:
     """Return a save that is complete, None for anything else."""
     try:
         record = json.loads(folder.read(DCP_RECORD))
@@ -458,7 +458,7 @@ def _read_base(folder: Folder) -> _Base | None:
     return _Base(folder, ledger, metadata, checksums, keys) if metadata is not None else None
 
 
-def _clear(folder: Folder) -> None:
+def _clear(folder: SaveDestination) -> None:
     """Remove an earlier save, so that its data files, which others may link to, are not overwritten in place."""
     there = folder.names()
     first = [name for name in (folder.index, DCP_RECORD) if name in there]

@@ -51,7 +51,7 @@ _READERS = 16
 _SAVE_ALL = "give dcp.save that writer itself, so that every save holds everything"
 
 
-class Folder(Protocol):
+class SaveDestination(Protocol):
     """Where a save is."""
 
     took: ClassVar[str]
@@ -64,7 +64,7 @@ class Folder(Protocol):
     record_is_last: ClassVar[bool] = False
     """Whether `DCP_RECORD` is written after that"""
 
-    def beside(self, location: str) -> Folder | None:
+    def beside(self, location: str) -> SaveDestination | None:
         """Return the folder of another location, if it can be used with this one."""
 
     def names(self) -> list[str]:
@@ -104,7 +104,7 @@ class Folder(Protocol):
     def copy(self, source: str, target: str) -> None: ...
 
 
-class _Blobs:
+class _BlobFiles:
     """Files of `FileSystemWriter`, which ``.metadata`` lists."""
 
     data_file: ClassVar[re.Pattern[str]] = DATA_FILE
@@ -129,7 +129,7 @@ def save_id(meta: StorageMeta | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class LocalFolder(_Blobs):
+class LocalFolder(_BlobFiles):
     path: Path
     took: ClassVar[str] = "linked to"
     at_once: ClassVar[int] = 1
@@ -227,7 +227,7 @@ class ShardsFolder(LocalFolder):
 
 
 @dataclass(frozen=True)
-class StoreFolder(_Blobs):
+class StoreFolder(_BlobFiles):
     """A folder of an object store, or of another file system of fsspec's."""
 
     fs: Any = field(compare=False)
@@ -308,7 +308,7 @@ def _read_metadata(root: Path, record: Mapping[str, Any]) -> Metadata | None:
     return found
 
 
-def folder_of(inner: StorageWriter) -> Folder:
+def folder_of(inner: StorageWriter) -> SaveDestination:
     """Return the folder of a writer. Raises UsageError if there is none, or later saves could not use its files."""
     fs, path = getattr(inner, "fs", None), getattr(inner, "path", None)
     other: Any = getattr(fs, "fs", None)  # of torch's FsspecWriter

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Segment
 from llmtailor.saving.snapshot import LiveTensors
 from llmtailor.saving.torch_save import Stepped, lay_out_saved_blob, local_of
 
 
-class Files(Protocol):
+class FileSink(Protocol):
     """What takes files over: `stock.StockSaver`."""
 
     def add_file(self, path: str | Path, lay_out: Any) -> bool: ...
@@ -28,7 +28,7 @@ class Files(Protocol):
 class LazyWriter(FileSystemWriter):
     """Hands its files to ``saver`` if they are in the open save; other files are written at once."""
 
-    def __init__(self, saver: Files, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, saver: FileSink, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._saver = saver
 
@@ -41,12 +41,12 @@ class LazyWriter(FileSystemWriter):
             def lay_out(
                 path: str, live: LiveTensors, stepped: Stepped, name: str = name, items: Any = items
             ) -> FileLayout:
-                pieces: list[Piece] = []
+                pieces: list[Segment] = []
                 at = 0
                 for item in items:
                     data = planner.resolve_data(item)
                     if item.type == WriteItemType.BYTE_IO:
-                        new: list[Piece] = [Bytes(data.getvalue(), "an object")]
+                        new: list[Segment] = [Bytes(data.getvalue(), "an object")]
                     else:
                         new = lay_out_saved_blob(local_of(data), at, live, stepped)
                     length = sum(piece.num_bytes for piece in new)

@@ -21,7 +21,7 @@ from llmtailor.model.parts import Part
 from llmtailor.ranks.board import as_error, await_messages, from_json, to_json
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import compose_newest, continues
-from llmtailor.saving.around import around
+from llmtailor.saving.around import patch_method
 from llmtailor.saving.save import abandon_after
 from llmtailor.storage.local import as_path
 
@@ -75,7 +75,7 @@ def resume_automatically(trainer: Trainer, also: Sequence[str | Path] = ()) -> N
     descends from it: a restarted job names the same one again.
     """
 
-    @around(trainer, "train")
+    @patch_method(trainer, "train")
     def resuming(
         train: Callable[..., Any], resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:

@@ -277,7 +277,7 @@ class PartialWork(Work):
     samples: Samples = field(default_factory=dict)
 
 
-class Record(Protocol):
+class SaveRecord(Protocol):
     """Where saves are, seen from `PendingSave`. All ranks make the calls; folders are rank 0's."""
 
     ranks: Ranks
@@ -315,7 +315,7 @@ class PendingSave:
 
     def __init__(
         self,
-        record: Record,
+        record: SaveRecord,
         work: Work,
         snapshot: Snapshot | None,
         *,

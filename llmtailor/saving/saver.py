@@ -39,7 +39,7 @@ from llmtailor.live.model import (
     weigh,
 )
 from llmtailor.live.tensors import DTYPES, storage_of
-from llmtailor.live.training import Held, Ranks, Training
+from llmtailor.live.training import Ranks, Training, TrainingObjects
 from llmtailor.model.parts import Part
 from llmtailor.model.precision import ADAMS, EXACT
 from llmtailor.model.roles import D24, MASTER
@@ -79,7 +79,7 @@ from llmtailor.saving.save import (
     release,
     save_error,
 )
-from llmtailor.saving.snapshot import ANY_STEP, Arena, Bases, Snapshot, StepBarrier
+from llmtailor.saving.snapshot import ANY_STEP, Arena, DeltaBases, Snapshot, StepBarrier
 from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import packer
@@ -98,7 +98,7 @@ _STUCK = "is stuck; the disk is not accepting writes"
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _RunningSave:
     """A save in progress, what it leaves if it is published, and what was before it, in case it fails."""
 
     save: PendingSave
@@ -185,13 +185,13 @@ class PartialSaver:
         if D24 in self.precision.dtypes(with_moments=False).values():
             packer()
         differ = self.precision.has_differences and saves_masters(self.policy)
-        self._bases = Bases() if differ else None
+        self._bases = DeltaBases() if differ else None
         self._based: dict[Part, str] = {}
         """Part -> ``save_id`` of the save that `_bases` has its masters of"""
         self._client = beside
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
-        self._flights: list[_Flight] = []
+        self._flights: list[_RunningSave] = []
         """The saves in progress, oldest first"""
         self._reports: list[SaveReport] = []
         self._newest: SaveReport | None = None
@@ -280,7 +280,7 @@ class PartialSaver:
 
     def _attest(self, step: int, checkpoint: Path) -> None:
         """Compare the training with the checkpoint that its loop names, before the first step."""
-        held = Held(scheduler=self._client.scheduler)
+        held = TrainingObjects(scheduler=self._client.scheduler)
         attest = partial(attest_training, self.live, checkpoint, self.options.attest, held)
         attest_loop(attest, checkpoint, self.options.on_mismatch, step, self.record.append)
 
@@ -332,7 +332,7 @@ class PartialSaver:
             snapshot, stops_training = self._snapshot(work, arena), not self._arenas
             after = self._flights[-1].save if self._flights else None
             save = PendingSave(self.record, work, snapshot, stops_training=stops_training, after=after)
-            self._flights.append(_Flight(save, work, arena, self.ledger, self.drift.kept(), self._before))
+            self._flights.append(_RunningSave(save, work, arena, self.ledger, self.drift.kept(), self._before))
             self.ledger = work.ledger
             self.drift.remember(work.samples)
             if stops_training:
@@ -477,7 +477,7 @@ class PartialSaver:
         while self._flights and self._flights[0].save.is_done:
             self._land(self._flights.pop(0))
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: _RunningSave) -> None:
         save, work = flight.save, flight.work
         if save.failure is None:
             self._before = save.path

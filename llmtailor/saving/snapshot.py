@@ -26,7 +26,7 @@ from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.streams import Store, huge_pages
 from llmtailor.errors import Problem, StorageError
-from llmtailor.formats.partial.json_trees import Entry
+from llmtailor.formats.partial.json_trees import BundleEntry
 from llmtailor.live.tensors import DTYPES, not_compiled, storage_of
 from llmtailor.model.roles import BLOCKS, D16, D24, F24, ITEMSIZE, PACKED, Q8_ROOT, numel_of, size_of
 from llmtailor.storage import casts
@@ -62,7 +62,7 @@ class LiveTensor:
     params, which a user's code may change at each step; 0 for a private copy."""
     base: torch.Tensor | None = None
     """In host memory, of `roles.DIFFERENCES`: the bytes of the masters that it differs from, as `roles.F24`; of
-    `roles.F24`: where to keep its bytes, see `Keeping`"""
+    `roles.F24`: where to keep its bytes, see `BaseRecordingStore`"""
 
     @property
     def is_rounded_later(self) -> bool:
@@ -164,7 +164,7 @@ class LiveTensors:
         written_with: int = 0,
         storage: str | None = None,
         base: torch.Tensor | None = None,
-    ) -> Entry:
+    ) -> BundleEntry:
         """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements.
 
         In its plan, `SOURCE` is the first source. ``dtype`` is that in the file, or one of `roles.PACKED`, or, for
@@ -182,7 +182,7 @@ class LiveTensors:
         if storage is not None and content and live.dtype == flat.dtype:
             begin = int(flat.storage_offset()) * flat.element_size()
             lies = Extent(storage, begin, begin + live.num_bytes)
-        return Entry(key, packed or DTYPES[live.dtype], tuple(tensor.shape), content, lies)
+        return BundleEntry(key, packed or DTYPES[live.dtype], tuple(tensor.shape), content, lies)
 
     def add(self, live: LiveTensor) -> tuple[Copy, ...]:
         """Return the bytes of a tensor as pieces of a file."""
@@ -229,7 +229,7 @@ def pack_by_torch(elements: torch.Tensor, dtype: str) -> torch.Tensor:
     return records.view(-1)[: size_of(dtype, elements.numel())]
 
 
-class Bases:
+class DeltaBases:
     """What masters are differences from: their `roles.F24` bytes as of the newest save that held them with their
     moments, in host memory."""
 
@@ -260,7 +260,7 @@ class Bases:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class BaseRecordingStore:
     """The tensors of a save, as they are read from another store; keeps those that later saves differ from."""
 
     live: LiveTensors
@@ -370,7 +370,9 @@ class Snapshot:
         self._frames_at = min((self._start[one] for one in self._order if live.tensors[one].packed == D24), default=0)
         """Where the next frame will be in its file"""
         self._versions = [_version(one.flat) for one in live.tensors]
-        self._unsure = deque(at for at, number in enumerate(self._order) if is_copied_later(live.tensors[number].flat))
+        self._unsure = deque(
+            at for at, number in enumerate(self._order) if copies_asynchronously(live.tensors[number].flat)
+        )
         """Of ``_order``: those on a GPU, from when their copies are started until it is known that they did not change
         before these were made"""
         self._rounded = torch.empty(0, dtype=torch.uint8)
@@ -621,7 +623,7 @@ class _Streams:
             stream.synchronize()
 
 
-def is_copied_later(tensor: torch.Tensor) -> bool:
+def copies_asynchronously(tensor: torch.Tensor) -> bool:
     """Return whether a copy is made some time after it was started."""
     return tensor.is_cuda
 

@@ -36,7 +36,7 @@ from llmtailor.live.torch_training import innermost
 from llmtailor.live.training import Ranks
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import files_in, link_or_copy
-from llmtailor.saving.around import around
+from llmtailor.saving.around import patch_method
 from llmtailor.saving.dcp_writer import LazyWriter
 from llmtailor.saving.options import SAME_FIX, SavingOptions
 from llmtailor.saving.save import (
@@ -85,7 +85,7 @@ def finish_all() -> None:
 def finish_before(owner: Any, name: str) -> None:
     """Make a framework's way of loading wait for the saves in progress first."""
 
-    @around(owner, name)
+    @patch_method(owner, name)
     def loading(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finish_all()
         return load(*args, **kwargs)
@@ -109,7 +109,7 @@ class _Open:
 
 
 class _Record:
-    """Implements `saving.save.Record`."""
+    """Implements `saving.save.SaveRecord`."""
 
     def __init__(self, ranks: Ranks, write_timeout: float, mirror: StockMirror | None) -> None:
         self.ranks, self.board, self.write_timeout = ranks, ranks.board(), write_timeout
@@ -362,12 +362,12 @@ class StockSaver:
 
     def _make_room(self, staging: Path) -> str:
         """Remove what killed saves have left beside this one; return the new save's id."""
-        around = staging.parent.parent
-        if around not in self._swept:
-            for left in around.glob(".*.llmtailor-saving"):
+        patch_method = staging.parent.parent
+        if patch_method not in self._swept:
+            for left in patch_method.glob(".*.llmtailor-saving"):
                 if not left.is_symlink():
                     _sweep(left)
-            self._swept.add(around)
+            self._swept.add(patch_method)
         self._record.claim(staging.parent)
         staging.mkdir()
         return uuid.uuid4().hex

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from llmtailor.errors import Problem, UsageError
-from llmtailor.saving.around import around, replaced
+from llmtailor.saving.around import patch_method, replaced
 from llmtailor.saving.options import stock_options
 from llmtailor.saving.stock import StockSaver, finish_before
 
@@ -53,7 +53,7 @@ def _refuse(accelerator: Any) -> None:
 def _save_by(saver: StockSaver, accelerator: Any) -> None:
     """Put a save around the accelerator's ``save_state``."""
 
-    @around(accelerator, "save_state")
+    @patch_method(accelerator, "save_state")
     def saving(save: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         project = accelerator.project_configuration
         named, near = project.automatic_checkpoint_naming, None

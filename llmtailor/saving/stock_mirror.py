@@ -15,7 +15,7 @@ from pathlib import Path
 from llmtailor.loaders.files import LATEST, tag_in
 from llmtailor.runs.folder import files_in
 from llmtailor.saving.retrying import RetryingQueue
-from llmtailor.storage.local import Files
+from llmtailor.storage.local import OpenFiles
 from llmtailor.storage.remote import UPLOADING, RemoteFolder
 
 logger = logging.getLogger("llmtailor.saving")
@@ -56,7 +56,7 @@ class StockMirror:
         for name, path in names.items():
             if "/" in name.partition("/")[2]:
                 self._remote.make_folder(name.rpartition("/")[0])
-            with Files(path.parent) as files:
+            with OpenFiles(path.parent) as files:
                 crc = files.crc_of(path.name, 0, path.stat().st_size)
             self._remote.put(name, path, crc)
             self._queue.progress = time.monotonic()

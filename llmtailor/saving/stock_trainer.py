@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.loaders.files import TRAINER_STATE
-from llmtailor.saving.around import around, replaced
+from llmtailor.saving.around import patch_method, replaced
 from llmtailor.saving.options import WHERE, stock_options
 from llmtailor.saving.stock import StockSaver, finish_all
 
@@ -71,7 +71,7 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
     def _save_by_saver(self) -> None:
         """Put a save around the Trainer's ``_save_checkpoint``."""
 
-        @around(self.trainer, "_save_checkpoint")
+        @patch_method(self.trainer, "_save_checkpoint")
         def saving(save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
             trainer, saver = self.trainer, self.saver
             assert saver is not None, "training has begun"

@@ -49,7 +49,7 @@ from llmtailor.runs.folder import (
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.retrying import RetryingQueue
 from llmtailor.saving.writing import complete
-from llmtailor.storage.local import Files, read_source, replace_durably
+from llmtailor.storage.local import OpenFiles, read_source, replace_durably
 from llmtailor.storage.remote import RemoteFolder
 
 
@@ -80,7 +80,7 @@ class SharedFolder:
         pieces = (Copy(Extent(source.name, 0, fact.num_bytes), source=0),) if fact.num_bytes else ()
         plan = Plan((str(source.parent),), (FileLayout(new.name, pieces),))
         (result,) = execute(plan, new.parent, Context(inline=True))
-        with Files(new.parent) as files:
+        with OpenFiles(new.parent) as files:
             files.forget(new.name)
             if not result.crc == files.crc_of(new.name, 0, fact.num_bytes) == fact.crc32:
                 raise StorageError.at(new, "the copy differs from the original", "check both disks")
@@ -373,7 +373,7 @@ class TierCopier:
         folder = self.first.at(step)
         manifest = read_source(folder / PARTIAL_MANIFEST, f"{folder.name}/{PARTIAL_MANIFEST}", MAX_BYTES)
         tensors = {fact.path for fact in read_manifest(folder, folder.name).bundles}
-        with Files(folder) as files:
+        with OpenFiles(folder) as files:
             for path in sorted(files_in(folder)):
                 name = path.relative_to(folder).as_posix()
                 if name not in (*tensors, PARTIAL_MANIFEST):

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.serialization import location_tag
 
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Segment
 from llmtailor.containers.torch_file import TorchLayout, place_torch_blob
-from llmtailor.formats.partial.json_trees import Entry, lay_out_tensors
+from llmtailor.formats.partial.json_trees import BundleEntry, lay_out_tensors
 from llmtailor.live.tensors import DTYPES, storage_of
 from llmtailor.saving.snapshot import ANY_STEP, LiveTensor, LiveTensors, bytes_of
 
@@ -98,11 +98,11 @@ def lay_out_saved_tensors(
     entries = []
     for name, tensor in sorted(tensors.items()):
         content = _live(tensor.detach().contiguous().reshape(-1).view(torch.uint8), live, stepped)
-        entries.append(Entry(name, DTYPES[tensor.dtype], tuple(tensor.shape), content))
+        entries.append(BundleEntry(name, DTYPES[tensor.dtype], tuple(tensor.shape), content))
     return lay_out_tensors(path, entries, metadata or {})
 
 
-def lay_out_saved_blob(tensor: torch.Tensor, at: int, live: LiveTensors, stepped: Stepped) -> list[Piece]:
+def lay_out_saved_blob(tensor: torch.Tensor, at: int, live: LiveTensors, stepped: Stepped) -> list[Segment]:
     """Return what ``torch.save`` would write of a tensor with a storage of its own, at byte ``at`` of another file."""
     out, own = io.BytesIO(), torch.empty(tensor.shape, dtype=tensor.dtype)
     _Pickler(out, {}).dump(own)
@@ -110,7 +110,7 @@ def lay_out_saved_blob(tensor: torch.Tensor, at: int, live: LiveTensors, stepped
     return place_torch_blob((out.getvalue(), [content]), at)
 
 
-def _content(storage: torch.UntypedStorage, live: LiveTensors, stepped: Stepped) -> tuple[Piece, ...]:
+def _content(storage: torch.UntypedStorage, live: LiveTensors, stepped: Stepped) -> tuple[Segment, ...]:
     """Return the bytes of a whole storage, as torch saves them."""
     if not storage.nbytes():
         return ()
@@ -122,7 +122,7 @@ def _content(storage: torch.UntypedStorage, live: LiveTensors, stepped: Stepped)
     return _live(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), live, stepped)
 
 
-def _live(flat: torch.Tensor, live: LiveTensors, stepped: Stepped) -> tuple[Piece, ...]:
+def _live(flat: torch.Tensor, live: LiveTensors, stepped: Stepped) -> tuple[Segment, ...]:
     """Return the elements of a tensor of bytes, copied now unless an optimizer's step alone writes them."""
     if flat.device.type == "cpu" and flat.numel() <= _SMALL_BYTES:
         return (Bytes(bytes(bytes_of(flat)), "a small tensor"),) if flat.numel() else ()

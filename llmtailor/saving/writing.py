@@ -44,15 +44,15 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.formats.partial.write import Bundle
 from llmtailor.live.model import is_adapted, saved_adapter
 from llmtailor.live.tensors import DTYPES, storage_of
-from llmtailor.live.training import Constant, Omitted, Ranks, StoredElsewhere, Training
+from llmtailor.live.training import Constant, Ranks, StoredElsewhere, TensorPlaceholder, Training
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import is_marked, with_mark
-from llmtailor.model.parts import Piece
+from llmtailor.model.parts import ExpertSlice
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment
 from llmtailor.runs.folder import files_in, link_or_copy
 from llmtailor.saving.frozen import FrozenParams
-from llmtailor.saving.snapshot import ANY_STEP, SOURCE, Bases, Keeping, LiveTensors, bytes_of
+from llmtailor.saving.snapshot import ANY_STEP, SOURCE, BaseRecordingStore, DeltaBases, LiveTensors, bytes_of
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.encoder import pack_frame
 from llmtailor.storage.frames import ELEMENTS, lengths_in, room_for
@@ -60,7 +60,7 @@ from llmtailor.storage.local import fsync_folder, read_source, replace_durably
 
 
 @dataclass(frozen=True, slots=True)
-class Compressed:
+class CompressedMasters:
     """The masters of one rank that are compressed when they are copied or, if they are on a GPU, when written."""
 
     layout: FileLayout
@@ -85,7 +85,7 @@ class Share:
     """Frozen params in ``files`` that training changes at unknown times"""
     before: Path | None = None
     """The previous save"""
-    compressed: Compressed | None = None
+    compressed: CompressedMasters | None = None
 
     @property
     def copied(self) -> tuple[FileLayout, ...]:
@@ -104,9 +104,9 @@ def lay_out_share(
     before: Path | None,
     frozen_params: FrozenParams,
     precision: Precision = EXACT,
-    bases: Bases | None = None,
+    bases: DeltaBases | None = None,
     based: Collection[str] = (),
-    pieces: Mapping[str, Piece] = MappingProxyType({}),
+    pieces: Mapping[str, ExpertSlice] = MappingProxyType({}),
 ) -> Share:
     """Lay out this rank's files: its fragments of ``params``, and of the masters of ``masters``; its buffers and the
     object trees of stock files by path; and its frozen params unless the previous save, ``before``, has the same.
@@ -198,11 +198,13 @@ def lay_out_share(
 
 def lay_out_compressed(
     path: str, facts: Mapping[str, str], found: Sequence[tuple[str, Elements, Copy, memoryview]]
-) -> Compressed:
+) -> CompressedMasters:
     """Lay out a file of masters: params, which of their elements, the bytes of these, and what they differ from."""
     head = head_of({"schema": SCHEMA_BUNDLE, **facts}, [(name, elements) for name, elements, *_ in found])
     tensors = tuple((piece, base) for *_, piece, base in found)
-    return Compressed(FileLayout(path, (Bytes(head, "what it holds"), *(piece for piece, _ in tensors))), tensors)
+    return CompressedMasters(
+        FileLayout(path, (Bytes(head, "what it holds"), *(piece for piece, _ in tensors))), tensors
+    )
 
 
 def check_trees(trees: Mapping[str, Any]) -> None:
@@ -220,7 +222,7 @@ def write_share(
     """
     if share.linked:
         share.check()
-    source = Keeping(share.live, store or share.live)
+    source = BaseRecordingStore(share.live, store or share.live)
     context = Context(
         stores={SOURCE: source},
         on_progress=on_progress,
@@ -389,7 +391,7 @@ class _Special:
             return stored(self.bundle.path, key)
         if isinstance(value, StoredElsewhere):
             return stored(value.file, value.key)
-        if isinstance(value, Omitted):
+        if isinstance(value, TensorPlaceholder):
             return placeholder(DTYPES[value.dtype], value.shape)
         if isinstance(value, Constant):
             value.json = value.json or encode(value.value, self)

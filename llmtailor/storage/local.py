@@ -418,7 +418,7 @@ class OpenFile:
                 yield memoryview(data)
 
 
-class Files:
+class OpenFiles:
     """Files below a folder, for random reads by any thread; those not in use are closed.
 
     ``facts`` describe the files as indexed; other files are not checked.
@@ -431,7 +431,7 @@ class Files:
         self.open = lru_cache(self.MAX_OPEN)(lambda path: OpenFile(root / path, (facts or {}).get(path)))
         """Returns an open file. Raises Changed, or another OSError."""
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints in object stores: read by ranges, through a local cache folder, and uploaded.
 
 A URL is opened as a local folder, its cache, whose files have the names and sizes of the store's objects but no
-content. Whatever lists folders or asks for sizes works on it unchanged. `local.open_source` and `local.Files`, through
-which all files are read, fetch the bytes: headers in blocks, which are kept in the cache, and tensors by exact
+content. Whatever lists folders or asks for sizes works on it unchanged. `local.open_source` and `local.OpenFiles`,
+through which all files are read, fetch the bytes: headers in blocks, which are kept in the cache, and tensors by exact
 ranges, which are not. The files of an output are written next to the cache folder and uploaded one by one.
 
 fsspec (https://filesystem-spec.readthedocs.io) knows the stores: s3, gs, az, hf and more, each with a package of its

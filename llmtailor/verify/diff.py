@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from llmtailor.checkpoint.elements import read_elements
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.layout import Bytes, Copy, Piece
+from llmtailor.checkpoint.layout import Bytes, Copy, Segment
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.checkpoint.placement import Runs, common
 from llmtailor.containers.json import read_json
@@ -47,7 +47,7 @@ from llmtailor.model.roles import (
     place_of,
 )
 from llmtailor.storage.casts import cast, widen
-from llmtailor.storage.local import Files, as_path, open_source, read_source
+from llmtailor.storage.local import OpenFiles, as_path, open_source, read_source
 from llmtailor.timing import unreported
 from llmtailor.verify.values import BLOCK_ELEMENTS, CHUNK_ELEMENTS, bits_of
 
@@ -61,7 +61,7 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class StateDiff:
     """Something that A and B have in two ways."""
 
     what: str
@@ -71,7 +71,7 @@ class Difference:
     """Whether a training continues differently; the number of ranks, for one, is only how the same state is stored"""
 
 
-def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[Difference]:
+def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[StateDiff]:
     """Yield the differences between two checkpoints, but for the values of states.
 
     Args:
@@ -99,24 +99,24 @@ def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStr
         yield from _file(path, a, b)
 
 
-def _facts(a: CheckpointIndex, b: CheckpointIndex, facts: Sequence[str], *, matters: bool) -> Iterator[Difference]:
+def _facts(a: CheckpointIndex, b: CheckpointIndex, facts: Sequence[str], *, matters: bool) -> Iterator[StateDiff]:
     for fact in facts:
         one, two = attrgetter(fact)(a), attrgetter(fact)(b)
         if one != two:
-            yield Difference(fact.rpartition(".")[2].replace("_", " "), str(one), str(two), matters=matters)
+            yield StateDiff(fact.rpartition(".")[2].replace("_", " "), str(one), str(two), matters=matters)
 
 
-def _params(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[Difference]:
+def _params(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[StateDiff]:
     for one, two, left, right in ((a, b, "here", _ABSENT), (b, a, _ABSENT, "here")):
         if names := [name for name in one.params if name not in two.params]:
-            yield Difference(f"{len(names)} params of {_parts_of(names, structure)}", left, right)
+            yield StateDiff(f"{len(names)} params of {_parts_of(names, structure)}", left, right)
     for name, param in a.params.items():
         other = b.params.get(name)
         if other and (param.shape, param.role) != (other.shape, other.role):
-            yield Difference(name, f"{param.role} {list(param.shape)}", f"{other.role} {list(other.shape)}")
+            yield StateDiff(name, f"{param.role} {list(param.shape)}", f"{other.role} {list(other.shape)}")
 
 
-def _held(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[Difference]:
+def _held(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[StateDiff]:
     """Yield the kinds of states that only one of them holds, other shapes, and dtypes."""
     kinds = dict.fromkeys(state.kind for index in (a, b) for state in index.held)
     for kind in kinds:
@@ -128,14 +128,14 @@ def _held(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> 
             for matters in (True, False):
                 names = [state.param for state in lacking if state.param in known]
                 if names := [name for name in names if _is_made(index, kind, name) != matters]:
-                    yield Difference(f"{kind} of {_parts_of(names, structure)}", left, right, matters)
+                    yield StateDiff(f"{kind} of {_parts_of(names, structure)}", left, right, matters)
         for state in sorted(one & two):
             shapes = a.held[state].shape, b.held[state].shape
             if shapes[0] != shapes[1] and state.param not in a.params and kind != BUFFER:
-                yield Difference(f"{kind} {state.param}", str(list(shapes[0])), str(list(shapes[1])))
+                yield StateDiff(f"{kind} {state.param}", str(list(shapes[0])), str(list(shapes[1])))
         for left, right in sorted({(a.held[state].dtype, b.held[state].dtype) for state in one & two}):
             if left != right:
-                yield Difference(f"dtype of {kind}", left, right, matters=False)
+                yield StateDiff(f"dtype of {kind}", left, right, matters=False)
 
 
 def _is_made(index: CheckpointIndex, kind: str, name: str) -> bool:
@@ -146,7 +146,7 @@ def _is_made(index: CheckpointIndex, kind: str, name: str) -> bool:
     return kind == WEIGHT and any(held is not None and held.is_here for held in originals)
 
 
-def _optimizer(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[Difference]:
+def _optimizer(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[StateDiff]:
     """Yield the steps of Adam and the hyperparameters that differ, each with the parts concerned."""
     found: dict[tuple[str, str, str], list[str]] = {}
     steps_a, steps_b = a.steps(), b.steps()
@@ -161,7 +161,7 @@ def _optimizer(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure
                 found.setdefault((key, str(one[key])[:_SHOWN], str(two[key])[:_SHOWN]), []).append(name)
     for (what, left, right), names in found.items():
         whose = "" if len(names) == len(steps_a) else f" of {_parts_of(names, structure)}"
-        yield Difference(f"{what}{whose}", left, right)
+        yield StateDiff(f"{what}{whose}", left, right)
 
 
 def _parts_of(names: Iterable[str], structure: ModelStructure) -> str:
@@ -182,10 +182,10 @@ def _trees(index: CheckpointIndex, path: str) -> dict[str, str] | None:
     return None if tree is None else dict(_leaves(index.root, index.name, tree))
 
 
-def _fields(path: str, one: dict[str, str] | None, two: dict[str, str] | None) -> Iterator[Difference]:
+def _fields(path: str, one: dict[str, str] | None, two: dict[str, str] | None) -> Iterator[StateDiff]:
     if one is None or two is None:
         if one != two:
-            yield Difference(path, _ABSENT if one is None else "here", _ABSENT if two is None else "here")
+            yield StateDiff(path, _ABSENT if one is None else "here", _ABSENT if two is None else "here")
         return
     wrong = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
     # of a list that has grown, such as the log, the number of values is enough
@@ -193,10 +193,10 @@ def _fields(path: str, one: dict[str, str] | None, two: dict[str, str] | None) -
         keys = [key for key in wrong if key.split(".")[0] == top]
         if len(keys) == 1:
             left, right = (found.get(keys[0], _ABSENT)[:_SHOWN] for found in (one, two))
-            yield Difference(f"{path}: {keys[0]}", left, right)
+            yield StateDiff(f"{path}: {keys[0]}", left, right)
         else:
             left, right = (f"{sum(key.split('.')[0] == top for key in found)} values" for found in (one, two))
-            yield Difference(f"{path}: {top}, {len(keys)} values", left, right)
+            yield StateDiff(f"{path}: {top}, {len(keys)} values", left, right)
 
 
 def _leaves(root: Path, name: str, node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
@@ -230,7 +230,7 @@ def _leaves_of(index: CheckpointIndex, key: str) -> Iterator[tuple[str, str]]:
         yield str(offsets), f"{dtype} {list(shape)} {sizes} {digest}"
 
 
-def _digest(root: Path, name: str, content: Iterable[Piece]) -> str:
+def _digest(root: Path, name: str, content: Iterable[Segment]) -> str:
     found = hashlib.sha256()
     for piece in content:
         if isinstance(piece, Copy):
@@ -247,7 +247,7 @@ def _is_beside(path: str) -> bool:
     return path in (CONFIG, "generation_config.json") or is_tokenizer_file(path) or holds(path, Holds.OBJECTS)
 
 
-def _file(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:
+def _file(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[StateDiff]:
     one, two = (
         hashlib.sha256(read_source(index.root / path, PathIn(index.name, path), _MAX_BYTES)).hexdigest()[:12]
         if path in index.files
@@ -255,7 +255,7 @@ def _file(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Differe
         for index in (a, b)
     )
     if one != two:
-        yield Difference(path, one, two)
+        yield StateDiff(path, one, two)
 
 
 def _plain(value: Any) -> Any:
@@ -383,7 +383,7 @@ class Diff:
     """The global steps of A and B"""
     part_steps: dict[str, tuple[int, int]]
     """Part -> the steps at which its moments were saved, of a composite not always the global step"""
-    training: tuple[Difference, ...]
+    training: tuple[StateDiff, ...]
     """What differs besides the values of states"""
     states: tuple[Compared, ...]
     """In the order of the model"""
@@ -563,7 +563,7 @@ class _StateReader:
 
     def __init__(self, index: CheckpointIndex, on_progress: Callable[[int], None]) -> None:
         self._index = index
-        self._files = Files(index.root, index.files)
+        self._files = OpenFiles(index.root, index.files)
         self._on_progress = on_progress
         self._own = threading.local()
 

@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from llmtailor.checkpoint.elements import gather
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.placement import Band, Extent, Fragment, Grid, Runs, arrange
+from llmtailor.checkpoint.placement import Band, Extent, Grid, Runs, StoredRange, arrange
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import read_json
-from llmtailor.containers.torch_file import Record, is_torch_file, list_records
+from llmtailor.containers.torch_file import ZipRecord, is_torch_file, list_records
 from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
 from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
@@ -50,7 +50,7 @@ from llmtailor.model.roles import (
 from llmtailor.storage.casts import cast, widen
 from llmtailor.storage.checksums import Intervals, crc32, part_digest
 from llmtailor.storage.decoder import Decoder
-from llmtailor.storage.local import Files
+from llmtailor.storage.local import OpenFiles
 from llmtailor.verify.structure import ON_PURPOSE, Elements, Spans, elements_in, held_of, join, lost_elements
 
 NOT_FINITE, NOT_A_NUMBER, NEGATIVE, DIFFERS, SPLIT = "not finite", "not a number", "negative", "differs", "split"
@@ -349,7 +349,7 @@ class Reading:
     """By bytes of the state, as if it were contiguous"""
 
     def __post_init__(self) -> None:
-        self.files = Files(self.index.root)
+        self.files = OpenFiles(self.index.root)
         self._lock = threading.Lock()
         self._own = threading.local()
 
@@ -419,7 +419,7 @@ class Reading:
         view, lost = self._buffer(is_original, (end - begin) * itemsize), []
         for have in arrange(stream.held.place, begin, end):
             is_there = self._fill(view, have, begin, stream)
-            pieces: list[tuple[Fragment | Grid, bool]] = [(have, is_there)]
+            pieces: list[tuple[StoredRange | Grid, bool]] = [(have, is_there)]
             if isinstance(have, Grid) and not is_there:  # maybe only one of its files can't be read
                 cover = stream.held.place.cover(have.begin, have.end)
                 pieces = [(one, self._fill(view, one, begin, stream)) for one in cover]
@@ -435,7 +435,7 @@ class Reading:
             self.on_progress(len(view))
         return view, lost
 
-    def _fill(self, view: memoryview, have: Fragment | Grid, begin: int, stream: Stream) -> bool:
+    def _fill(self, view: memoryview, have: StoredRange | Grid, begin: int, stream: Stream) -> bool:
         """Read elements into a view that starts at element ``begin``; return whether that succeeded."""
         itemsize = ITEMSIZE[stream.held.dtype]
         room = view[(have.begin - begin) * itemsize : (have.end - begin) * itemsize]
@@ -503,7 +503,7 @@ class Deep:
     """Findings about the values of states"""
     states: Spans
     """Elements that are lost or can't be trusted"""
-    intact: Mapping[str, Sequence[Record]]
+    intact: Mapping[str, Sequence[ZipRecord]]
     """The records of torch files that match their checksums, by file"""
 
 
@@ -535,7 +535,7 @@ def read_everything(
     about_sums = []
     for path, record in wrong:
 
-        def overlaps(extent: Extent, path: str = path, record: Record = record) -> bool:
+        def overlaps(extent: Extent, path: str = path, record: ZipRecord = record) -> bool:
             return extent.path == path and extent.start < record.stop and record.start < extent.stop
 
         inside = [*elements_in(index, overlaps)] if record.name else []
@@ -558,9 +558,9 @@ def read_everything(
 
 def _stated_sums(
     index: CheckpointIndex, unreadable: frozenset[str], manifest: ManifestFacts | None
-) -> dict[str, list[Record]]:
+) -> dict[str, list[ZipRecord]]:
     """Return the checksums stated in torch files and the manifest, by path; one without a name is the whole file's."""
-    sums: dict[str, list[Record]] = {}
+    sums: dict[str, list[ZipRecord]] = {}
     for path in index.files:
         if is_torch_file(path) and path not in unreadable:
             with suppress(SourceError):  # reported by the structure checks
@@ -574,13 +574,13 @@ def _stated_sums(
     for path, (num_bytes, crc) in manifest.files.items() if manifest else ():
         is_same = path in index.files and path not in unreadable and index.files[path].num_bytes == num_bytes
         if is_same and crc is not None:
-            sums.setdefault(path, []).append(Record("", 0, num_bytes, crc))
+            sums.setdefault(path, []).append(ZipRecord("", 0, num_bytes, crc))
     return sums
 
 
-def _compare_sums(reading: Reading, path: str, stated: list[Record]) -> list[tuple[str, Record]]:
+def _compare_sums(reading: Reading, path: str, stated: list[ZipRecord]) -> list[tuple[str, ZipRecord]]:
     """Return the records that do not match; the whole file only if all of its records do."""
-    wrong: list[tuple[str, Record]] = []
+    wrong: list[tuple[str, ZipRecord]] = []
     try:
         for record in stated if path not in reading.unreadable else ():
             if (record.name or not wrong) and reading.crc_of(path, record.start, record.stop) != record.crc:
@@ -591,7 +591,7 @@ def _compare_sums(reading: Reading, path: str, stated: list[Record]) -> list[tup
     return wrong
 
 
-def _wrong_sum(index: CheckpointIndex, path: str, record: Record, inside: Collection[State]) -> Finding:
+def _wrong_sum(index: CheckpointIndex, path: str, record: ZipRecord, inside: Collection[State]) -> Finding:
     where, severity = PathIn(index.name, path), ERROR if is_resumed_from(path, index) else WARNING
     if record.name:
         names = some(sorted({f"{state.kind} of {state.param}" for state in inside}))

@@ -40,7 +40,7 @@ from llmtailor.loaders.files import (
     is_rng_file,
     is_weight_file,
 )
-from llmtailor.loaders.loader import loader_of, looks_partial
+from llmtailor.loaders.loader import is_or_may_be_partial, loader_of
 from llmtailor.model.parts import Part, condense, with_layers
 from llmtailor.model.roles import MASTER, State
 from llmtailor.storage.local import as_path, read_source
@@ -271,7 +271,7 @@ def verify_surveyed(
 ) -> Verdict:
     """Do what `verify_checkpoint` does, with what `survey_checkpoint` has found in the folder."""
     name, watch = name or display_name(root), Stopwatch()
-    if not looks_partial(root):  # partial ones are of a supported kind or damaged
+    if not is_or_may_be_partial(root):  # partial ones are of a supported kind or damaged
         _refuse_unsupported(survey)
     findings = [
         Finding.of(problem, _severity(problem, root)) for error in survey.problems.errors for problem in error.problems
@@ -310,7 +310,7 @@ def verify_surveyed(
     # a file is not missing where a folder, pipe or the like has its name
     findings = [one for one in findings if one.code not in _MISSING or one.path not in in_the_way]
     damage = Damage(_damaged_files(findings, root), states)
-    verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index, looks_partial(root), holding)
+    verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index, is_or_may_be_partial(root), holding)
     logger.info("verified %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
     _log_damage(damage)
     return verdict
@@ -339,7 +339,7 @@ def _refuse_unsupported(survey: Survey) -> None:
 def _severity(problem: Problem, root: Path) -> str:
     """Return a warning for a file that a resume does not read; without DeepSpeed it reads weights and config.json."""
     path = problem.path
-    if looks_partial(root):
+    if is_or_may_be_partial(root):
         return ERROR
     if problem.code in (*_NOT_LOOKED_INTO, Code.FILE_UNKNOWN) or (
         problem.code is Code.NOT_A_FILE and path and is_rng_file(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmtailor.model.find_parts import find_parts_by_name, split_experts
-from llmtailor.model.parts import Part, Piece, condense, group_shares, layer_part, step_of, with_layers
+from llmtailor.model.parts import ExpertSlice, Part, condense, group_shares, layer_part, step_of, with_layers
 from llmtailor.recipe.emit import selectors_for
 from llmtailor.recipe.selectors import select
 
@@ -40,7 +40,7 @@ def test_fused_experts_are_pieces_of_params(disk):
     names = found.names("layer 2 expert 3")
     pieces = ["model.layers.2.mlp.experts.3.gate_up_proj", "model.layers.2.mlp.experts.3.down_proj"]
     assert names[:2] == pieces and len(names) == (2 if disk is None else 5)
-    assert found.pieces[pieces[0]] == Piece("model.layers.2.mlp.experts.gate_up_proj", 180, 240)
+    assert found.pieces[pieces[0]] == ExpertSlice("model.layers.2.mlp.experts.gate_up_proj", 180, 240)
     assert found.pieces[pieces[1]].numel == 30
     assert len(found.names("layer 2 non-expert")) == 4
     assert found.part_of[pieces[0]].layer == 2 and found.num_layers == LAYERS

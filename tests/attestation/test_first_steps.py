@@ -7,15 +7,15 @@ import copy
 import pytest
 
 from llmtailor.attestation.compare import (
-    Kind,
-    Losses,
+    LearningRates,
+    LossMonitor,
     Mismatch,
-    Schedule,
+    MismatchKind,
     Subject,
     compare_schedule,
     rates_off_schedule,
 )
-from llmtailor.attestation.report import Attestation, Row, lines_of
+from llmtailor.attestation.report import Attestation, MismatchGroup, lines_of
 
 torch = pytest.importorskip("torch")
 
@@ -25,7 +25,7 @@ LOG = {3: {"loss": 2.5, "learning_rate": 0.004}, 4: {"loss": 2.25, "learning_rat
 
 
 def see(changes: dict[int, dict[str, float]]) -> list[str | None]:
-    losses = Losses(LOG)
+    losses = LossMonitor(LOG)
     return [losses.see(step, {**LOG[step], **changes.get(step, {})}) for step in LOG]
 
 
@@ -43,7 +43,7 @@ def test_a_learning_rate_of_another_schedule():
 
 def test_equal_losses_of_another_schedule_are_no_evidence():
     assert not any("evidence" in (one or "") for one in see({4: {"learning_rate": 0.001}}))
-    losses = Losses(LOG, is_evidence=False)
+    losses = LossMonitor(LOG, is_evidence=False)
     assert [losses.see(step, LOG[step]) for step in LOG] == [None, None]
 
 
@@ -90,7 +90,7 @@ def saved_and_resumed(kind, as_kind):
     saved = stands_at(kind, 3).state_dict()
     resumed = stands_at(as_kind, 0)
     resumed.load_state_dict(copy.deepcopy(saved))
-    return schedule_of(resumed, None), Schedule(saved, rates=saved["_last_lr"])
+    return schedule_of(resumed, None), LearningRates(saved, rates=saved["_last_lr"])
 
 
 @pytest.mark.parametrize("kind", schedulers())
@@ -118,7 +118,7 @@ def test_what_a_schedule_consists_of(kind, key, value, is_alarm):
     """Where it stands is an alarm if it differs, and what it computes by is a note."""
     saved, live = stands_at(kind, 3).state_dict(), stands_at(kind, 3)
     setattr(live, key, value)
-    (found,) = compare_schedule(schedule_of(live, None), Schedule(saved))[0]
+    (found,) = compare_schedule(schedule_of(live, None), LearningRates(saved))[0]
     assert (found.what, found.live, found.is_alarm) == (f"schedule: {key}", value, is_alarm)
 
 
@@ -134,7 +134,7 @@ def test_what_a_schedule_consists_of(kind, key, value, is_alarm):
 def test_what_an_inner_schedule_consists_of(kind, key, value, is_alarm):
     saved, live = stands_at(kind, 3).state_dict(), stands_at(kind, 3)
     setattr(live._schedulers[1], key, value)
-    (found,) = compare_schedule(schedule_of(live, None), Schedule(saved))[0]
+    (found,) = compare_schedule(schedule_of(live, None), LearningRates(saved))[0]
     assert (found.what, found.live, found.is_alarm) == (f"schedule 1: {key}", value, is_alarm)
 
 
@@ -153,13 +153,13 @@ def test_another_rule_of_an_inner_schedule(steps, number):
 
     rules = [lambda step: 0.1 + step, lambda step: 0.5**step]
     saved = stands(*rules)
-    assert compare_schedule(schedule_of(stands(*rules), None), Schedule(saved.state_dict()))[0] == []
+    assert compare_schedule(schedule_of(stands(*rules), None), LearningRates(saved.state_dict()))[0] == []
     for changed in range(2):
         others = [(lambda step: 0.3 / (1 + step)) if at == changed else rule for at, rule in enumerate(rules)]
         live = stands(*rules)
         for scheduler, rule in zip(live._schedulers, others, strict=True):
             scheduler.lr_lambdas = [rule]
-        found = compare_schedule(schedule_of(live, None), Schedule(saved.state_dict()))[0]
+        found = compare_schedule(schedule_of(live, None), LearningRates(saved.state_dict()))[0]
         told = {f"schedule {changed}: the learning rate of param group 0 at its step"} if changed <= number else set()
         assert {one.what for one in found} == told
 
@@ -177,7 +177,7 @@ def test_the_attributes_of_a_rule_that_is_an_object():
         adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.01)
         return torch.optim.lr_scheduler.LambdaLR(adam, Rule(total))
 
-    live, saved = stands(60), Schedule(stands(20).state_dict())
+    live, saved = stands(60), LearningRates(stands(20).state_dict())
     assert [str(one) for one in compare_schedule(schedule_of(live, None), saved)[0]] == [
         "schedule: rule 0: total is 60, 20 in the checkpoint"
     ]
@@ -193,8 +193,8 @@ def test_logged_rates():
     state = {"last_epoch": 3}
     after = {step: (rates[2], *rates[1:]) for step, rates in RATES.items()}
     for logged in (RATES, after, {}):
-        assert compare_schedule(Schedule(state, logged=logged), Schedule(state)) == ([], [])
-    (found,) = compare_schedule(Schedule(state, logged=RATES | {2: (0.35, 0.3, 0.2)}), Schedule(state))[0]
+        assert compare_schedule(LearningRates(state, logged=logged), LearningRates(state)) == ([], [])
+    (found,) = compare_schedule(LearningRates(state, logged=RATES | {2: (0.35, 0.3, 0.2)}), LearningRates(state))[0]
     assert str(found) == "schedule: the learning rate of step 2 is 0.3, 0.35 in the checkpoint" and not found.is_alarm
 
 
@@ -205,7 +205,7 @@ def test_a_schedule_of_another_kind(kind, other):
 
 
 def test_the_report_names_the_ranks():
-    row = Row("exp_avg", Kind.ZERO, "", ("a",), (1,), True)
+    row = MismatchGroup("exp_avg", MismatchKind.ZERO, "", ("a",), (1,), True)
     counter = Mismatch(Subject.COUNTER, "global_steps", 0, 4, True, ranks=(0, 1))
     lines = lines_of(Attestation("x", 4, "full", 9, (row,), (counter,), world_size=4))
     assert lines[1:] == [

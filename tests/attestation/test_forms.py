@@ -21,7 +21,7 @@ from llmtailor.live.torch_training import PlainTraining  # noqa: E402
 from llmtailor.live.training import Ranks  # noqa: E402
 from llmtailor.model.roles import MASTER  # noqa: E402
 from llmtailor.saving.attesting import open_on_first  # noqa: E402
-from llmtailor.storage.local import Files  # noqa: E402
+from llmtailor.storage.local import OpenFiles  # noqa: E402
 from trainings.alone import Alone, train  # noqa: E402
 
 
@@ -214,13 +214,13 @@ def test_the_search_for_other_values_ends(tmp_path, monkeypatch):
             param.uniform_()
             for value in optimizer.optimizer.state[param].values():
                 value.uniform_()
-    reads, read_into = [], Files.read_into
+    reads, read_into = [], OpenFiles.read_into
 
     def counting(*args):
         reads.append(args)
         read_into(*args)
 
-    monkeypatch.setattr(Files, "read_into", counting)
+    monkeypatch.setattr(OpenFiles, "read_into", counting)
     found = llmtailor.attest(tmp_path / "saved", model=model, optimizer=optimizer)
     assert {(row.kind.value, len(row.params)) for row in found.rows} == {("other values", count)}
     assert len(reads) < 10 * len(found.rows) * count  # all pairs of alike states: 150 times as many

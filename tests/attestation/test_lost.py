@@ -11,7 +11,7 @@ pytestmark = pytest.mark.real
 from accelerate import Accelerator  # noqa: E402
 
 import llmtailor  # noqa: E402
-from llmtailor.attestation.compare import Kind  # noqa: E402
+from llmtailor.attestation.compare import MismatchKind  # noqa: E402
 
 
 class WithRest(torch.nn.Module):
@@ -63,7 +63,7 @@ def test_what_is_not_in_the_training_is_missing(tmp_path, what, kind):
     change(model)
     found = llmtailor.attest(tmp_path / "saved", model=model, optimizer=optimizer)
     assert not found.is_same and found.num_states == clean.num_states
-    assert {row.kind for row in found.rows} == {Kind.MISSING}
+    assert {row.kind for row in found.rows} == {MismatchKind.MISSING}
     assert {row.state_kind: len(row.params) for row in found.rows} == expected
     assert found.num_same == clean.num_states - sum(expected.values())
 

@@ -26,7 +26,7 @@ from helpers.commands import call  # noqa: E402
 from llmtailor import attestation  # noqa: E402
 from llmtailor.integrations import attested  # noqa: E402
 from llmtailor.integrations.attested import ATTESTING, Task  # noqa: E402
-from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving  # noqa: E402
+from llmtailor.integrations.launched import LaunchedLightningAttest, LaunchedSaving  # noqa: E402
 from trainings.alone import train  # noqa: E402
 from trainings.harness import environment  # noqa: E402
 
@@ -147,7 +147,7 @@ def straight(tmp_path_factory):
 @pytest.fixture
 def run(straight, tmp_path, monkeypatch):
     """A run; in each Trainer of this process are the callbacks of a launched program."""
-    callbacks = [*transformers.trainer.DEFAULT_CALLBACKS, LaunchedAttest]
+    callbacks = [*transformers.trainer.DEFAULT_CALLBACKS, LaunchedLightningAttest]
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", callbacks)
     return shutil.copytree(straight, tmp_path / "run")
 
@@ -206,9 +206,9 @@ def test_what_resumes_from_elsewhere_is_refused(run, monkeypatch, resume_from, w
     assert made["exit_code"] == 2 and made["problems"][0]["what"].startswith(what)
 
 
-@pytest.mark.parametrize("launched", [LaunchedAttest, LaunchedSaving])
+@pytest.mark.parametrize("launched", [LaunchedLightningAttest, LaunchedSaving])
 def test_stop_ends_a_launched_training_with_one_error(run, monkeypatch, capfd, launched):
-    callbacks = [one for one in transformers.trainer.DEFAULT_CALLBACKS if one is not LaunchedAttest]
+    callbacks = [one for one in transformers.trainer.DEFAULT_CALLBACKS if one is not LaunchedLightningAttest]
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*callbacks, launched])
     monkeypatch.setenv("LLMTAILOR_ON_MISMATCH", "stop")
 
@@ -298,9 +298,13 @@ def lightning(tmp_path):
 
 @pytest.mark.parametrize("has_saver", [True, False])
 def test_what_the_last_callback_of_lightning_changes_is_seen(tmp_path, lightning, has_saver, capfd):
-    from llmtailor.integrations.lightning import AttestResume, PartialSaving
+    from llmtailor.integrations.lightning import LightningAttestResume, LightningPartialSaving
 
-    saver = PartialSaving("full", 1, output_dir=tmp_path / "run", on_mismatch="warn") if has_saver else AttestResume()
+    saver = (
+        LightningPartialSaving("full", 1, output_dir=tmp_path / "run", on_mismatch="warn")
+        if has_saver
+        else LightningAttestResume()
+    )
     lightning(str(tmp_path / "saved"), "late", saver)
     told = capfd.readouterr()
     assert "moments were reset to zero" in told.err and "it trained on" in told.out
@@ -309,7 +313,7 @@ def test_what_the_last_callback_of_lightning_changes_is_seen(tmp_path, lightning
 
 def test_lightning_is_ended_before_its_first_step(tmp_path, lightning, monkeypatch, capfd):
     """In this process, with what llmtailor adds to a launched one; it is launched in the test that follows."""
-    from llmtailor.integrations.lightning import LaunchedAttest
+    from llmtailor.integrations.lightning import LaunchedLightningAttest
 
     of_optimizers = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(of_optimizers, "_global_optimizer_pre_hooks", OrderedDict())
@@ -318,7 +322,7 @@ def test_lightning_is_ended_before_its_first_step(tmp_path, lightning, monkeypat
 
     def fit(how):
         attested.HOOKS[of_optimizers.__name__](of_optimizers)
-        lightning(str(tmp_path / "saved"), how, LaunchedAttest())
+        lightning(str(tmp_path / "saved"), how, LaunchedLightningAttest())
 
     capfd.readouterr()  # of when it saved
     made = ended(monkeypatch, tmp_path / "saved", lambda: fit("late"))

@@ -20,7 +20,7 @@ from llmtailor.codes import Code
 from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER
-from llmtailor.storage.local import Files
+from llmtailor.storage.local import OpenFiles
 from llmtailor.verify.verify import verify_checkpoint
 from oracle.deepspeed_tools import universal
 from trainings.catalogue import AUTOTP, long_but
@@ -242,17 +242,17 @@ def test_verify_compares_what_several_ranks_hold(kind: str, runs: Runs, tmp_path
 
 def test_a_file_that_fails_while_columns_are_read(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other ranks hold of the same rows is read; no state is read row by row, unless it is in that file."""
-    root, read_into, reads = runs.checkpoint("tp-2"), Files.read_into, list[str]()
+    root, read_into, reads = runs.checkpoint("tp-2"), OpenFiles.read_into, list[str]()
     index = index_checkpoint(root)
     lost = f"{TAG}/zero_pp_rank_0_mp_rank_01_optim_states.pt"
 
-    def fails(self: Files, path: str, offset: int, room: memoryview) -> None:
+    def fails(self: OpenFiles, path: str, offset: int, room: memoryview) -> None:
         reads.append(path)
         if path == lost:
             raise OSError(errno.EIO, "an input or output error")
         read_into(self, path, offset, room)
 
-    monkeypatch.setattr(Files, "read_into", fails)
+    monkeypatch.setattr(OpenFiles, "read_into", fails)
     verdict = verify_checkpoint(root, deep=True)
     [found] = verdict.findings
     assert (found.path, found.code) == (lost, Code.FILE_UNREADABLE)

@@ -19,7 +19,7 @@ from llmtailor.codes import Code
 from llmtailor.errors import MismatchError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import MASTER, MODULE, WEIGHT, State
-from llmtailor.recipe import Average, Recipe, Select, Whole
+from llmtailor.recipe import Average, Recipe, Select, WholeModel
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from oracle.zero3 import MOMENTS, differ
 from real.test_reshard import assert_loaded
@@ -33,7 +33,7 @@ Member = tuple[str, int, float]
 
 
 def merge(base: Path, members: list[tuple[Path, float]], moments: str, out: Path, **options: Any) -> Path:
-    recipe = Recipe("x", "", base, (Whole(Average(tuple(members), moments), None, "x"),), None, None)
+    recipe = Recipe("x", "", base, (WholeModel(Average(tuple(members), moments), None, "x"),), None, None)
     llmtailor.merge(recipe, out, llmtailor.Options(**options))
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.level == RESUMABLE, verdict.findings

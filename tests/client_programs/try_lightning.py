@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from llmtailor.integrations.lightning import PartialSaving, newest_checkpoint
+from llmtailor.integrations.lightning import LightningPartialSaving, newest_checkpoint
 
 WORDS, LENGTH, BATCH = 60, 12, 2
 STEP_S = 0.05
@@ -53,7 +53,7 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=told.steps // told.save_steps,
-        callbacks=[PartialSaving("full", told.save_steps, output_dir=told.out)] if told.attached else [],
+        callbacks=[LightningPartialSaving("full", told.save_steps, output_dir=told.out)] if told.attached else [],
         enable_checkpointing=False,
         logger=False,
     )

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtailor.containers import torch_file
-from llmtailor.containers.torch_file import AlikeBlobs, Buffered, Held, Window, open_torch_file, read_records
+from llmtailor.containers.torch_file import AlikeBlobs, Buffered, InMemoryFile, Window, open_torch_file, read_records
 from llmtailor.containers.unpickle import as_tensor
 from llmtailor.errors import Problems, SourceError
 from llmtailor.formats.common.dcp_folder import read_folder
@@ -107,14 +107,14 @@ def blob_of(*tensors: torch.Tensor) -> bytes:
 
 
 def find(alike: AlikeBlobs[str], data: bytes, before: int = 0) -> str | None:
-    file = Held(bytes(before) + data + b"the next one", "file")
+    file = InMemoryFile(bytes(before) + data + b"the next one", "file")
     return alike.find(file, before, before + len(data))
 
 
 class Within(Window):
     """A window of bytes in memory."""
 
-    def __init__(self, file: Held, start: int, stop: int):
+    def __init__(self, file: InMemoryFile, start: int, stop: int):
         super().__init__(file, start, stop)
         self._file = file
 
@@ -124,7 +124,7 @@ class Within(Window):
 
 def remember(data: bytes) -> AlikeBlobs[str]:
     alike = AlikeBlobs[str]()
-    alike.add(Within(Held(data, "file"), 0, len(data)), "known")
+    alike.add(Within(InMemoryFile(data, "file"), 0, len(data)), "known")
     return alike
 
 
@@ -133,7 +133,7 @@ def test_every_byte_but_elements_and_checksums_counts():
     alike = remember(data)
     other = blob_of(torch.arange(60, dtype=torch.float32))
     assert other != data and find(alike, other) == find(alike, other, before=100) == "known"
-    records = read_records(Held(data, "file"))
+    records = read_records(InMemoryFile(data, "file"))
     [elements] = [one for name, one in records.items() if name.startswith("archive/data/")]
     where = (elements.stop + 4, elements.crc_at)
     assert all(

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
 from llmtailor.errors import UnsupportedCheckpoint  # noqa: E402
 from llmtailor.formats.provenance import stated_attempt  # noqa: E402
-from llmtailor.integrations.lightning import PartialSaving, _is_first, newest_checkpoint  # noqa: E402
+from llmtailor.integrations.lightning import LightningPartialSaving, _is_first, newest_checkpoint  # noqa: E402
 from llmtailor.runs.folder import RunFolder  # noqa: E402
 from trainings.models import build  # noqa: E402
 
@@ -46,7 +46,7 @@ def new_trainer(run: Path, epochs: int, *callbacks: Any) -> Any:
         accelerator="cpu",
         devices=1,
         max_epochs=epochs,
-        callbacks=[PartialSaving("full", 1, output_dir=run), *callbacks],
+        callbacks=[LightningPartialSaving("full", 1, output_dir=run), *callbacks],
         enable_checkpointing=bool(callbacks),
         logger=False,
         enable_progress_bar=False,

@@ -14,7 +14,7 @@ import torch
 from helpers.states import in_8_bits, in_24_bits, of_16_bits, raw
 from llmtailor.checkpoint.placement import Bundled
 from llmtailor.model.roles import Encoding, State, size_of
-from llmtailor.saving.snapshot import Bases, pack_by_torch
+from llmtailor.saving.snapshot import DeltaBases, pack_by_torch
 from llmtailor.storage import casts
 from llmtailor.storage.casts import cast, pack, pack_differences, refine
 from llmtailor.storage.checksums import part_digest
@@ -275,7 +275,7 @@ def test_differences_of_any_patterns(every):
 
 
 def test_a_failed_save_is_no_base():
-    bases = Bases()
+    bases = DeltaBases()
     bases.coming("a", 0, 2).fill_(7)
     assert bases.of("a", 0, 2) is None
     bases.settle(True)

@@ -16,7 +16,7 @@ from helpers.commands import call
 from helpers.composing import convert, merge
 from helpers.states import read
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.placement import Contiguous, Extent, Selected
+from llmtailor.checkpoint.placement import Contiguous, Extent, StridedRuns
 from llmtailor.errors import MismatchError, UnsupportedCheckpoint
 from llmtailor.formats.registry import index_checkpoint, output_in
 from llmtailor.model.roles import State
@@ -186,7 +186,7 @@ def test_groups_that_differ_in_more_than_decay(tmp_path):
 
 
 def test_selected_runs():
-    place = Selected(Contiguous(Extent("f", 100, 132), 4), (0, 2, 5), (1, 4))
+    place = StridedRuns(Contiguous(Extent("f", 100, 132), 4), (0, 2, 5), (1, 4))
     assert [(*one[:2], *one.extent[1:]) for one in place.cover(0, 5)] == [(0, 2, 104, 112), (2, 5, 116, 128)]
     assert [(*one[:2], *one.extent[1:]) for one in place.cover(1, 4)] == [(1, 2, 108, 112), (2, 4, 116, 124)]
 

@@ -28,12 +28,12 @@ from llmtailor.checkpoint.placement import (
     Extent,
     Grid,
     Inside,
-    Selected,
     Sliced,
+    StridedRuns,
     arrange,
     columns,
 )
-from llmtailor.checkpoint.sources import Cut, Sources
+from llmtailor.checkpoint.sources import SourceRange, Sources
 from llmtailor.compose.averages import bias_factor, choose_steps, rebase_scales
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import step_notices
@@ -66,7 +66,7 @@ def test_a_state_may_be_cut_over_several_sources(data):
     """And what is rounded from its master with it, but not its moments."""
     numel, world = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 4))
     owners = data.draw(st.lists(st.integers(0, 2), min_size=numel, max_size=numel))
-    cuts = tuple(Cut(at, at + 1, owner) for at, owner in enumerate(owners))
+    cuts = tuple(SourceRange(at, at + 1, owner) for at, owner in enumerate(owners))
     part = -(-numel // world)
     shards = tuple(Extent(f"rank{rank}", 0, 4 * part) for rank in range(world))
     held = {State("p", kind): TensorEntry("F32", (numel,), Sliced(shards, 0, part, 4)) for kind in (MASTER, EXP_AVG)}
@@ -236,7 +236,7 @@ def test_rows_of_short_runs_are_the_same_elements(grid, data):
     edges = sorted({0, whole.size, *data.draw(st.lists(st.integers(0, whole.size), max_size=2))})
     runs = data.draw(st.permutations([*itertools.pairwise(edges)]))
     ends = itertools.accumulate((high - low for low, high in runs), initial=0)
-    place = data.draw(st.sampled_from([boxes, Selected(boxes, tuple(ends), tuple(low for low, _ in runs))]))
+    place = data.draw(st.sampled_from([boxes, StridedRuns(boxes, tuple(ends), tuple(low for low, _ in runs))]))
     begin = data.draw(st.integers(0, whole.size))
     end = data.draw(st.integers(begin, whole.size))
     found, at = b"", begin

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmtailor.recipe import Average, GroupId, LayerRange, NamedWeight, Select, Whole, parse
+from llmtailor.recipe import Average, GroupId, LayerRange, NamedWeight, Select, WholeModel, parse
 from llmtailor.recipe.parse import load_recipe
 from recipe.structures import check, problems_of, read
 
@@ -97,7 +97,7 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("slices:\n" + "\n".join(f"- sources: [{{model: a, layer_range: {bounds}}}]"
                              for bounds in ([0, 2], [9, 9], [5, 8], [0, 0])), {"sources": (Path("/w/a"),)}),
     ("models:\n  - model: runs/a\n    parameters: {weight: 1}\n",
-     {"base": A, "rules": (Whole(A, None, "recipe.yaml:2 models[0]"),), "notices": [":3 models[0].parameters"]}),
+     {"base": A, "rules": (WholeModel(A, None, "recipe.yaml:2 models[0]"),), "notices": [":3 models[0].parameters"]}),
     ("slices: null\nmodels: [{model: runs/a}]\nbase_model: runs/b", {"base": B, "sources": (B, A)}),
     ("""\
 base_model: runs/b
@@ -111,16 +111,16 @@ modules:
     parameters: {scale: 1}
 """, {"rules": (LayerRange(A, 0, 2, f"recipe.yaml:5 {SLICES}[0].sources[0].layer_range", "text_decoder"),
                 LayerRange(B, 2, 4, f"recipe.yaml:6 {SLICES}[1].sources[0].layer_range", "text_decoder"),
-                Whole(A, "vision_tower", "recipe.yaml:8 modules.vision_tower.models[0]")),
+                WholeModel(A, "vision_tower", "recipe.yaml:8 modules.vision_tower.models[0]")),
       "notices": [":9 modules.vision_tower.parameters"]}),
     # averages
     (linear("{model: runs/a, parameters: {weight: 0.25}}, {model: runs/b, parameters: {weight: 7.5e-1}}",
             "base_model: c"),
      {"base": C, "sources": (C, A, B),
-      "rules": (Whole(Average(((A, 0.25), (B, 0.75)), "newest"), None, "recipe.yaml:2 models"),)}),
+      "rules": (WholeModel(Average(((A, 0.25), (B, 0.75)), "newest"), None, "recipe.yaml:2 models"),)}),
     (linear("{model: runs/a}, {model: runs/b, parameters: {weight: 3}}", "parameters: {weight: 1, normalize: true}",
             "moments: average"),
-     {"base": None, "rules": (Whole(Average(((A, 1), (B, 3)), "average"), None, "recipe.yaml:2 models"),)}),
+     {"base": None, "rules": (WholeModel(Average(((A, 1), (B, 3)), "average"), None, "recipe.yaml:2 models"),)}),
     ("""\
 base_model: c
 moments: reset

@@ -371,7 +371,7 @@ def test_a_source_that_changes_meanwhile_takes_the_upload_away(run, tmp_path):
 
 def test_a_path_in_the_cache_reads_the_store_whatever_its_type(run, url):
     """``Path(path)`` makes a plain path of it, whose file in the cache has no content."""
-    from llmtailor.storage.local import Files, read_source
+    from llmtailor.storage.local import OpenFiles, read_source
 
     folder = remote.open_location(f"{url}/checkpoint-100")
     plain, name = Path(folder), "config.json"
@@ -379,7 +379,7 @@ def test_a_path_in_the_cache_reads_the_store_whatever_its_type(run, url):
     wanted = (run / "checkpoint-100" / name).read_bytes()
     assert read_source(plain / name, name, 1 << 20) == wanted
     room = bytearray(len(wanted))
-    with Files(plain) as files:
+    with OpenFiles(plain) as files:
         files.read_into(name, 0, memoryview(room))
     assert room == wanted
 

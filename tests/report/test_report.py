@@ -20,7 +20,7 @@ from helpers.cases import examples
 from helpers.commands import call, run_here
 from helpers.files import edit_json
 from llmtailor.report import chart
-from llmtailor.report.gather import Attempt, Losses, RunFacts
+from llmtailor.report.gather import Attempt, LossCurve, RunFacts
 from llmtailor.report.page import page
 from llmtailor.runs.save_log import FailedSave, LoggedSave, SaveLog
 from llmtailor.runs.scan import compose_newest
@@ -301,7 +301,7 @@ def facts() -> RunFacts:
         )
         for number in range(1, 13)
     )
-    losses = Losses("step-120", tuple((step, 5 / step) for step in range(1, 121)), ((60, 0.2), (120, 0.1)))
+    losses = LossCurve("step-120", tuple((step, 5 / step) for step in range(1, 121)), ((60, 0.2), (120, 0.1)))
     attempts = (Attempt(0, "2026-01-01T00:00:00+00:00"), Attempt(50, "2026-01-02T00:00:00+00:00"))
     log = SaveLog(saves, (FailedSave(75, "no space"),))
     return RunFacts("runs/x", datetime(2026, 1, 3, tzinfo=timezone.utc), log, attempts=attempts, losses=losses)

@@ -15,7 +15,7 @@ from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.model.parts import EMBED, HEAD, NORM
 from llmtailor.model.roles import ADAM_BYTES
 from llmtailor.policies import make_policy
-from llmtailor.runs.simulate import MASTER_BYTES, Hardware, Schedule, cost_of, simulate, size_of_config
+from llmtailor.runs.simulate import MASTER_BYTES, Hardware, SimulatedSaves, cost_of, simulate, size_of_config
 from saving.loop import Loop
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -106,7 +106,7 @@ def test_experts_as_parts(tmp_path):
 
 
 GB = 10**9
-HALF = Schedule((40 * GB, 60 * GB), 0.5, 1, 200 * GB, 0.25)
+HALF = SimulatedSaves((40 * GB, 60 * GB), 0.5, 1, 200 * GB, 0.25)
 
 
 def machine(**others: float) -> Hardware:

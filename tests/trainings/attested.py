@@ -24,7 +24,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, set_seed
 
 import llmtailor
-from llmtailor.live.training import Fragment, Held, rng_tree
+from llmtailor.live.training import LiveShard, TrainingObjects, rng_tree
 from llmtailor.loaders.loader import LOADERS
 from llmtailor.saving.api import prepared, training_of
 from llmtailor.saving.attesting import parts_of
@@ -44,7 +44,7 @@ class Resumed:
     load: Callable[[Any], object]
     """Of a loop, which may load another"""
 
-    def __init__(self, given: dict[str, Any], held: Held, newer: Path, older: Path) -> None:
+    def __init__(self, given: dict[str, Any], held: TrainingObjects, newer: Path, older: Path) -> None:
         self.given, self.checkpoint, self.older = given, newer, older
         self.engine, self.scheduler = held.engine, getattr(held.scheduler, "scheduler", held.scheduler)
         self.training = training_of(held, LOADERS["trainer"])
@@ -55,12 +55,14 @@ class Resumed:
         if isinstance(spec, Fsdp):
             loop: Any = Loop(spec)
             given = {"model": loop.model, "optimizer": loop.optimizer, "scheduler": loop.scheduler}
-            made = cls(given, Held(None, **given), newer, older)
+            made = cls(given, TrainingObjects(None, **given), newer, older)
             made.load = lambda path: KINDS[spec.kind][1](loop, path)
             return made
         if spec.client == "deepspeed":
             loop = EngineLoop(spec)
-            made = cls({"engine": loop.engine}, Held(loop.engine, scheduler=loop.engine.lr_scheduler), newer, older)
+            made = cls(
+                {"engine": loop.engine}, TrainingObjects(loop.engine, scheduler=loop.engine.lr_scheduler), newer, older
+            )
         else:
             loop = AccelerateLoop(spec)
             made = cls({"accelerator": loop.accelerator}, prepared(loop.accelerator), newer, older)
@@ -75,14 +77,14 @@ class Resumed:
         """torch's optimizer, which has the states and groups"""
         return self.engine.optimizer.optimizer if self.engine is not None else self.training.optimizers()[0]  # type: ignore[index]
 
-    def fragments(self, *kinds: str) -> list[Fragment]:
+    def fragments(self, *kinds: str) -> list[LiveShard]:
         return [one for one in self.training.present() if one.kind in kinds]
 
     def values(self) -> dict[tuple[str, str, int], torch.Tensor]:
         return {(one.param, one.kind, one.begin): one.tensor.clone() for one in self.training.present()}
 
 
-def overwrite(fragments: list[Fragment], value: Callable[[Fragment], Any]) -> Undo:
+def overwrite(fragments: list[LiveShard], value: Callable[[LiveShard], Any]) -> Undo:
     """Give fragments other values; None leaves one as it is."""
     before = [(one.tensor, one.tensor.clone()) for one in fragments]
     made = [value(one) for one in fragments]
@@ -118,7 +120,7 @@ def all_of(undos: Iterable[Undo]) -> Undo:
     return undo
 
 
-def of_rank(numbers: set[int], fragments: list[Fragment]) -> list[Fragment]:
+def of_rank(numbers: set[int], fragments: list[LiveShard]) -> list[LiveShard]:
     return fragments if dist.get_rank() in numbers else []
 
 
@@ -186,13 +188,13 @@ class Faults:
         found = self.one.fragments(self.draw.choice(MOMENTS))
         return overwrite([found[self.draw.randrange(len(found))]], self._older)
 
-    def _older(self, one: Fragment) -> torch.Tensor:
+    def _older(self, one: LiveShard) -> torch.Tensor:
         return self.older[one.param, one.kind, one.begin]
 
     def permuted(self) -> Undo:
         """The moments of params of equal shape are given in reverse."""
         found = self.one.fragments(*MOMENTS)
-        by_shape: dict[tuple[Any, ...], list[Fragment]] = {}
+        by_shape: dict[tuple[Any, ...], list[LiveShard]] = {}
         for one in found:
             shape = self.one.training.params[one.param].shape
             by_shape.setdefault((one.kind, shape, one.begin, one.tensor.numel()), []).append(one)
@@ -222,7 +224,7 @@ class Faults:
             for kinds in self.one.training._flats(self.one.engine.optimizer.state_dict())
             for flat in kinds.values()
         ]  # type: ignore[attr-defined]
-        return overwrite([Fragment("", "", 0, flat) for flat in flats], lambda one: begun_as(one.tensor, source))
+        return overwrite([LiveShard("", "", 0, flat) for flat in flats], lambda one: begun_as(one.tensor, source))
 
     def masters_rounded(self) -> Undo:
         return overwrite(self.one.fragments("master"), lambda one: one.tensor.bfloat16().to(one.tensor.dtype))
@@ -248,7 +250,7 @@ class Faults:
 
     def forward_of_another_save(self) -> Undo:
         masters = self.one.fragments("master")
-        weights = [Fragment(one.param, "", one.begin, self.one.training.weight_of(one)) for one in masters]  # type: ignore[arg-type]
+        weights = [LiveShard(one.param, "", one.begin, self.one.training.weight_of(one)) for one in masters]  # type: ignore[arg-type]
         return overwrite(weights, lambda one: one.tensor * 1.25 + 0.01)
 
     def forward_on_one_rank(self) -> Undo:
@@ -420,7 +422,7 @@ def in_lightning(act: Act, *paths: Path) -> Any:
             engine, scheduler = getattr(trainer.strategy, "deepspeed_engine", None), trainer.lr_scheduler_configs[0]
             given = {"engine": engine} if engine else {"model": module, "optimizer": trainer.optimizers[0]}
             given["scheduler"] = scheduler.scheduler
-            act(Resumed({**given, "step": trainer.global_step}, Held(**given), *paths))
+            act(Resumed({**given, "step": trainer.global_step}, TrainingObjects(**given), *paths))
             raise Done
 
     return InLightning()

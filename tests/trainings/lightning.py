@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-from llmtailor.integrations.lightning import AttestResume, PartialSaving, newest_checkpoint
+from llmtailor.integrations.lightning import LightningAttestResume, LightningPartialSaving, newest_checkpoint
 from trainings.common import DECAY, RATE, Losses, Tokens, die, train_each
 from trainings.models import build
 from trainings.optimizers import IN_LOOPS
@@ -135,8 +135,10 @@ def run(spec: Lightning, folder: Path) -> Losses:
     data = [Tokens()[at]["input_ids"] for at in range(rows)]
     callbacks: list[Any] = [ModelCheckpoint(dirpath=out, every_n_train_steps=EPOCH_STEPS, save_top_k=-1)]
     if spec.saver:
-        callbacks.append(PartialSaving(spec.saver, 1, output_dir=out, on_mismatch="warn" if spec.fault else "stop"))
-    callbacks.append(Faulty(spec.fault) if spec.fault else AttestResume(on_mismatch="stop"))
+        callbacks.append(
+            LightningPartialSaving(spec.saver, 1, output_dir=out, on_mismatch="warn" if spec.fault else "stop")
+        )
+    callbacks.append(Faulty(spec.fault) if spec.fault else LightningAttestResume(on_mismatch="stop"))
     if spec.dies_at:
         callbacks.append(Dying(spec))
     module = Module(spec)

@@ -21,7 +21,7 @@ from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 from llmtailor.checkpoint.index import DcpEntry
-from llmtailor.checkpoint.layout import Bytes, Copy, Crc, FileLayout, Fill, Piece, Slot, Zeros
+from llmtailor.checkpoint.layout import Bytes, Copy, Crc, FileLayout, Fill, Segment, Slot, Zeros
 from llmtailor.checkpoint.placement import Box, Boxes, Cells, Extent, Placement, last_cut
 from llmtailor.containers.dcp import (
     DATA_FILE,
@@ -38,7 +38,7 @@ from llmtailor.containers.torch_file import lay_out_torch_blob
 from llmtailor.containers.unpickle import as_tensor, make_tensor, state_tensor
 from llmtailor.model.roles import State
 
-Pieces = tuple[Piece, ...]
+Pieces = tuple[Segment, ...]
 _MADE = (Bytes, Zeros, Crc)
 """Pieces that read no source"""
 
@@ -72,18 +72,18 @@ class _Blob:
         at = bisect_left(self.ranks, rank)
         return at if at < len(self.ranks) and self.ranks[at] == rank else None
 
-    def brief(self) -> Iterator[Piece]:
+    def brief(self) -> Iterator[Segment]:
         """Yield `elements`, and a digest of all else. The folder's ``.metadata`` says which of them each rank has."""
         kept = (piece if type(piece) in _MADE else piece.num_bytes for piece in self.pieces)
         yield Bytes(hashlib.sha256(repr((*kept,)).encode()).digest(), "outline of a blob")
         yield from self.elements
 
-    def placed(self, number: int, at: int) -> Iterator[Piece]:
+    def placed(self, number: int, at: int) -> Iterator[Segment]:
         """Yield the pieces of a rank's at byte ``at`` of its file."""
         for piece in self.pieces:
             yield Crc(at + piece.start, at + piece.stop) if type(piece) is Crc else self._of(number, piece)
 
-    def _of(self, number: int, piece: Piece) -> Piece:
+    def _of(self, number: int, piece: Segment) -> Segment:
         if type(piece) is not Slot or not (skipped := self.skips[number]):
             return piece
         state, dtype, begin, end, rows, stride = piece
@@ -99,14 +99,14 @@ class _RankFile(FileLayout):
         super().__init__(path, self._filled)
         self._blobs, self._fill, self._num_bytes = blobs, fill, num_bytes
 
-    def _filled(self) -> Iterator[Piece]:
+    def _filled(self) -> Iterator[Segment]:
         at = 0
         for blob, number in self._blobs():
             for piece in blob.placed(number, at):
                 yield from (piece,) if self._fill is None else self._fill(piece)
             at += blob.num_bytes
 
-    def brief(self) -> Iterator[Piece]:
+    def brief(self) -> Iterator[Segment]:
         first = (blob for blob, number in self._blobs() if not number)
         for piece in chain.from_iterable(blob.brief() for blob in first):
             yield from (piece,) if self._fill is None else self._fill(piece)

@@ -74,7 +74,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class DcpCheckpoint:
     tensors: Mapping[str, Stored] = field(default_factory=dict)
     objects: Mapping[str, tuple[KeyPath, Any]] = field(default_factory=dict)
     """Key -> path, and the decoded object, or its extent"""
@@ -95,7 +95,7 @@ def read_folder(
     linked: Mapping[str, int | None] = MappingProxyType({}),
     *,
     decodes: bool = True,
-) -> Folder | None:
+) -> DcpCheckpoint | None:
     """Read ``root/folder`` (``""`` is the root itself); None if its ``.metadata`` can't be used.
 
     Damage is added to ``problems``. Of the tensors only some zip headers are read, see `check_blobs`. Files in
@@ -113,7 +113,7 @@ def read_folder(
     )
     if grids is None:
         return None
-    blobs = _Blobs(root, prefix, name, problems, linked, decodes)
+    blobs = _BlobDecoder(root, prefix, name, problems, linked, decodes)
     blobs.read(entries)
     tensors = {
         key: _stored(entry, chunks, grids.pop(key), blobs.starts.pop(key), blobs.at)
@@ -122,7 +122,7 @@ def read_folder(
     objects = {key: (entry.path, blobs.objects[key]) for key, entry in entries.items() if key in blobs.objects}
     there = [path.name for path in (root / prefix).iterdir() if DATA_FILE.fullmatch(path.name)]
     own = {*blobs.used, *(path for path in there if not _size(root / prefix / path))}  # a rank may have nothing to save
-    return Folder(
+    return DcpCheckpoint(
         tensors,
         objects,
         max((rank_of_file(path) + 1 for path in own), default=1),
@@ -139,7 +139,7 @@ def check_blobs(root: Path, path: str, name: str, problems: Problems) -> set[str
     Returns the files that can't be read.
     """
     entries = attempt(lambda: read_metadata(root, path, PathIn(name, path)), problems)
-    blobs = _Blobs(root, path.removesuffix(METADATA), name, problems, {}, decodes=False)
+    blobs = _BlobDecoder(root, path.removesuffix(METADATA), name, problems, {}, decodes=False)
     blobs.read(entries or {}, all_blobs=True)
     return {blobs.at(path) for path in blobs.bad}
 
@@ -162,7 +162,7 @@ def _strays(root: Path, prefix: str, name: str, used: Mapping[str, object]) -> I
         yield Finding(PathIn(name, f"{prefix}{METADATA}.tmp"), what, fix, Code.STEPS_DIFFER, WARNING)
 
 
-def _elsewhere(blobs: _Blobs, name: str) -> Iterator[Finding]:
+def _elsewhere(blobs: _BlobDecoder, name: str) -> Iterator[Finding]:
     """Yield a note on data files that are in other checkpoints."""
     paths = [blobs.at(path) for path in blobs.used if not DATA_FILE.fullmatch(path)]
     if paths:
@@ -175,7 +175,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-class _Blobs:
+class _BlobDecoder:
     """Decodes the blobs of a folder, file by file in the order of their bytes."""
 
     def __init__(
@@ -379,7 +379,7 @@ def list_shards(root: Path) -> list[str]:
 
 def read_shards(
     root: Path, name: str, problems: Problems, linked: Mapping[str, int | None] = MappingProxyType({})
-) -> Folder | None:
+) -> DcpCheckpoint | None:
     """Read the safetensors files of all ranks; None if they can't be used. Damage is added to ``problems``.
 
     ``linked`` lists the files of a partial save, with the `checksum_of_shard` that each must have.
@@ -404,7 +404,7 @@ def read_shards(
         return None
     joined = {key: attempt(lambda: join_pieces(key, parts[key], name), problems) for key in parts}  # noqa: B023
     tensors = {key: stored for key, stored in joined.items() if stored is not None}
-    return Folder(tensors, ranks=max(ranks), files=tuple(paths))
+    return DcpCheckpoint(tensors, ranks=max(ranks), files=tuple(paths))
 
 
 def _in_shard(
@@ -458,21 +458,21 @@ def _path(key: str) -> KeyPath:
 OPTIMIZER_FILE = "optimizer.bin"
 
 
-def read_model_file(root: Path, name: str) -> Folder:
+def read_model_file(root: Path, name: str) -> DcpCheckpoint:
     """Read the weights. Raises SourceError if the file is missing or damaged."""
     where = PathIn(name, MODEL_FILE)
     tree = as_dict(read_torch_file(root, MODEL_FILE, where).tree, "the file", where)
     tensors, objects = _split(((("model", key), value) for key, value in tree.items()), where)
-    return Folder(tensors, objects, files=(MODEL_FILE,))
+    return DcpCheckpoint(tensors, objects, files=(MODEL_FILE,))
 
 
-def read_optimizer_file(root: Path, name: str) -> Folder:
+def read_optimizer_file(root: Path, name: str) -> DcpCheckpoint:
     """Read the optimizer's states and param groups. Raises SourceError if the file is missing or damaged."""
     where = PathIn(name, OPTIMIZER_FILE)
     with naming_others(where):
         tree = read_torch_file(root, OPTIMIZER_FILE, where).tree
     tensors, objects = _split(walk_optimizer(tree, where), where)
-    return Folder(tensors, objects, files=(OPTIMIZER_FILE,))
+    return DcpCheckpoint(tensors, objects, files=(OPTIMIZER_FILE,))
 
 
 def walk_optimizer(tree: Any, where: str) -> Iterator[tuple[KeyPath, Any]]:

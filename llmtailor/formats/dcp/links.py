@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from llmtailor.checkpoint.index import DCP, FOLDERS, FSDP, SHARDS, CheckpointIndex
-from llmtailor.checkpoint.layout import Copy, LinkLayout, Piece
+from llmtailor.checkpoint.layout import Copy, LinkLayout, Segment
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.sources import Linkable
 from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, KeyPath, checksum_of_save, read_metadata
@@ -115,7 +115,7 @@ class Links:
         with open_source(index.root / file.source_path, PathIn(index.name, file.source_path)) as source:
             return checksum_of_save(source, file.blobs)
 
-    def _pieces(self, file: _Linked) -> Iterator[Piece]:
+    def _pieces(self, file: _Linked) -> Iterator[Segment]:
         path, at = file.source_path, 0
         for copy in sorted(file.copies, key=lambda one: one.extent.start):
             if at < copy.extent.start:

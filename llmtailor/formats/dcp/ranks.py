@@ -31,7 +31,7 @@ from llmtailor.checkpoint.optimizer import NAME_KEYS
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import Blob, Chunk, KeyPath
-from llmtailor.containers.dtensor import WITH_DTENSORS, Piece, as_piece
+from llmtailor.containers.dtensor import WITH_DTENSORS, LocalTensor, as_piece
 from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count, read_json, read_step, read_tensor
 from llmtailor.containers.torch_file import list_records, read_torch_file
 from llmtailor.containers.unpickle import as_ints, as_tensor
@@ -48,7 +48,7 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import WARNING, Finding
-from llmtailor.formats.common.dcp_folder import Folder, Stored, join_pieces, walk_optimizer
+from llmtailor.formats.common.dcp_folder import DcpCheckpoint, Stored, join_pieces, walk_optimizer
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
 from llmtailor.formats.common.param_names import ModelFacts, compare_shapes, derived_names, has_names, listed_names
 from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, TIED
@@ -88,8 +88,8 @@ def is_of_ranks(root: Path) -> bool:
 class Folders:
     """The DCP folders of a checkpoint, or files in their form: one for everything if ``model`` is None."""
 
-    optimizer: Folder
-    model: Folder | None = None
+    optimizer: DcpCheckpoint
+    model: DcpCheckpoint | None = None
     form: str = FOLDERS
     mesh: RankMesh | None = None
     """Of the form `RANKS`"""
@@ -99,7 +99,7 @@ class Folders:
     """verl: file -> its content beside the states, of each rank"""
 
     @property
-    def all(self) -> tuple[Folder, ...]:
+    def all(self) -> tuple[DcpCheckpoint, ...]:
         return (self.model, self.optimizer) if self.model else (self.optimizer,)
 
     @property
@@ -111,7 +111,7 @@ def read_accelerate_ranks(root: Path, name: str, problems: Problems) -> Folders 
     """Read accelerate's files; None if they can't be used. Damage is added to ``problems``."""
     numbers = [int(match[2]) for path in root.iterdir() if (match := FSDP_RANK.fullmatch(path.name))]
     ranks = max(numbers) + 1
-    reader = _Reader(root, name, problems)
+    reader = _RankFileReader(root, name, problems)
     model = reader.read_model([MODEL_OF_RANK.format(rank) for rank in range(ranks)])
     optimizer = reader.read([OPTIMIZER_OF_RANK.format(rank) for rank in range(ranks)], walk_optimizer)
     if model is None or optimizer is None:
@@ -127,7 +127,7 @@ def read_verl(root: Path, name: str, problems: Problems) -> Folders | None:
     """
     ranks = _verl_ranks(root, name)
     files = {kind: [verl_file(kind, ranks, rank) for rank in range(ranks)] for kind in (MODEL, OPTIMIZER, EXTRA)}
-    reader = _Reader(root, name, problems)
+    reader = _RankFileReader(root, name, problems)
     model = reader.read_model(files[MODEL])
     if not any((root / path).exists() for path in files[OPTIMIZER]):
         what = "it holds no optimizer states, only weights"
@@ -183,7 +183,7 @@ def _walk_model(tree: Any, where: str) -> Iterator[tuple[KeyPath, Any]]:
 Walk = Callable[[Any, str], Iterator[tuple[KeyPath, Any]]]
 
 
-class _Reader:
+class _RankFileReader:
     def __init__(self, root: Path, name: str, problems: Problems):
         self.root, self.name, self.problems = root, name, problems
         self.mesh: RankMesh | None = None
@@ -201,7 +201,7 @@ class _Reader:
         """The names of a model that are not those of its params"""
         return {*self._tied, *self._buffers}
 
-    def read_model(self, paths: Sequence[str]) -> Folder | None:
+    def read_model(self, paths: Sequence[str]) -> DcpCheckpoint | None:
         """Return what `read` does; afterwards, the roles are known."""
         model = self.read(paths, _walk_model)
         self.roles = {".".join(TIED): (TIED, dict(self._tied)), ".".join(BUFFERS): (BUFFERS, [*self._buffers])}
@@ -216,7 +216,7 @@ class _Reader:
                 raise UnsupportedCheckpoint.at(where, OLD_FSDP, USE_FSDP2) from error
             raise
 
-    def read(self, paths: Sequence[str], walk: Walk) -> Folder | None:
+    def read(self, paths: Sequence[str], walk: Walk) -> DcpCheckpoint | None:
         """Return the values in the files of all ranks by key path; None if a file can't be used."""
         if lost_files := [path for path in paths if not (self.root / path).exists()]:
             more = f", and {len(lost_files) - 1:,} of other ranks" if len(lost_files) > 1 else ""
@@ -253,7 +253,7 @@ class _Reader:
             self.problems.add(SourceError.at(self.name, what, COPY_CHECKPOINT, Code.RANKS_DIFFER))
         if len(self.problems.errors) > sound:
             return None
-        return Folder(tensors, objects, ranks=len(paths), files=tuple(paths))
+        return DcpCheckpoint(tensors, objects, ranks=len(paths), files=tuple(paths))
 
     def _joined(self, key: str, path: KeyPath, nodes: Sequence[Any], paths: Sequence[str]) -> Stored:
         wheres = [PathIn(self.name, one) for one in paths]
@@ -336,7 +336,7 @@ def _place(rank: int, mesh: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(place))
 
 
-def _rank_mesh(pieces: Sequence[Piece], shape: tuple[int, ...]) -> RankMesh:
+def _rank_mesh(pieces: Sequence[LocalTensor], shape: tuple[int, ...]) -> RankMesh:
     def texts(value: Any) -> tuple[str, ...]:
         return tuple(map(str, value)) if isinstance(value, (list, tuple)) else ()
 
@@ -346,7 +346,7 @@ def _rank_mesh(pieces: Sequence[Piece], shape: tuple[int, ...]) -> RankMesh:
     return RankMesh(device, names, shape, first.cuts, groups, frozenset(map(str, first.mesh)))
 
 
-def _same_form(pieces: Sequence[Piece]) -> bool:
+def _same_form(pieces: Sequence[LocalTensor]) -> bool:
     return len({(one.view.storage.dtype, one.shape, one.cuts, len(one.at)) for one in pieces}) == 1
 
 

@@ -251,7 +251,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     if trainer is not None:  # the weights are in no safetensors file
         findings = tuple(one for one in trainer.findings if one.code is not Code.WEIGHTS_MISSING)
         trainer = replace(trainer, weights={}, findings=findings)
-    draft = attempt(lambda: _Indexing(root, name, folders, trainer, manifest, problems).draft(), problems)
+    draft = attempt(lambda: _DcpIndexing(root, name, folders, trainer, manifest, problems).draft(), problems)
     return draft or Draft(problems)
 
 
@@ -301,7 +301,7 @@ def _read_trainers(root: Path, name: str, problems: Problems, linked: Mapping[st
     return Folders(optimizer, model, SHARDS if has_shards else FOLDERS) if optimizer and model else None
 
 
-class _Indexing:
+class _DcpIndexing:
     def __init__(
         self,
         root: Path,

@@ -35,7 +35,7 @@ from llmtailor.checkpoint.optimizer import ParamGroup, with_names, without_names
 from llmtailor.checkpoint.placement import Absent, Placement
 from llmtailor.checkpoint.schema import kinds_by_param, refuse_cuts
 from llmtailor.containers.dcp import KeyPath, cut_rows
-from llmtailor.containers.dtensor import MESH_FIELDS, Mesh
+from llmtailor.containers.dtensor import MESH_FIELDS, DeviceMesh
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.containers.unpickle import Ordered, Quantized, state_tensor
@@ -109,7 +109,7 @@ class DcpWriter:
         if style.form == RANKS:
             _check_mesh(base, wanted.layout.world_size)
         links = Links(wanted.linkable, wanted.layout.world_size) if wanted.linkable is not None else None
-        target = _Target(base, wanted, style, links, self.family)
+        target = _DcpTarget(base, wanted, style, links, self.family)
         if self.family == DCP:
             return self._lay_out_bare(target)
         if self.family == VERL:
@@ -121,7 +121,7 @@ class DcpWriter:
         layouts = lay_out_trainer_files(base, wanted, laid_out, dtype, {SCALER, *ENGINE_FILES}, has_weights=True)
         return layouts, [*notices, *target.notices()]
 
-    def _lay_out_verl(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
+    def _lay_out_verl(self, target: _DcpTarget) -> tuple[list[FileLayout], list[Problem]]:
         base, wanted = target.base, target.wanted
         ranks, notices = wanted.layout.world_size, target.notices()
         schedule = scheduler_tree(base, wanted.from_group)
@@ -143,7 +143,7 @@ class DcpWriter:
         files += lay_out_settings(base, LOADERS[VERL].settings)
         return [*target.of_ranks(), *files], notices
 
-    def _lay_out_bare(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
+    def _lay_out_bare(self, target: _DcpTarget) -> tuple[list[FileLayout], list[Problem]]:
         base, folder = target.base, FolderBuilder("", target.wanted.layout.world_size, target.links)
         folder.counter = int(target.links is not None)  # so that links to moments keep no weights on the disk
         target.add_model(folder)
@@ -186,7 +186,7 @@ def _check_mesh(base: CheckpointIndex, ranks: int) -> None:
 
 def lay_out_model(base: CheckpointIndex) -> list[FileLayout]:
     """Return the layouts of a DCP folder's files with its model alone, cut for as many ranks."""
-    target = _Target(base, Wanted(base.layout), base.train.dcp or _STYLES[DCP])
+    target = _DcpTarget(base, Wanted(base.layout), base.train.dcp or _STYLES[DCP])
     folder = FolderBuilder("", base.world_size)
     target.add_model(folder)
     return folder.finish()
@@ -218,7 +218,7 @@ def check_states(base: CheckpointIndex, groups: Sequence[ParamGroup]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _DcpTarget:
     base: CheckpointIndex
     wanted: Wanted
     style: DcpKeyLayout
@@ -275,18 +275,18 @@ class _Target:
         files = [lay_out_torch_file(MODEL_FILE, model), lay_out_torch_file(OPTIMIZER_FILE, optimizer)]
         return [*files, *lay_out_master_weights(self.base)]
 
-    def _mesh(self, rank: int) -> Mesh:
+    def _mesh(self, rank: int) -> DeviceMesh:
         """Return the mesh as a rank has it: the base's, for as many ranks as are wanted."""
         ranks = self.wanted.layout.world_size
         own = self.base.train.dcp.mesh if self.base.train.dcp else None
         if own is None:  # random states show whether it has trained on GPUs
             rng = [tree for path, tree in self.base.train.trees.items() if is_rng_file(path) and isinstance(tree, dict)]
             on_cpu = rng and not any("cuda" in key for tree in rng for key in tree)
-            return Mesh("cpu" if on_cpu else "cuda", ("fsdp",), (ranks,), rank)
+            return DeviceMesh("cpu" if on_cpu else "cuda", ("fsdp",), (ranks,), rank)
         shards = own.shape[-1] if len(own.shape) == 2 else ranks
         shape = (ranks // shards, shards) if ranks > shards else (ranks,)
         groups = own.groups[rank] if shape == own.shape else ()
-        return Mesh(own.device, own.names[-len(shape) :], shape, rank, groups)
+        return DeviceMesh(own.device, own.names[-len(shape) :], shape, rank, groups)
 
     def of_ranks(self) -> list[FileLayout]:
         """Return the files of all ranks with their pieces of model and optimizer."""
@@ -322,7 +322,7 @@ class _Target:
             raise UnsupportedCheckpoint.at(base.name, what, fix)
         return tuple(name for name in order if name in frozen or name in group.params)
 
-    def _on_rank(self, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _on_rank(self, mesh: DeviceMesh) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a rank has of the model and of the optimizer."""
         at, shards = mesh.at[-1], mesh.shape[-1]
 

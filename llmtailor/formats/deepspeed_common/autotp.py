@@ -29,7 +29,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Box, Placement
-from llmtailor.checkpoint.tensor_parallel import Cut, Shard, TensorParallel
+from llmtailor.checkpoint.tensor_parallel import TensorParallel, TpShard, TpSplit
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_count
 from llmtailor.errors import COPY_CHECKPOINT, SourceError, UnsupportedCheckpoint, damaged, some
@@ -51,7 +51,7 @@ def check_has_map(tree: Mapping[str, Any], where: str) -> None:
         raise UnsupportedCheckpoint.at(where, what, fix)
 
 
-def read_cuts(tree: Mapping[str, Any], degree: int, where: str) -> dict[str, Cut]:
+def read_cuts(tree: Mapping[str, Any], degree: int, where: str) -> dict[str, TpSplit]:
     """Return how the params are cut. Raises SourceError or UnsupportedCheckpoint."""
     info = tree[INFO]
     params, version = info[MAP].get("params"), info[MAP].get("version")
@@ -84,14 +84,14 @@ class _NoBox(Exception):
     """A piece is not a box of the tensor, with the elements that the tensor has."""
 
 
-def _cut(entry: Mapping[str, Any], degree: int) -> Cut:
+def _cut(entry: Mapping[str, Any], degree: int) -> TpSplit:
     shape, ranks = _counts(entry["logical_shape"]), entry["ranks"]
     if [*ranks] != [*range(degree)]:
         raise ValueError("other ranks")
-    return Cut(shape, tuple(_shard(ranks[rank], shape) for rank in range(degree)))
+    return TpSplit(shape, tuple(_shard(ranks[rank], shape) for rank in range(degree)))
 
 
-def _shard(entry: Mapping[str, Any], full: tuple[int, ...]) -> Shard:
+def _shard(entry: Mapping[str, Any], full: tuple[int, ...]) -> TpShard:
     shape = _counts(entry["shard_shape"])
     pieces = []
     for piece in entry["pieces"]:
@@ -99,7 +99,7 @@ def _shard(entry: Mapping[str, Any], full: tuple[int, ...]) -> Shard:
             raise _NoBox("are scaled, so its moments would need another learning rate than the rest")
         if 0 not in (sizes := _counts(piece["shape"])):
             pieces.append((_box(sizes, piece["source"], full), _box(sizes, piece["dest"], shape)))
-    return Shard(shape, tuple(pieces))
+    return TpShard(shape, tuple(pieces))
 
 
 def _box(sizes: tuple[int, ...], view: Any, shape: tuple[int, ...]) -> Box:
@@ -124,7 +124,9 @@ def _counts(node: Any) -> tuple[int, ...]:
     return tuple(node)
 
 
-def join_ranks(indexes: Sequence[CheckpointIndex], cuts: Mapping[str, Cut], where: Sequence[str]) -> CheckpointIndex:
+def join_ranks(
+    indexes: Sequence[CheckpointIndex], cuts: Mapping[str, TpSplit], where: Sequence[str]
+) -> CheckpointIndex:
     """Return the index of the whole checkpoint, given those of the tensor-parallel ranks' files.
 
     ``where`` are the places of their model states. Raises SourceError if they do not fit the cuts, or each other.

@@ -41,11 +41,11 @@ from llmtailor.checkpoint.index import (
     buffer_on_ranks,
 )
 from llmtailor.checkpoint.optimizer import (
+    OverlappingParams,
     ParamGroup,
     Slices,
     SubGroup,
     Vector,
-    Whole,
     ZeroSettings,
     part_size,
     round_robin,
@@ -83,7 +83,7 @@ from llmtailor.storage.local import FileFact
 
 _Placed = Iterable[tuple[Param, str, TensorEntry | None]]
 """A param, the kind of a state of it, and the place of that state, if the files hold it"""
-_Wholes = Mapping[tuple[int, str], Whole]
+_Wholes = Mapping[tuple[int, str], OverlappingParams]
 """Sub-group and kind -> the layout of a state of whole params"""
 _SWAPPED = "the files of two ranks are swapped: swap them back"
 _MIXED = "copy the whole tag folder again; its files come from different saves"
@@ -326,15 +326,15 @@ def _cut(group: int, model: ModelShard, sample: OptimShard) -> Slices | Vector:
 def _find_whole(optim: Sequence[OptimShard | None], cuts: Sequence[Slices | Vector]) -> _Wholes:
     """Return the layouts of states that ranks of ZeRO-1/2 keep of whole params: their lengths show which."""
     shards = [(rank, shard) for rank, shard in enumerate(optim) if shard is not None and len(shard.flats) == len(cuts)]
-    found: dict[tuple[int, str], Whole] = {}
+    found: dict[tuple[int, str], OverlappingParams] = {}
     for flat_id, cut in enumerate(cuts if shards else ()):
         if not isinstance(cut, Vector):
             continue
         for kind in shards[0][1].flats[flat_id].keys() - {MASTER}:
             have = {rank: shard.flats[flat_id][kind].numel for rank, shard in shards if kind in shard.flats[flat_id]}
             is_cut = all(numel == cut.partition for numel in have.values())
-            if not is_cut and all(numel == Whole(cut).length(rank) for rank, numel in have.items()):
-                found[flat_id, kind] = Whole(cut)
+            if not is_cut and all(numel == OverlappingParams(cut).length(rank) for rank, numel in have.items()):
+                found[flat_id, kind] = OverlappingParams(cut)
     return found
 
 

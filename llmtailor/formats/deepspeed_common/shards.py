@@ -135,7 +135,7 @@ _PARAMS = frozenset(("module", "param_shapes", "frozen_param_shapes", "frozen_pa
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class DecodedShard:
     """What the readers of all files return. Files that are alike share one."""
 
     path: str
@@ -148,7 +148,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimShard(Shard):
+class OptimShard(DecodedShard):
     """The content of one rank's ``optim_states``, or what a universal checkpoint has of it.
 
     A group of ZeRO-1/2 counts as one sub-group.
@@ -183,7 +183,7 @@ class OptimShard(Shard):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShard(Shard):
+class ModelShard(DecodedShard):
     """The content of a ``model_states`` file."""
 
     param_shapes: tuple[Mapping[str, tuple[int, ...]], ...]
@@ -498,7 +498,7 @@ def _refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
         check_has_map(tree, where)
 
 
-AnyShard = TypeVar("AnyShard", bound=Shard)
+AnyShard = TypeVar("AnyShard", bound=DecodedShard)
 _Read = Callable[[TorchFile, Path, str, str, bool], AnyShard]
 Known = dict[bytes, Any]
 """Files that were read before, such as those of other tensor-parallel ranks, by what they are alike in"""

@@ -24,14 +24,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, VERL, CheckpointIndex, TrainState
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Segment, Slot, Zeros
 from llmtailor.checkpoint.optimizer import (
     FlatLayout,
     OptimizerLayout,
+    OverlappingParams,
     Slices,
     SubGroup,
     Vector,
-    Whole,
     lay_out_optimizer,
     part_size,
     slice_on,
@@ -204,7 +204,7 @@ class ZeroTarget:
         return Vector.of(self.slices(one.params).numels, one.gaps, self.layout.world_size)
 
     def keeps_whole(self, one: SubGroup, kind: str) -> bool:
-        """Return whether DeepSpeed's ranks have a state as `Whole`; they don't if the optimizer is offloaded."""
+        """Return whether DeepSpeed's ranks have a state as `OverlappingParams`, as without an offloaded optimizer."""
         zero = section(self.base.train.ds_config, "zero_optimization")
         is_offloaded = section(zero, "offload_optimizer").get("device") == "cpu"
         return is_muons(self.layout.groups[one.group].hyper, kind) and not is_offloaded
@@ -269,7 +269,7 @@ def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) 
             return _flat_tensor(target, target.slices(one.params), kind, cut_as)
         vector = target.vector(one)
         is_stripped = kind == MASTER and not is_bf16
-        flat = Whole(vector) if target.keeps_whole(one, kind) else vector
+        flat = OverlappingParams(vector) if target.keeps_whole(one, kind) else vector
         return _flat_tensor(target, flat, kind, cut_as, is_stripped)
 
     is_bf16 = base.zero.settings.fp32_gradients and stage == 1
@@ -386,7 +386,7 @@ def _whole(target: ZeroTarget, state: State, begin: int) -> Any:
 def _flat_tensor(target: ZeroTarget, flat: FlatLayout, kind: str, rank: int, is_stripped: bool = False) -> Any:
     """Return a rank's flat tensor of a state, without the padding at its end if stripped."""
     dtype = next((target.dtype(State(param, kind)) for param in flat.numels), "F32")
-    content, at, length = list[Piece](), 0, flat.length(rank, is_stripped)
+    content, at, length = list[Segment](), 0, flat.length(rank, is_stripped)
     for param, begin, end, offset in flat.on_rank(rank):
         if at < offset:
             content.append(Zeros((offset - at) * ITEMSIZE[dtype], _PADDING))
@@ -397,7 +397,7 @@ def _flat_tensor(target: ZeroTarget, flat: FlatLayout, kind: str, rank: int, is_
     return make_tensor(dtype, (length,), tuple(content))
 
 
-def slice_of(state: State, dtype: str, numel: int, rank: int, world_size: int) -> Iterator[Piece]:
+def slice_of(state: State, dtype: str, numel: int, rank: int, world_size: int) -> Iterator[Segment]:
     """Yield one rank's slice of a state under ZeRO-3: its elements, then padding."""
     begin, end = slice_on(rank, numel, world_size)
     if begin < end:
@@ -462,11 +462,11 @@ class RankFiles:
         pickled, storages = self._content_of_shards(path, rank, tree_of)
         return pickled, [self._of_full(content) if content else content for content in storages]
 
-    def _of_full(self, content: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    def _of_full(self, content: tuple[Segment, ...]) -> tuple[Segment, ...]:
         """Return a tensor-parallel rank's content, with slots of the full tensors instead of the rank's."""
         if not self._runs:
             return content
-        pieces: list[Piece] = []
+        pieces: list[Segment] = []
         for piece in content:
             runs = self._runs.get(piece.state.param) if type(piece) is Slot else None
             if runs is None or type(piece) is not Slot:
@@ -488,9 +488,9 @@ class RankFiles:
         """Return the content of a rank's file, but with the slices of rank 0."""
         return pickle_content(f"rank {like}", tree_of(self.target, self.train, like, 0))
 
-    def _of_rank(self, content: tuple[Piece, ...], rank: int) -> tuple[Piece, ...]:
+    def _of_rank(self, content: tuple[Segment, ...], rank: int) -> tuple[Segment, ...]:
         """Return a storage with the slices of a rank instead of those of rank 0, which has no padding."""
-        pieces: list[Piece] = []
+        pieces: list[Segment] = []
         ranks = self.target.layout.world_size
         for piece in content:
             if not isinstance(piece, Slot):

@@ -23,7 +23,7 @@ before the padding"""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class NameRule:
     key: str
     """Megatron's; in a layer without ``decoder.layers.N.``"""
     params: tuple[str, ...]
@@ -31,32 +31,32 @@ class Row:
     how: str = WHOLE
 
 
-def _qkv(word: str) -> Row:
+def _qkv(word: str) -> NameRule:
     params = tuple(f"self_attn.{one}_proj.{word}" for one in "qkv")
-    return Row(f"self_attention.linear_qkv.{word}", params, QKV)
+    return NameRule(f"self_attention.linear_qkv.{word}", params, QKV)
 
 
 _ENDS = (
-    Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCAB),
-    Row("decoder.final_layernorm.weight", ("model.norm.weight",)),
-    Row("output_layer.weight", ("lm_head.weight",), VOCAB),
+    NameRule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCAB),
+    NameRule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    NameRule("output_layer.weight", ("lm_head.weight",), VOCAB),
 )
 _IN_LAYER = (
     _qkv("weight"),
     _qkv("bias"),
-    Row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
-    Row("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
-    Row("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
-    Row("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), HALVES),
-    Row("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
-    Row("mlp.router.weight", ("mlp.gate.weight",)),
-    Row("mlp.experts.experts.linear_fc1.weight", ("mlp.experts.gate_up_proj",)),
-    Row("mlp.experts.experts.linear_fc2.weight", ("mlp.experts.down_proj",)),
-    Row("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
-    Row("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
+    NameRule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
+    NameRule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
+    NameRule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
+    NameRule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), HALVES),
+    NameRule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+    NameRule("mlp.router.weight", ("mlp.gate.weight",)),
+    NameRule("mlp.experts.experts.linear_fc1.weight", ("mlp.experts.gate_up_proj",)),
+    NameRule("mlp.experts.experts.linear_fc2.weight", ("mlp.experts.down_proj",)),
+    NameRule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
+    NameRule("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
     # other specs of a layer do not fuse the norms
-    Row("input_layernorm.weight", ("input_layernorm.weight",)),
-    Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
+    NameRule("input_layernorm.weight", ("input_layernorm.weight",)),
+    NameRule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
 )
 """In the order of the model. Of two rows with the same params, a layer that is written has the first; one of experts
 has `_OF_EXPERTS`."""
@@ -67,14 +67,14 @@ _KEY = re.compile(r"decoder\.layers\.(?:([0-9]{1,6})\.)?(.+)")
 _FUSED = re.compile(r"linear_qkv\.(weight|bias)$")
 """Beside it is the projection behind the attention, whose columns are the rows of the queries"""
 _PARAM = re.compile(r"model\.layers\.([0-9]{1,6})\.(.+)")
-_ROWS = {row.key: row for row in (*_ENDS, *(Row(LAYERS + one.key, one.params, one.how) for one in _IN_LAYER))}
+_ROWS = {row.key: row for row in (*_ENDS, *(NameRule(LAYERS + one.key, one.params, one.how) for one in _IN_LAYER))}
 _MODULES = [*dict.fromkeys(name.rpartition(".")[0] for row in _IN_LAYER for name in row.params)]
 """In the order of the model"""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A param as elements of one of Megatron's tensors, see `checkpoint.placement.Selected`."""
+    """A param as elements of one of Megatron's tensors, see `checkpoint.placement.StridedRuns`."""
 
     param: str
     shape: tuple[int, ...]
@@ -139,7 +139,7 @@ def select(shapes: Mapping[str, tuple[int, ...]], groups: int, vocab: int) -> li
 
 
 def _in_layer(
-    row: Row, key: str, shape: tuple[int, ...], start: int, prefix: str, facts: tuple[int, int, int]
+    row: NameRule, key: str, shape: tuple[int, ...], start: int, prefix: str, facts: tuple[int, int, int]
 ) -> Iterator[Selection]:
     (groups, vocab, queries), numel = facts, math.prod(shape)
     rows, rest = (shape[0], shape[1:]) if shape else (1, ())

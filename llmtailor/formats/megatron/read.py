@@ -34,7 +34,7 @@ from llmtailor.checkpoint.index import (
     TrainState,
 )
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
-from llmtailor.checkpoint.placement import Selected
+from llmtailor.checkpoint.placement import StridedRuns
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import as_dict, get, is_count, read_json, read_option, read_step
@@ -51,7 +51,7 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import NOTE, Finding
-from llmtailor.formats.common.dcp_folder import Folder, read_folder
+from llmtailor.formats.common.dcp_folder import DcpCheckpoint, read_folder
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.megatron.names import (
     EMBEDDING,
@@ -104,7 +104,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     folder = read_folder(root, "", name, problems, decodes=False)
     if common is None or folder is None:
         return Draft(problems)
-    return attempt(lambda: _Indexing(root, name, folder, common, problems).draft(), problems) or Draft(problems)
+    return attempt(lambda: _MegatronIndexing(root, name, folder, common, problems).draft(), problems) or Draft(problems)
 
 
 def _read_common(root: Path, where: PathIn) -> Mapping[str, Any]:
@@ -148,10 +148,10 @@ def assign(keys: Mapping[str, tuple[int, ...]], identities: Sequence[tuple[bool,
 
 
 @dataclass(frozen=True, slots=True)
-class _Indexing:
+class _MegatronIndexing:
     root: Path
     name: str
-    folder: Folder
+    folder: DcpCheckpoint
     common: Mapping[str, Any]
     problems: Problems
 
@@ -170,7 +170,7 @@ class _Indexing:
         shapes = {key: layer_shape(key, held.shape) for key, held in weights.items()}
         owner = assign(shapes, [identity_of(one) for one in options], self.where)
         held = {
-            State(one.param, kind): TensorEntry(entry.dtype, one.shape, Selected(entry.place, one.cuts, one.offsets))
+            State(one.param, kind): TensorEntry(entry.dtype, one.shape, StridedRuns(entry.place, one.cuts, one.offsets))
             for one in selections
             for kind, entry in ((WEIGHT, weights[one.key]), *states[one.key].items())
         }

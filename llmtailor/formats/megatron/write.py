@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, MegatronLayout
-from llmtailor.checkpoint.layout import Bytes, Cast, Copy, FileLayout, Piece, Slot, Zeros
+from llmtailor.checkpoint.layout import Bytes, Cast, Copy, FileLayout, Segment, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, without_names
 from llmtailor.checkpoint.placement import Box
 from llmtailor.checkpoint.schema import kinds_by_param, refuse_cuts
@@ -75,7 +75,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
         selections = select(shapes, groups, base.params[EMBEDDING].shape[0])
     except ValueError as error:
         raise UnsupportedCheckpoint.at(base.name, f"{error}", f"check its {CONFIG}") from error
-    target = _Target(base, wanted, own, shapes, selections)
+    target = _MegatronTarget(base, wanted, own, shapes, selections)
     folder = FolderBuilder("", wanted.layout.world_size)
     target.add_tensors(folder)
     target.add_objects(folder)
@@ -144,7 +144,7 @@ def _query_groups(base: CheckpointIndex) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _MegatronTarget:
     base: CheckpointIndex
     wanted: Wanted
     own: MegatronLayout | None
@@ -190,7 +190,7 @@ class _Target:
 
     def _content(
         self, runs: Sequence[tuple[int, int, str, int]], kind: str, full: str, dtype: str, low: int, high: int
-    ) -> Iterator[Piece]:
+    ) -> Iterator[Segment]:
         """Yield the pieces of elements ``low``..``high`` of a tensor; between the runs is padding."""
         at = low
         for begin, end, param, first in runs:
@@ -201,7 +201,7 @@ class _Target:
                 at = end
         yield from self._padding(full, dtype, at, high)
 
-    def _padding(self, full: str, dtype: str, begin: int, end: int) -> Iterator[Piece]:
+    def _padding(self, full: str, dtype: str, begin: int, end: int) -> Iterator[Segment]:
         if begin == end:
             return
         held = self.own.tensors.get(full) if self.own else None

@@ -24,7 +24,7 @@ from llmtailor.checkpoint.layout import (
     Copy,
     FileLayout,
     Fill,
-    Piece,
+    Segment,
     Zeros,
     consecutive,
     fill_all,
@@ -241,13 +241,13 @@ PADDING = "pad"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BundleEntry:
     """A tensor of the file, and its content."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    content: tuple[Piece, ...]
+    content: tuple[Segment, ...]
     lies: Extent | None = None
     """The storage and bytes where the optimizer keeps a live tensor"""
 
@@ -261,7 +261,7 @@ def to_text(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"))
 
 
-def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, str]) -> FileLayout:
+def lay_out_tensors(path: str, entries: Iterable[BundleEntry], metadata: Mapping[str, str]) -> FileLayout:
     """Return the layout of a safetensors file; larger items first, so that every tensor is aligned."""
     return FileLayout(path, tuple(_pieces(sorted(entries, key=_alignment, reverse=True), metadata, None)))
 
@@ -270,7 +270,7 @@ class BundleLayout(FileLayout):
     """A rank shard. When it is filled, tensors keep the order and the offsets that they have in a source file, so that
     they can share blocks with it. Live tensors are in the optimizer's order, which is that of a composite's files."""
 
-    def __init__(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, str]):
+    def __init__(self, path: str, entries: Sequence[BundleEntry], metadata: Mapping[str, str]):
         self._entries, self._metadata = entries, metadata
         is_live = any(one.lies for one in entries)
         ordered, is_padded = _in_order(entries) if is_live else (sorted(entries, key=_alignment, reverse=True), False)
@@ -279,56 +279,58 @@ class BundleLayout(FileLayout):
     def filled(self, fill: Fill) -> FileLayout:
         return FileLayout(self.path, lambda: tuple(self._filled(fill)))
 
-    def _filled(self, fill: Fill) -> Iterator[Piece]:
+    def _filled(self, fill: Fill) -> Iterator[Segment]:
         entries = [replace(entry, content=fill_all(entry.content, fill)) for entry in self._entries]
         padded, is_padded = _in_order(entries)
         return _pieces(padded, self._metadata, 0 if is_padded else None)
 
 
-def _alignment(entry: Entry) -> int:
+def _alignment(entry: BundleEntry) -> int:
     return 1 if entry.dtype in PACKED else ITEMSIZE[entry.dtype]
 
 
-def _place(entry: Entry) -> tuple[str, int]:
+def _place(entry: BundleEntry) -> tuple[str, int]:
     if entry.lies is not None:
         return entry.lies.path, entry.lies.start
     first = next(iter(entry.content), None)
     return (first.extent.path, first.extent.start) if isinstance(first, Copy) else ("", 0)
 
 
-def _in_order(entries: Iterable[Entry]) -> tuple[list[Entry], bool]:
+def _in_order(entries: Iterable[BundleEntry]) -> tuple[list[BundleEntry], bool]:
     """Return the entries as they follow each other where they come from, with padding; see `_padded`."""
     return _padded(sorted(entries, key=lambda entry: (-_alignment(entry), _place(entry))))
 
 
-def _padded(entries: Iterable[Entry]) -> tuple[list[Entry], bool]:
+def _padded(entries: Iterable[BundleEntry]) -> tuple[list[BundleEntry], bool]:
     """Return the entries with padding before those that could share blocks, and whether there are any of these."""
-    found: list[Entry] = []
+    found: list[BundleEntry] = []
     at, is_padded = 0, False
     for run in in_runs(entries, _continues):
         start = shareable_start(chain.from_iterable(map(_origin, run)), _alignment(run[0]))
         is_padded |= start is not None
         if start is not None and (missing := (start - at) % BLOCK_BYTES):
-            found.append(Entry(f"{PADDING}/{len(found)}", "U8", (missing,), (Zeros(missing, "alignment for clones"),)))
+            found.append(
+                BundleEntry(f"{PADDING}/{len(found)}", "U8", (missing,), (Zeros(missing, "alignment for clones"),))
+            )
             at += missing
         found += run
         at += sum(entry.num_bytes for entry in run)
     return found, is_padded
 
 
-def _origin(entry: Entry) -> tuple[Piece, ...]:
+def _origin(entry: BundleEntry) -> tuple[Segment, ...]:
     """Return a tensor's content as copied from where it lies."""
     return entry.content if entry.lies is None else (Copy(entry.lies),)
 
 
-def _continues(before: Entry, entry: Entry) -> bool:
+def _continues(before: BundleEntry, entry: BundleEntry) -> bool:
     if before.lies is not None and entry.lies is not None:
         return (before.lies.path, before.lies.stop) == (entry.lies.path, entry.lies.start)
     ends = [*_origin(before)[-1:], *_origin(entry)[:1]]
     return len(ends) == 2 and len(list(consecutive(ends))) == 1
 
 
-def _pieces(entries: Iterable[Entry], metadata: Mapping[str, str], stop: int | None) -> Iterator[Piece]:
+def _pieces(entries: Iterable[BundleEntry], metadata: Mapping[str, str], stop: int | None) -> Iterator[Segment]:
     """Yield the pieces of a file, whose header ends at ``stop`` modulo `BLOCK_BYTES`."""
     entries, at = list(entries), 0
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.layout import Bytes, Piece, Zeros
+from llmtailor.checkpoint.layout import Bytes, Segment, Zeros
 from llmtailor.checkpoint.placement import Runs, count, union
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
@@ -131,7 +131,7 @@ class BundleFact:
     """Checksums of what merges read of it, see `ranges_of`; empty in older saves, and of what is not read in ranges"""
 
 
-def ranges_of(pieces: Iterable[tuple[Piece, int]]) -> str:
+def ranges_of(pieces: Iterable[tuple[Segment, int]]) -> str:
     """Return the checksums of the states in a file as text: ``START+LENGTH=CRC32`` each, in hex.
 
     ``pieces`` are those of the file, each with its CRC-32.

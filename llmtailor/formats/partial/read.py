@@ -22,7 +22,7 @@ from llmtailor.checkpoint.index import (
     UNIVERSAL,
     DcpEntry,
     DcpKeyLayout,
-    Difference,
+    DeltaEncoding,
     PartialFacts,
     TensorEntry,
     buffer_on_ranks,
@@ -67,7 +67,7 @@ from llmtailor.formats.partial.manifest import (
     frozen_name,
     read_manifest,
 )
-from llmtailor.loaders.loader import looks_partial
+from llmtailor.loaders.loader import is_or_may_be_partial
 from llmtailor.loaders.read import files_among, read_trainer_files
 from llmtailor.model.parts import Param
 from llmtailor.model.precision import ROUNDED_AS
@@ -138,7 +138,7 @@ def _extent(held: TensorEntry) -> Extent:
     return held.place.extent
 
 
-detects = looks_partial
+detects = is_or_may_be_partial
 
 
 def open_partial(root: Path, name: str) -> Partial:
@@ -384,9 +384,9 @@ _ROUNDED = {
 """Whether it is the master, and its dtype -> what to say"""
 
 
-def _differences(partial: Partial) -> dict[str, Difference]:
+def _differences(partial: Partial) -> dict[str, DeltaEncoding]:
     """Return the masters that are differences from those of other saves. Raises SourceError if a save is not named."""
-    found: dict[str, Difference] = {}
+    found: dict[str, DeltaEncoding] = {}
     base_of: dict[str, str] = {}
     for part, save_id in partial.manifest.bases.items():
         base_of |= dict.fromkeys(partial.manifest.params_of.get(part, ()), save_id)
@@ -395,7 +395,7 @@ def _differences(partial: Partial) -> dict[str, Difference]:
             if state.param not in base_of or state.kind != MASTER:
                 what = f"its manifest does not say from which save {state.kind} of {state.param} differs"
                 raise SourceError.at(partial.name, what, _FIX)
-            found[state.param] = Difference(replace(entry, rounded_from=entry.dtype), base_of[state.param])
+            found[state.param] = DeltaEncoding(replace(entry, rounded_from=entry.dtype), base_of[state.param])
     return found
 
 

@@ -32,8 +32,8 @@ from llmtailor.formats.common.states import optimizer_tree
 from llmtailor.formats.deepspeed_common.files import describe_shards, optim_name
 from llmtailor.formats.deepspeed_common.write import ZeroTarget, make_shards, slice_of
 from llmtailor.formats.partial.json_trees import (
+    BundleEntry,
     BundleLayout,
-    Entry,
     Known,
     encode_nodes,
     lay_out_tensors,
@@ -87,7 +87,7 @@ class Bundle:
     """A rank shard under construction."""
 
     path: str
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[BundleEntry] = field(default_factory=list)
     trees: dict[str, str] = field(default_factory=dict)
     _runs: dict[str, tuple[int, list[list[int]]]] = field(default_factory=dict)
     """Key of a tensor of fragments -> its position among the entries, and the first and the last + 1 of each of their
@@ -97,17 +97,17 @@ class Bundle:
     _whole: list[str] = field(default_factory=list)
     """Keys of states that are not elementwise, which are here in their own shapes"""
 
-    def add_whole(self, entry: Entry) -> None:
+    def add_whole(self, entry: BundleEntry) -> None:
         """Add a state that is not elementwise."""
         self._whole.append(entry.key)
         self.entries.append(entry)
 
-    def add_box(self, entry: Entry, box: Box) -> None:
+    def add_box(self, entry: BundleEntry, box: Box) -> None:
         """Add the elements of a state that are a box of its param, not adjacent in it."""
         self._boxes[entry.key.partition("/")[2]] = box
         self.entries.append(entry)
 
-    def add_fragment(self, entry: Entry, begin: int) -> None:
+    def add_fragment(self, entry: BundleEntry, begin: int) -> None:
         """Add elements of a state, from ``begin`` on; those of the same key follow each other in one tensor."""
         end = begin + math.prod(entry.shape)
         if entry.key not in self._runs:
@@ -138,7 +138,7 @@ class Bundle:
             if isinstance(content[0], Copy):
                 extent = extent_of(view, key, where)
                 content = (Copy(extent),) if extent.num_bytes else ()
-            self.entries.append(Entry(key, view.storage.dtype, view.shape, content))
+            self.entries.append(BundleEntry(key, view.storage.dtype, view.shape, content))
             return stored(self.path, key)
 
         self.trees[stock] = to_text(encode_nodes(tree, place))
@@ -339,7 +339,7 @@ def _add_fragments(
             held = index.held[state]
             if held.shape != index.params[param].shape or held.dtype not in FLOATING:
                 slots = (Slot(state, held.dtype, 0, held.numel),) if held.numel else ()
-                bundles[0].add_whole(Entry(f"{state.kind}/{param}", held.dtype, held.shape, slots))
+                bundles[0].add_whole(BundleEntry(f"{state.kind}/{param}", held.dtype, held.shape, slots))
                 continue
             dtype = dtypes.get(state.kind, held.dtype) if held.dtype == "F32" else held.dtype
             dtype = WITHOUT_BASE.get(dtype, dtype)
@@ -349,19 +349,19 @@ def _add_fragments(
                     parts = [(one.begin, one.end) for one in arrange(held.place, first, last)]
                 for begin, end in parts:
                     slot = Slot(state, dtype, begin, end)
-                    entry = Entry(f"{state.kind}/{param}", dtype, (end - begin,), (slot,))
+                    entry = BundleEntry(f"{state.kind}/{param}", dtype, (end - begin,), (slot,))
                     bundles[rank].add_fragment(entry, begin)
             if not held.numel:
-                bundles[0].add_fragment(Entry(f"{state.kind}/{param}", held.dtype, (0,), ()), 0)
+                bundles[0].add_fragment(BundleEntry(f"{state.kind}/{param}", held.dtype, (0,), ()), 0)
 
 
-def _buffers(index: CheckpointIndex, rank: int) -> Iterator[Entry]:
+def _buffers(index: CheckpointIndex, rank: int) -> Iterator[BundleEntry]:
     for param in index.params.values():
         if param.role == "buffer":
             state = State(param.name, BUFFER)
             dtype, begin = index.held[state].dtype, rank * param.numel
             slots = (Slot(state, dtype, begin, begin + param.numel),) if param.numel else ()
-            yield Entry(f"{BUFFER}/{param.name}", dtype, param.shape, slots)
+            yield BundleEntry(f"{BUFFER}/{param.name}", dtype, param.shape, slots)
 
 
 def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
@@ -375,7 +375,7 @@ def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
         for name, held in frozen.items():
             part = part_size(held.numel, ranks)
             content = tuple(slice_of(State(name, FROZEN), held.dtype, held.numel, rank, ranks))
-            entries.append(Entry(name, held.dtype, (part,) if index.form.stage == 3 else held.shape, content))
+            entries.append(BundleEntry(name, held.dtype, (part,) if index.form.stage == 3 else held.shape, content))
         yield lay_out_tensors(frozen_name(rank, ranks), entries, {"schema": SCHEMA_BUNDLE})
 
 

@@ -94,14 +94,14 @@ class _Loader(importlib.abc.Loader):
 
 def _hook_lightning(module: ModuleType) -> None:
     """Add the callback that attests when training begins: only then can its module be imported."""
-    from llmtailor.saving.around import around
+    from llmtailor.saving.around import patch_method
 
-    @around(module.Trainer, "fit")
+    @patch_method(module.Trainer, "fit")
     def fitting(fit: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        from llmtailor.integrations.lightning import LaunchedAttest
+        from llmtailor.integrations.lightning import LaunchedLightningAttest
 
-        if not any(isinstance(one, LaunchedAttest) for one in self.callbacks):
-            self.callbacks.insert(0, LaunchedAttest())  # before savers
+        if not any(isinstance(one, LaunchedLightningAttest) for one in self.callbacks):
+            self.callbacks.insert(0, LaunchedLightningAttest())  # before savers
         return fit(self, *args, **kwargs)
 
 
