@@ -1,4 +1,4 @@
-"""Measure ``engine.save_checkpoint`` of DeepSpeed with llmtailor's checkpoint engine and with DeepSpeed's own ones.
+"""Measure ``copying.save_checkpoint`` of DeepSpeed with llmtailor's checkpoint engine and with DeepSpeed's own ones.
 
     python benchmarks/bench_engines.py                       # 25 M params, ZeRO-3, 2 CPU ranks
     python benchmarks/bench_engines.py --hidden-size 2048 --mb-per-s 200
@@ -43,7 +43,7 @@ def slow_down() -> None:
     from deepspeed.io import PyFileWriter
     from torch.distributed.checkpoint import filesystem
 
-    from llmtailor.engine import streams
+    from llmtailor.copying import streams
 
     def slowed(write: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
         def writing(*args: Any, **kwargs: Any) -> Any:

@@ -101,7 +101,7 @@ def has_reflinks(work: Path) -> bool:
 
 THROUGH_THE_CACHE = """
 from llmtailor.cli.main import main
-from llmtailor.engine import streams
+from llmtailor.copying import streams
 streams.bypass_cache = lambda *arguments: False
 main()
 """

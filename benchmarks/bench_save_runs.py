@@ -319,7 +319,7 @@ class Bare:
     def __init__(self, work: Path, states: list[Any]) -> None:
         import torch
 
-        from llmtailor.engine.streams import huge_pages
+        from llmtailor.copying.streams import huge_pages
 
         self.path, self.states = work / f"bare-{os.getpid()}", states
         self.num_bytes = sum(state.nbytes for state in states)
@@ -364,7 +364,7 @@ class Bare:
 def slow_down(speed: Callable[[float], float]) -> None:
     """Make all writes of llmtailor's files together as slow as a disk that has so many bytes per second at a time; 0
     changes nothing."""
-    from llmtailor.engine import streams
+    from llmtailor.copying import streams
 
     write_all, lock, free_at = streams.write_all, threading.Lock(), 0.0
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from llmtailor.errors import Problem as Problem
     from llmtailor.errors import TailorError as TailorError
     from llmtailor.findings import Finding as Finding
+    from llmtailor.param_groups import layer_param_groups as layer_param_groups
     from llmtailor.runs.scan import Latest as Latest
     from llmtailor.runs.scan import find_latest as find_latest
     from llmtailor.runs.scan import merge_run as merge_run
     from llmtailor.saving.api import attest as attest
-    from llmtailor.training import layer_param_groups as layer_param_groups
     from llmtailor.verify.diff import Diff as Diff
     from llmtailor.verify.diff import diff as diff
     from llmtailor.verify.inspect import inspect_checkpoint as inspect_checkpoint
@@ -48,7 +48,7 @@ _NAMES = {
     "llmtailor.findings": "Finding",
     "llmtailor.runs.scan": "Latest find_latest merge_run",
     "llmtailor.saving.api": "attest",
-    "llmtailor.training": "layer_param_groups",
+    "llmtailor.param_groups": "layer_param_groups",
     "llmtailor.verify.diff": "Diff diff",
     "llmtailor.verify.inspect": "inspect_checkpoint",
     "llmtailor.verify.verify": "Verdict verify_checkpoint",

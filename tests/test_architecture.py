@@ -25,37 +25,37 @@ MAY_IMPORT = {
     "storage": {"codes", "errors", "model"},
     "checkpoint": {"codes", "errors", "findings", "model", "storage"},
     "containers": {"codes", "errors", "findings", "model", "storage", "checkpoint"},
-    "loaders": {*BASE, "containers"},
-    "formats": {*BASE, "containers", "loaders"},
-    "engine": {*BASE},
+    "frameworks": {*BASE, "containers"},
+    "formats": {*BASE, "containers", "frameworks"},
+    "copying": {*BASE},
     "ranks": {"codes", "errors", "findings", "timing", "storage"},
     "recipe": {*BASE},
-    "verify": {*BASE, "containers", "loaders", "formats", "engine"},
-    "compose": {*BASE, "containers", "loaders", "formats", "engine", "ranks", "recipe", "verify"},
+    "verify": {*BASE, "containers", "frameworks", "formats", "copying"},
+    "compose": {*BASE, "containers", "frameworks", "formats", "copying", "ranks", "recipe", "verify"},
     "policies": {"codes", "errors", "balance", "model"},
-    "runs": {*BASE, "containers", "loaders", "formats", "engine", "recipe", "policies", "verify", "compose"},
-    "salvage": {*BASE, "containers", "loaders", "formats", "engine", "recipe", "verify", "compose", "runs"},
-    "attestation": {*BASE, "containers", "loaders", "formats", "ranks", "runs"},
-    "live": {*BASE, "containers", "loaders", "formats", "ranks", "policies", "attestation"},
+    "runs": {*BASE, "containers", "frameworks", "formats", "copying", "recipe", "policies", "verify", "compose"},
+    "salvage": {*BASE, "containers", "frameworks", "formats", "copying", "recipe", "verify", "compose", "runs"},
+    "attestation": {*BASE, "containers", "frameworks", "formats", "ranks", "runs"},
+    "live": {*BASE, "containers", "frameworks", "formats", "ranks", "policies", "attestation"},
     "saving": {
         *BASE,
         "live",
         "containers",
-        "loaders",
+        "frameworks",
         "formats",
-        "engine",
+        "copying",
         "ranks",
         "policies",
         "runs",
         "attestation",
-        "training",
+        "param_groups",
     },
-    "training": {"errors", "checkpoint", "model"},
+    "param_groups": {"errors", "checkpoint", "model"},
     "integrations": {
         *BASE,
         "live",
         "containers",
-        "loaders",
+        "frameworks",
         "formats",
         "policies",
         "runs",
@@ -63,17 +63,17 @@ MAY_IMPORT = {
         "ranks",
         "attestation",
     },
-    "report": {*BASE, "containers", "loaders", "formats", "recipe", "verify", "compose", "runs"},
+    "report": {*BASE, "containers", "frameworks", "formats", "recipe", "verify", "compose", "runs"},
     "cli": {
         *BASE,
-        *("containers", "loaders", "formats", "engine", "recipe", "verify", "compose", "runs", "salvage"),
+        *("containers", "frameworks", "formats", "copying", "recipe", "verify", "compose", "runs", "salvage"),
         *("policies", "report", "saving", "ranks", "integrations"),
     },
     "codes": set(),
     "balance": set(),
 }
 """Room -> the rooms it may import, besides itself."""
-MAY_BE_HEAVY = {"training", "live", "saving", "integrations"}
+MAY_BE_HEAVY = {"param_groups", "live", "saving", "integrations"}
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "mergekit"}
 
 
@@ -164,7 +164,7 @@ def test_a_circle_would_be_seen():
     [
         ("model/parts.py", "llmtailor.storage.local"),
         ("formats/trees.py", "torch.serialization"),
-        ("loaders/read.py", "llmtailor.formats.registry"),
+        ("frameworks/read.py", "llmtailor.formats.registry"),
     ],
 )
 def test_such_imports_would_be_seen(path, module):
@@ -351,7 +351,7 @@ MAY_ASK_FOR_THE_FORM = {
     "verify/values.py": "partial checkpoints have checksums of other files, and may lack what is zero elsewhere",
     "verify/verify.py": "no stock resume reads a partial checkpoint, so it is judged as a source",
 }
-"""The files outside of formats/ and loaders/ that ask for a stage, or whether something is partial or plain, and why"""
+"""Files outside of formats/ and frameworks/ that ask for a stage, or whether something is partial or plain, and why"""
 
 
 def asks_for_the_form(nodes: Iterable[ast.AST]) -> bool:
@@ -372,7 +372,7 @@ def asks_for_the_form(nodes: Iterable[ast.AST]) -> bool:
 
 
 def test_few_ask_for_the_form_of_a_checkpoint(package):
-    rooms = ("formats", "loaders", "checkpoint")
+    rooms = ("formats", "frameworks", "checkpoint")
     outside = {path: nodes for path, nodes in package.items() if path.split("/")[0] not in rooms}
     found = {path for path, nodes in outside.items() if asks_for_the_form(nodes)}
     assert found == MAY_ASK_FOR_THE_FORM.keys() and len(found) <= 12
@@ -407,7 +407,7 @@ def test_what_is_asked_in_too_many_places_gets_no_more(package, what):
 NOWHERE = {
     "cli/main.py": "an interrupt, or a bug: there is no place to name",
     "ranks/board.py": "an interrupt, or a bug: there is no place to name",
-    "engine/pool.py": "an interrupt has no place",
+    "copying/pool.py": "an interrupt has no place",
 }
 """Files that may leave ``where`` empty in as many words, and why"""
 
@@ -470,10 +470,10 @@ def test_such_refusals_would_be_seen(source, expected):
 MAY_BE_REMOVED = {
     "cli/run.py": "a file that the command itself made: a shell removes it",
     "compose/write.py": "an unfinished merge: its bytes are those of the sources",
-    "engine/staging.py": "the same, and the mark of a process that is dead",
+    "copying/staging.py": "the same, and the mark of a process that is dead",
     "recipe/resolve.py": "an entry of a recipe",
     "recipe/strategies.py": "a line of a map",
-    "training.py": "an entry of a config",
+    "param_groups.py": "an entry of a config",
     **dict.fromkeys(("cli/thin.py", "cli/main.py", "runs/gc.py"), "what a command does"),
     **dict.fromkeys(("salvage/replace.py", "storage/remote.py"), "what has failed"),
 }

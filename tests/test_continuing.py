@@ -21,9 +21,9 @@ from llmtailor.checkpoint.layout import Cast, Copy
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import bytes_to_move, write
-from llmtailor.engine import pool, streams
-from llmtailor.engine import staging as space
-from llmtailor.engine.staging import peek
+from llmtailor.copying import pool, streams
+from llmtailor.copying import staging as space
+from llmtailor.copying.staging import peek
 from llmtailor.errors import Interrupted, SourceError, StorageError
 from llmtailor.model.parts import Part
 from llmtailor.model.roles import EXP_AVG, MASTER, State

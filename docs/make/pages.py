@@ -22,10 +22,10 @@ from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.formats.common.optimizer import OPTIMIZER_TABLE  # noqa: E402
 from llmtailor.formats.deepspeed_common.shards import MODEL, ZERO3, ZERO12  # noqa: E402
-from llmtailor.loaders.rng import ACCELERATE_TABLE, RNG_TABLE  # noqa: E402
-from llmtailor.loaders.scheduler import SCHEDULER_TABLE  # noqa: E402
-from llmtailor.loaders.stock_fields import EACH, Table  # noqa: E402
-from llmtailor.loaders.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
+from llmtailor.frameworks.rng import ACCELERATE_TABLE, RNG_TABLE  # noqa: E402
+from llmtailor.frameworks.scheduler import SCHEDULER_TABLE  # noqa: E402
+from llmtailor.frameworks.stock_fields import EACH, Table  # noqa: E402
+from llmtailor.frameworks.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 
 NOTE = "<!-- made by docs/make/pages.py: change the code, and run it -->"
 BEGIN, END = "<!-- docs/make/pages.py -->\n\n", "\n<!-- end -->"

@@ -23,8 +23,8 @@ from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.containers.unpickle import as_number, as_tensor
 from llmtailor.errors import PathIn, Problems, SourceError, UnsupportedCheckpoint, damaged
 from llmtailor.formats.registry import display_name
-from llmtailor.loaders.files import rank_of
-from llmtailor.loaders.read import read_trainer_files
+from llmtailor.frameworks.files import rank_of
+from llmtailor.frameworks.read import read_trainer_files
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FLOATING, KIND_OF_ROLE, WEIGHT, State
 

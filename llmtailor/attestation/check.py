@@ -39,8 +39,8 @@ from llmtailor.containers.unpickle import Call
 from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint, VerificationError
 from llmtailor.formats.common.lightning import SCHEDULERS
 from llmtailor.formats.registry import survey_checkpoint
-from llmtailor.loaders.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE, TRAINING_ARGS, tag_in
-from llmtailor.loaders.loader import LOADERS
+from llmtailor.frameworks.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE, TRAINING_ARGS, tag_in
+from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, State
 from llmtailor.ranks.group import Team
 
@@ -104,7 +104,7 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Te
 
     def compare() -> tuple[Findings, dict[str, int], bool]:
         live = lives[0]
-        needs = LOADERS[index.client].needs_scheduler and live.schedule is not None
+        needs = FRAMEWORKS[index.client].needs_scheduler and live.schedule is not None
         found = _compare_all(index, live, how)
         found = replace(found, differences=(*found.differences, *compare_copies(index, live, how, unlike)))
         return found, _totals(index, live), needs and saved_schedule(index) is None
@@ -164,7 +164,7 @@ def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
 def saved_schedule(index: CheckpointIndex) -> LearningRates | None:
     """Return the scheduler: that of the loader's file, of DeepSpeed's model states, Lightning's one, or the one that a
     loop has saved in a DCP folder, whatever key it gave it."""
-    tree = index.train.trees.get(LOADERS[index.client].scheduler) or index.train.trees.get(SCHEDULER)
+    tree = index.train.trees.get(FRAMEWORKS[index.client].scheduler) or index.train.trees.get(SCHEDULER)
     models: list[Mapping[str, Any]] = [model for model in index.train.model[:1] if model]
     listed = [one.get(SCHEDULERS) for one in (index.train.trees.get(CKPT), *models) if isinstance(one, Mapping)]
     of_lightning = [ones[0] for ones in listed if isinstance(ones, list) and len(ones) == 1]

@@ -40,8 +40,8 @@ from llmtailor.containers.json import extent_of
 from llmtailor.containers.unpickle import Call, as_tensor
 from llmtailor.errors import TailorError, counted, some
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.loaders.files import rng_file
-from llmtailor.loaders.rng import to_trainer
+from llmtailor.frameworks.files import rng_file
+from llmtailor.frameworks.rng import to_trainer
 from llmtailor.model.roles import (
     BUFFER,
     FLOATING,

@@ -24,7 +24,7 @@ DeepSpeed and FSDP, its FSDP run, any loop that saves with torch.distributed.che
 Megatron-core"""
 FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL, MEGATRON)
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
-"""Clients, beside those named like the families `TRAINER`, `DEEPSPEED`, `DCP` and `VERL`; see `loaders.loader`"""
+"""Clients, beside those named like the families `TRAINER`, `DEEPSPEED`, `DCP` and `VERL`; see `frameworks.framework`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +337,8 @@ class CheckpointIndex:
     """Files with states that are missing, damaged or from another save than the others. Only ``salvage`` uses such an
     index. Placements still refer to these files: the element ranges are right, the bytes are not valid."""
     client: str = TRAINER
-    """Whose loader resumes from it, see `loaders.loader`: ``trainer``, ``accelerate``, ``lightning``, ``deepspeed``
-    for an engine in a loop, or ``dcp``"""
+    """The framework that resumes from it, see `frameworks.framework`: ``trainer``, ``accelerate``, ``lightning``,
+    ``deepspeed`` for an engine in a loop, or ``dcp``"""
     train: TrainState = field(default_factory=TrainState)
     zero: ZeroFacts = field(default_factory=ZeroFacts)
     partial: PartialFacts = field(default_factory=PartialFacts)

@@ -21,7 +21,7 @@ from llmtailor.errors import counted
 from llmtailor.model.roles import ITEMSIZE
 
 NAMES_KEY = "lt_params"
-"""The names of its params, in a param group that `llmtailor.training` or a writer made: torch itself saves none"""
+"""The names of its params, in a param group that `llmtailor.param_groups` or a writer made: torch itself saves none"""
 NAME_KEYS = (NAMES_KEY, "param_names")
 """Keys that list these names and survive a resume; the second is torch's own, for optimizers made of named params"""
 SAVED_NAMES = "llmtailor_names"

@@ -17,7 +17,7 @@ from llmtailor.errors import UsageError
 if TYPE_CHECKING:
     import logging
 
-    from llmtailor.engine.copy import CopyStats
+    from llmtailor.copying.copy import CopyStats
 
 _CLONE = "use --clone: on a file system with reflinks, unchanged data takes no space"
 _ALONE = "omit it: one process does the work; only merge and convert run on several ranks"

@@ -58,7 +58,7 @@ def salvage(
       llmtailor salvage runs/x --replace
     """
     from llmtailor.compose.write import check_room, write
-    from llmtailor.loaders.loader import loader_of
+    from llmtailor.frameworks.framework import framework_of
     from llmtailor.salvage.plan import plan_salvage, to_json
     from llmtailor.salvage.replace import check_settled, plan_replacement, seen_in, unfinished_replacement
 
@@ -79,7 +79,7 @@ def salvage(
     composition = salvage.composition
     resume_from = composition.out if composition else salvage.base.index.root
     resume_from = replacement.target if replacement else resume_from
-    resume_from = Path(loader_of(salvage.base.index).takes(str(resume_from), salvage.base.index.form.stage))
+    resume_from = Path(framework_of(salvage.base.index).takes(str(resume_from), salvage.base.index.form.stage))
     is_written = composition is not None and not salvage.is_written and not dry_run
     if as_json and not is_written:
         print_json(to_json(salvage, resume_from))
@@ -141,7 +141,7 @@ def _show_how_to_resume(
 ) -> None:
     from llmtailor.checkpoint.index import DEEPSPEED, TRAINER
     from llmtailor.formats.registry import display_name
-    from llmtailor.loaders.loader import loader_of
+    from llmtailor.frameworks.framework import framework_of
 
     newest = display_name(salvage.newest[1])
     state = "intact" if is_deep else "complete as far as its headers show (--deep reads all of it)"
@@ -157,5 +157,5 @@ def _show_how_to_resume(
     elif base.client == DEEPSPEED and resume_from.name == base.zero.tag:
         how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.zero.tag}")'
     else:
-        how = loader_of(base).call.format(name)
+        how = framework_of(base).call.format(name)
     click.echo(f"{'' if is_done else 'then '}resume with {how}", err=as_json)

@@ -9,7 +9,7 @@ from llmtailor.checkpoint.optimizer import count_ranks
 from llmtailor.compose.report import Report, fold_layers, total_setback
 from llmtailor.errors import Problem, about, counted, printable, ranges, size
 from llmtailor.findings import folded
-from llmtailor.loaders.files import adapters_among
+from llmtailor.frameworks.files import adapters_among
 from llmtailor.model.parts import condense, group_shares
 from llmtailor.model.roles import MASTER
 

@@ -15,7 +15,7 @@ from llmtailor.errors import Problem, UsageError, size
 from llmtailor.model.precision import PrecisionOptions
 
 if TYPE_CHECKING:
-    from llmtailor.engine.moving import Clone
+    from llmtailor.copying.moving import Clone
     from llmtailor.model.precision import Masters, Moments
     from llmtailor.runs.gc import GcPlan
     from llmtailor.runs.prune import PruneAction, ThinOptions, ThinPlan
@@ -86,7 +86,7 @@ def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bo
       llmtailor thin runs/x --select last:2 --select lm_head --yes
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
-    from llmtailor.loaders.files import FOLDER
+    from llmtailor.frameworks.files import FOLDER
     from llmtailor.runs.folder import only_writer
     from llmtailor.runs.prune import bytes_to_move, plan_thinning
     from llmtailor.runs.thin import thin as carry_out

@@ -18,7 +18,7 @@ from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.sources import AVERAGE, RESET, Mix, SourceRange, Sources, Weights
 from llmtailor.containers.unpickle import as_number
 from llmtailor.errors import MismatchError, Problem, some
-from llmtailor.loaders.stock_fields import keeps_as_adam
+from llmtailor.frameworks.stock_fields import keeps_as_adam
 from llmtailor.model.parts import condense
 from llmtailor.model.roles import (
     BUFFER,

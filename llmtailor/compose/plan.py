@@ -37,8 +37,8 @@ from llmtailor.compose.checks import (
 )
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
-from llmtailor.engine.moving import Clone, room_to_upload
-from llmtailor.engine.staging import SPARE_BYTES, check_device, check_target, free_bytes, old_output, space_for
+from llmtailor.copying.moving import Clone, room_to_upload
+from llmtailor.copying.staging import SPARE_BYTES, check_device, check_target, free_bytes, old_output, space_for
 from llmtailor.errors import Problem, Problems, TailorError, TargetError, attempt
 from llmtailor.formats.dcp.read import agree_on_roles
 from llmtailor.formats.provenance import stated_attempt
@@ -56,9 +56,9 @@ from llmtailor.formats.registry import (
     with_experts,
     writer_of,
 )
-from llmtailor.loaders.loader import check_replaceable, choose_loader, is_partial
-from llmtailor.loaders.trainer_state import attempt_of, state_attempt, state_lags
-from llmtailor.loaders.write import Wanted, lay_out_tokenizer
+from llmtailor.frameworks.framework import check_replaceable, choose_framework, is_partial
+from llmtailor.frameworks.trainer_state import attempt_of, state_attempt, state_lags
+from llmtailor.frameworks.write import Wanted, lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, Part, condense
 from llmtailor.model.roles import MASTER, State
 from llmtailor.recipe import Recipe
@@ -164,7 +164,7 @@ class MergePlan:
     family: str
     """The output's family of formats"""
     client: str
-    """Whose loader will resume from the output, see `loaders.loader`"""
+    """Whose loader will resume from the output, see `frameworks.framework`"""
     attempt: Past | None
     """The attempt of the run that it belongs to, if its sources state one"""
     replaces: Entries | None = None
@@ -221,7 +221,7 @@ def plan_merge(
     family, stage = choose_format(reference, options.to, options.stage)
     indexes = collect(lambda: settle_roles(indexes, base, family, stage)) or indexes
     reference = indexes[base]
-    client = collect(lambda: choose_loader(reference, family, options.to, options.layout)) or reference.client
+    client = collect(lambda: choose_framework(reference, family, options.to, options.layout)) or reference.client
     collect(lambda: check_base(reference, client))
     how = options.groups
     if how == KEEP and _lacks_trainers_groups(reference, family, client):

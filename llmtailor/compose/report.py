@@ -17,8 +17,8 @@ from llmtailor.compose.averages import StepChoice, describe, matters
 from llmtailor.documents import document, encode
 from llmtailor.errors import Problem, counted
 from llmtailor.findings import folded
-from llmtailor.loaders.files import MANIFEST
-from llmtailor.loaders.loader import Loader
+from llmtailor.frameworks.files import MANIFEST
+from llmtailor.frameworks.framework import Framework
 from llmtailor.model.parts import ModelStructure, Part, condense, group_shares
 from llmtailor.recipe import ONLY_MOMENTS
 
@@ -207,7 +207,7 @@ _WITH = {
 """Family of formats -> what the client resumes it with"""
 
 
-def card(report: Report, tool_version: str, family: str, stage: int, loader: Loader) -> str:
+def card(report: Report, tool_version: str, family: str, stage: int, loader: Framework) -> str:
     """Return the README of a composite: a model card with the table of its parts. Stage 0 is without DeepSpeed."""
     if loader.name == DEEPSPEED:
         resumes = _UNIVERSAL if family == UNIVERSAL else loader.title

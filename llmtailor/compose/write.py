@@ -32,13 +32,12 @@ from llmtailor.compose.report import Report, card
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_file import ZipRecord, is_torch_file, list_records
-from llmtailor.documents import encode
-from llmtailor.engine.copy import Context, CopyStats, FileResult, execute
-from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, identify, is_another, why_not
-from llmtailor.engine.moving import Upload, clear, is_unfinished
-from llmtailor.engine.pool import Abandoned, Stop, stoppable
-from llmtailor.engine.recheck import SourcePath, Stated, read_again
-from llmtailor.engine.staging import (
+from llmtailor.copying.copy import Context, CopyStats, FileResult, execute
+from llmtailor.copying.journal import Identity, Journal, Mark, Unfinished, identify, is_another, why_not
+from llmtailor.copying.moving import Upload, clear, is_unfinished
+from llmtailor.copying.pool import Abandoned, Stop, stoppable
+from llmtailor.copying.recheck import SourcePath, Stated, read_again
+from llmtailor.copying.staging import (
     RANKS,
     Staging,
     acquire,
@@ -50,6 +49,7 @@ from llmtailor.engine.staging import (
     release,
     staging_folder,
 )
+from llmtailor.documents import encode
 from llmtailor.errors import (
     COPY_FILE,
     DamagedSource,
@@ -67,8 +67,8 @@ from llmtailor.errors import (
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.provenance import read_manifest, read_merge
 from llmtailor.formats.registry import BESIDE, display_name
-from llmtailor.loaders.files import CARD, MANIFEST, PARTIAL_MANIFEST
-from llmtailor.loaders.loader import LOADERS, is_resumed_from
+from llmtailor.frameworks.files import CARD, MANIFEST, PARTIAL_MANIFEST
+from llmtailor.frameworks.framework import FRAMEWORKS, is_resumed_from
 from llmtailor.model.roles import MODULE, WEIGHT, State
 from llmtailor.ranks.group import LEAVING_S, RankGroup, check_same
 from llmtailor.ranks.launch import RankInfo
@@ -516,7 +516,7 @@ def write(
                 logger.info("compared the sources with their records in %s", watch.lap())
                 digests = _check_sources(composition, results, before, on_progress, stop, group)
                 logger.info("checked that the sources are unchanged, in %s", watch.lap())
-                loader = LOADERS[composition.client]
+                loader = FRAMEWORKS[composition.client]
                 about = card(composition.report, __version__, composition.family, composition.target.stage, loader)
                 readme = about.encode()
                 content = make_manifest(composition, results, digests, readme, identity.digest(), now())

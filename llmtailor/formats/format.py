@@ -20,10 +20,10 @@ from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problem, Problems, attempt
 from llmtailor.findings import NOTE, Finding
 from llmtailor.formats.provenance import read_part_steps
-from llmtailor.loaders.read import TrainerFiles
-from llmtailor.loaders.rng import find_lost_rng
-from llmtailor.loaders.scheduler import compare_scheduler
-from llmtailor.loaders.write import Wanted
+from llmtailor.frameworks.read import TrainerFiles
+from llmtailor.frameworks.rng import find_lost_rng
+from llmtailor.frameworks.scheduler import compare_scheduler
+from llmtailor.frameworks.write import Wanted
 
 Writer = Callable[[CheckpointIndex, Wanted], tuple[list[FileLayout], list[Problem]]]
 """Returns the layouts of all files except the tokenizer's, based on a base's, and notices. Raises SourceError,

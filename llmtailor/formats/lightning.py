@@ -27,11 +27,11 @@ from llmtailor.formats.common.optimizer import parse_optimizer, read_tree
 from llmtailor.formats.common.param_names import ModelFacts
 from llmtailor.formats.common.states import check_steps, index_with_weights, optimizer_tree
 from llmtailor.formats.format import Draft
-from llmtailor.loaders.files import CKPT
-from llmtailor.loaders.loader import LOADERS
-from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
-from llmtailor.loaders.scheduler import check_scheduler, compare_scheduler, read_scheduler
-from llmtailor.loaders.write import Wanted, lay_out_trainer_files
+from llmtailor.frameworks.files import CKPT
+from llmtailor.frameworks.framework import FRAMEWORKS
+from llmtailor.frameworks.read import TrainerFiles, file_fact, read_trainer_files
+from llmtailor.frameworks.scheduler import check_scheduler, compare_scheduler, read_scheduler
+from llmtailor.frameworks.write import Wanted, lay_out_trainer_files
 from llmtailor.model.roles import FLOATING, KIND_OF_ROLE, WEIGHT, State
 
 _SUFFIX = ".ckpt"
@@ -49,13 +49,13 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     problems, trees = Problems(), FileTrees(root)
     if root.is_file():
         fact, where = file_fact(root), PathIn(name, ".")
-        trainer = TrainerFiles(LOADERS[LIGHTNING], {where.path: fact} if fact is not None else {})
+        trainer = TrainerFiles(FRAMEWORKS[LIGHTNING], {where.path: fact} if fact is not None else {})
         tree = attempt(lambda: read_tree(trees, where), problems)
     else:
         trainer, where = read_trainer_files(trees, name, problems, LIGHTNING), PathIn(name, CKPT)
         tree = trainer.trees.get(CKPT)
     if client not in (None, LIGHTNING):
-        what = f"the file is Lightning's, and {LOADERS[client].title} does not read it"
+        what = f"the file is Lightning's, and {FRAMEWORKS[client].title} does not read it"
         finding = Finding(where, what, "resume with Lightning", Code.FILE_NAME, ERROR)
         trainer = replace(trainer, findings=(*trainer.findings, finding))
     draft = attempt(lambda: _draft(root, where, tree, trainer, problems), problems) if tree is not None else None

@@ -18,9 +18,9 @@ from llmtailor.formats.common.lightning import is_from_lightning
 from llmtailor.formats.deepspeed_common.files import model_name
 from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
 from llmtailor.formats.partial.manifest import read_ranges
-from llmtailor.loaders.files import CKPT, MANIFEST, TRAINER_STATE, WHOLE_MODEL
-from llmtailor.loaders.loader import LOADERS, is_partial
-from llmtailor.loaders.trainer_state import CALLBACKS, read_mark
+from llmtailor.frameworks.files import CKPT, MANIFEST, TRAINER_STATE, WHOLE_MODEL
+from llmtailor.frameworks.framework import FRAMEWORKS, is_partial
+from llmtailor.frameworks.trainer_state import CALLBACKS, read_mark
 from llmtailor.model.parts import Part
 
 
@@ -148,7 +148,7 @@ def read_lightning(root: Path) -> Mapping[Any, Any] | None:
 
     Raises SourceError for a damaged file.
     """
-    tag = LOADERS[LIGHTNING].tag
+    tag = FRAMEWORKS[LIGHTNING].tag
     places = [CKPT, f"{tag}/{WHOLE_MODEL}", f"{tag}/{model_name(0, 3)}"]
     if root.is_file():
         places = ["."] if root.suffix == ".ckpt" else []

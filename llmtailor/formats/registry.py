@@ -40,7 +40,8 @@ from llmtailor.errors import (
     printable,
     some,
 )
-from llmtailor.formats import lightning, plain, universal, zero
+from llmtailor.formats import lightning, universal, zero
+from llmtailor.formats import trainer as plain
 from llmtailor.formats.common.param_names import describe_model, knows_model
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.read import with_roles
@@ -49,9 +50,9 @@ from llmtailor.formats.format import Reader, Writer, finish
 from llmtailor.formats.megatron import read as megatron_reader
 from llmtailor.formats.megatron import write as megatron_writer
 from llmtailor.formats.partial import read as partial_reader
-from llmtailor.loaders.files import CONFIG, FOLDER, is_rng_file
-from llmtailor.loaders.loader import LOADERS, loader_of
-from llmtailor.loaders.read import read_config
+from llmtailor.frameworks.files import CONFIG, FOLDER, is_rng_file
+from llmtailor.frameworks.framework import FRAMEWORKS, framework_of
+from llmtailor.frameworks.read import read_config
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, is_moment
@@ -80,7 +81,7 @@ _WRITERS: Mapping[str, Writer] = {
 
 def writer_of(family: str, client: str = TRAINER) -> Writer:
     """Return the writer of a family of formats; ``client`` names the loader that will resume from the output."""
-    return lightning.lay_out if family == TRAINER and LOADERS[client].holds_all else _WRITERS[family]
+    return lightning.lay_out if family == TRAINER and FRAMEWORKS[client].holds_all else _WRITERS[family]
 
 
 def check_options(family: str, dtype: str | None, allow_split: bool) -> None:
@@ -161,7 +162,7 @@ def index_checkpoint(root: Path, name: str | None = None, client: str | None = N
 def survey_checkpoint(root: Path, name: str | None = None, client: str | None = None) -> Survey:
     """Index what is left of a checkpoint, damaged or not, and report all damage.
 
-    ``client`` names the loader to judge it by, see `loaders.loader`; None uses the one that its files indicate.
+    ``client`` names the loader to judge it by, see `frameworks.framework`; None uses the one that its files indicate.
 
     Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
     """
@@ -203,7 +204,7 @@ def check_base(base: CheckpointIndex, loader: str) -> None:
             "an elastic checkpoint holds no hyperparameters, so it can supply states but can't be the base",
             "use another checkpoint of the run as base_model, saved without elastic_checkpoint",
         )
-    own = loader_of(base)
+    own = framework_of(base)
     if own.state and own.state not in base.files and loader == own.name:
         raise SourceError.at(
             PathIn(base.name, own.state),

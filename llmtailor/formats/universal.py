@@ -78,10 +78,10 @@ from llmtailor.formats.deepspeed_common.write import (
     unknown,
 )
 from llmtailor.formats.format import Draft
-from llmtailor.loaders.files import ENGINE_FILES, LATEST, LATEST_UNIVERSAL, MANIFEST
-from llmtailor.loaders.read import file_fact, read_trainer_files
-from llmtailor.loaders.stock_fields import check_fields, facts_of_rank
-from llmtailor.loaders.write import Wanted
+from llmtailor.frameworks.files import ENGINE_FILES, LATEST, LATEST_UNIVERSAL, MANIFEST
+from llmtailor.frameworks.read import file_fact, read_trainer_files
+from llmtailor.frameworks.stock_fields import check_fields, facts_of_rank
+from llmtailor.frameworks.write import Wanted
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, State
 from llmtailor.storage.local import FileFact, list_entries

@@ -18,9 +18,9 @@ from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Absent
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_header
 from llmtailor.errors import COPY_BACK, PathIn, Problem, SourceError, some
-from llmtailor.loaders.files import ADAPTER, adapters_among
-from llmtailor.loaders.read import adapters_of, read_config
-from llmtailor.loaders.write import carry
+from llmtailor.frameworks.files import ADAPTER, adapters_among
+from llmtailor.frameworks.read import adapters_of, read_config
+from llmtailor.frameworks.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, Naming, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State

@@ -14,9 +14,9 @@ from llmtailor.formats.deepspeed_common.files import survey_shard_files
 from llmtailor.formats.deepspeed_common.read import read_shards
 from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget, lay_out_engine
 from llmtailor.formats.format import Draft
-from llmtailor.loaders.files import LATEST
-from llmtailor.loaders.loader import is_tag_alone
-from llmtailor.loaders.write import Wanted
+from llmtailor.frameworks.files import LATEST
+from llmtailor.frameworks.framework import is_tag_alone
+from llmtailor.frameworks.write import Wanted
 
 
 def detects(root: Path) -> bool:

@@ -4,7 +4,7 @@ The ``sitecustomize`` of ``llmtailor run`` calls `HOOKS` when the program import
 take steps. They are imported by launchers as well, so this module imports neither torch nor transformers.
 
 A Trainer is attested by a callback, `launched.LaunchedAttest`; for Lightning's, `lightning.LaunchedLightningAttest`
-says what was loaded. Other loops are attested before the first optimizer step after ``engine.load_checkpoint`` or
+says what was loaded. Other loops are attested before the first optimizer step after ``copying.load_checkpoint`` or
 accelerate's ``load_state``: only buffers may have changed before, so they are kept."""
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def forget() -> None:
 def _hook_engine(module: ModuleType) -> None:
     @patch_method(module.DeepSpeedEngine, "load_checkpoint")
     def loading(load: Call, self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        from llmtailor.frameworks.files import LATEST, tag_in
         from llmtailor.live.training import TrainingObjects
-        from llmtailor.loaders.files import LATEST, tag_in
         from llmtailor.saving.attesting import kept_buffers
 
         result = load(self, load_dir, tag, *args, **kwargs)
@@ -227,7 +227,7 @@ def attest_and_end(loaded: Path | None, attest: Callable[[], Attestation]) -> No
 
 def check_resumed(loaded: Path | None) -> None:
     """End the program if it has not resumed from the checkpoint of its task."""
-    from llmtailor.loaders.files import LATEST, tag_in
+    from llmtailor.frameworks.files import LATEST, tag_in
 
     checkpoint = task().checkpoint
     assert checkpoint is not None

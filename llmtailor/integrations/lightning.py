@@ -27,10 +27,10 @@ from llmtailor.attestation.compare import OFF
 from llmtailor.attestation.report import Attestation
 from llmtailor.containers.json import read_json
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.frameworks.files import CKPT, TRAINER_STATE
+from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.integrations.attested import forget, remember, task
 from llmtailor.live.training import Ranks, TrainingObjects
-from llmtailor.loaders.files import CKPT, TRAINER_STATE
-from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.scan import compose_newest
 from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, make_saver

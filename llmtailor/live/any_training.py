@@ -9,11 +9,11 @@ import torch
 
 from llmtailor.attestation.by_position import Positions
 from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.frameworks.files import ADAPTER
 from llmtailor.live.model import is_adapted, saved_names
 from llmtailor.live.tensors import DTYPES
 from llmtailor.live.torch_training import NamedTraining
 from llmtailor.live.training import dominant
-from llmtailor.loaders.files import ADAPTER
 from llmtailor.model.parts import Param
 
 

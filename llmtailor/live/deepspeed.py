@@ -17,8 +17,10 @@ from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.checkpoint.optimizer import OverlappingParams, Slices, Vector, slice_on
 from llmtailor.errors import Problem, UnsupportedCheckpoint, counted, some
 from llmtailor.formats.deepspeed_common.files import STATE_KEYS, describe_shards
-from llmtailor.formats.other_optimizers import flattened, is_storable, unsupported
+from llmtailor.formats.optimizer_objects import flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
+from llmtailor.frameworks.framework import FRAMEWORKS, Framework
+from llmtailor.frameworks.stock_fields import has_adams_options, is_muons
 from llmtailor.live.model import is_adapted
 from llmtailor.live.tensors import DTYPES
 from llmtailor.live.training import (
@@ -34,8 +36,6 @@ from llmtailor.live.training import (
     why_not_storable,
     with_elements,
 )
-from llmtailor.loaders.loader import LOADERS, Loader
-from llmtailor.loaders.stock_fields import has_adams_options, is_muons
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER
 
 _WHERE = "DeepSpeed"
@@ -51,7 +51,7 @@ class ZeroTraining:
 
     inventory = Inventory()
 
-    def __init__(self, engine: Any, loader: Loader = LOADERS[DEEPSPEED], *, is_saved: bool = True) -> None:
+    def __init__(self, engine: Any, loader: Framework = FRAMEWORKS[DEEPSPEED], *, is_saved: bool = True) -> None:
         self.engine = engine
         self._is_saved = is_saved
         self.loader = loader

@@ -17,9 +17,11 @@ from llmtailor.checkpoint.index import FSDP
 from llmtailor.checkpoint.optimizer import NAME_KEYS, SAVED_NAMES
 from llmtailor.checkpoint.placement import Box
 from llmtailor.errors import Problem, UnsupportedCheckpoint
-from llmtailor.formats.other_optimizers import UNSAVED_FIX, flattened, is_storable, unsupported
+from llmtailor.formats.optimizer_objects import UNSAVED_FIX, flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.weights import adapter_naming
+from llmtailor.frameworks.files import OPTIMIZER, SCALER
+from llmtailor.frameworks.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
 from llmtailor.live.model import Names, is_adapted, saved_adapter, saved_names
 from llmtailor.live.tensors import DTYPES, not_compiled
 from llmtailor.live.training import (
@@ -36,8 +38,6 @@ from llmtailor.live.training import (
     why_not_storable,
     with_elements,
 )
-from llmtailor.loaders.files import OPTIMIZER, SCALER
-from llmtailor.loaders.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
 from llmtailor.model.mergekit_data import on_disk
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER

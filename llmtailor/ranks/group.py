@@ -121,7 +121,7 @@ WORKING, DONE, IDLE, FAILED, ENDED = "working", "done", "idle", "failed", "ended
 
 
 class Stoppable(Protocol):
-    """The workers of this process, see `engine.pool.Stop`."""
+    """The workers of this process, see `copying.pool.Stop`."""
 
     requested: bool
     failed: bool

@@ -7,7 +7,7 @@
     RUN/global_step100                              a full checkpoint of a DeepSpeed engine in a loop: a tag folder
     RUN/epoch=1-step=100.ckpt                       a full checkpoint of Lightning, a file or, with DeepSpeed, a folder
     RUN/abandoned-checkpoint-200                    a composite of an abandoned attempt
-    RUN/.NAME.llmtailor-staging                     an output that `engine.staging` is writing
+    RUN/.NAME.llmtailor-staging                     an output that `copying.staging` is writing
     RUN/.checkpoint-100.llmtailor-thinning          a checkpoint without optimizer while it is written
     RUN/.checkpoint-100.llmtailor-old               the full one, briefly, where folders can't be exchanged
     RUN/.checkpoint-100.llmtailor-thinned           a replaced full one while it is removed
@@ -23,7 +23,7 @@ continues. Resuming at step 400 abandons everything saved after that step. A com
 with those that replaced them.
 
 There are two sources. ``partial/attempts.json`` lists every start, including one that died before its first save.
-Each checkpoint also states its own attempt (`loaders.trainer_state`), wherever it is copied to.
+Each checkpoint also states its own attempt (`frameworks.trainer_state`), wherever it is copied to.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from llmtailor.errors import PathIn, Problem, SourceError, StorageError, TailorE
 from llmtailor.formats.partial.manifest import folder_name, read_manifest, step_in_name
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, is_checkpoint
-from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST, TRAINER_STATE
-from llmtailor.loaders.loader import is_or_may_be_partial, is_partial, survey_contents
+from llmtailor.frameworks.files import FOLDER, PARTIAL_MANIFEST, TRAINER_STATE
+from llmtailor.frameworks.framework import is_or_may_be_partial, is_partial, survey_contents
 from llmtailor.storage.local import (
     UNFINISHED,
     Lock,

@@ -26,10 +26,10 @@ from llmtailor.checkpoint.lineage import (
     sources_at,
     usable_at,
 )
-from llmtailor.engine.staging import left_over
+from llmtailor.copying.staging import left_over
 from llmtailor.errors import Problem, SourceError, VerificationError, some
 from llmtailor.formats.registry import display_name
-from llmtailor.loaders.loader import survey_contents
+from llmtailor.frameworks.framework import survey_contents
 from llmtailor.model.parts import Part
 from llmtailor.recipe import ONLY_MOMENTS
 from llmtailor.runs.folder import FolderKind, RunFolder, files_in, freed_bytes, mark_errors_as_late, remove_partial

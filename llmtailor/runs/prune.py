@@ -41,8 +41,8 @@ from llmtailor.compose.plan import MergePlan, OpenedSources, Options, plan_merge
 from llmtailor.compose.write import make_manifest
 from llmtailor.containers.dcp import METADATA
 from llmtailor.containers.json import read_json
-from llmtailor.engine.copy import FileResult
-from llmtailor.engine.moving import Clone
+from llmtailor.copying.copy import FileResult
+from llmtailor.copying.moving import Clone
 from llmtailor.errors import (
     MismatchError,
     PathIn,
@@ -67,7 +67,7 @@ from llmtailor.formats.partial.write import (
 )
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import find_structure
-from llmtailor.loaders.files import (
+from llmtailor.frameworks.files import (
     ADAPTER,
     DCP_RECORD,
     LATEST,
@@ -80,8 +80,8 @@ from llmtailor.loaders.files import (
     is_rng_file,
     owner_of,
 )
-from llmtailor.loaders.loader import is_partial, loader_of, survey_contents
-from llmtailor.loaders.read import adapters_of
+from llmtailor.frameworks.framework import framework_of, is_partial, survey_contents
+from llmtailor.frameworks.read import adapters_of
 from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
 from llmtailor.model.precision import AS_POLICY, EXACT, Precision, PrecisionOptions
 from llmtailor.model.roles import WEIGHT, State
@@ -633,7 +633,7 @@ def _why_no_links(index: CheckpointIndex) -> str:
 
 
 def _why_not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path]) -> str:
-    state = loader_of(index).state
+    state = framework_of(index).state
     if state and state not in index.files:
         return f"{state} is missing, so it is not resumable"
     if target.exists() and target not in usable:

@@ -34,8 +34,8 @@ from llmtailor.formats.registry import (
     shared_layers,
     with_experts,
 )
-from llmtailor.loaders.files import FOLDER, TRAINER_STATE
-from llmtailor.loaders.loader import is_partial, loader_of
+from llmtailor.frameworks.files import FOLDER, TRAINER_STATE
+from llmtailor.frameworks.framework import framework_of, is_partial
 from llmtailor.model.parts import ModelStructure, Part, condense, with_layers
 from llmtailor.model.roles import MASTER
 from llmtailor.recipe import Assignment, Recipe
@@ -226,7 +226,7 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
     """Return a checkpoint as a source of composites; it holds the parts of which no tensor is absent."""
     absent = absent_parts(index, structure)
     parts = with_layers(frozenset(structure.parts) - absent, structure.parts) if absent else None
-    state = loader_of(index).state
+    state = framework_of(index).state
     is_resumable = not state or state in index.files
     masters = absent - absent_parts(index, structure, MASTER) if absent else absent
     of_masters = with_layers(masters, structure.parts) if masters else masters

@@ -19,7 +19,7 @@ from llmtailor.documents import document
 from llmtailor.errors import Problem, SourceError, UsageError
 from llmtailor.formats.common.param_names import describe_config
 from llmtailor.formats.registry import index_checkpoint, is_checkpoint
-from llmtailor.loaders.files import CONFIG
+from llmtailor.frameworks.files import CONFIG
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.precision import EXACT, Precision

@@ -28,14 +28,14 @@ from llmtailor.checkpoint.placement import Extent, StoredRange
 from llmtailor.compose.plan import plan_merge
 from llmtailor.compose.report import card
 from llmtailor.compose.write import check_written, now
-from llmtailor.engine.copy import Context, CopyStats, FileResult, execute
-from llmtailor.engine.moving import Clone
-from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
-from llmtailor.engine.staging import check_space, space_for
+from llmtailor.copying.copy import Context, CopyStats, FileResult, execute
+from llmtailor.copying.moving import Clone
+from llmtailor.copying.pool import Stop, num_workers, run_all, stoppable
+from llmtailor.copying.staging import check_space, space_for
 from llmtailor.errors import PathIn, Problem, SourceError, TailorError, Unanswered, VerificationError, some
 from llmtailor.formats.registry import display_name, index_checkpoint
-from llmtailor.loaders.files import CARD, MANIFEST, PARTIAL_MANIFEST
-from llmtailor.loaders.loader import LOADERS
+from llmtailor.frameworks.files import CARD, MANIFEST, PARTIAL_MANIFEST
+from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.roles import ITEMSIZE, WEIGHT, State, is_moment, size_of
 from llmtailor.recipe import Assignment, Recipe
@@ -318,7 +318,7 @@ def write_links(
     made = plan_links(action, structure, full, linked, clone)
     made = replace(made, out=full.root, report=replace(made.report, out=full.name))
     with _writing(made.indexes, full.root, made.plan, stop, clone, on_progress) as (staging, results, crcs):
-        readme = card(made.report, __version__, made.family, made.target.stage, LOADERS[made.client]).encode()
+        readme = card(made.report, __version__, made.family, made.target.stage, FRAMEWORKS[made.client]).encode()
         write_durably(staging / MANIFEST, manifest_of_links(made, action.ledger, results, readme, now()))
         write_durably(staging / CARD, readme)
         for folder, _, _ in os.walk(staging):

@@ -22,16 +22,24 @@ from llmtailor.compose.report import to_json as plan_to_json
 from llmtailor.compose.write import is_written
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_file import read_torch_file
+from llmtailor.copying.copy import CopyStats
+from llmtailor.copying.moving import Clone
+from llmtailor.copying.staging import already_there
 from llmtailor.documents import document
-from llmtailor.engine.copy import CopyStats
-from llmtailor.engine.moving import Clone
-from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.provenance import read_manifest
 from llmtailor.formats.registry import display_name, find_structure, shared_layers, with_experts
-from llmtailor.loaders.files import LATEST, MANIFEST, SCALER, TRAINER_STATE, is_rng_file, is_shard_name, is_weight_file
-from llmtailor.loaders.loader import LOADERS
+from llmtailor.frameworks.files import (
+    LATEST,
+    MANIFEST,
+    SCALER,
+    TRAINER_STATE,
+    is_rng_file,
+    is_shard_name,
+    is_weight_file,
+)
+from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.model.parts import ModelStructure, Part, condense, group_shares
 from llmtailor.model.roles import FROZEN, MASTER, MODULE, WEIGHT, State, is_moment
 from llmtailor.recipe import ONLY_MOMENTS, Assignment, Recipe
@@ -44,7 +52,7 @@ from llmtailor.verify.verify import check_file, verify_checkpoint
 if TYPE_CHECKING:
     from llmtailor.verify.values import Deep
 
-_OF_THE_BASE = (TRAINER_STATE, SCALER, *(one.scheduler for one in LOADERS.values() if one.scheduler))
+_OF_THE_BASE = (TRAINER_STATE, SCALER, *(one.scheduler for one in FRAMEWORKS.values() if one.scheduler))
 _OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
 _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.pt")
 _FATAL, _UNFIT, _DROPPED, _WEIGHTS = "states can't be identified", "no base", "file left out", "weights lost"

@@ -19,10 +19,10 @@ from typing import Any
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.checkpoint.step_names import ASIDE, DAMAGED, REPLACED, step_of
 from llmtailor.containers.json import is_path_below, read_json
-from llmtailor.engine.staging import put_in_place, remove_left_over
+from llmtailor.copying.staging import put_in_place, remove_left_over
 from llmtailor.errors import Problem, SourceError, StorageError, TargetError, some
 from llmtailor.formats.registry import display_name
-from llmtailor.loaders.files import LATEST, tag_in
+from llmtailor.frameworks.files import LATEST, tag_in
 from llmtailor.runs.folder import FolderKind, RunFolder
 from llmtailor.salvage.plan import Salvage
 from llmtailor.storage.local import disk_errors, fsync_folder, list_files, replace_durably

@@ -15,10 +15,10 @@ from llmtailor.attestation.check import announce
 from llmtailor.attestation.report import Attestation
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.frameworks.framework import FRAMEWORKS, Framework
 from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.torch_training import PlainTraining
 from llmtailor.live.training import HasState, Pretrained, Ranks, Training, TrainingObjects
-from llmtailor.loaders.loader import LOADERS, Loader
 from llmtailor.policies import DEFAULT_POLICY, Policy
 from llmtailor.saving.attesting import Attestable, attest_training, parts_of
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
@@ -114,7 +114,7 @@ def make_saver(
     )
 
 
-def training_of(held: TrainingObjects, loader: Loader = LOADERS[DEEPSPEED], *, is_saved: bool = True) -> Training:
+def training_of(held: TrainingObjects, loader: Framework = FRAMEWORKS[DEEPSPEED], *, is_saved: bool = True) -> Training:
     """Return the live training of an engine, or of a model and its optimizer. Raises UnsupportedCheckpoint.
 
     ``loader`` names the checkpoints of an engine. A training that is only compared, not ``is_saved``, may be wrong in

@@ -48,18 +48,18 @@ from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, some
 from llmtailor.formats.common.param_names import ModelFacts, known_model
 from llmtailor.formats.registry import display_name, index_checkpoint
+from llmtailor.frameworks.files import CKPT, TRAINER_STATE
 from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.model import is_adapted, saved_names
 from llmtailor.live.tensors import DTYPES
 from llmtailor.live.torch_training import NamedTraining, unwrap
 from llmtailor.live.training import LiveShard, Ranks, Training, TrainingObjects, persistent_buffers, rng_tree
-from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.model.roles import BUFFER
+from llmtailor.param_groups import decaying_names
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.around import next_call, patch_method
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import bytes_of
-from llmtailor.training import decaying_names
 
 if TYPE_CHECKING:
     from transformers import Trainer

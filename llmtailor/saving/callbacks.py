@@ -28,12 +28,12 @@ from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.attestation.check import announce
 from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError, attempt
-from llmtailor.formats.other_optimizers import unsupported, unsupported_name
+from llmtailor.formats.optimizer_objects import unsupported, unsupported_name
+from llmtailor.frameworks.files import TRAINER_STATE, TRAINING_ARGS
+from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.live.model import check_before_training
 from llmtailor.live.torch_training import unwrap
 from llmtailor.live.training import rng_tree
-from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
-from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER
 from llmtailor.formats.common.lightning import OPTIMIZERS, STATE_DICT
+from llmtailor.frameworks.files import OPTIMIZER, is_rng_file, rng_file
+from llmtailor.frameworks.framework import FRAMEWORKS, Framework
+from llmtailor.frameworks.rng import ACCELERATE_KEYS
 from llmtailor.live.training import HasState, Ranks, rng_tree
-from llmtailor.loaders.files import OPTIMIZER, is_rng_file, rng_file
-from llmtailor.loaders.loader import LOADERS, Loader
-from llmtailor.loaders.rng import ACCELERATE_KEYS
 from llmtailor.saving.writing import files_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _GPU_STATES = "torch_cuda_manual_seed"
 class ClientState:
     """What belongs to a loader."""
 
-    loader: ClassVar[Loader]
+    loader: ClassVar[Framework]
     scheduler: HasState | None = None
     """Unless the engine saves it"""
 
@@ -47,7 +47,7 @@ class ClientState:
 class TrainerClient(ClientState):
     """For the Trainer, and for loops that load the files themselves."""
 
-    loader = LOADERS[TRAINER]
+    loader = FRAMEWORKS[TRAINER]
     scheduler: HasState | None = None
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class TrainerClient(ClientState):
 class AccelerateClient(ClientState):
     """For ``Accelerator.load_state`` of accelerate 1.15."""
 
-    loader = LOADERS[ACCELERATE]
+    loader = FRAMEWORKS[ACCELERATE]
     accelerator: Accelerator
     scheduler: HasState | None = None
 
@@ -88,7 +88,7 @@ class AccelerateClient(ClientState):
 class LightningClient(ClientState):
     """For Lightning: ``dump`` returns what its Trainer saves, with or without model and optimizer."""
 
-    loader = LOADERS[LIGHTNING]
+    loader = FRAMEWORKS[LIGHTNING]
     dump: Callable[[], Mapping[str, Any]]
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:

@@ -42,8 +42,8 @@ from llmtailor.balance import deal
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.json import as_dict
 from llmtailor.errors import TailorError, UsageError, size, some
+from llmtailor.frameworks.files import DCP_RECORD
 from llmtailor.live.training import find_overlaps
-from llmtailor.loaders.files import DCP_RECORD
 from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import ModelStructure, Part, condense
 from llmtailor.model.precision import AS_POLICY, EXACT

@@ -14,9 +14,9 @@ from llmtailor.checkpoint.lineage import Ledger, lost_parts
 from llmtailor.errors import TargetError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.provenance import stated_attempt
+from llmtailor.frameworks.files import MANIFEST
+from llmtailor.frameworks.trainer_state import read_mark
 from llmtailor.live.training import Ranks, Training
-from llmtailor.loaders.files import MANIFEST
-from llmtailor.loaders.trainer_state import read_mark
 from llmtailor.model.parts import Part
 from llmtailor.ranks.board import as_error, await_messages, from_json, to_json
 from llmtailor.runs.folder import RunFolder

@@ -25,7 +25,7 @@ from llmtailor import attestation
 from llmtailor.attestation.compare import OFF
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import UnsupportedCheckpoint, UsageError
-from llmtailor.formats.other_optimizers import UNSAVED_FIX
+from llmtailor.formats.optimizer_objects import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.live.model import (
     Drift,
@@ -168,7 +168,7 @@ class PartialSaver:
         self.options = options or SavingOptions()
         self.folder = RunFolder(Path(output_dir).absolute())
         self.live = training
-        """The training itself; `training` cuts experts that are parts of their own"""
+        """The training itself; `param_groups` cuts experts that are parts of their own"""
         self.policy = fitted(make_policy(policy), weights_are_masters=not training.rounds_masters)
         self.ranks = Ranks.here()
         self.carried = carried_files([*carried])

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.engine.streams import Store, huge_pages
+from llmtailor.copying.streams import Store, huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import BundleEntry
 from llmtailor.live.tensors import DTYPES, not_compiled, storage_of
@@ -151,7 +151,7 @@ class LiveTensor:
 
 
 class LiveTensors:
-    """The tensors of a save. Implements `engine.streams.Store`; paths are numbers."""
+    """The tensors of a save. Implements `copying.streams.Store`; paths are numbers."""
 
     def __init__(self) -> None:
         self.tensors: list[LiveTensor] = []
@@ -337,7 +337,7 @@ class _Chunk:
 
 
 class Snapshot:
-    """The tensors of a save as they were when it was made. Implements `engine.streams.Store` for one reading thread.
+    """The tensors of a save as they were when it was made. Implements `copying.streams.Store` for one reading thread.
 
     Args:
         live: the tensors.

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
 from llmtailor.errors import StorageError, TailorError, TargetError, UsageError
-from llmtailor.formats.other_optimizers import unsupported
+from llmtailor.formats.optimizer_objects import unsupported
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.live.tensors import DTYPES, storage_of
 from llmtailor.live.torch_training import innermost

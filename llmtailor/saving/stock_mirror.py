@@ -12,7 +12,7 @@ import logging
 import time
 from pathlib import Path
 
-from llmtailor.loaders.files import LATEST, tag_in
+from llmtailor.frameworks.files import LATEST, tag_in
 from llmtailor.runs.folder import files_in
 from llmtailor.saving.retrying import RetryingQueue
 from llmtailor.storage.local import OpenFiles

@@ -17,7 +17,7 @@ import transformers.trainer
 from transformers import Trainer, TrainerCallback
 
 from llmtailor.errors import Problem, UsageError
-from llmtailor.loaders.files import TRAINER_STATE
+from llmtailor.frameworks.files import TRAINER_STATE
 from llmtailor.saving.around import patch_method, replaced
 from llmtailor.saving.options import WHERE, stock_options
 from llmtailor.saving.stock import StockSaver, finish_all

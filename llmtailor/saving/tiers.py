@@ -23,7 +23,7 @@ from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.json import MAX_BYTES, parse_json
-from llmtailor.engine.copy import Context, execute
+from llmtailor.copying.copy import Context, execute
 from llmtailor.errors import SourceError, StorageError, UsageError
 from llmtailor.formats.partial.manifest import (
     BundleFact,
@@ -33,8 +33,8 @@ from llmtailor.formats.partial.manifest import (
     read_manifest,
     step_in_name,
 )
+from llmtailor.frameworks.files import PARTIAL_MANIFEST
 from llmtailor.live.training import Ranks
-from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.ranks.board import StoreBoard, await_messages
 from llmtailor.runs.folder import (
     ATTEMPTS,

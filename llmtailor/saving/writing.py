@@ -26,8 +26,8 @@ from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Plan
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.placement import Box
 from llmtailor.containers.safetensors import read_header
-from llmtailor.engine.copy import MIN_DIRECT_BYTES, Context, execute
-from llmtailor.engine.streams import Output, Store, cannot_write, direct_bytes
+from llmtailor.copying.copy import MIN_DIRECT_BYTES, Context, execute
+from llmtailor.copying.streams import Output, Store, cannot_write, direct_bytes
 from llmtailor.errors import SourceError, StorageError, UnsupportedCheckpoint
 from llmtailor.formats.partial.differences import Elements, head_of, index_of
 from llmtailor.formats.partial.json_trees import encode, lay_out_tensors, placeholder, stored, to_text
@@ -42,11 +42,11 @@ from llmtailor.formats.partial.manifest import (
     read_manifest,
 )
 from llmtailor.formats.partial.write import Bundle
+from llmtailor.frameworks.files import PARTIAL_MANIFEST, TRAINER_STATE
+from llmtailor.frameworks.trainer_state import is_marked, with_mark
 from llmtailor.live.model import is_adapted, saved_adapter
 from llmtailor.live.tensors import DTYPES, storage_of
 from llmtailor.live.training import Constant, Ranks, StoredElsewhere, TensorPlaceholder, Training
-from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
-from llmtailor.loaders.trainer_state import is_marked, with_mark
 from llmtailor.model.parts import ExpertSlice
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment

@@ -27,12 +27,12 @@ from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.checkpoint.placement import Runs, common
 from llmtailor.containers.json import read_json
 from llmtailor.containers.unpickle import Call, Ordered, as_tensor
+from llmtailor.copying.pool import num_workers, run_all, stoppable
+from llmtailor.copying.streams import cannot_read
 from llmtailor.documents import document
-from llmtailor.engine.pool import num_workers, run_all, stoppable
-from llmtailor.engine.streams import cannot_read
 from llmtailor.errors import MismatchError, PathIn, Problem, UsageError
 from llmtailor.formats.registry import find_structure, index_checkpoint, with_experts
-from llmtailor.loaders.files import CONFIG, TRAINER_STATE, Holds, holds, is_rng_file, is_tokenizer_file
+from llmtailor.frameworks.files import CONFIG, TRAINER_STATE, Holds, holds, is_rng_file, is_tokenizer_file
 from llmtailor.model.parts import ModelStructure, Part, condense, nearest
 from llmtailor.model.roles import (
     BUFFER,

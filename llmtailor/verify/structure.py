@@ -23,10 +23,10 @@ from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.provenance import ManifestFacts
-from llmtailor.loaders.files import CONFIG, MANIFEST, is_weight_file
-from llmtailor.loaders.loader import is_resumed_from, loader_of
-from llmtailor.loaders.read import adapters_of
-from llmtailor.loaders.stock_fields import ADAM_KINDS
+from llmtailor.frameworks.files import CONFIG, MANIFEST, is_weight_file
+from llmtailor.frameworks.framework import framework_of, is_resumed_from
+from llmtailor.frameworks.read import adapters_of
+from llmtailor.frameworks.stock_fields import ADAM_KINDS
 from llmtailor.model.roles import FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 _NOT_READ = "a DeepSpeed resume does not read them, but evaluation and inference do"
@@ -150,7 +150,7 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
 
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
     is_whole = index.form.family in (DEEPSPEED, UNIVERSAL, TRAINER)
-    if is_whole and loader_of(index).saves_model and not (CONFIG in index.files or adapters_of(index)):
+    if is_whole and framework_of(index).saves_model and not (CONFIG in index.files or adapters_of(index)):
         fix = "a resume does not need it, but from_pretrained does: copy it back"
         yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)
 

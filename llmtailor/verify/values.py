@@ -24,13 +24,13 @@ from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import read_json
 from llmtailor.containers.torch_file import ZipRecord, is_torch_file, list_records
-from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
+from llmtailor.copying.pool import Stop, num_workers, run_all, stoppable
 from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.provenance import ManifestFacts
 from llmtailor.formats.registry import find_structure
-from llmtailor.loaders.files import CONFIG
-from llmtailor.loaders.loader import is_resumed_from
+from llmtailor.frameworks.files import CONFIG
+from llmtailor.frameworks.framework import is_resumed_from
 from llmtailor.model.mergekit_data import naming_of, on_disk
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.roles import (

@@ -25,10 +25,10 @@ from llmtailor.findings import ERROR, NOTE, SEVERITIES, WARNING, Finding, folded
 from llmtailor.formats.common.dcp_folder import check_blobs, is_of_fsdp
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
-from llmtailor.formats.plain import detects as is_plain
 from llmtailor.formats.provenance import read_manifest
 from llmtailor.formats.registry import absent_parts, display_name, find_structure, split_parts, survey_checkpoint
-from llmtailor.loaders.files import (
+from llmtailor.formats.trainer import detects as is_plain
+from llmtailor.frameworks.files import (
     CONFIG,
     FOLDER,
     MANIFEST,
@@ -40,7 +40,7 @@ from llmtailor.loaders.files import (
     is_rng_file,
     is_weight_file,
 )
-from llmtailor.loaders.loader import is_or_may_be_partial, loader_of
+from llmtailor.frameworks.framework import framework_of, is_or_may_be_partial
 from llmtailor.model.parts import Part, condense, with_layers
 from llmtailor.model.roles import MASTER, State
 from llmtailor.storage.local import as_path, read_source
@@ -165,7 +165,7 @@ def to_text(verdict: Verdict) -> str:
     lines = [f"{verdict.name}: {verdict.level}" + (f" ({counts})" if counts else "")]
     if (index := verdict.index) is not None:
         read = "every byte was read" if verdict.is_deep else "structure only, no tensor was read"
-        by = "" if index.client in (TRAINER, DCP) else f", resumed by {loader_of(index).title}"
+        by = "" if index.client in (TRAINER, DCP) else f", resumed by {framework_of(index).title}"
         ranks = count_ranks(index.layout.mesh)
         lines.append(f"{index.format}, step {index.global_step}, for {ranks}{by}; {read}")
         if verdict.holding is not None:
@@ -201,7 +201,7 @@ def check_file(root: Path, path: str, where: str) -> None:
 
 def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
     """Report damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
-    own = {*_READ, SCHEDULER, OPTIMIZER, loader_of(index).scheduler, loader_of(index).optimizer}
+    own = {*_READ, SCHEDULER, OPTIMIZER, framework_of(index).scheduler, framework_of(index).optimizer}
     for path in index.files:
         where = PathIn(index.name, path)
         if "/" in path or path in own or is_rng_file(path):

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerS
 
 from helpers.commands import run_here
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
+from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.saving import saver_for
 from oracle.states import states_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from attempts.world import World
 from helpers.commands import call
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.engine.pool import Stop
+from llmtailor.copying.pool import Stop
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.runs.prune import Conversion

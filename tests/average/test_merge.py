@@ -30,11 +30,11 @@ from llmtailor.checkpoint.sources import Mix, Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, explain_recipe, plan_merge
 from llmtailor.compose.write import write
-from llmtailor.engine import copy as blending
-from llmtailor.engine.copy import execute
-from llmtailor.engine.pool import Stop
-from llmtailor.engine.recheck import read_again
-from llmtailor.engine.staging import peek
+from llmtailor.copying import copy as blending
+from llmtailor.copying.copy import execute
+from llmtailor.copying.pool import Stop
+from llmtailor.copying.recheck import read_again
+from llmtailor.copying.staging import peek
 from llmtailor.errors import Interrupted, MismatchError, SourceError
 from llmtailor.formats.registry import display_name, find_structure, index_checkpoint
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, MODULE, WEIGHT, State

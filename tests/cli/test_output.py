@@ -19,7 +19,7 @@ from helpers.commands import as_it_was, call, on_terminal
 from helpers.files import cut, edit_json
 from helpers.states import read
 from llmtailor.cli.main import cli
-from llmtailor.engine.staging import Staging
+from llmtailor.copying.staging import Staging
 from llmtailor.errors import Interrupted
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import State

@@ -13,10 +13,10 @@ from helpers.fields import damages_of
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.findings import ERROR, NOTE, WARNING
-from llmtailor.formats import plain
-from llmtailor.loaders.loader import detect_loader
-from llmtailor.loaders.rng import ACCELERATE_TABLE
-from llmtailor.loaders.stock_fields import Field
+from llmtailor.formats import trainer as plain
+from llmtailor.frameworks.framework import detect_loader
+from llmtailor.frameworks.rng import ACCELERATE_TABLE
+from llmtailor.frameworks.stock_fields import Field
 from llmtailor.runs.scan import find_latest
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint

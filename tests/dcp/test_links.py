@@ -20,7 +20,7 @@ from llmtailor.checkpoint.layout import Plan
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import write
 from llmtailor.containers.dcp import METADATA, lay_out_metadata, read_metadata
-from llmtailor.engine.copy import execute
+from llmtailor.copying.copy import execute
 from llmtailor.errors import Interrupted, MismatchError, SourceError, StorageError, TargetError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
@@ -160,7 +160,7 @@ def test_without_such_files_it_is_refused(sources, tmp_path, name, options, told
 
 def test_another_file_system_is_refused(sources, tmp_path, monkeypatch):
     newer, _ = sources("trainer")
-    monkeypatch.setattr("llmtailor.engine.staging.device_of", lambda path: path.suffix)
+    monkeypatch.setattr("llmtailor.copying.staging.device_of", lambda path: path.suffix)
     with pytest.raises(TargetError, match="is on another file system"):
         convert(newer, tmp_path / "out", reference=True)
 
@@ -170,7 +170,7 @@ def test_a_refused_link_leaves_nothing(sources, tmp_path, monkeypatch):
         raise OSError(1, "Operation not permitted")
 
     newer, _ = sources("trainer")
-    monkeypatch.setattr("llmtailor.engine.copy.os.link", refuse)
+    monkeypatch.setattr("llmtailor.copying.copy.os.link", refuse)
     with pytest.raises(StorageError, match="can't make a hard link"):
         convert(newer, tmp_path / "out", reference=True)
     assert not (tmp_path / "out").exists()

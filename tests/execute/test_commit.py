@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from llmtailor.engine import staging as commit
-from llmtailor.engine import staging as placing
-from llmtailor.engine.journal import Identity, Mark
-from llmtailor.engine.pool import run_all, stoppable
-from llmtailor.engine.staging import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
+from llmtailor.copying import staging as commit
+from llmtailor.copying import staging as placing
+from llmtailor.copying.journal import Identity, Mark
+from llmtailor.copying.pool import run_all, stoppable
+from llmtailor.copying.staging import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
 from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.storage import local as rename
 from llmtailor.storage.local import FileFact, Lock, LockHeld, list_entries

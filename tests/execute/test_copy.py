@@ -36,12 +36,12 @@ from llmtailor.checkpoint.placement import Band, Extent, Grid
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import write
 from llmtailor.containers.torch_file import lay_out_torch_file, read_torch_file
-from llmtailor.engine import copy as runner
-from llmtailor.engine import moving, pool, streams
-from llmtailor.engine import recheck as sources
-from llmtailor.engine.copy import Context, CopyStats, execute
-from llmtailor.engine.pool import Stop
-from llmtailor.engine.recheck import read_again
+from llmtailor.copying import copy as runner
+from llmtailor.copying import moving, pool, streams
+from llmtailor.copying import recheck as sources
+from llmtailor.copying.copy import Context, CopyStats, execute
+from llmtailor.copying.pool import Stop
+from llmtailor.copying.recheck import read_again
 from llmtailor.errors import Interrupted, SourceError, StorageError
 from llmtailor.model.roles import MASTER, WEIGHT, State
 from llmtailor.recipe import Recipe

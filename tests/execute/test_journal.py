@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Plan, Zeros
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, identify, is_another, read_journal, why_not
+from llmtailor.copying.journal import Identity, Journal, Mark, Unfinished, identify, is_another, read_journal, why_not
 from llmtailor.model.roles import MASTER, WEIGHT, State
 from llmtailor.storage.local import FileFact
 

@@ -224,9 +224,9 @@ def run(request: Request) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["llmtailor", *request.arguments]
     from llmtailor.cli.main import main
-    from llmtailor.engine import copy as runner
-    from llmtailor.engine import pool, streams
-    from llmtailor.engine import recheck as sources
+    from llmtailor.copying import copy as runner
+    from llmtailor.copying import pool, streams
+    from llmtailor.copying import recheck as sources
     from llmtailor.salvage import replace as replacing
 
     pool.MAX_WRITERS = 2  # so that what is done at an operation depends less on the machine

@@ -20,7 +20,7 @@ from faults.powercut import Disk, File, read_tree
 from faults.scene import COMMANDS, Scene
 from faults.trials import ERRORS, errors, large_scene, power, races, steps
 from helpers.cases import diagonal
-from llmtailor.engine.staging import JOURNAL
+from llmtailor.copying.staging import JOURNAL
 
 COMMANDS_TO_TRY = sorted(COMMANDS)
 SOME_ERRORS = [fault for fault in ERRORS if fault["fault"] in ("ENOSPC", "SIGTERM") or fault == {"fault": "EIO"}]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import make
-from llmtailor.loaders.files import is_tokenizer_file
-from llmtailor.loaders.loader import survey_contents
+from llmtailor.frameworks.files import is_tokenizer_file
+from llmtailor.frameworks.framework import survey_contents
 
 
 @pytest.fixture

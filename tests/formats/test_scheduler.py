@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from helpers.render import render
 from llmtailor.containers.torch_file import lay_out_torch_file, read_torch_file
 from llmtailor.errors import SourceError
-from llmtailor.loaders.scheduler import regroup_scheduler
+from llmtailor.frameworks.scheduler import regroup_scheduler
 
 SPLIT = (1, 1, 1, 0, 0, 0, 0)
 """Two groups become seven."""

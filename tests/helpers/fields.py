@@ -1,4 +1,4 @@
-"""Damages made from the tables of `llmtailor.loaders.stock_fields`: each field in each way that its row speaks of."""
+"""Damages made from the tables of `llmtailor.frameworks.stock_fields`: each field in each way that its row names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.loaders.stock_fields import EACH, Field
+from llmtailor.frameworks.stock_fields import EACH, Field
 
 NAN, INF = math.nan, math.inf
 WORDS = tuple(range(1, 625))

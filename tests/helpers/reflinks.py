@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from llmtailor.checkpoint import layout
-from llmtailor.engine import moving
+from llmtailor.copying import moving
 
 MAKE = {"xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"], "btrfs": ["mkfs.btrfs", "-q"]}
 

@@ -14,7 +14,7 @@ from helpers.commands import call
 from llmtailor.attestation.check import open_index
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import SourceError
-from llmtailor.loaders.files import tag_in
+from llmtailor.frameworks.files import tag_in
 from llmtailor.ranks.board import FileBoard
 from llmtailor.runs.save_log import LOG, read_log
 from llmtailor.saving.save import abandon_after

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from helpers.s3 import s3_server, settings
-from llmtailor.loaders.files import DCP_RECORD
+from llmtailor.frameworks.files import DCP_RECORD
 from saving.dcp_loop import complete, complete_in_store, same, spawn, step_of
 from saving.test_dcp import read
 from saving.test_dcp_stores import read as read_in_store

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtailor.loaders.files import DCP_RECORD
+from llmtailor.frameworks.files import DCP_RECORD
 from saving.dcp_loop import spawn
 from saving.test_dcp import read
 

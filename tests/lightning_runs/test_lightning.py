@@ -30,7 +30,7 @@ from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, index_checkpoint
-from llmtailor.loaders.files import CKPT
+from llmtailor.frameworks.files import CKPT
 from llmtailor.model.roles import EXP_AVG, State
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_latest

@@ -27,7 +27,7 @@ from faults.driver import CHANGES, Request, ask
 from helpers.commands import run_here
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import TailorError
-from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
+from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.saving import DcpSaver
 from llmtailor.verify.verify import NOT_RESUMABLE, verify_checkpoint
 from saving.dcp_loop import load_whole

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from llmtailor.balance import deal
 from llmtailor.codes import Code
-from llmtailor.engine.journal import Identity, Mark, Unfinished
-from llmtailor.engine.pool import Stop
+from llmtailor.copying.journal import Identity, Mark, Unfinished
+from llmtailor.copying.pool import Stop
 from llmtailor.errors import (
     Interrupted,
     PathIn,

@@ -18,7 +18,7 @@ import pytest
 from faults.driver import Request, ask
 from faults.scene import RECIPE, Scene, contents
 from helpers.commands import call, run_here
-from llmtailor.engine.staging import acquire, lock_of, release
+from llmtailor.copying.staging import acquire, lock_of, release
 from llmtailor.storage.local import Lock
 
 MERGE = ["merge", "recipe.yaml", "out", "--quiet", "--distributed"]
@@ -238,7 +238,7 @@ def test_a_rank_of_an_earlier_merge_still_writes(scene, monkeypatch):
     """It was stopped, for instance; without its lock, two processes would write one file."""
     at = operations(scene, 2)[1] // 2
     assert run(scene, MERGE, 2, {1: {"fault": "SIGTERM", "at": at}}) == [130, 130]
-    monkeypatch.setattr("llmtailor.engine.staging._LEAVING_S", 0.2)
+    monkeypatch.setattr("llmtailor.copying.staging._LEAVING_S", 0.2)
     lock = Lock(scene.staging / "journal-1")
     lock.acquire(create=False)
     refused = run_here(*MERGE[:-1], cwd=scene.root)

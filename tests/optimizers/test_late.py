@@ -15,7 +15,7 @@ from helpers.commands import call, run_here
 from helpers.composing import merge
 from helpers.same import assert_same
 from llmtailor.errors import MismatchError
-from llmtailor.training import join_optimizers
+from llmtailor.param_groups import join_optimizers
 from saving.loop import Loop, read_states
 from trainings.models import build
 from trainings.optimizers import matrices_and_rest

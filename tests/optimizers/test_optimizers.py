@@ -18,7 +18,7 @@ from helpers.cases import mostly_long
 from helpers.commands import call
 from helpers.composing import merge
 from helpers.same import assert_same
-from llmtailor.training import join_optimizers
+from llmtailor.param_groups import join_optimizers
 from saving.loop import Loop
 from trainings import killed
 from trainings.alone import Alone, finished

@@ -16,7 +16,7 @@ from helpers.commands import call
 from helpers.composing import compose
 from helpers.same import differences
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
-from llmtailor.loaders.files import ADAPTER
+from llmtailor.frameworks.files import ADAPTER
 from llmtailor.policies.check import NUM_SAVES
 from llmtailor.saving import attach, saver_for
 from oracle.zero3 import differ

@@ -10,7 +10,7 @@ import pytest
 from transformers import Trainer
 
 from helpers.composing import convert
-from llmtailor.training import LayerGroupsMixin
+from llmtailor.param_groups import LayerGroupsMixin
 from trainings.alone import Alone
 from trainings.alone import train as train_alone
 from trainings.catalogue import MIDDLE, long_but

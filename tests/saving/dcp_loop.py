@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from helpers.s3 import settings
-from llmtailor.loaders.files import DCP_RECORD
+from llmtailor.frameworks.files import DCP_RECORD
 from llmtailor.saving import DcpSaver
 
 LAYERS = 4

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import llmtailor
 from helpers.states import in_8_bits
-from llmtailor.engine import streams
+from llmtailor.copying import streams
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.scan import choose_for_run
 from llmtailor.saving import PendingSave, saver_for

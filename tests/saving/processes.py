@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from helpers.commands import call
 from llmtailor.codes import Code
-from llmtailor.engine import streams
+from llmtailor.copying import streams
 from llmtailor.errors import PathIn, TailorError, UnsafePickle, UsageError
 from llmtailor.live.training import Ranks
 from llmtailor.saving import PartialSaving, newest_checkpoint, tiers

@@ -38,7 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer, TrainerCallback, default_data_collator
 
-from llmtailor.engine import streams
+from llmtailor.copying import streams
 from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.saving import SaveFailed, attach, saver_for
 from oracle import any as any_zero

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from transformers import default_data_collator
 
-from llmtailor.engine import streams
+from llmtailor.copying import streams
 from llmtailor.saving import SavingOptions, attach, attach_engine
 from llmtailor.saving.snapshot import Snapshot
 from llmtailor.saving.stock import StockSaver

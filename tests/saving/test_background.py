@@ -28,7 +28,7 @@ from helpers.cases import diagonal, mostly_long
 from helpers.commands import call
 from helpers.states import in_8_bits, in_24_bits
 from llmtailor.checkpoint.layout import BLOCK_BYTES
-from llmtailor.engine import streams
+from llmtailor.copying import streams
 from llmtailor.errors import StorageError, UsageError
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.live.tensors import storage_of
@@ -573,7 +573,7 @@ def test_a_closed_saver_holds_no_host_buffer(tmp_path):
 @pytest.mark.parametrize("arena_bytes", [1 << 20, 1 << 23], ids=["small buffer", "large buffer"])
 def test_the_disk_takes_blocks_from_where_the_copies_lie(on_disk, monkeypatch, arena_bytes):
     """Whatever the sizes of the tensors; only blocks that hold parts of two of them are put together elsewhere."""
-    monkeypatch.setattr("llmtailor.engine.copy.MIN_DIRECT_BYTES", 0)
+    monkeypatch.setattr("llmtailor.copying.copy.MIN_DIRECT_BYTES", 0)
     live, generator = LiveTensors(), torch.Generator().manual_seed(0)
     sizes = [3, 100_001, 1, 0, 300_000, 4096, 77, 50_000, 250_003]
     tensors = [torch.randn(size, generator=generator) for size in sizes]

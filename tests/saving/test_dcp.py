@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from helpers.commands import call
 from llmtailor.errors import UsageError
-from llmtailor.loaders.files import DCP_RECORD
+from llmtailor.frameworks.files import DCP_RECORD
 from llmtailor.saving import DcpSaver
 from llmtailor.verify.verify import verify_checkpoint
 from saving.dcp_loop import LAYERS, complete, load_whole, same, spawn, step_of

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 
 from helpers.commands import call
 from llmtailor.errors import UsageError
-from llmtailor.loaders.files import DCP_RECORD
+from llmtailor.frameworks.files import DCP_RECORD
 from llmtailor.saving import DcpSaver
 from llmtailor.verify.verify import verify_checkpoint
 from saving.dcp_loop import complete, load_whole, step_of

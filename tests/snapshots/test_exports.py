@@ -9,15 +9,15 @@ from types import ModuleType
 from typing import Any
 
 import llmtailor
+import llmtailor.param_groups
 import llmtailor.saving
-import llmtailor.training
 from llmtailor.codes import Code
 from llmtailor.errors import TailorError
 from snapshots.kept import check
 
 
 def test_exported_names() -> None:
-    found = {module.__name__: exports(module) for module in (llmtailor, llmtailor.saving, llmtailor.training)}
+    found = {module.__name__: exports(module) for module in (llmtailor, llmtailor.saving, llmtailor.param_groups)}
     check("exports", {**found, "errors": dict(errors(TailorError)), "codes": [one.value for one in Code]})
 
 

@@ -16,7 +16,7 @@ from helpers.checkpoints import SMALL, make
 from helpers.composing import convert
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
-from llmtailor.engine.pool import Stop
+from llmtailor.copying.pool import Stop
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder

@@ -19,8 +19,8 @@ from helpers.commands import run_here
 from helpers.composing import convert
 from helpers.states import assert_holds, read, same
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.engine import staging as space
-from llmtailor.engine.pool import Stop
+from llmtailor.copying import staging as space
+from llmtailor.copying.pool import Stop
 from llmtailor.errors import StorageError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import WEIGHT

@@ -13,7 +13,7 @@ from llmtailor.checkpoint.layout import LAYER, find_decaying, regroup
 from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.model.parts import Param
-from llmtailor.training import LayerGroupsMixin, decaying_names, layer_param_groups
+from llmtailor.param_groups import LayerGroupsMixin, decaying_names, layer_param_groups
 from trainings.alone import train as train_alone
 from trainings.common import DECAY
 from trainings.models import CONFIGS, build

@@ -22,7 +22,7 @@ import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from helpers.composing import compose
-from llmtailor.engine import streams
+from llmtailor.copying import streams
 from llmtailor.saving import attach
 from llmtailor.saving.snapshot import Snapshot, StepBarrier
 from trainings.common import MOMENTS, Losses, new_model, train_each

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback, set_seed
 
 import llmtailor
+from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.live.training import LiveShard, TrainingObjects, rng_tree
-from llmtailor.loaders.loader import LOADERS
 from llmtailor.saving.api import prepared, training_of
 from llmtailor.saving.attesting import parts_of
 from llmtailor.saving.callbacks import find_trainer
@@ -47,7 +47,7 @@ class Resumed:
     def __init__(self, given: dict[str, Any], held: TrainingObjects, newer: Path, older: Path) -> None:
         self.given, self.checkpoint, self.older = given, newer, older
         self.engine, self.scheduler = held.engine, getattr(held.scheduler, "scheduler", held.scheduler)
-        self.training = training_of(held, LOADERS["trainer"])
+        self.training = training_of(held, FRAMEWORKS["trainer"])
 
     @classmethod
     def in_a_loop(cls, spec: Any, newer: Path, older: Path) -> Resumed:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from llmtailor.training import join_optimizers
+from llmtailor.param_groups import join_optimizers
 
 Params = list[torch.nn.Parameter]
 

@@ -13,8 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from llmtailor.param_groups import LayerGroupsMixin
 from llmtailor.saving import AttestResume
-from llmtailor.training import LayerGroupsMixin
 from trainings.common import (
     DECAY,
     DTYPES,

@@ -15,10 +15,10 @@ from llmtailor.codes import Code
 from llmtailor.findings import ERROR
 from llmtailor.formats.common.optimizer import OPTIMIZER_TABLE
 from llmtailor.formats.deepspeed_common.shards import MODEL, ZERO3, ZERO12
-from llmtailor.loaders.rng import RNG_TABLE
-from llmtailor.loaders.scheduler import SCHEDULER_TABLE
-from llmtailor.loaders.stock_fields import Field, Table
-from llmtailor.loaders.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE
+from llmtailor.frameworks.rng import RNG_TABLE
+from llmtailor.frameworks.scheduler import SCHEDULER_TABLE
+from llmtailor.frameworks.stock_fields import Field, Table
+from llmtailor.frameworks.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE
 from llmtailor.verify.verify import verify_checkpoint
 from trainings.alone import NamedGroups, train
 from verify.damages import STEP

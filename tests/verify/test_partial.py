@@ -234,7 +234,7 @@ def test_what_it_carries_of_the_composite_that_it_was_made_of_is_no_claim(pristi
 
 @pytest.mark.parametrize("form", FORMS)
 def test_fields_of_the_files_inside_and_beside_are_looked_at(copy_of, form):
-    """The tables of `loaders.stock_fields` hold for what the bundles carry, too."""
+    """The tables of `frameworks.stock_fields` hold for what the bundles carry, too."""
     checkpoint = partials(copy_of(form))[0]
     for path in bundles(checkpoint):
         path.write_bytes(path.read_bytes().replace(b"last_epoch", b"last_epocX"))  # as long as before

@@ -52,7 +52,7 @@ from llmtailor.containers.torch_file import AlikeBlobs, Window, check_torch_file
 from llmtailor.containers.unpickle import as_tensor
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, counted, some
 from llmtailor.findings import NOTE, WARNING, Finding
-from llmtailor.formats.other_optimizers import naming_others
+from llmtailor.formats.optimizer_objects import naming_others
 from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
 

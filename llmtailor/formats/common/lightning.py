@@ -23,8 +23,8 @@ from llmtailor.containers.json import as_dict, get, is_count
 from llmtailor.containers.unpickle import Ordered, as_tensor
 from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint, damaged
 from llmtailor.findings import ERROR, Finding
-from llmtailor.loaders.files import LIGHTNING_VERSION_KEY
-from llmtailor.loaders.scheduler import regroup_scheduler
+from llmtailor.frameworks.files import LIGHTNING_VERSION_KEY
+from llmtailor.frameworks.scheduler import regroup_scheduler
 
 STATE_DICT, OPTIMIZERS, SCHEDULERS = "state_dict", "optimizer_states", "lr_schedulers"
 SCALED = "MixedPrecision"

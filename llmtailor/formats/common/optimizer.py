@@ -39,8 +39,8 @@ from llmtailor.containers.json import (
 from llmtailor.containers.unpickle import Quantized, as_ints, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
-from llmtailor.loaders.stock_fields import (
+from llmtailor.formats.optimizer_objects import flattened, naming_others, refuse_objects
+from llmtailor.frameworks.stock_fields import (
     EACH,
     TORCH_KINDS,
     Field,

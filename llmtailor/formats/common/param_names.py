@@ -47,7 +47,7 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.formats.common.optimizer import SavedOptimizer
-from llmtailor.loaders.files import CONFIG
+from llmtailor.frameworks.files import CONFIG
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.roles import FLOATING, ITEMSIZE
 from llmtailor.storage.local import read_source, replace_durably

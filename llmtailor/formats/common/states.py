@@ -32,11 +32,11 @@ from llmtailor.formats.common.optimizer import SavedOptimizer
 from llmtailor.formats.common.param_names import Fitted, ModelFacts, derived_names, fit, has_names, listed_names
 from llmtailor.formats.format import usual_dtype
 from llmtailor.formats.weights import find_adapter_files, new_weights
-from llmtailor.loaders.files import MANIFEST, rank_of
-from llmtailor.loaders.read import TrainerFiles, adapters_of, compare_global_step
-from llmtailor.loaders.scheduler import read_scheduler
-from llmtailor.loaders.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
-from llmtailor.loaders.write import carry
+from llmtailor.frameworks.files import MANIFEST, rank_of
+from llmtailor.frameworks.read import TrainerFiles, adapters_of, compare_global_step
+from llmtailor.frameworks.scheduler import read_scheduler
+from llmtailor.frameworks.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
+from llmtailor.frameworks.write import carry
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
 

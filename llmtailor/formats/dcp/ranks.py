@@ -52,8 +52,8 @@ from llmtailor.formats.common.dcp_folder import DcpCheckpoint, Stored, join_piec
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
 from llmtailor.formats.common.param_names import ModelFacts, compare_shapes, derived_names, has_names, listed_names
 from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, TIED
-from llmtailor.loaders.files import FSDP_RANK, VERL_CONFIG, VERL_RANK
-from llmtailor.loaders.write import LR_SCHEDULER
+from llmtailor.frameworks.files import FSDP_RANK, VERL_CONFIG, VERL_RANK
+from llmtailor.frameworks.write import LR_SCHEDULER
 
 MODEL_OF_RANK, OPTIMIZER_OF_RANK = "pytorch_model_fsdp_0_rank{}.bin", "optimizer_0_rank{}.bin"
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"

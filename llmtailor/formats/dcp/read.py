@@ -87,13 +87,13 @@ from llmtailor.formats.dcp.ranks import (
     read_verl,
 )
 from llmtailor.formats.format import Draft, usual_dtype
-from llmtailor.formats.other_optimizers import refuse_objects
+from llmtailor.formats.optimizer_objects import refuse_objects
 from llmtailor.formats.provenance import ManifestFacts, read_manifest
-from llmtailor.loaders.files import DCP_RECORD, MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
-from llmtailor.loaders.loader import LOADERS
-from llmtailor.loaders.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
-from llmtailor.loaders.scheduler import compare_scheduler, read_scheduler
-from llmtailor.loaders.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
+from llmtailor.frameworks.files import DCP_RECORD, MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
+from llmtailor.frameworks.framework import FRAMEWORKS
+from llmtailor.frameworks.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
+from llmtailor.frameworks.scheduler import compare_scheduler, read_scheduler
+from llmtailor.frameworks.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, EXP_AVG, FLOATING, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.storage.local import open_source
@@ -345,7 +345,7 @@ class _DcpIndexing:
             ranks.append(sum(is_rng_file(path) for path in self.trainer.files))
         else:
             paths += sorted(path.name for path in self.root.iterdir())
-            settings = LOADERS[VERL].settings
+            settings = FRAMEWORKS[VERL].settings
             paths += [f"{settings}{path.name}" for path in sorted((self.root / settings).glob("*"))]
         params, held = self._hold(optimizer, weights, tied)
         whole = {

@@ -55,16 +55,16 @@ from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merg
 from llmtailor.formats.dcp.links import Links
 from llmtailor.formats.dcp.ranks import EXTRA, MODEL, MODEL_OF_RANK, OPTIMIZER, OPTIMIZER_OF_RANK, verl_file
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
-from llmtailor.loaders.files import (
+from llmtailor.frameworks.files import (
     ENGINE_FILES,
     SCALER,
     TRAINER_STATE,
     VERL_CONFIG,
     is_rng_file,
 )
-from llmtailor.loaders.loader import LOADERS
-from llmtailor.loaders.read import adapters_of
-from llmtailor.loaders.write import (
+from llmtailor.frameworks.framework import FRAMEWORKS
+from llmtailor.frameworks.read import adapters_of
+from llmtailor.frameworks.write import (
     LR_SCHEDULER,
     Wanted,
     first_rates,
@@ -140,7 +140,7 @@ class DcpWriter:
         ]
         config = json.dumps({"FSDP_version": 2, "world_size": ranks}, indent=4).encode()
         files.append(FileLayout(VERL_CONFIG, (Bytes(config, "made for the number of ranks"),)))
-        files += lay_out_settings(base, LOADERS[VERL].settings)
+        files += lay_out_settings(base, FRAMEWORKS[VERL].settings)
         return [*target.of_ranks(), *files], notices
 
     def _lay_out_bare(self, target: _DcpTarget) -> tuple[list[FileLayout], list[Problem]]:
@@ -417,7 +417,7 @@ class _DcpTarget:
             return dict(group.hyper)
         own = {}
         # torch's loader asks for it if the run that resumes has a scheduler, which adds it to the groups
-        if LOADERS[self.wanted.client].needs_scheduler or saved_scheduler(self.base) is not None:
+        if FRAMEWORKS[self.wanted.client].needs_scheduler or saved_scheduler(self.base) is not None:
             first = first_rates(self.base, self.wanted)[number]
             own["initial_lr"] = group.hyper.get("lr") if first is None else first
         return {**own, **self._defaults(), **group.hyper}

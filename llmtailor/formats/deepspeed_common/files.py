@@ -34,7 +34,7 @@ from llmtailor.errors import (
     counted,
     printable,
 )
-from llmtailor.loaders.files import (
+from llmtailor.frameworks.files import (
     FOLDER,
     LATEST,
     MODEL_STATES,
@@ -43,7 +43,7 @@ from llmtailor.loaders.files import (
     WHOLE_MODEL,
     is_shard_name,
 )
-from llmtailor.loaders.loader import LOADERS, is_tag_alone
+from llmtailor.frameworks.framework import FRAMEWORKS, is_tag_alone
 from llmtailor.storage.local import read_source
 from llmtailor.storage.remote import open_location
 
@@ -275,7 +275,7 @@ def read_tag(root: Path, where: str, file: str, tags: list[str], problems: Probl
     folders ``tags``, if any."""
     tags = sorted(tags, key=lambda tag: (len(tag), tag))
     latest = root / file
-    if not latest.exists() and (named := LOADERS[ACCELERATE].tag) in tags:  # accelerate does not look for the file
+    if not latest.exists() and (named := FRAMEWORKS[ACCELERATE].tag) in tags:  # accelerate does not look for the file
         return named
     if not latest.exists() and tags:
         what = "the file is missing, so DeepSpeed will not find the tag folder"

@@ -72,11 +72,11 @@ from llmtailor.formats.deepspeed_common.shards import (
 )
 from llmtailor.formats.format import Draft
 from llmtailor.formats.provenance import read_manifest
-from llmtailor.loaders.files import LATEST, LATEST_UNIVERSAL, MANIFEST, SCALER, TRAINER_STATE
-from llmtailor.loaders.loader import LOADERS
-from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
-from llmtailor.loaders.scheduler import SchedulerFacts, compare_scheduler
-from llmtailor.loaders.stock_fields import decays_vectors_alone
+from llmtailor.frameworks.files import LATEST, LATEST_UNIVERSAL, MANIFEST, SCALER, TRAINER_STATE
+from llmtailor.frameworks.framework import FRAMEWORKS
+from llmtailor.frameworks.read import TrainerFiles, file_fact, read_trainer_files
+from llmtailor.frameworks.scheduler import SchedulerFacts, compare_scheduler
+from llmtailor.frameworks.stock_fields import decays_vectors_alone
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, State
 from llmtailor.storage.local import FileFact
@@ -170,7 +170,7 @@ def _read_tp_rank(
     if sample is None or usual is None:
         return Draft(problems), None, {}
     if client is None and trainer.client.name == DEEPSPEED and is_from_lightning(usual.rest):
-        trainer = replace(trainer, client=LOADERS[LIGHTNING])
+        trainer = replace(trainer, client=FRAMEWORKS[LIGHTNING])
     draft = draft_of_engine(
         DEEPSPEED,
         trees.root,

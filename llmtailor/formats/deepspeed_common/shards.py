@@ -29,7 +29,7 @@ full.
 most ranks of ZeRO-3 have, are decoded once and share the result.
 
 The tables list the fields that decide a training, except those that the readers refuse themselves: see
-`loaders.stock_fields`.
+`frameworks.stock_fields`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems
 from llmtailor.findings import Finding
 from llmtailor.formats.deepspeed_common.autotp import check_has_map
 from llmtailor.formats.deepspeed_common.files import STATE_KEYS, ShardFiles, check_archive, unsupported_parallelism
-from llmtailor.formats.other_optimizers import flattened, naming_others, refuse_objects
-from llmtailor.loaders.scheduler import SchedulerFacts, read_scheduler
-from llmtailor.loaders.stock_fields import (
+from llmtailor.formats.optimizer_objects import flattened, naming_others, refuse_objects
+from llmtailor.frameworks.scheduler import SchedulerFacts, read_scheduler
+from llmtailor.frameworks.stock_fields import (
     ANYTHING,
     FLAG,
     FROM_ZERO,

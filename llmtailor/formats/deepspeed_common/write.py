@@ -47,12 +47,12 @@ from llmtailor.formats.deepspeed_common.autotp import each, without_tensor_paral
 from llmtailor.formats.deepspeed_common.files import model_name, optim_name
 from llmtailor.formats.deepspeed_common.shards import section
 from llmtailor.formats.weights import lay_out_missing_weights
-from llmtailor.loaders.files import LATEST, SCALER
-from llmtailor.loaders.loader import LOADERS, Loader
-from llmtailor.loaders.read import adapters_of
-from llmtailor.loaders.scheduler import regroup_scheduler
-from llmtailor.loaders.stock_fields import is_muons
-from llmtailor.loaders.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
+from llmtailor.frameworks.files import LATEST, SCALER
+from llmtailor.frameworks.framework import FRAMEWORKS, Framework
+from llmtailor.frameworks.read import adapters_of
+from llmtailor.frameworks.scheduler import regroup_scheduler
+from llmtailor.frameworks.stock_fields import is_muons
+from llmtailor.frameworks.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
 from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 DS_VERSION = "0.19.8"
@@ -135,7 +135,7 @@ class ZeroTarget:
     """Dtype of the weights in training"""
     kinds: Mapping[str, tuple[str, ...]]
     """Trained param -> the optimizer's states of it; none in fp16 while every step so far has overflowed"""
-    client: Loader
+    client: Framework
     """The loader that will look for the tag folder"""
     tp_rank: int = 0
     """Of AutoTP: whose files these are; the base has the params of this rank then"""
@@ -143,7 +143,7 @@ class ZeroTarget:
     @classmethod
     def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str, client: str) -> ZeroTarget:
         kinds = {param: (*states,) for param, states in kinds_by_param(base).items()}
-        return cls(base, layout, precision, kinds, LOADERS[client])
+        return cls(base, layout, precision, kinds, FRAMEWORKS[client])
 
     def kinds_in(self, one: SubGroup) -> tuple[str, ...]:
         """Return the states that the optimizer keeps of a sub-group, the same of each of its params."""

@@ -62,8 +62,8 @@ from llmtailor.formats.megatron.names import (
     layer_shape,
     select,
 )
-from llmtailor.loaders.files import BACKEND, COMMON, CONFIG, MANIFEST
-from llmtailor.loaders.read import file_fact
+from llmtailor.frameworks.files import BACKEND, COMMON, CONFIG, MANIFEST
+from llmtailor.frameworks.read import file_fact
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State
 

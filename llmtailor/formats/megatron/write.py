@@ -35,9 +35,9 @@ from llmtailor.formats.megatron.names import (
     stack,
 )
 from llmtailor.formats.megatron.read import RESHARDABLE, SHARDING, find_optimizers
-from llmtailor.loaders.files import BACKEND, COMMON, CONFIG
-from llmtailor.loaders.read import read_config
-from llmtailor.loaders.write import Wanted, carry
+from llmtailor.frameworks.files import BACKEND, COMMON, CONFIG
+from llmtailor.frameworks.read import read_config
+from llmtailor.frameworks.write import Wanted, carry
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, WEIGHT, State
 
 _NAMES = {MASTER: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}

@@ -38,7 +38,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_BYTES, is_count, is_name, is_path_below, read_strict_json
 from llmtailor.containers.unpickle import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, SourceError
-from llmtailor.loaders.files import PARTIAL_MANIFEST
+from llmtailor.frameworks.files import PARTIAL_MANIFEST
 from llmtailor.model.parts import Part, SavedAs
 from llmtailor.model.roles import SAFETENSORS, is_moment
 from llmtailor.storage.local import read_source

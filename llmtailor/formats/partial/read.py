@@ -67,8 +67,8 @@ from llmtailor.formats.partial.manifest import (
     frozen_name,
     read_manifest,
 )
-from llmtailor.loaders.loader import is_or_may_be_partial
-from llmtailor.loaders.read import files_among, read_trainer_files
+from llmtailor.frameworks.framework import is_or_may_be_partial
+from llmtailor.frameworks.read import files_among, read_trainer_files
 from llmtailor.model.parts import Param
 from llmtailor.model.precision import ROUNDED_AS
 from llmtailor.model.roles import (

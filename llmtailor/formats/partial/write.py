@@ -51,7 +51,7 @@ from llmtailor.formats.partial.manifest import (
     bundle_name,
     frozen_name,
 )
-from llmtailor.loaders.files import (
+from llmtailor.frameworks.files import (
     CARD,
     LATEST,
     PARTIAL_MANIFEST,
@@ -61,9 +61,9 @@ from llmtailor.loaders.files import (
     is_weight_file,
     rng_file,
 )
-from llmtailor.loaders.loader import loader_of
-from llmtailor.loaders.read import adapters_of, read_config
-from llmtailor.loaders.write import carry
+from llmtailor.frameworks.framework import framework_of
+from llmtailor.frameworks.read import adapters_of, read_config
+from llmtailor.frameworks.write import carry
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, Part, SavedAs
 from llmtailor.model.precision import WITHOUT_BASE, Precision
@@ -297,7 +297,7 @@ def _live_dtype(index: CheckpointIndex, param: Param) -> str:
 
 
 def _is_carried(path: str, index: CheckpointIndex) -> bool:
-    client = loader_of(index)
+    client = framework_of(index)
     made = {LATEST, CARD, PARTIAL_MANIFEST, client.optimizer, client.scheduler, SCALER}
     is_ours = path in made or is_of_states(path) or is_weight_file(path) or is_rng_file(path)
     if path.startswith(tuple(filter(None, adapters_of(index).values()))):
@@ -392,10 +392,10 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
                 tree = {**tree, "optimizer_state_dict": {k: v for k, v in outer.items() if k != "param_slice_mappings"}}
             add(rank, path, tree if outer is not None else _model_tree(tree, index, rank))
     else:
-        add(0, loader_of(index).optimizer, optimizer_tree(index, index.layout, is_partial=True))
+        add(0, framework_of(index).optimizer, optimizer_tree(index, index.layout, is_partial=True))
     if index.train.dcp is not None:
         add(0, KEY_LAYOUT, _key_layout_tree(index.train.dcp))
-    owners = {loader_of(index).scheduler: 0, **({} if index.form.has_masters else {SCALER: 0})}
+    owners = {framework_of(index).scheduler: 0, **({} if index.form.has_masters else {SCALER: 0})}
     owners |= {rng_file(rank, index.world_size, index.client): rank for rank in range(index.world_size)}
     for path, rank in owners.items():
         if path in index.train.trees:

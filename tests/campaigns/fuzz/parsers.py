@@ -25,7 +25,7 @@ from llmtailor.containers.unpickle import Machine, Storage, read_pickle
 from llmtailor.formats.common import param_names as model
 from llmtailor.formats.provenance import read_part_steps
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.loaders.files import PARTIAL_MANIFEST
+from llmtailor.frameworks.files import PARTIAL_MANIFEST
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.strategies import read_flags

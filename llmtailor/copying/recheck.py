@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from llmtailor.checkpoint.layout import Blend, Cast, Copy, Plan, Strided
-from llmtailor.engine.copy import FileResult, gather_again
-from llmtailor.engine.pool import Stop, num_workers, run_all
-from llmtailor.engine.streams import cannot_read, changed
+from llmtailor.copying.copy import FileResult, gather_again
+from llmtailor.copying.pool import Stop, num_workers, run_all
+from llmtailor.copying.streams import cannot_read, changed
 from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.checksums import crc32, new_digest

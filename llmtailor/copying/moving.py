@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Literal
 
 from llmtailor.checkpoint.layout import Copy, whole_blocks
-from llmtailor.engine.pool import Stop
-from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles
+from llmtailor.copying.pool import Stop
+from llmtailor.copying.streams import BUFFER_BYTES, Output, SourceFiles
 from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, VerificationError
 from llmtailor.storage.local import Ahead, clone_range, disk_errors, list_files, read_source
 from llmtailor.storage.remote import UPLOADING, RemotePath

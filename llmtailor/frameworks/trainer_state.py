@@ -26,8 +26,8 @@ from llmtailor.containers.json import is_count, read_json
 from llmtailor.containers.torch_file import read_attributes
 from llmtailor.errors import COPY_FILE, Problem, SourceError, damaged
 from llmtailor.findings import ERROR, Finding
-from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
-from llmtailor.loaders.stock_fields import (
+from llmtailor.frameworks.files import TRAINER_STATE, TRAINING_ARGS
+from llmtailor.frameworks.stock_fields import (
     DICT,
     POSITIVE,
     Field,

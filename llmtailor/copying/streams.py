@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Cast, Copy, Plan, Term
-from llmtailor.engine.pool import Stop
+from llmtailor.copying.pool import Stop
 from llmtailor.errors import COPY_FILE, SourceError, StorageError
 from llmtailor.storage.checksums import Taken, crc32
 from llmtailor.storage.local import Changed, FileFact, OpenFile, OpenFiles, bypass_cache, chunks, write_all

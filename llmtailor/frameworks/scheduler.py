@@ -15,7 +15,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT
 from llmtailor.errors import SourceError
 from llmtailor.findings import ERROR, Finding
-from llmtailor.loaders.stock_fields import Field, FieldType, Table, check_file, is_number, number
+from llmtailor.frameworks.stock_fields import Field, FieldType, Table, check_file, is_number, number
 
 _PER_GROUP = frozenset(
     (

@@ -1,7 +1,7 @@
 """Carries out a plan: fills every file with its pieces, several files at once, in flat memory.
 
 Small pieces are gathered in a buffer and written together. Pieces that continue each other in one source file are
-moved as one range, and a long range does not pass through the buffer (`engine.moving`). While the disk makes one file
+moved as one range, and a long range does not pass through the buffer (`copying.moving`). While the disk makes one file
 durable, its worker continues with the next. The CRC-32 of every byte is computed on the way: for the zip records, the
 files and the states. What an earlier run wrote is read back by the same pieces, so only its size and CRC need be
 recorded.
@@ -38,11 +38,11 @@ from llmtailor.checkpoint.layout import (
     consecutive,
     summed_parts,
 )
-from llmtailor.engine import streams
-from llmtailor.engine.journal import Mark
-from llmtailor.engine.moving import Clone, RangeCopier, Upload
-from llmtailor.engine.pool import Inline, Stop, num_workers, num_writers, run_all
-from llmtailor.engine.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
+from llmtailor.copying import streams
+from llmtailor.copying.journal import Mark
+from llmtailor.copying.moving import Clone, RangeCopier, Upload
+from llmtailor.copying.pool import Inline, Stop, num_workers, num_writers, run_all
+from llmtailor.copying.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.model.roles import BLOCKS, DIFFERENCES, ITEMSIZE, State, size_of
 from llmtailor.storage.checksums import Taken, combine, crc32, new_digest

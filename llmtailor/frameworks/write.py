@@ -25,7 +25,7 @@ from llmtailor.containers.safetensors import INDEX, SINGLE, lay_out_index, lay_o
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.containers.unpickle import TORCH_NAMES
 from llmtailor.errors import COPY_BACK, PathIn, Problem, SourceError, UnsupportedCheckpoint, some
-from llmtailor.loaders.files import (
+from llmtailor.frameworks.files import (
     CARD,
     CONFIG,
     MANIFEST,
@@ -41,10 +41,10 @@ from llmtailor.loaders.files import (
     owner_of,
     rng_file,
 )
-from llmtailor.loaders.loader import LOADERS, loader_of
-from llmtailor.loaders.read import adapters_of, read_config
-from llmtailor.loaders.rng import to_accelerate, to_trainer
-from llmtailor.loaders.scheduler import is_torch_scheduler, read_scheduler, regroup_scheduler
+from llmtailor.frameworks.framework import FRAMEWORKS, framework_of
+from llmtailor.frameworks.read import adapters_of, read_config
+from llmtailor.frameworks.rng import to_accelerate, to_trainer
+from llmtailor.frameworks.scheduler import is_torch_scheduler, read_scheduler, regroup_scheduler
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.roles import WEIGHT, State
@@ -66,13 +66,13 @@ def lay_out_trainer_files(
     weights are among them. Floating-point weights are cast to ``dtype``, None keeps theirs. ``leave_out`` are files of
     the base that the format does not have. `lay_out_tokenizer` lays out the tokenizer's files.
     """
-    made, scheduler = list(made), LOADERS[base.client].scheduler
+    made, scheduler = list(made), FRAMEWORKS[base.client].scheduler
     is_same_client = wanted.client == base.client
     if wanted.from_group is not None and is_same_client and base.offers(scheduler):
         where, groups = PathIn(base.name, scheduler), len(base.groups)
         tree = regroup_scheduler(base.train.trees[scheduler], where, groups, wanted.from_group)
         made.append(lay_out_torch_file(scheduler, tree))
-    paths = {".", LOADERS[base.client].optimizer, *(layout.path for layout in made)}
+    paths = {".", FRAMEWORKS[base.client].optimizer, *(layout.path for layout in made)}
     others = {ACCELERATE, base.client} & {ACCELERATE, TRAINER, VERL}
     in_folders = tuple(filter(None, adapters_of(base).values()))
 
@@ -90,9 +90,9 @@ def lay_out_trainer_files(
         if not is_left(path):
             is_cast = path == CONFIG and dtype
             layouts.append(_config_with_dtype(base.root, dtype) if is_cast and dtype else carry(path, fact))
-    if LOADERS[base.client].settings:
+    if FRAMEWORKS[base.client].settings:
         layouts += lay_out_settings(base)
-    if not has_weights and (is_same_client or LOADERS[wanted.client].saves_model):
+    if not has_weights and (is_same_client or FRAMEWORKS[wanted.client].saves_model):
         layouts += _lay_out_base_weights(base, wanted.layout.stage, dtype)
     return [*layouts, *made]
 
@@ -108,7 +108,7 @@ def lay_out_settings(base: CheckpointIndex, folder: str = "") -> list[FileLayout
 
 def _settings(base: CheckpointIndex) -> Iterator[tuple[str, str, FileFact]]:
     """Yield name, path and size of the files in the folder where a base has config.json and the tokenizer."""
-    own = LOADERS[base.client].settings
+    own = FRAMEWORKS[base.client].settings
     for path, fact in base.files.items():
         if path.startswith(own):
             yield path.removeprefix(own), path, fact
@@ -152,7 +152,7 @@ def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
 def _lay_out_rng(base: CheckpointIndex, new: int, client: str) -> list[FileLayout]:
     """Return layouts of random number states, one per rank; with more ranks than the base has, they repeat."""
     layouts: list[FileLayout] = []
-    if client != base.client and not LOADERS[client].saves_rng:
+    if client != base.client and not FRAMEWORKS[client].saves_rng:
         return layouts
     old = base.world_size
     for rank in range(new):
@@ -192,9 +192,9 @@ def saved_scheduler(base: CheckpointIndex) -> Any:
 
     The Trainer steps it with each optimizer step, accelerate once per process and step, so its count is replaced.
     """
-    tree = base.train.trees.get(loader_of(base).scheduler)
+    tree = base.train.trees.get(framework_of(base).scheduler)
     if tree is not None:
-        if loader_of(base).counts_steps or read_scheduler(tree).num_steps is None:
+        if framework_of(base).counts_steps or read_scheduler(tree).num_steps is None:
             return tree
         return {**tree, "last_epoch": base.global_step, "_step_count": base.global_step + 1}
     if base.client == DEEPSPEED:
@@ -241,7 +241,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
     """
     if wanted.client == base.client:
         notices = [*_other_ranks(base, wanted.layout.world_size)]
-        if wanted.layout.stage or base.offers(SCHEDULER) or not LOADERS[base.client].needs_scheduler:
+        if wanted.layout.stage or base.offers(SCHEDULER) or not FRAMEWORKS[base.client].needs_scheduler:
             return [], notices
         if base.train.engine_scheduler is None:
             what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
@@ -301,7 +301,7 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
             "lr_lambdas": [None] * len(first),
         }
         in_file = wanted.client != DEEPSPEED
-        made = LOADERS[wanted.client].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
+        made = FRAMEWORKS[wanted.client].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
         made = made or LR_SCHEDULER  # verl keeps it beside the random states
         what = f"{why}; {made} is made for step {step}, from the rates in the param groups"
         fix = "linear, cosine and the Trainer's other lambda schedules continue; any other schedule restarts"
@@ -312,7 +312,7 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
 
 
 def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[Problem]]:
-    client, step = LOADERS[wanted.client], base.global_step
+    client, step = FRAMEWORKS[wanted.client], base.global_step
     tree, notices = scheduler_for(base, wanted)
     if not client.counts_steps and read_scheduler(tree).num_steps is not None:
         count = step * wanted.layout.world_size
@@ -328,8 +328,8 @@ def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
     """Return the files, or values, of a base's loader that another loader does not have."""
     if base.client in (ACCELERATE, TRAINER):
         own = [path for path in base.files if owner_of(path) == base.client]
-        known = {loader_of(base).scheduler, loader_of(base).optimizer}
-        has_rng = LOADERS[client].saves_rng
+        known = {framework_of(base).scheduler, framework_of(base).optimizer}
+        has_rng = FRAMEWORKS[client].saves_rng
         return [path for path in own if path not in known and not (is_rng_file(path) and has_rng)]
     others = [entry.path for entry in base.train.others.values() if not is_of_scheduler(base, entry)]
     root = base.train.dcp.root if base.train.dcp else ()
@@ -347,7 +347,7 @@ def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
     """Yield notices on files of accelerate that depend on the number of processes."""
     if base.client != ACCELERATE or ranks == base.world_size:
         return
-    scheduler = loader_of(base).scheduler
+    scheduler = framework_of(base).scheduler
     counted = read_scheduler(base.train.trees.get(scheduler)).num_steps
     if counted not in (None, base.global_step):
         what = (
@@ -415,7 +415,7 @@ def lay_out_tokenizer(
     if chat_template is not None:
         text = Bytes(_template(chat_template).encode(), "chat_template of the recipe")
         layouts = [layout for layout in layouts if layout.path != CHAT_TEMPLATE] + [FileLayout(CHAT_TEMPLATE, (text,))]
-    folder = LOADERS[client].settings
+    folder = FRAMEWORKS[client].settings
     return [FileLayout(folder + layout.path, layout.pieces) for layout in layouts] if folder else layouts
 
 
@@ -456,6 +456,6 @@ class Wanted:
     is_alone: bool = False
     """Whether the base is the only source"""
     client: str = TRAINER
-    """The loader that will resume from it; see `loaders.loader`"""
+    """The loader that will resume from it; see `frameworks.framework`"""
     linkable: Linkable | None = None
     """What the output may hold as hard links; None for nothing"""

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 
 from llmtailor.checkpoint.layout import Plan
-from llmtailor.engine.journal import Identity, Journal, Unfinished, read_journal
-from llmtailor.engine.moving import Clone, is_unfinished
+from llmtailor.copying.journal import Identity, Journal, Unfinished, read_journal
+from llmtailor.copying.moving import Clone, is_unfinished
 from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError, Unanswered, some
 from llmtailor.storage.local import (
     Entries,

@@ -93,7 +93,7 @@ class FileName:
     """The only saver that gives a file this name"""
     holds: Holds
     is_known: bool = True
-    """Whether it may be deleted whatever else is in the folder; if not, `loaders.loader` decides by the other files"""
+    """Whether it may be deleted whatever else is in the folder; else `frameworks.framework` looks at the other files"""
     is_sign: bool = True
     """Whether the file alone means that its owner's loader resumes from the checkpoint"""
 

@@ -43,7 +43,7 @@ from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
 from llmtailor.errors import MismatchError, SourceError, StorageError, TargetError, some
-from llmtailor.loaders.files import (
+from llmtailor.frameworks.files import (
     ADAPTER,
     ADAPTER_CONFIG,
     CARD,
@@ -71,7 +71,7 @@ from llmtailor.storage.local import Entries, FileFact, OpenFiles, list_entries, 
 
 
 @dataclass(frozen=True, slots=True)
-class Loader:
+class Framework:
     """The files that a loader opens beside weights and shards, and those that its saver writes."""
 
     name: str
@@ -110,10 +110,10 @@ class Loader:
         return f"{checkpoint}/{CKPT}" if is_inside else checkpoint
 
 
-LOADERS = {
+FRAMEWORKS = {
     one.name: one
     for one in (
-        Loader(
+        Framework(
             TRAINER,
             "the Trainer",
             'trainer.train(resume_from_checkpoint="{}")',
@@ -122,7 +122,7 @@ LOADERS = {
             tag="global_step*",
             saves_model=True,
         ),
-        Loader(
+        Framework(
             ACCELERATE,
             "accelerate",
             'accelerator.load_state("{}")',
@@ -132,7 +132,7 @@ LOADERS = {
             default_tag="pytorch_model",
             counts_steps=False,
         ),
-        Loader(
+        Framework(
             LIGHTNING,
             "Lightning",
             'trainer.fit(module, ckpt_path="{}")',
@@ -144,14 +144,14 @@ LOADERS = {
             saves_rng=False,
             counts_steps=False,
         ),
-        Loader(DEEPSPEED, "DeepSpeed", 'engine.load_checkpoint("{}")', saves_rng=False),
-        Loader(
+        Framework(DEEPSPEED, "DeepSpeed", 'engine.load_checkpoint("{}")', saves_rng=False),
+        Framework(
             DCP,
             "torch.distributed.checkpoint",
             'torch.distributed.checkpoint.load(state_dict, checkpoint_id="{}")',
             saves_rng=False,
         ),
-        Loader(
+        Framework(
             VERL,
             "verl",
             'checkpoint_manager.load_checkpoint("{}")',
@@ -159,7 +159,7 @@ LOADERS = {
             settings="huggingface/",
             saves_rng=False,
         ),
-        Loader(
+        Framework(
             MEGATRON,
             "Megatron-core",
             'megatron.core.dist_checkpointing.load(sharded_state_dict, "{}")',
@@ -169,12 +169,12 @@ LOADERS = {
 }
 
 
-def loader_of(index: CheckpointIndex) -> Loader:
+def framework_of(index: CheckpointIndex) -> Framework:
     """Return the loader of a checkpoint."""
-    return LOADERS[index.client]
+    return FRAMEWORKS[index.client]
 
 
-def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bool) -> Loader:
+def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bool) -> Framework:
     """Return the loader that a checkpoint is for.
 
     ``names`` are the entries of its root, folders with a ``/`` at the end. ``is_trainers`` says whether its
@@ -183,15 +183,15 @@ def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bo
     """
     names = [*names]
     if CKPT in names:
-        return LOADERS[LIGHTNING]
+        return FRAMEWORKS[LIGHTNING]
     if is_trainers or (is_trainers is None and any(is_sign_of(TRAINER, name) for name in names)):
-        return LOADERS[TRAINER]
+        return FRAMEWORKS[TRAINER]
     if any(is_sign_of(ACCELERATE, name) for name in names):
-        return LOADERS[ACCELERATE]
-    return LOADERS[DEEPSPEED if is_engines else TRAINER]
+        return FRAMEWORKS[ACCELERATE]
+    return FRAMEWORKS[DEEPSPEED if is_engines else TRAINER]
 
 
-def choose_loader(base: CheckpointIndex, family: str, to: str | None, layout: str | None = None) -> str:
+def choose_framework(base: CheckpointIndex, family: str, to: str | None, layout: str | None = None) -> str:
     """Return the loader of an output: ``layout`` if it is given, else the base's where it can read the format.
 
     ``family`` is the output's family of formats, ``to`` and ``layout`` the options ``--to`` and ``--layout``. Raises
@@ -379,7 +379,7 @@ class _Recognizer:
             return lambda name: is_shard_name(name) or bool(_OF_UNIVERSAL.fullmatch(name))
         if path in _DCP_FOLDERS:
             return lambda name: name == METADATA or bool(DATA_FILE.fullmatch(name))
-        if path == LOADERS[VERL].settings and any(VERL_RANK.fullmatch(name) for name in self.top):
+        if path == FRAMEWORKS[VERL].settings and any(VERL_RANK.fullmatch(name) for name in self.top):
             return lambda name: holds(name, Holds.SETTINGS)
         if path == f"{_TEMPLATES}/":
             return lambda name: name.endswith(".jinja")
@@ -472,5 +472,5 @@ def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
     folder, _, name = path.rpartition("/")
     if name and f"{folder}/" in adapters_among(index.files).values():
         return is_weight_file(name) and not index.form.has_masters
-    is_of_states = holds(path, Holds.STATES) or path in (".", loader_of(index).optimizer)
+    is_of_states = holds(path, Holds.STATES) or path in (".", framework_of(index).optimizer)
     return "/" in path or is_of_states or (is_weight_file(path) and not index.form.has_masters)

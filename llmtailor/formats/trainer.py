@@ -38,7 +38,7 @@ from llmtailor.formats.common.states import (
 )
 from llmtailor.formats.format import Draft
 from llmtailor.formats.weights import read_adapters
-from llmtailor.loaders.files import (
+from llmtailor.frameworks.files import (
     ADAPTER,
     CONFIG,
     ENGINE_FILES,
@@ -53,9 +53,9 @@ from llmtailor.loaders.files import (
     is_sign_of,
     owner_of,
 )
-from llmtailor.loaders.loader import LOADERS
-from llmtailor.loaders.read import TrainerFiles, read_trainer_files
-from llmtailor.loaders.write import Wanted, lay_out_trainer_files, synthesize_files
+from llmtailor.frameworks.framework import FRAMEWORKS
+from llmtailor.frameworks.read import TrainerFiles, read_trainer_files
+from llmtailor.frameworks.write import Wanted, lay_out_trainer_files, synthesize_files
 
 OTHER_WEIGHTS = "pytorch_model.bin"
 _OF_OTHERS = (*ENGINE_FILES, "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
@@ -232,7 +232,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     if wanted.client == ACCELERATE and [one.path for one in weights] != [SINGLE]:
         what = f"accelerate reads its weights from {SINGLE} only, and they take {len(weights) - 1} files"
         raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
-    optimizer = lay_out_torch_file(LOADERS[wanted.client].optimizer, optimizer_tree(base, wanted.layout))
+    optimizer = lay_out_torch_file(FRAMEWORKS[wanted.client].optimizer, optimizer_tree(base, wanted.layout))
     made = [optimizer, *weights, *beside]
     dtype = "F32" if base.form.has_masters else None  # config.json follows the weights, which are the master weights
     return lay_out_trainer_files(base, wanted, made, dtype, ENGINE_FILES, has_weights=True), notices

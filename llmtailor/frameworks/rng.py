@@ -16,9 +16,9 @@ from llmtailor.containers.json import extent_of
 from llmtailor.containers.unpickle import Call, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.loaders.files import rng_file
-from llmtailor.loaders.loader import Loader
-from llmtailor.loaders.stock_fields import Field, FieldType, Table, check_file
+from llmtailor.frameworks.files import rng_file
+from llmtailor.frameworks.framework import Framework
+from llmtailor.frameworks.stock_fields import Field, FieldType, Table, check_file
 from llmtailor.storage.local import open_source
 
 _OF_ARRAYS = frozenset(("_reconstruct", "ndarray", "dtype"))
@@ -151,7 +151,7 @@ def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> It
             yield Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING)
 
 
-def find_lost_rng(there: Collection[str], world_size: int, name: str, client: Loader) -> list[Finding]:
+def find_lost_rng(there: Collection[str], world_size: int, name: str, client: Framework) -> list[Finding]:
     """Return findings on ranks without a random number state; ``there`` are the files that exist."""
     files = [rng_file(rank, world_size, client.name) for rank in range(world_size)]
     if not client.saves_rng and not set(files) & set(there):

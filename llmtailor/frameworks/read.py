@@ -15,7 +15,7 @@ from llmtailor.containers.json import Trees, read_json
 from llmtailor.containers.safetensors import survey_weights
 from llmtailor.errors import PathIn, Problems, TailorError, UnsupportedCheckpoint, attempt, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.loaders.files import (
+from llmtailor.frameworks.files import (
     ADAPTER_CONFIG,
     CONFIG,
     MANIFEST,
@@ -28,10 +28,10 @@ from llmtailor.loaders.files import (
     is_second_models,
     may_have_adapters,
 )
-from llmtailor.loaders.loader import LOADERS, Loader, detect_loader
-from llmtailor.loaders.rng import check_rng, find_swapped
-from llmtailor.loaders.scheduler import SchedulerFacts, check_scheduler, read_scheduler
-from llmtailor.loaders.trainer_state import (
+from llmtailor.frameworks.framework import FRAMEWORKS, Framework, detect_loader
+from llmtailor.frameworks.rng import check_rng, find_swapped
+from llmtailor.frameworks.scheduler import SchedulerFacts, check_scheduler, read_scheduler
+from llmtailor.frameworks.trainer_state import (
     check_scaler,
     check_trainer_state,
     is_of_trainer,
@@ -42,14 +42,14 @@ from llmtailor.loaders.trainer_state import (
 from llmtailor.model.roles import WEIGHT, State
 from llmtailor.storage.local import FileFact, check_regular
 
-_OPENED = (TRAINER_STATE, SCALER, CONFIG, *(one.scheduler for one in LOADERS.values()))
+_OPENED = (TRAINER_STATE, SCALER, CONFIG, *(one.scheduler for one in FRAMEWORKS.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerFiles:
     """The content of the files in the checkpoint's root."""
 
-    client: Loader
+    client: Framework
     """The loader that resumes from the checkpoint"""
     files: Mapping[str, FileFact]
     """Every regular file in the root"""
@@ -103,7 +103,7 @@ def read_trainer_files(
     entries = [f"{path.name}/" if path.is_dir() else path.name for path in there]
     below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
     is_stated = is_the_trainers if TRAINER_STATE in files else None
-    loader = LOADERS[client] if client else detect_loader([*entries, *below], is_stated, is_engines)
+    loader = FRAMEWORKS[client] if client else detect_loader([*entries, *below], is_stated, is_engines)
     if loader.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
         what = f"accelerate has saved several models or optimizers: {some(others)}"
         fix = "leave it out; checkpoints of one model and one optimizer can be composed"
@@ -205,5 +205,5 @@ def compare_global_step(trainer: TrainerFiles, root: Path, name: str, step: floa
 
 def read_config(index: CheckpointIndex) -> dict[str, Any]:
     """Return the content of ``config.json``; empty without the file. Raises SourceError for a damaged one."""
-    path = LOADERS[index.client].settings + CONFIG
+    path = FRAMEWORKS[index.client].settings + CONFIG
     return read_json(index.root / path, PathIn(index.name, path)) if path in index.files else {}
