@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "llmtailor.compose.plan": "Composition Options plan_merge",
+    "llmtailor.compose.plan": "MergePlan Options plan_merge",
     "llmtailor.compose.report": "Report",
     "llmtailor.compose.write": "merge write",
     "llmtailor.errors": "Problem TailorError",

@@ -57,6 +57,7 @@ class Code(Enum):
     ALL_ZERO = "all-zero", "the moments of a whole flat tensor are zero, although Adam has made steps"
     NEGATIVE = "negative", "a mean of squares is negative"
     ROUNDED = "rounded", "a partial checkpoint holds rounded states"
+    NOT_ROUNDABLE = "not-roundable", "a moment has elements that can't be stored in 8 bits"
     NOT_ROUNDED = "not-rounded", "a weight is not its rounded master weight"
     SPLIT_WEIGHTS = "split-weights", "weights differ from their master weights on purpose (--allow-split)"
     TIED = "tied", "tied names point to nothing, or to each other"

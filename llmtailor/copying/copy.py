@@ -38,13 +38,14 @@ from llmtailor.checkpoint.layout import (
     consecutive,
     summed_parts,
 )
+from llmtailor.codes import Code
 from llmtailor.copying import streams
 from llmtailor.copying.journal import Mark
 from llmtailor.copying.moving import Clone, RangeCopier, Upload
 from llmtailor.copying.pool import Inline, Stop, num_workers, num_writers, run_all
 from llmtailor.copying.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
 from llmtailor.errors import SourceError, StorageError
-from llmtailor.model.roles import BLOCKS, DIFFERENCES, ITEMSIZE, State, size_of
+from llmtailor.model.roles import BLOCKS, DIFFERENCES, ITEMSIZE, Q8, Q8_ROOT, State, size_of
 from llmtailor.storage.checksums import Taken, combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.storage.remote import STORE_WORKERS, RemotePath
@@ -137,7 +138,8 @@ def _strided(piece: Strided, sources: SourceFiles, stop: Stop) -> Iterator[bytes
         data = rows[: number * row_bytes]
         later = [band._replace(start=band.start + first * band.stride) for band in bands]
         gather(later, number, data, lambda band, start, room: sources.read_into(reads[band.path], start, room))
-        yield data if is_same else cast(data, piece.source_dtype, piece.dtype, piece.scale)
+        made = data if is_same else cast(data, piece.source_dtype, piece.dtype, piece.scale)
+        yield made if is_same else _roundable(bytes(made), piece, sources.where(next(iter(reads.values()))))
 
 
 def _blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
@@ -471,12 +473,22 @@ def _row_by_row(piece: Strided, output: Output, sources: SourceFiles, stop: Stop
         yield from (crc32(rows[at : at + size]) for at in range(0, len(rows), size))
 
 
+def _roundable(made: bytes, piece: Cast | Strided, where: str) -> bytes:
+    """Return what was rounded. Raises SourceError for moments that 8 bits can't hold."""
+    from llmtailor.storage.casts import has_lost_blocks
+
+    if piece.dtype in (Q8, Q8_ROOT) and piece.source_dtype != piece.dtype and has_lost_blocks(made, piece.dtype):
+        what = "a moment has an element that is infinite, not a number, or a negative second moment"
+        raise SourceError.at(where, what, "omit --moments 8bit, or the policy that rounds", Code.NOT_ROUNDABLE)
+    return made
+
+
 def _casted(piece: Cast, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
     from llmtailor.storage.casts import cast  # numpy takes a while
 
     for data in sources.chunks(piece, streams.BUFFER_BYTES // 16 * ITEMSIZE[piece.source_dtype]):
         stop.check()
-        yield cast(data, piece.source_dtype, piece.dtype, piece.scale)
+        yield _roundable(cast(data, piece.source_dtype, piece.dtype, piece.scale), piece, sources.where(piece))
 
 
 def _from_store(store: Store, piece: Copy, stop: Stop) -> Iterator[memoryview]:

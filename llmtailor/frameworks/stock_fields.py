@@ -265,8 +265,10 @@ def keeps_as_adam(kinds: Collection[str], options: Collection[str]) -> bool:
     """Whether an optimizer is Adam, by all kinds of its states and all options of its param groups.
 
     A moment that no param has means another optimizer, unless the options are those of torch's or DeepSpeed's Adam.
+    Param groups without any of Adam's options mean another one, too.
     """
-    return ADAM_KINDS.issuperset(kinds) and ({"exp_avg", "exp_avg_sq"} <= {*kinds} or has_adams_options(options))
+    has_moments = {"exp_avg", "exp_avg_sq"} <= {*kinds} and not {"betas", "eps", "weight_decay"}.isdisjoint(options)
+    return ADAM_KINDS.issuperset(kinds) and (has_moments or has_adams_options(options))
 
 
 def adams_first_kinds(options: Mapping[str, Any]) -> tuple[str, ...]:

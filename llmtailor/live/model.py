@@ -225,17 +225,19 @@ def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel
 
 
 _NEAR = 0.1
+_FEW = 16
 """Relative distance"""
 
 
 def copies_of_weights(training: Training, params: Collection[str], ranks: Ranks) -> list[str]:
     """Return the kinds of state that have the names of moments but, by a sample, values near those of the weights.
 
-    All ranks call it. Such a kind is a copy of the weights, as some optimizers keep for params in bf16.
+    All ranks call it. Such a kind is a copy of the weights, as some optimizers keep for params in bf16, maybe of some
+    params only.
     """
 
-    def measure_mine() -> dict[str, tuple[float, float]]:
-        sums: dict[str, tuple[float, float]] = {}
+    def measure_mine() -> dict[tuple[str, str], tuple[float, float]]:
+        sums: dict[tuple[str, str], tuple[float, float]] = {}
         masters: dict[tuple[str, int], torch.Tensor] = {}
         for fragment in training.fragments(params):
             place, values = (fragment.param, fragment.begin), _sample(fragment.tensor).float()
@@ -243,18 +245,18 @@ def copies_of_weights(training: Training, params: Collection[str], ranks: Ranks)
                 masters[place] = values
             elif is_moment(fragment.kind) and fragment.shape is None and fragment.tensor.is_floating_point():
                 weights = masters[place]
-                apart, size = sums.get(fragment.kind, (0.0, 0.0))
                 squares = torch.stack([(values - weights).square().sum(), weights.square().sum()]).tolist()
-                sums[fragment.kind] = apart + squares[0], size + squares[1]
+                # of all params together, and of each that has enough elements not to be near by chance
+                for whose in ("", fragment.param) if values.numel() >= _FEW else ("",):
+                    apart, size = sums.get((fragment.kind, whose), (0.0, 0.0))
+                    sums[fragment.kind, whose] = apart + squares[0], size + squares[1]
         return sums
 
     measured = ranks.together(measure_mine)
     total = {
-        kind: [sum(own[kind][at] for own in measured if kind in own) for at in (0, 1)]
-        for own in measured
-        for kind in own
+        key: [sum(own[key][at] for own in measured if key in own) for at in (0, 1)] for own in measured for key in own
     }
-    return sorted(kind for kind, (apart, size) in total.items() if apart < _NEAR**2 * size)
+    return sorted({kind for (kind, _), (apart, size) in total.items() if apart < _NEAR**2 * size})
 
 
 def check_before_training(model: Any, policy: Policy, max_staleness: int | None, experts: str | None) -> None:

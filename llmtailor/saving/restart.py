@@ -95,7 +95,7 @@ def resume(
     lineage: str,
     resumed_from: str | Path | Mapping[str, object] | None,
     is_retry: bool,
-    policy: str,
+    policy: Mapping[str, object],
 ) -> tuple[Ledger, Path | None]:
     """Start an attempt at a step: record it, and move aside the checkpoints that it abandons.
 
@@ -104,7 +104,7 @@ def resume(
 
     ``parts`` are those that it saves. ``resumed_from`` is a checkpoint, or the content of its ``trainer_state.json``;
     None means the run's newest checkpoint at that step. ``is_retry``: what is there is of earlier attempts of the same
-    training. ``policy`` is the name of the policy from now on.
+    training. ``policy`` are the settings of the policy from now on.
 
     Raises TargetError if training starts from scratch where another run has saved, SourceError for a damaged record of
     attempts, StorageError.
@@ -128,9 +128,10 @@ def resume(
         manifest = read_manifest(before, before.name)
         saved = Ledger.from_json(manifest.ledger, before.name)
         ledger = saved.resumed(lineage, step)
-        if manifest.policy not in ("", policy) and not manifest.is_thinned:
-            what = 'the saves so far were chosen by the policy %s, the next ones are by %s; give policy="%s" to keep it'
-            logger.warning(what, manifest.policy, policy, manifest.policy)
+        earlier = {key: value for key, value in manifest.policy.items() if key != "max_staleness"}
+        if earlier not in ({}, policy) and not manifest.is_thinned:
+            what = "the saves so far were chosen by the policy %s, the next ones are by %s; to keep it, give policy=%r"
+            logger.warning(what, spec_of(earlier), spec_of(policy), spec_of(earlier))
         if dict(manifest.params) == dict(training.params) and dict(manifest.tied) == dict(training.tied):
             ledger = ledger.divided(parts, lost_parts(saved, folder.saves()))
         else:
@@ -145,6 +146,12 @@ def resume(
     _set_aside(folder, step, before)
     abandon_after(folder.partial, step)
     return ledger, before
+
+
+def spec_of(settings: Mapping[str, object]) -> str:
+    """Return the settings of a policy as `make_policy` reads them."""
+    options = ",".join(f"{key}={value}" for key, value in settings.items() if key != "name")
+    return f"{settings.get('name')}:{options}" if options else f"{settings.get('name')}"
 
 
 def _set_aside(folder: RunFolder, step: int, before: Path | None) -> None:

@@ -21,9 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llmtailor import attestation
 from llmtailor.attestation.compare import OFF
 from llmtailor.checkpoint.lineage import Ledger
+from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.formats.optimizer_objects import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
@@ -47,7 +50,6 @@ from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,
     Policy,
-    Rounded,
     Situation,
     check_policy,
     choose,
@@ -265,7 +267,7 @@ class PartialSaver:
                 lineage=lineage,
                 resumed_from=resumed_from,
                 is_retry=is_retry,
-                policy=self.policy.name,
+                policy=self.policy.settings(),
             )
         )
         self.record.is_begun = True
@@ -436,21 +438,23 @@ class PartialSaver:
 
     def _tell_precision(self) -> None:
         """Log what saves round."""
-        precision = self.precision
-        kinds: dict[str, set[str]] = {}
+        precision, kinds, in_fp32 = self.precision, dict[str, set[str]](), dict[str, set[str]]()
         for fragment in self.training.fragments(self.model.names_in(self.model.parts)):
             kinds.setdefault(fragment.param, set()).add(fragment.kind)
-        told = logging.WARNING if self.policy.name == DEFAULT_POLICY else logging.INFO
-        if precision.moments != EXACT.moments and all(len(precision.dtypes(some)) == 1 for some in kinds.values()):
-            what = "the optimizer has no state that is rounded, so saves hold its states exactly (policy %s)"
-            logger.log(told, what, self.policy)
-        elif precision == Rounded.precision:
-            what = "saves hold exp_avg and exp_avg_sq in 8 bits, which is off by at most 1/%d and 1/%d of the largest "
-            what += 'of 128 neighbors (of square roots in exp_avg_sq); policy="full" keeps them exact'
-            logger.log(told, what, *MOST_OFF)
-        elif precision != EXACT:
-            what = "saves hold masters in %s and moments in %s; the policy is %s"
-            logger.info(what, precision.masters, precision.moments, self.policy)
+            if fragment.tensor.dtype == torch.float32 and fragment.shape is None:
+                in_fp32.setdefault(fragment.param, set()).add(fragment.kind)
+        rounded = {kind for param, own in in_fp32.items() for kind in own & precision.dtypes(kinds[param]).keys()}
+        told = [] if precision.masters == EXACT.masters else [f"masters in {precision.masters}"]
+        if precision.moments != EXACT.moments:
+            off = ""
+            if precision.moments == "8bit":
+                off = f" (off by at most 1/{MOST_OFF[0]} and 1/{MOST_OFF[1]} of the largest of 128 neighbors, or roots)"
+            moments = " and ".join(sorted(rounded - {MASTER}))
+            told.append(f"{moments} in {precision.moments}{off}" if moments else "the optimizer's states exactly")
+        if told:
+            level = logging.WARNING if self.policy.name == DEFAULT_POLICY else logging.INFO
+            more = '; policy="full" keeps everything exact' if rounded - {MASTER} else ", of which none can be rounded"
+            logger.log(level, "saves hold %s%s (policy %s)", " and ".join(told), more, self.policy)
 
     def _wait_for(self, save_ids: Collection[str]) -> None:
         for save in [one.save for one in self._flights if one.work.save_id in save_ids]:
@@ -486,6 +490,8 @@ class PartialSaver:
                 later = self._flights.pop(0).save
                 if not later.wait_unless_stuck():
                     later.give_up()
+            if any(problem.code is Code.NOT_ROUNDABLE for problem in save.failure.problems):
+                self.precision = replace(self.precision, moments=EXACT.moments)
             self.ledger = flight.ledger
             self.drift.restore(flight.samples)
             restore_state(self.policy, work.policy_state)

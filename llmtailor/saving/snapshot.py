@@ -24,11 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
+from llmtailor.codes import Code
 from llmtailor.copying.streams import Store, huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import BundleEntry
 from llmtailor.live.tensors import DTYPES, not_compiled, storage_of
-from llmtailor.model.roles import BLOCKS, D16, D24, F24, ITEMSIZE, PACKED, Q8_ROOT, numel_of, size_of
+from llmtailor.model.roles import BLOCKS, D16, D24, F24, ITEMSIZE, PACKED, Q8, Q8_ROOT, numel_of, size_of
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import pack_frame
 from llmtailor.storage.frames import ELEMENTS, room_for
@@ -261,13 +262,18 @@ class DeltaBases:
 
 @dataclass(frozen=True, slots=True)
 class BaseRecordingStore:
-    """The tensors of a save, as they are read from another store; keeps those that later saves differ from."""
+    """The tensors of a save, as they are read from another store; keeps those that later saves differ from.
+
+    Raises StorageError for moments that 8 bits can't hold.
+    """
 
     live: LiveTensors
     store: Store
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
         data, live = self.store.read(path, start, stop), self.live.tensors[int(path)]
+        if live.packed in (Q8, Q8_ROOT) and casts.has_lost_blocks(data, live.packed, start):
+            raise StorageError(NOT_ROUNDABLE)
         if live.packed == F24 and live.base is not None:
             bytes_of(live.base)[start : start + len(data)] = data
         return data
@@ -290,6 +296,12 @@ STUCK = Problem(
     "check the disk, or the network file system",
 )
 """Why a save is given up while training runs"""
+NOT_ROUNDABLE = Problem(
+    "saving",
+    "a moment has an element that is infinite, not a number, or a negative second moment, which 8 bits can't hold",
+    "the next save holds moments exactly",
+    Code.NOT_ROUNDABLE,
+)
 CHANGE_EARLIER = "change weights and optimizer states only before a save, or set background=False"
 
 

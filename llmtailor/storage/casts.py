@@ -133,6 +133,17 @@ def pack(values: npt.NDArray[Any], target: str, room: npt.NDArray[np.uint8] | No
     return made
 
 
+def has_lost_blocks(data: bytes | bytearray | memoryview, dtype: str, start: int = 0) -> bool:
+    """Return whether a block of `roles.Q8` or `roles.Q8_ROOT` has no numbers. ``data`` begins at byte ``start``.
+
+    An element of it was infinite, not a number, or in ``Q8_ROOT`` negative.
+    """
+    size = BLOCKS[dtype].num_bytes
+    first = -start % size
+    units = np.ndarray(max(0, -(-(len(data) - first - 3) // size)), "<f4", data, first, (size,))
+    return bool(np.isnan(units).any())
+
+
 def _in_blocks(
     values: npt.NDArray[Any], made: npt.NDArray[np.uint8], target: str
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8], npt.NDArray[Any]]:

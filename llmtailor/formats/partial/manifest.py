@@ -207,8 +207,8 @@ class Manifest:
     """Of ``masters`` -> the ``save_id`` of the save from whose masters theirs are differences"""
     is_thinned: bool = False
     """Whether ``thin`` made it from a full checkpoint: `IS_THINNED` among the policy's settings"""
-    policy: str = ""
-    """The name of the policy"""
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    """Name and options of the policy"""
     unclear: tuple[str, ...] = ()
     """Frozen params that may be buffers: the full checkpoint did not say"""
 
@@ -350,7 +350,7 @@ def _parse(data: Any) -> Manifest:
         },
         bases={part: _name(one["base"]) for part, one in masters.items() if "base" in one},
         is_thinned=policy.get(IS_THINNED) is True,
-        policy=str(policy.get("name", "")),
+        policy=policy,
         unclear=tuple(map(_name, _list(data.get("unclear", [])))),
     )
 

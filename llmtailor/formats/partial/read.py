@@ -67,6 +67,7 @@ from llmtailor.formats.partial.manifest import (
     frozen_name,
     read_manifest,
 )
+from llmtailor.frameworks.files import TRAINER_STATE
 from llmtailor.frameworks.framework import is_or_may_be_partial
 from llmtailor.frameworks.read import files_among, read_trainer_files
 from llmtailor.model.parts import Param
@@ -157,6 +158,8 @@ def open_partial(root: Path, name: str) -> Partial:
             differences.append(file)
         elif file:
             files[fact.path] = file
+    if TRAINER_STATE in manifest.carried and not (root / TRAINER_STATE).exists():
+        problems.add(damaged(PathIn(name, TRAINER_STATE), "it is missing, but its save wrote it", Code.FILE_MISSING))
     problems.raise_if_any()
     tree_of = {
         key.removeprefix(TREE): path for path, file in files.items() for key in file.metadata if key.startswith(TREE)
