@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from llmtailor.verify.verify import Verdict as Verdict
     from llmtailor.verify.verify import verify_checkpoint as verify_checkpoint
 
-__version__ = "0.1.0"
+from llmtailor._version import __version__
 
 _NAMES = {
     "llmtailor.compose.plan": "MergePlan Options plan_merge",

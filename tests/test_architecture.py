@@ -15,7 +15,7 @@ import pytest
 from llmtailor.codes import Code
 
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
-BASE = {"codes", "errors", "findings", "documents", "timing", "balance", "model", "storage", "checkpoint"}
+BASE = {"_version", "codes", "errors", "findings", "documents", "timing", "balance", "model", "storage", "checkpoint"}
 MAY_IMPORT = {
     "errors": {"codes"},
     "findings": {"codes", "errors"},

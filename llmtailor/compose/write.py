@@ -22,7 +22,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from llmtailor import __version__
+from llmtailor._version import __version__
 from llmtailor.balance import deal
 from llmtailor.checkpoint.index import MEGATRON, CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, LinkLayout, Plan, Segment

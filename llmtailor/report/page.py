@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from llmtailor import __version__
+from llmtailor._version import __version__
 from llmtailor.codes import Code
 from llmtailor.compose.report import fold_experts
 from llmtailor.errors import UsageError, printable, size, some

@@ -21,7 +21,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from llmtailor import __version__
+from llmtailor._version import __version__
 from llmtailor.checkpoint.index import ACCELERATE, DCP, FSDP, LIGHTNING, MEGATRON, CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Plan
 from llmtailor.checkpoint.lineage import (

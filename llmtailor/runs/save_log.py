@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +22,28 @@ _MAX_BYTES = 4 << 30
 _MAX_INT = 1 << 60
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedSave:
     """A published save. Times are those of the slowest rank."""
 
     step: int
-    parts: Mapping[str, str]
+    parts: Mapping[str, str] = field(default_factory=dict)
     """Saved part -> reason"""
-    num_bytes: int
+    num_bytes: int = 0
     """Size of all ranks' files, in bytes. Frozen params count even if they are hard links to an earlier save."""
-    stall_s: float
+    stall_s: float = 0.0
     """Seconds for which the save stopped training: in `PartialSaver.save` and before the next optimizer steps"""
-    copy_s: float
+    copy_s: float = 0.0
     """Seconds from the start of the save until its states were copied to host memory; 0 without background saves"""
-    write_s: float
+    write_s: float = 0.0
     """Seconds until its files were durable"""
-    publish_s: float
+    publish_s: float = 0.0
     """Seconds until the partial checkpoint was complete"""
-    drift: Mapping[str, float]
+    drift: Mapping[str, float] = field(default_factory=dict)
     """Part -> relative change since its own last save, measured before this one; may be infinite"""
-    expected_loss: Mapping[str, float]
+    expected_loss: Mapping[str, float] = field(default_factory=dict)
     """Part -> estimated rise of the loss with its own last save, measured before this one; see `policies.Situation`"""
-    steps_behind: Mapping[str, int]
+    steps_behind: Mapping[str, int] = field(default_factory=dict)
     """Part -> optimizer steps since its newest save, after this one"""
     masters: tuple[str, ...] = ()
     """Further parts, of which it holds the masters without the moments"""
@@ -125,18 +125,15 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 def _save(step: int, content: Mapping[str, Any]) -> LoggedSave:
     return LoggedSave(
-        step,
-        {str(part): str(why) for part, why in content["parts"].items()},
-        _count(content["num_bytes"]),
-        _seconds(content.get("stall_s", 0.0)),
-        _seconds(content.get("copy_s", 0.0)),
-        _seconds(content.get("write_s", 0.0)),
-        _seconds(content.get("publish_s", 0.0)),
-        {str(part): _change(value) for part, value in content.get("drift", {}).items()},
-        {str(part): _change(value) for part, value in content.get("expected_loss", {}).items()},
-        {str(part): _count(value) for part, value in content.get("steps_behind", {}).items()},
-        tuple(map(str, content.get("masters", ()))),
-        _count(content.get("updates_missed", 0)),
+        step=step,
+        parts={str(part): str(why) for part, why in content["parts"].items()},
+        num_bytes=_count(content["num_bytes"]),
+        **{name: _seconds(content.get(name, 0.0)) for name in ("stall_s", "copy_s", "write_s", "publish_s")},
+        drift={str(part): _change(value) for part, value in content.get("drift", {}).items()},
+        expected_loss={str(part): _change(value) for part, value in content.get("expected_loss", {}).items()},
+        steps_behind={str(part): _count(value) for part, value in content.get("steps_behind", {}).items()},
+        masters=tuple(map(str, content.get("masters", ()))),
+        updates_missed=_count(content.get("updates_missed", 0)),
     )
 
 

@@ -20,7 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from llmtailor import __version__
+from llmtailor._version import __version__
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Cast, Copy, LinkLayout, Plan, Strided
 from llmtailor.checkpoint.lineage import RunCheckpoint, newest_resumable, sources_at, usable_at

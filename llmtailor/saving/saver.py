@@ -520,7 +520,7 @@ class PartialSaver:
         work = PartialWork(
             save_id=save_id,
             began=began,
-            report=SaveReport(step, {}, 0, 0.0, 0.0, 0.0, 0.0, {}, {}, {}, path=path),
+            report=SaveReport(step=step, path=path),
             folder=path,
             ledger=self.ledger,
             policy_state=state_of(self.policy),

@@ -375,7 +375,7 @@ class StockSaver:
     def _end(self, *, is_refused: bool = False) -> PendingSave:
         found, self._open = self._open, None
         assert found is not None
-        report = SaveReport(found.step, {}, 0, 0.0, 0.0, 0.0, 0.0, {}, {}, {}, path=found.folder)
+        report = SaveReport(step=found.step, path=found.folder)
         work = Work(save_id=found.save_id, began=found.began, report=report, folder=found.staging)
         if is_refused:
             unknown = StorageError.at(found.folder, "the call that saves was interrupted", "save again")

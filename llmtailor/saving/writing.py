@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmtailor import __version__
+from llmtailor._version import __version__
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Plan
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.placement import Box

@@ -1,0 +1,3 @@
+"""The version, which other modules import from here."""
+
+__version__ = "0.1.0"
