@@ -3,7 +3,7 @@
 All savers watch the same training; each writes to a folder of its own. Then the training fails, and goes on from the
 composite of each.
 
-    torchrun --nproc_per_node 1 -m study.zero3 CACHE SEEDS
+    torchrun --nproc_per_node 1 -m study.zero3 CACHE SEEDS [POLICIES]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,7 +31,9 @@ from study.train import BATCH, LENGTH, Size, new_model
 
 NAME, SIZE, RATE = "zero3-bf16", Size(48, 6, 128), 2e-3
 STEPS, EVERY, CRASH = 160, 8, 120
-POLICIES = ("full", "parity", "filter", "round_robin:4", "adaptive:0.5", "adaptive:0.25", "moments_in_turn:4")
+POLICIES = (
+    *("full", "parity", "filter", "round_robin:4", "adaptive:0.5", "adaptive:0.25", "moments_in_turn:4", "rounded"),
+)
 
 
 class Engine:
@@ -70,16 +73,16 @@ class Engine:
         return math.fsum(losses) / len(losses)
 
 
-def run_seed(seed: int, cells: Cells) -> None:
+def run_seed(seed: int, cells: Cells, policies: Sequence[str]) -> None:
     """Run the cells of a seed, unless they are all there."""
     text = digest("sources")
     cells.drop_others(text, NAME, seed)
-    if all(cells.has(NAME, seed, policy) for policy in POLICIES):
+    if all(cells.has(NAME, seed, policy) for policy in policies):
         return
     folder = Path(tempfile.mkdtemp())
     try:
         one = Engine(seed)
-        runs = {policy: folder / str(number) for number, policy in enumerate(POLICIES)}
+        runs = {policy: folder / str(number) for number, policy in enumerate(policies)}
         savers = {
             policy: saver_for(run, engine=one.engine, policy=policy, background=False) for policy, run in runs.items()
         }
@@ -117,8 +120,9 @@ def run_seed(seed: int, cells: Cells) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
+    policies = sys.argv[3].split(",") if len(sys.argv) > 3 else POLICIES
     for seed in range(*map(int, sys.argv[2].split("-"))):
-        run_seed(seed, Cells(Path(sys.argv[1])))
+        run_seed(seed, Cells(Path(sys.argv[1])), policies)
 
 
 if __name__ == "__main__":

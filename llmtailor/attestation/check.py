@@ -36,8 +36,9 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.containers.torch_file import read_attributes
 from llmtailor.containers.unpickle import Call
-from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint, VerificationError
+from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint, VerificationError, counted
 from llmtailor.formats.common.lightning import SCHEDULERS
+from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import survey_checkpoint
 from llmtailor.frameworks.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE, TRAINING_ARGS, tag_in
 from llmtailor.frameworks.framework import FRAMEWORKS
@@ -131,6 +132,8 @@ def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
     schedule, more = compare_schedule(live.schedule, saved)
     mismatches += [*compare_strays(live.strays), *compare_ties(index, live.roles, live.aliases)]
     mismatches += [*in_groups, *schedule, *compare_counters(Subject.COUNTER, live.counters, saved_counters(index))]
+    if (past := stated_attempt(index.root)) is not None and past.missed:
+        notes.append(f"second moments lack up to {counted(max(past.missed.values()), 'update')} that Adam counts")
     scale = saved_scale(index)
     if not live.scale and scale.get(_IS_DYNAMIC, bool(scale)):
         notes.append("loss scale: the checkpoint has one, but the training gives none to compare")

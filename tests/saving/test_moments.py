@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import llmtailor
 from helpers.cases import mostly_long
 from helpers.commands import call
 from helpers.files import flip
@@ -308,6 +309,8 @@ def test_the_updates_that_moments_lack_are_counted_over_failures(tmp_path):
     old = {part: 8 - step for part, step in newest(tmp_path / "run", 8)[1].items() if step < 8}
     assert lacking(first) == old and set(old.values()) == {2, 4}
     assert f"lack up to {max(old.values())} updates that Adam counts" in call("inspect", first).stdout
+    found = llmtailor.attest(first, model=loop.model, optimizer=loop.optimizer)
+    assert "second moments lack up to 4 updates that Adam counts" in found.notes
     assert lacking(compose("rebased")) == {}
 
     loop.saver = loop._new_saver(policy=policy)
