@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, TypeAlias
 
 from llmtailor.balance import deal
-from llmtailor.errors import Problem, UsageError
+from llmtailor.errors import Problem, UsageError, counted
 from llmtailor.model.parts import EMBED, NORM, ModelStructure, Part, nearest
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.policies.policy import Configured, Policy, Situation, number, whole
@@ -234,7 +234,7 @@ class Budget(Configured):
         precision, k = self._found
         each, old = "everything", "nothing is old"
         if k > 1:
-            each, old = f"one of {k} groups at a time", f"moments are up to {k - 1} saves old"
+            each, old = f"one of {k} groups at a time", f"moments are up to {counted(k - 1, 'save')} old"
         rounded = f"masters in {precision.masters}, moments in {precision.moments}, of {each}"
         return f"{self.name}:{self.size:g} saves {rounded}: {_bytes(precision, k):.3g} bytes per param, and {old}"
 

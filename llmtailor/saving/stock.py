@@ -58,7 +58,7 @@ from llmtailor.saving.torch_save import (
     masters_of,
     stepped_storages,
 )
-from llmtailor.saving.writing import Share
+from llmtailor.saving.writing import Share, check_written
 from llmtailor.storage.local import Lock, LockHeld, check_own, fsync_file, fsync_folder, replace_folder
 
 logger = logging.getLogger("llmtailor.saving")
@@ -420,10 +420,7 @@ def _publish(
     Raises OSError, or StorageError for a rank's file that is missing.
     """
     written = {staging / fact.path: fact for fact in facts}
-    for path, fact in written.items():
-        if not path.is_file() or path.stat().st_size != fact.num_bytes:
-            fix = "check the disk; on several nodes, save to a file system that all of them share"
-            raise StorageError.at(path, "the file differs from what its rank wrote", fix)
+    check_written(staging, facts)
     is_there = folder.exists()
     for old in files_in(folder) if is_there else ():
         new = staging / old.relative_to(folder)

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import cache
@@ -324,13 +324,7 @@ def publish(
         before: the previous save, which may have some of the same files.
         elsewhere: files on disks of other nodes.
     """
-    for fact in bundles:
-        path = folder / fact.path
-        if fact.path in elsewhere:
-            continue
-        if not path.is_file() or path.stat().st_size != fact.num_bytes:
-            fix = "check the disk; on several nodes, put output_dir on a file system that all of them share"
-            raise StorageError.at(path, "the file differs from what its rank wrote", fix)
+    check_written(folder, [fact for fact in bundles if fact.path not in elsewhere])
     new = {**files, TRAINER_STATE: _with_attempt(files.get(TRAINER_STATE), attempt)}
     for name, content in carried.items():
         old = before / name if before is not None else None
@@ -350,6 +344,14 @@ def publish(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     complete(folder, content)
+
+
+def check_written(folder: Path, facts: Iterable[BundleFact]) -> None:
+    """Raise StorageError for a file that is not there as its rank wrote it."""
+    for path, num_bytes in ((folder / fact.path, fact.num_bytes) for fact in facts):
+        if not path.is_file() or path.stat().st_size != num_bytes:
+            fix = "check the disk; on several nodes, save to a file system that all of them share"
+            raise StorageError.at(path, "the file differs from what its rank wrote", fix)
 
 
 def complete(folder: Path, manifest: bytes) -> None:
