@@ -26,7 +26,7 @@ from helpers.commands import call  # noqa: E402
 from llmtailor import attestation  # noqa: E402
 from llmtailor.integrations import attested  # noqa: E402
 from llmtailor.integrations.attested import ATTESTING, Task  # noqa: E402
-from llmtailor.integrations.launched import LaunchedLightningAttest, LaunchedSaving  # noqa: E402
+from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving  # noqa: E402
 from trainings.alone import train  # noqa: E402
 from trainings.harness import environment  # noqa: E402
 
@@ -147,7 +147,7 @@ def straight(tmp_path_factory):
 @pytest.fixture
 def run(straight, tmp_path, monkeypatch):
     """A run; in each Trainer of this process are the callbacks of a launched program."""
-    callbacks = [*transformers.trainer.DEFAULT_CALLBACKS, LaunchedLightningAttest]
+    callbacks = [*transformers.trainer.DEFAULT_CALLBACKS, LaunchedAttest]
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", callbacks)
     return shutil.copytree(straight, tmp_path / "run")
 
@@ -206,9 +206,9 @@ def test_what_resumes_from_elsewhere_is_refused(run, monkeypatch, resume_from, w
     assert made["exit_code"] == 2 and made["problems"][0]["what"].startswith(what)
 
 
-@pytest.mark.parametrize("launched", [LaunchedLightningAttest, LaunchedSaving])
+@pytest.mark.parametrize("launched", [LaunchedAttest, LaunchedSaving])
 def test_stop_ends_a_launched_training_with_one_error(run, monkeypatch, capfd, launched):
-    callbacks = [one for one in transformers.trainer.DEFAULT_CALLBACKS if one is not LaunchedLightningAttest]
+    callbacks = [one for one in transformers.trainer.DEFAULT_CALLBACKS if one is not LaunchedAttest]
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*callbacks, launched])
     monkeypatch.setenv("LLMTAILOR_ON_MISMATCH", "stop")
 

@@ -88,3 +88,8 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
         tree = torch.load(path, weights_only=False)
         change(tree)
         torch.save(tree, path)
+
+
+def copy_of_partial(run: Path, folder: Path) -> Path:
+    shutil.copytree(run / "partial", folder / "partial")
+    return folder

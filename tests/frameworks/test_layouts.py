@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
-from clients.test_resume import copy_of_partial
+from helpers.checkpoints import copy_of_partial
 from helpers.composing import convert
 from helpers.states import assert_same_states
 from llmtailor.cli.main import cli

@@ -12,9 +12,8 @@ import torch
 from click.testing import CliRunner
 from transformers import Trainer
 
-from clients.test_resume import copy_of_partial
 from helpers.cases import mostly_long
-from helpers.checkpoints import copied
+from helpers.checkpoints import copied, copy_of_partial
 from helpers.composing import convert, convert_to_resume, merge
 from helpers.files import names
 from helpers.states import assert_same_states, read, same

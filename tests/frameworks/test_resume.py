@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from helpers.cases import mostly_long
+from helpers.checkpoints import copy_of_partial
 from helpers.composing import convert
 from helpers.files import names
 from llmtailor.findings import WARNING
@@ -65,11 +66,6 @@ SHORT = [
 LOST = [Case("accelerate-3", lost="latest"), Case("accelerate-ddp", lost="random_states_0.pkl")]
 LONG = [case for name in LOOPS for ranks in (1, 2, 3) if (case := Case(name, ranks)) not in SHORT]
 LONG.append(Case("accelerate-2", 2, 3))
-
-
-def copy_of_partial(run: Path, folder: Path) -> Path:
-    shutil.copytree(run / "partial", folder / "partial")
-    return folder
 
 
 def salvaged_tags(runs: Runs, run: Path) -> Path:
