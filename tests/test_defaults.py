@@ -46,7 +46,7 @@ def test_those_of_options():
 def test_those_of_the_callbacks(file):
     """``save_steps`` of Lightning is its own, because there are no training arguments."""
     tree = ast.parse((ROOT / "llmtailor" / file).read_text(encoding="utf-8"))
-    text = next(ast.get_docstring(one) for one in tree.body if getattr(one, "name", "") == "PartialSaving")
+    text = next(ast.get_docstring(one) for one in tree.body if getattr(one, "name", "").endswith("PartialSaving"))
     arguments = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
     stated = {
         name: found[1] for name, about in arguments if (found := re.search(r"Default: `*([\w.]+)`*\.(?:\s|$)", about))

@@ -508,7 +508,7 @@ def test_a_step_waits_only_for_what_it_writes(num_known):
 @pytest.mark.parametrize("is_changed", [True, False])
 def test_what_changes_before_a_copy_is_made_fails_the_save(monkeypatch, is_changed):
     """On a GPU, a copy that has been started is made later; here, every one counts as such until all are made."""
-    monkeypatch.setattr(snapshots, "is_copied_later", lambda tensor: True)
+    monkeypatch.setattr(snapshots, "copies_asynchronously", lambda tensor: True)
     masters, file, snapshot = four_masters(3 << 19)
     snapshot.start()
     while snapshot._copied < 2:  # of four, which the buffer has no room for
@@ -524,7 +524,7 @@ def test_what_changes_before_a_copy_is_made_fails_the_save(monkeypatch, is_chang
 
 
 def test_a_step_goes_on_after_a_save_that_was_given_up(monkeypatch):
-    monkeypatch.setattr(snapshots, "is_copied_later", lambda tensor: True)
+    monkeypatch.setattr(snapshots, "copies_asynchronously", lambda tensor: True)
     _, _, snapshot = four_masters(1 << 20)
     snapshot.start()
     while not snapshot._copied:

@@ -152,8 +152,8 @@ def test_a_save_that_somebody_removes_is_not_waited_for(make, tmp_path, monkeypa
 def test_a_copy_that_differs_is_not_taken(make, tmp_path, monkeypatch, caplog):
     """Every copy is read back."""
     run = make()
-    crcs, crc_of = [True], tiers.Files.crc_of
-    monkeypatch.setattr(tiers.Files, "crc_of", lambda *where: crc_of(*where) ^ (crcs.pop() if crcs else 0))
+    crcs, crc_of = [True], tiers.OpenFiles.crc_of
+    monkeypatch.setattr(tiers.OpenFiles, "crc_of", lambda *where: crc_of(*where) ^ (crcs.pop() if crcs else 0))
     run.make_saves()
     until(lambda: names(tmp_path / "run"))
     assert "the copy differs from the original" in caplog.text
