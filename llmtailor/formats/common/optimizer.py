@@ -305,7 +305,8 @@ def _check_kinds(
         if len(shapes) > 1 and (is_adam or TORCH_KINDS.issuperset(tensors)):
             listed = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in tensors.items())
             what = f"the states of id {number} have different shapes ({listed})"
-            problems.append(Problem(where, what, COPY_FILE, Code.STATE_SIZE))
+            fix = f"{COPY_FILE}; an optimizer of your own that keeps them so needs other names for them than Adam's"
+            problems.append(Problem(where, what, fix, Code.STATE_SIZE))
     by_kinds: dict[tuple[tuple[bool, ...], frozenset[str]], list[int]] = {}
     for number, tensors in kinds.items():
         plain = {kind for kind, value in scalars[number].items() if isinstance(value, (int, float))}
