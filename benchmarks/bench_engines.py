@@ -1,4 +1,4 @@
-"""Measure ``copying.save_checkpoint`` of DeepSpeed with llmtailor's checkpoint engine and with DeepSpeed's own ones.
+"""Measure ``engine.save_checkpoint`` of DeepSpeed with llmtailor's checkpoint engine and with DeepSpeed's own ones.
 
     python benchmarks/bench_engines.py                       # 25 M params, ZeRO-3, 2 CPU ranks
     python benchmarks/bench_engines.py --hidden-size 2048 --mb-per-s 200

@@ -39,8 +39,8 @@ def parts_text(report: Report) -> str:
     ranks = count_ranks(report.mesh)
     head = f"{report.recipe} -> {report.out}\nresumes at step {report.global_step} on {ranks}\n"
     columns = ["part", "source", "step", "staleness", "bytes"]
-    if len({row.source for row in report.parts}) == 1 and not any(row.staleness for row in report.parts):
-        return f"{head}every part is from {report.parts[0].source}, which is complete: nothing is older\n"
+    if {row.source for row in report.parts} == {report.base} and not any(row.staleness for row in report.parts):
+        return f"{head}every part is from {report.base}, which is complete: nothing is older\n"
     if setback is not None:
         head += f"estimated setback by stale parts: {about(setback)} steps\n"
         columns.insert(4, "setback")

@@ -103,7 +103,7 @@ def choose_steps(
         from_one = {source for param in flat.params for source in sources.moments_from(param)}
         number = from_one.pop() if len(from_one) == 1 else base
         of_first = scalars[number].get(flat.params[0], {}) if flat.params else {}
-        most = max((step - count for count in of_moments), default=0) if betas and step is not None else 0
+        most = max((step - count for count in own), default=0) if betas and step is not None else 0
         choices.append(StepChoice(flat_id, step, others, worst, most, of_first))
     return tuple(choices)
 

@@ -4,7 +4,7 @@ The ``sitecustomize`` of ``llmtailor run`` calls `HOOKS` when the program import
 take steps. They are imported by launchers as well, so this module imports neither torch nor transformers.
 
 A Trainer is attested by a callback, `launched.LaunchedAttest`; for Lightning's, `lightning.LaunchedLightningAttest`
-says what was loaded. Other loops are attested before the first optimizer step after ``copying.load_checkpoint`` or
+says what was loaded. Other loops are attested before the first optimizer step after ``engine.load_checkpoint`` or
 accelerate's ``load_state``: only buffers may have changed before, so they are kept."""
 
 from __future__ import annotations

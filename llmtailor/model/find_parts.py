@@ -2,7 +2,7 @@
 
 Models keep experts in two forms. As modules (``mlp.experts.5.up_proj.weight``), each has tensors of its own.
 transformers 5 fuses them: ``mlp.experts.gate_up_proj`` has one expert after the other along dimension 0, so an expert
-is a run of elements, a `ExpertSlice`. A piece is named like a tensor of its own, ``mlp.experts.5.gate_up_proj``.
+is a run of elements, an `ExpertSlice`. A piece is named like a tensor of its own, ``mlp.experts.5.gate_up_proj``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint engine that saves in the background: ``copying.save_checkpoint`` writes its own files, and
+"""DeepSpeed's checkpoint engine that saves in the background: ``engine.save_checkpoint`` writes its own files, and
 training continues (0.19.8).
 
 DeepSpeed takes it for a decoupled engine, which commits at the next optimizer step, but there is nothing to commit
@@ -62,12 +62,12 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return True
 
     def cleanup(self) -> None:
-        """Finish the last save; ``copying.destroy`` calls it."""
+        """Finish the last save; ``engine.destroy`` calls it."""
         self.saver.close()
 
 
 def attach_engine(engine: Any, **options: Any) -> StockSaver:
-    """Make ``copying.save_checkpoint`` return at once, and its stock checkpoints be written while training continues.
+    """Make ``engine.save_checkpoint`` return at once, and its stock checkpoints be written while training continues.
 
     Call it on every rank, after ``deepspeed.initialize``. ``options`` are those of `options.STOCK`; one that is left
     out is taken from ``llmtailor`` in the DeepSpeed config. ``finish`` of the saver that it returns waits for the last

@@ -170,7 +170,7 @@ class PartialSaver:
         self.options = options or SavingOptions()
         self.folder = RunFolder(Path(output_dir).absolute())
         self.live = training
-        """The training itself; `param_groups` cuts experts that are parts of their own"""
+        """The training itself; `training` cuts experts that are parts of their own"""
         self.policy = fitted(make_policy(policy), weights_are_masters=not training.rounds_masters)
         self.ranks = Ranks.here()
         self.carried = carried_files([*carried])

@@ -362,12 +362,12 @@ class StockSaver:
 
     def _make_room(self, staging: Path) -> str:
         """Remove what killed saves have left beside this one; return the new save's id."""
-        patch_method = staging.parent.parent
-        if patch_method not in self._swept:
-            for left in patch_method.glob(".*.llmtailor-saving"):
+        parent = staging.parent.parent
+        if parent not in self._swept:
+            for left in parent.glob(".*.llmtailor-saving"):
                 if not left.is_symlink():
                     _sweep(left)
-            self._swept.add(patch_method)
+            self._swept.add(parent)
         self._record.claim(staging.parent)
         staging.mkdir()
         return uuid.uuid4().hex

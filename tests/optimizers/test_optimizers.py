@@ -18,6 +18,7 @@ from helpers.cases import mostly_long
 from helpers.commands import call
 from helpers.composing import merge
 from helpers.same import assert_same
+from helpers.states import in_8_bits
 from llmtailor.param_groups import join_optimizers
 from saving.loop import Loop
 from trainings import killed
@@ -265,3 +266,34 @@ def test_an_optimizer_without_states_is_said_to_have_none(tmp_path, caplog):
         caplog.clear()
         begin(tmp_path / name, name, {"save_steps": 4}).train().finish()
         assert ("the optimizer keeps no states of the params" in caplog.text) == said
+
+
+ROUNDED = (
+    "Adam", "AdamW amsgrad", "CAME", "Muon beside AdamW", "Muon with Adam", "NAdam", "RAdam", "adamw_torch",
+    "adamw_torch_4bit", "adamw_torch_8bit", "adamw_torch_fused", "optimi AdamW", "optimi Adan", "stable_adamw",
+    "torchao fp8",
+)  # fmt: skip
+"""Those of which the default policy rounds something: the table in docs/optimizers.md"""
+
+
+@pytest.mark.parametrize("name", mostly_long(ALL, "SGD", "NAdam", "adafactor", "optimi Lion"))
+def test_the_default_policy_rounds_adams_two_moments_and_nothing_else(name, tmp_path):
+    run, saved = begin(tmp_path / "run", name), begin(tmp_path / "saved", name, {"save_steps": 1})
+    run.train()
+    saved.train()
+    saved.finish()
+    out = tmp_path / "out" / "checkpoint-3"
+    call("merge", "--run", saved.folder, "--at", "3", out)
+    found, exact = Saved(out), Saved(run.checkpoint(3), Saved(out).order)
+    assert_same(found.weights, exact.weights)
+    rounded = set()
+    for param, states in exact.states.items():
+        pair = [states.get(kind) for kind in ("exp_avg", "exp_avg_sq")]
+        is_adams = all(isinstance(one, torch.Tensor) and one.shape == exact.weights[param].shape for one in pair)
+        for kind, value in states.items():
+            is_rounded = is_adams and kind in ("exp_avg", "exp_avg_sq") and value.dtype == torch.float32
+            rounded |= {kind} if is_rounded else set()
+            assert_same(found.states[param][kind], in_8_bits(value, kind) if is_rounded else value, param)
+    assert bool(rounded) == (name in ROUNDED)
+    call("verify", out, "--deep")
+    begin(tmp_path / "resumed", name, {"save_steps": 9, "attest": "full", "on_mismatch": "stop"}).train(out)

@@ -31,7 +31,7 @@ class Echo(TrainerCallback):  # type: ignore[misc]
     """Write ``echo.pt``: masters, moments, steps, weights and buffers by FQN, and the counters.
 
     With ZeRO-1/2 the moments can't be asked for before a first step; so there is also the folder ``echo``, with what
-    ``copying.save_checkpoint`` writes back.
+    ``engine.save_checkpoint`` writes back.
     """
 
     def __init__(self, trainer: Any, folder: Path) -> None:

@@ -166,7 +166,7 @@ class Loop(Training):
 
     program = "loops"
     client: str = "deepspeed"
-    """``deepspeed``: a loop that calls ``copying.save_checkpoint``. ``accelerate``: one that calls ``save_state``."""
+    """``deepspeed``: a loop that calls ``engine.save_checkpoint``. ``accelerate``: one that calls ``save_state``."""
     _: KW_ONLY
     dtype: str = "bf16"
     stage: int = 3
