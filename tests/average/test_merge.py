@@ -27,6 +27,7 @@ from llmtailor.checkpoint.layout import Blend, Bytes, FileLayout, Plan, Slot, Te
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent, Sliced
 from llmtailor.checkpoint.sources import Mix, Sources
+from llmtailor.cli.tables import parts_text
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, explain_recipe, plan_merge
 from llmtailor.compose.write import write
@@ -286,6 +287,13 @@ def test_a_moving_average_and_its_normal_form(run, tmp_path):
     again = parse_recipe(text, name="again", folder=run, environ={})
     llmtailor.merge(again, tmp_path / "again")
     assert_states(load(tmp_path / "again").states, found.states)
+
+
+def test_the_plan_of_an_average_as_new_as_its_base_shows_its_sources(run, tmp_path):
+    recipe = write_recipe(run, {**ALL, "models": models(10, 20)})
+    report = plan_merge(recipe, tmp_path / "out").report
+    assert not any(row.staleness for row in report.parts)
+    assert "average of" in (told := parts_text(report)) and "nothing is older" not in told
 
 
 def test_resetting_some_groups(run, tmp_path):
