@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measure what partial saves cost in quality, and write the figures of benchmarks/fidelity.md.
 #
-#   ./benchmarks/study.sh            five seeds: four to five hours on 2 cores
-#   ./benchmarks/study.sh 2          two seeds: about two hours
+#   ./benchmarks/study.sh            five seeds: many hours on 2 cores
+#   ./benchmarks/study.sh 2          two seeds: some hours
 #
 # Small Llamas and a Mixtral learn bytes, fail, and go on from what each policy has saved. Results are kept in ./study-run, one file
 # each, so that a stopped study goes on. See benchmarks/fidelity.md.

@@ -205,7 +205,7 @@ def _merge(
             click.echo(plan_text(report))
     elif not quiet and not there:
         click.echo(parts_text(report))
-    for notice in report.told:
+    for notice in report.shown_notices:
         notify(notice)
     if there:
         what = f"{there} is complete and has the newest state of every part: nothing to merge"

@@ -266,6 +266,7 @@ def choose(
 
     Raises UsageError for options that can't be combined and RecipeError for unreadable files.
     """
+    from llmtailor.formats.registry import index_checkpoint
     from llmtailor.recipe.strategies import StrategyOptions
     from llmtailor.runs.scan import UpdateLog, choose_for_run
 
@@ -281,8 +282,8 @@ def choose(
         strategy = options["strategy"] or "latest"
         how = StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), **numbers)
     also, trust_unrecorded = options["also"], options["trust_unrecorded"]
-    reading = {} if index is None else {"index": index}
-    return choose_for_run(run, options["at"], how, folder, also=also, trust_unrecorded=trust_unrecorded, **reading)
+    read = index or index_checkpoint
+    return choose_for_run(run, options["at"], how, folder, also=also, trust_unrecorded=trust_unrecorded, index=read)
 
 
 def _read(path: Path) -> str:

@@ -9,17 +9,18 @@ likewise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.sources import AVERAGE, RESET, Mix, SourceRange, Sources, Weights
 from llmtailor.containers.unpickle import as_number
 from llmtailor.errors import MismatchError, Problem, some
 from llmtailor.frameworks.stock_fields import keeps_as_adam
-from llmtailor.model.parts import condense
+from llmtailor.model.parts import ModelStructure, Part, condense
 from llmtailor.model.roles import (
     BUFFER,
     EXP_AVG,
@@ -55,12 +56,28 @@ class StepChoice:
     """The other scalars of the sub-group"""
 
 
-Missed = Callable[[int, str], int]
-"""Source, param -> the updates that its step counts and its moments lack already"""
+@dataclass(frozen=True, slots=True)
+class MissedUpdates:
+    """The updates that Adam's step counts and the moments of the sources lack, as these state it."""
+
+    stated: Sequence[Past | None] = ()
+    structure: ModelStructure | None = None
+
+    def of(self, source: int, param: str) -> int:
+        if source >= len(self.stated) or (past := self.stated[source]) is None or not past.missed:
+            return 0
+        return max(past.missed.get(part, past.missed.get(part.whole, 0)) for part in self._parts_of(param))
+
+    def by_part(self, lacking: Mapping[str, int]) -> dict[str, int]:
+        """Return the greatest number of each part, given those of params."""
+        return dict(sorted((part, number) for param, number in lacking.items() for part in self._parts_of(param)))
+
+    def _parts_of(self, param: str) -> set[Part]:
+        assert self.structure is not None, "with what sources state"
+        return {self.structure.part_of[name] for name in self.structure.pieces_of.get(param, [param])}
 
 
-def _none(source: int, param: str) -> int:
-    return 0
+NONE_MISSED = MissedUpdates()
 
 
 def choose_steps(
@@ -68,7 +85,7 @@ def choose_steps(
     sources: Sources,
     base: int,
     target: OptimizerLayout,
-    missed: Missed = _none,
+    missed: MissedUpdates = NONE_MISSED,
 ) -> tuple[StepChoice, ...]:
     """Return the step of every sub-group of the target."""
     steps, scalars = [index.steps() for index in indexes], [index.scalars() for index in indexes]
@@ -89,7 +106,7 @@ def choose_steps(
         kept = (some for param, some in brought.items() if sources.moments_of(param) != AVERAGE)
         others = tuple(sorted({other for some in kept for other in some if other != step}))
         of_moments = {
-            steps[source][param] - missed(source, param)
+            steps[source][param] - missed.of(source, param)
             for param in brought
             if sources.moments_of(param) not in (AVERAGE, RESET)
             for source in sources.moments_from(param)
@@ -131,7 +148,7 @@ def rebase_scales(
     sources: Sources,
     target: OptimizerLayout,
     choices: Sequence[StepChoice],
-    missed: Missed = _none,
+    missed: MissedUpdates = NONE_MISSED,
 ) -> dict[tuple[State, int], float]:
     """Return the factors that keep the bias-corrected moments of params whose step differs from their sub-group's.
 
@@ -148,7 +165,7 @@ def rebase_scales(
             if sources.moments_of(param) in (AVERAGE, RESET):
                 continue
             for source in sources.moments_from(param):
-                own = steps[source].get(param, 0.0) - missed(source, param)
+                own = steps[source].get(param, 0.0) - missed.of(source, param)
                 is_corrected = betas and own > 0 and not _has_first_alone(indexes[source], param)
                 if betas and is_corrected and choice.step is not None and own != choice.step:
                     for kind, beta in zip((EXP_AVG, EXP_AVG_SQ), betas, strict=True):
@@ -162,7 +179,7 @@ def updates_missed(
     target: OptimizerLayout,
     choices: Sequence[StepChoice],
     scales: Collection[tuple[State, int]],
-    missed: Missed,
+    missed: MissedUpdates,
 ) -> dict[str, int]:
     """Return param -> the updates that its step in a composite counts and its moments lack; none of those scaled to it,
     or without second moments."""
@@ -174,7 +191,7 @@ def updates_missed(
                 state = State(param, EXP_AVG_SQ)
                 if sources.moments_of(param) in (AVERAGE, RESET) or state not in indexes[source].held:
                     continue
-                number = int(choice.step or 0) - int(steps[source].get(param, 0)) + missed(source, param)
+                number = int(choice.step or 0) - int(steps[source].get(param, 0)) + missed.of(source, param)
                 if (state, source) not in scales and number > 0:
                     lacking[param] = max(number, lacking.get(param, 0))
     return lacking

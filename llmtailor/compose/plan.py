@@ -17,6 +17,7 @@ from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout
 from llmtailor.checkpoint.sources import Linkable, SourceRange, Sources
 from llmtailor.codes import Code
 from llmtailor.compose.averages import (
+    MissedUpdates,
     StepChoice,
     check_names,
     choose_steps,
@@ -59,7 +60,7 @@ from llmtailor.formats.registry import (
 from llmtailor.frameworks.framework import check_replaceable, choose_framework, is_partial
 from llmtailor.frameworks.trainer_state import attempt_of, state_attempt, state_lags
 from llmtailor.frameworks.write import Wanted, lay_out_tokenizer
-from llmtailor.model.parts import ModelStructure, Part, condense
+from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.roles import MASTER, State
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.emit import write_normal_form
@@ -251,17 +252,7 @@ def plan_merge(
     groups = regrouping.groups if regrouping else None
     target = lay_out_target(reference, family, stage, options.world_size, groups, options.mesh)
     stated = [stated_attempt(index.root) for index in indexes]
-
-    pieces_of = parts.pieces_of
-
-    def parts_of(param: str) -> set[Part]:
-        return {parts.part_of[name] for name in pieces_of.get(param, [param])}
-
-    def missed(source: int, param: str) -> int:
-        if (past := stated[source]) is None or not past.missed:
-            return 0
-        return max(past.missed.get(part, past.missed.get(part.whole, 0)) for part in parts_of(param))
-
+    missed = MissedUpdates(stated, parts)
     steps = choose_steps(indexes, sources, base, target, missed)
     target = with_steps(target, steps)
     sources = with_sums(sources, indexes, base, target, steps)
@@ -282,8 +273,7 @@ def plan_merge(
     layouts += (*tokenizer, *(opened.files if opened else ()))
     its_attempt, about_attempts = attempt_of(stated, base, reference.global_step)
     if its_attempt is not None:
-        of_parts = sorted((part, number) for param, number in lacking.items() for part in parts_of(param))
-        its_attempt = replace(its_attempt, missed=dict(of_parts))  # of several numbers the greatest
+        its_attempt = replace(its_attempt, missed=missed.by_part(lacking))
     layouts = state_attempt(layouts, reference, its_attempt)
     counted = [one.step for one in target.sub_groups if one.params and one.step is not None]
     layouts, about_lags = state_lags(layouts, reference, counted, family)

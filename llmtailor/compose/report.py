@@ -106,7 +106,7 @@ class Report:
     notices: tuple[Problem, ...]
 
     @property
-    def told(self) -> list[Problem]:
+    def shown_notices(self) -> list[Problem]:
         """The notices that a command prints. That states are rounded was chosen, and the saver has said it."""
         return folded(notice for notice in self.notices if notice.code is not Code.ROUNDED)
 

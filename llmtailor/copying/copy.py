@@ -138,8 +138,11 @@ def _strided(piece: Strided, sources: SourceFiles, stop: Stop) -> Iterator[bytes
         data = rows[: number * row_bytes]
         later = [band._replace(start=band.start + first * band.stride) for band in bands]
         gather(later, number, data, lambda band, start, room: sources.read_into(reads[band.path], start, room))
-        made = data if is_same else cast(data, piece.source_dtype, piece.dtype, piece.scale)
-        yield made if is_same else _roundable(bytes(made), piece, sources.where(next(iter(reads.values()))))
+        if is_same:
+            yield data
+        else:
+            made = cast(data, piece.source_dtype, piece.dtype, piece.scale)
+            yield _roundable(made, piece, sources.where(piece.reads[0]))
 
 
 def _blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
@@ -488,7 +491,8 @@ def _casted(piece: Cast, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
 
     for data in sources.chunks(piece, streams.BUFFER_BYTES // 16 * ITEMSIZE[piece.source_dtype]):
         stop.check()
-        yield _roundable(cast(data, piece.source_dtype, piece.dtype, piece.scale), piece, sources.where(piece))
+        made = cast(data, piece.source_dtype, piece.dtype, piece.scale)
+        yield _roundable(made, piece, sources.where(piece))
 
 
 def _from_store(store: Store, piece: Copy, stop: Stop) -> Iterator[memoryview]:

@@ -455,7 +455,7 @@ def _compose_newest(run: Path, world_size: int | None, also: Sequence[Path], wai
     if there is not None:
         root = composition.indexes[composition.base].root if composition.is_copy else composition.out
         return Newest(root, step, False)
-    for notice in composition.report.told:
+    for notice in composition.report.shown_notices:
         logger.warning("%s", notice)
     try:
         preview(composition)

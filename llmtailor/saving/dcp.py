@@ -89,7 +89,7 @@ class DcpSaver:
         self.policy = make_policy(EXACT_POLICY if policy is None else policy)
         if policy is None:
             what = "dcp.load needs exact dtypes, so nothing is rounded and each save holds everything; a policy that "
-            logger.info(what + "saves less, such as %s, has to be named", MomentsInTurn.name)
+            logger.warning(what + "saves less, such as %s, has to be named", MomentsInTurn.name)
         self.max_staleness = max_staleness
         self._lineage = uuid.uuid4().hex
         self._resumed = ""

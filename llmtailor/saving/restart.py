@@ -3,6 +3,7 @@ to continue, and abandoned checkpoints moved aside."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -129,7 +130,7 @@ def resume(
         saved = Ledger.from_json(manifest.ledger, before.name)
         ledger = saved.resumed(lineage, step)
         earlier = {key: value for key, value in manifest.policy.items() if key != "max_staleness"}
-        if earlier not in ({}, policy) and not manifest.is_thinned:
+        if earlier not in ({}, json.loads(json.dumps(policy))) and not manifest.is_thinned:
             what = "the saves so far were chosen by the policy %s, the next ones are by %s; to keep it, give policy=%r"
             logger.warning(what, spec_of(earlier), spec_of(policy), spec_of(earlier))
         if dict(manifest.params) == dict(training.params) and dict(manifest.tied) == dict(training.tied):

@@ -21,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llmtailor import attestation
 from llmtailor.attestation.compare import OFF
 from llmtailor.checkpoint.lineage import Ledger
@@ -82,7 +80,7 @@ from llmtailor.saving.save import (
     save_error,
 )
 from llmtailor.saving.snapshot import ANY_STEP, Arena, DeltaBases, Snapshot, StepBarrier
-from llmtailor.saving.writing import carried_files, check_trees, files_of, lay_out_share, publish
+from llmtailor.saving.writing import carried_files, check_trees, describe_rounding, files_of, lay_out_share, publish
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import packer
 from llmtailor.storage.local import as_path
@@ -94,8 +92,6 @@ _MOST_SKIPPED = 100
 """Steps that an fp16 training may skip at its beginning, until the scale of the loss fits"""
 
 
-MOST_OFF = (254, 510)
-"""The reciprocals of half a step of `roles.Q8` and `roles.Q8_ROOT`, relative to the largest element of a block"""
 _STUCK = "is stuck; the disk is not accepting writes"
 
 
@@ -433,28 +429,11 @@ class PartialSaver:
             if not {*ADAMS}.isdisjoint(self._copies):
                 self.precision = replace(self.precision, moments=EXACT.moments)
             if self.ranks.is_first:
-                self._tell_precision()
+                fragments = self.training.fragments(self.model.names_in(self.model.parts))
+                if told := describe_rounding(self.precision, fragments):
+                    level = logging.WARNING if self.policy.name == DEFAULT_POLICY else logging.INFO
+                    logger.log(level, "saves hold %s (policy %s)", told, self.policy)
         return first.save_id, change_of([vote.sums for vote in votes])
-
-    def _tell_precision(self) -> None:
-        """Log what saves round."""
-        precision, kinds, in_fp32 = self.precision, dict[str, set[str]](), dict[str, set[str]]()
-        for fragment in self.training.fragments(self.model.names_in(self.model.parts)):
-            kinds.setdefault(fragment.param, set()).add(fragment.kind)
-            if fragment.tensor.dtype == torch.float32 and fragment.shape is None:
-                in_fp32.setdefault(fragment.param, set()).add(fragment.kind)
-        rounded = {kind for param, own in in_fp32.items() for kind in own & precision.dtypes(kinds[param]).keys()}
-        told = [] if precision.masters == EXACT.masters else [f"masters in {precision.masters}"]
-        if precision.moments != EXACT.moments:
-            off = ""
-            if precision.moments == "8bit":
-                off = f" (off by at most 1/{MOST_OFF[0]} and 1/{MOST_OFF[1]} of the largest of 128 neighbors, or roots)"
-            moments = " and ".join(sorted(rounded - {MASTER}))
-            told.append(f"{moments} in {precision.moments}{off}" if moments else "the optimizer's states exactly")
-        if told:
-            level = logging.WARNING if self.policy.name == DEFAULT_POLICY else logging.INFO
-            more = '; policy="full" keeps everything exact' if rounded - {MASTER} else ", of which none can be rounded"
-            logger.log(level, "saves hold %s%s (policy %s)", " and ".join(told), more, self.policy)
 
     def _wait_for(self, save_ids: Collection[str]) -> None:
         for save in [one.save for one in self._flights if one.work.save_id in save_ids]:

@@ -451,8 +451,8 @@ class Snapshot:
         live = self._live.tensors[int(path)]
         if not live.is_rounded_later:
             return bytes_of(piece.content)
-        if len(self._rounded) < stop - start:
-            self._rounded = torch.empty(min(stop - start, CHUNK_BYTES), dtype=torch.uint8)
+        if len(self._rounded) < piece.stop - start:
+            self._rounded = torch.empty(piece.stop - start, dtype=torch.uint8)
         room = self._rounded[: piece.stop - start]
         live.round(piece.content.view(torch.float32), numel_of(live.packed, start), room)
         return bytes_of(room)

@@ -46,7 +46,7 @@ from llmtailor.frameworks.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.frameworks.trainer_state import is_marked, with_mark
 from llmtailor.live.model import is_adapted, saved_adapter
 from llmtailor.live.tensors import DTYPES, storage_of
-from llmtailor.live.training import Constant, Ranks, StoredElsewhere, TensorPlaceholder, Training
+from llmtailor.live.training import Constant, LiveShard, Ranks, StoredElsewhere, TensorPlaceholder, Training
 from llmtailor.model.parts import ExpertSlice
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment
@@ -123,10 +123,8 @@ def lay_out_share(
     kinds: dict[str, int] = {}
     compressed: list[tuple[str, Elements, Copy, memoryview]] = []
     without_moments = {*masters}
-    kinds_of: dict[str, set[str]] = {}
     fragments = [*training.fragments([*params, *masters])]
-    for one in fragments:
-        kinds_of.setdefault(one.param, set()).add(one.kind)
+    kinds_of = _kinds_of(fragments)
     for one in fragments:
         if is_moment(one.kind) and one.param in without_moments:
             continue
@@ -135,7 +133,7 @@ def lay_out_share(
         if one.kind == MASTER:
             written_with[name] = storage_of(one.tensor)
         dtype = None
-        if one.tensor.dtype == torch.float32 and one.shape is None:
+        if _is_roundable(one):
             # an expert's master is a piece of a tensor, which has one dtype
             is_whole = one.param not in without_moments or piece is not None
             dtype = precision.dtypes(kinds_of[one.param], with_moments=is_whole).get(one.kind)
@@ -194,6 +192,43 @@ def lay_out_share(
     path = differences_name(ranks.rank, ranks.world_size)
     more = lay_out_compressed(path, facts, compressed) if compressed else None
     return Share(tuple(files), tuple(linked), live, check, moving, before, more)
+
+
+def _kinds_of(fragments: Iterable[LiveShard]) -> dict[str, set[str]]:
+    """Return the kinds of state of each param."""
+    kinds: dict[str, set[str]] = {}
+    for fragment in fragments:
+        kinds.setdefault(fragment.param, set()).add(fragment.kind)
+    return kinds
+
+
+def _is_roundable(fragment: LiveShard) -> bool:
+    return fragment.tensor.dtype == torch.float32 and fragment.shape is None
+
+
+MOST_OFF = (254, 510)
+"""The reciprocals of half a step of `roles.Q8` and `roles.Q8_ROOT`, relative to the largest element of a block"""
+
+
+def describe_rounding(precision: Precision, fragments: Iterable[LiveShard]) -> str:
+    """Return what saves of a training round, and by how much; empty if its precision is exact."""
+    all_fragments = [*fragments]
+    kinds_of = _kinds_of(all_fragments)
+    moments = {
+        one.kind
+        for one in all_fragments
+        if _is_roundable(one) and one.kind in precision.dtypes(kinds_of[one.param]) and one.kind != MASTER
+    }
+    told = [] if precision.masters == EXACT.masters else [f"masters in {precision.masters}"]
+    if precision.moments == EXACT.moments:
+        return " and ".join(told)
+    if not moments:
+        return " and ".join([*told, "the optimizer's states exactly, of which none can be rounded"])
+    off = ""
+    if precision.moments == "8bit":
+        off = f" (off by at most 1/{MOST_OFF[0]} and 1/{MOST_OFF[1]} of the largest of 128 neighbors, or roots)"
+    told.append(f"{' and '.join(sorted(moments))} in {precision.moments}{off}")
+    return f'{" and ".join(told)}; policy="full" keeps everything exact'
 
 
 def lay_out_compressed(

@@ -53,6 +53,12 @@ def test_json():
         assert Ledger.from_json(json.loads(json.dumps(ledger.to_json())), "manifest.json") == ledger
 
 
+def test_older_records_say_nothing_of_missed_updates():
+    data = thrice().to_json()
+    del data["missed"]
+    assert Ledger.from_json(data, "manifest.json").missed == {}
+
+
 def test_a_state_of_the_policy_is_that_of_the_newest_save():
     ledger = thrice().after(200, ["norm"], PARTS, {"asked": 3})
     assert ledger.policy_state == {"asked": 3}

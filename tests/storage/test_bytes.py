@@ -282,3 +282,17 @@ def test_a_failed_save_is_no_base():
     bases.coming("a", 0, 2).fill_(8)
     bases.settle(False)
     assert bases.of("a", 0, 2).tolist() == [7] * 6 and bases.of("a", 0, 3) is None and bases.of("a", 2, 2) is None
+
+
+@pytest.mark.parametrize("dtype", ["Q8", "Q8_ROOT"])
+def test_blocks_without_numbers_are_found_wherever_the_bytes_begin(dtype):
+    values = torch.rand(1000)
+    sound = pack(values.numpy(), dtype).tobytes()
+    for bad in (math.inf, math.nan, *([-1.0] if dtype == "Q8_ROOT" else [])):
+        values[300] = bad  # of the third block
+        lost = pack(values.numpy(), dtype).tobytes()
+        for start in (0, 1, 131, 132, 263, 264):
+            assert casts.has_lost_blocks(lost[start:], dtype, start), (bad, start)
+            assert not casts.has_lost_blocks(sound[start:], dtype, start)
+        assert not casts.has_lost_blocks(lost[265:], dtype, 265), "its head is not among these bytes"
+        assert not casts.has_lost_blocks(lost[:264], dtype) and not casts.has_lost_blocks(b"", dtype)

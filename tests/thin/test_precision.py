@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 
 import pytest
@@ -14,8 +15,9 @@ from helpers.files import edit_json
 from helpers.states import in_8_bits, in_24_bits, read, refined
 from llmtailor.errors import UsageError
 from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.precision import PrecisionOptions
 from llmtailor.model.roles import State
-from llmtailor.runs.prune import Precision, ThinOptions, plan_thinning
+from llmtailor.runs.prune import ThinOptions, plan_thinning
 from oracle import any as oracle_any
 from oracle.zero3 import MOMENTS
 from thin.scene import call, compose, make_run
@@ -81,9 +83,21 @@ def test_states_that_lie_in_many_pieces_are_rounded_piece_by_piece(tmp_path, run
 def test_what_is_no_rounding_is_refused(tmp_path):
     run = make_run(tmp_path / "run", (100, 200), "trainer")
     with pytest.raises(UsageError, match="only DeepSpeed's bf16 trainings have bf16 weights"):
-        plan_thinning(run, ThinOptions(1, "full", (), Precision("bf16")))
+        plan_thinning(run, ThinOptions(1, "full", (), PrecisionOptions("bf16")))
     done = run_here("thin", run, "--keep-optimizer-last", 1, "--moments", "8bit")
     assert done.returncode == 2 and "they round optimizer states, of which none are kept" in done.stderr
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_moment_that_8_bits_cannot_hold_is_refused(tmp_path, value):
+    run = make_run(tmp_path / "run", (100, 200), "trainer")
+    path = run / "checkpoint-100" / "optimizer.pt"
+    tree = torch.load(path, weights_only=False)
+    tree["state"][0]["exp_avg_sq"].view(-1)[3] = value
+    torch.save(tree, path)
+    done = run_here("thin", run, "--strategy", "full", "--moments", "8bit", "--yes")
+    assert done.returncode == 4 and "omit --moments 8bit" in done.stderr, done.stderr
+    assert (run / "checkpoint-100").is_dir() and not list(run.glob("partial/step-*"))
 
 
 def test_a_save_of_the_saver_with_rounded_states_replaces_a_full_checkpoint(tmp_path):
