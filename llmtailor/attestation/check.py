@@ -100,7 +100,7 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Te
         lives.append(find_live())
         return digest_copies(lives[0], how)
 
-    first, *others = ranks.together(begin)
+    first, *others = ranks.run_on_all(begin)
     unlike = {name for name in first if any(one.get(name) != first[name] for one in others)}
 
     def compare() -> tuple[Findings, dict[str, int], bool]:
@@ -110,7 +110,7 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Te
         found = replace(found, differences=(*found.differences, *compare_copies(index, live, how, unlike)))
         return found, _totals(index, live), needs and saved_schedule(index) is None
 
-    results = ranks.together(compare)
+    results = ranks.run_on_all(compare)
     _, totals, lacks_scheduler = results[0]
     found = [one for one, _, _ in results]
     seconds = time.monotonic() - began

@@ -326,7 +326,7 @@ def write_together(
 ) -> list[FileResult]:
     """On rank 0, write its share; return the results of all ranks in plan order, once all files are there."""
     group.on_progress = on_progress
-    group.from_first(None)  # the staging folder is ready
+    group.broadcast(None)  # the staging folder is ready
     own = _write(group, composition.plan, staging, context)
     logger.info("rank 0 has written its %d of %d files", len(own), len(composition.plan.files))
     results = _collect(group, composition.plan, own)
@@ -342,7 +342,7 @@ def write_share(composition: MergePlan, identity: Identity, group: RankGroup, st
     group.attach(stop)
     folder, options = staging_folder(composition.out), composition.options
     group.collect(fingerprint(composition, identity))
-    group.from_first(None)
+    group.broadcast(None)
     before = peek(composition.out)
     lock = Lock(rank_journal(folder, group.rank))
     lock.acquire()
@@ -363,7 +363,7 @@ def write_share(composition: MergePlan, identity: Identity, group: RankGroup, st
         lock.release()
     _collect(group, composition.plan, results)
     if options.checksum:
-        written: list[dict[str, Any]] = group.from_first([])
+        written: list[dict[str, Any]] = group.broadcast([])
         everything = list(map(_from_json, composition.plan.files, written))
         group.collect(_read(group, composition, everything, group.count, stop))
     group.done()
@@ -583,7 +583,7 @@ def _check_sources(
     wanted = composition.plan.summary.read
     if composition.options.checksum:
         if group is not None:
-            group.from_first([_to_json(one) for one in results])
+            group.broadcast([_to_json(one) for one in results])
             shares = group.collect(_read(group, composition, results, on_progress, stop))
             return dict(sorted(((number, path), digest) for share in shares for number, path, digest in share))
         return read_again(composition.plan, results, wanted, on_progress, stop, stated_checksums(composition, wanted))

@@ -270,7 +270,7 @@ def _end(result: Mapping[str, object]) -> NoReturn:
             own = Path(f"{to}.{ranks.rank}")
             own.write_text(json.dumps(result))
             own.replace(to)
-        ranks.part()
+        ranks.final_barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

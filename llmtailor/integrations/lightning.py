@@ -164,7 +164,7 @@ class LightningPartialSaving(SaverCallback, Callback):  # type: ignore[misc]
             folder = path.parent if path.name == CKPT else path
             assert self.saver is not None
             state = folder / TRAINER_STATE
-            content = self.saver.ranks.on_first(lambda: read_json(state, f"{state}") if state.is_file() else {})
+            content = self.saver.ranks.run_on_first(lambda: read_json(state, f"{state}") if state.is_file() else {})
             return content or {CALLBACKS: self._loaded}
         if not step:  # a training from scratch, maybe by another Trainer with the same callback
             return None

@@ -197,7 +197,7 @@ def find_trained_parts(training: Training, ranks: Ranks, experts: str | None) ->
     """
     structure, params_of = _find_parts(training.model, training.params, training.tied, experts)
     names = saved_names(training.model, training.params, training.tied)
-    shared = {name: other for one in ranks.gather({**training.inventory.shared}) for name, other in one.items()}
+    shared = {name: other for one in ranks.all_gather({**training.inventory.shared}) for name, other in one.items()}
     always = {
         part: f"{name} shares memory with {shared[name]}"
         for part, params in params_of.items()
@@ -220,7 +220,7 @@ def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel
             mine[part_of[one.param]] += one.tensor.numel() * one.tensor.element_size() * (1 if has_state else 3)
         return mine
 
-    results = ranks.together(weigh_mine)
+    results = ranks.run_on_all(weigh_mine)
     return replace(model, num_bytes={part: sum(one[part] for one in results) for part in model.params_of})
 
 
@@ -252,7 +252,7 @@ def copies_of_weights(training: Training, params: Collection[str], ranks: Ranks)
                     sums[fragment.kind, whose] = apart + squares[0], size + squares[1]
         return sums
 
-    measured = ranks.together(measure_mine)
+    measured = ranks.run_on_all(measure_mine)
     total = {
         key: [sum(own[key][at] for own in measured if key in own) for at in (0, 1)] for own in measured for key in own
     }

@@ -409,21 +409,21 @@ class Ranks(Team):
             return cls(dist.get_rank(), dist.get_world_size())
         return cls(0, 1)
 
-    def gather(self, mine: _T) -> list[_T]:
+    def all_gather(self, mine: _T) -> list[_T]:
         if self.world_size == 1:
             return [mine]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, mine)
         return values
 
-    def from_first(self, value: _T) -> _T:
+    def broadcast(self, value: _T) -> _T:
         if self.world_size == 1:
             return value
         values: list[Any] = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]  # type: ignore[no-any-return]
 
-    def part(self) -> None:
+    def final_barrier(self) -> None:
         """Wait until all ranks are here, so that each can end without an error on another one: no collective is under
         way any more, and the process with the store ends last."""
         if self.world_size == 1:

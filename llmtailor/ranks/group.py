@@ -48,31 +48,31 @@ class Team(ABC):
         return self.rank == 0
 
     @abstractmethod
-    def gather(self, mine: _T) -> list[_T]:
+    def all_gather(self, mine: _T) -> list[_T]:
         """Return every rank's value, in rank order, on every rank; also a barrier."""
 
     @abstractmethod
-    def from_first(self, value: _T) -> _T:
+    def broadcast(self, value: _T) -> _T:
         """Return rank 0's value on every rank."""
 
-    def together(self, call: Callable[[], _T]) -> list[_T]:
+    def run_on_all(self, call: Callable[[], _T]) -> list[_T]:
         """Make a call on every rank and return all results. An error on one rank is raised on all.
 
         OSError becomes StorageError. An unexpected exception is raised unchanged on its own rank, and as a TailorError
         on the others.
         """
         result, refusal, bug = self._try(call)
-        results = self.gather((result, refusal))
+        results = self.all_gather((result, refusal))
         if bug is not None:
             raise bug
         if refusals := {rank: from_json(one) for rank, (_, one) in enumerate(results) if one is not None}:
             raise merged(refusals, self.world_size)
         return [result for result, _ in results]  # type: ignore[misc]
 
-    def on_first(self, call: Callable[[], _T]) -> _T:
-        """Make a call on rank 0 and return its result on every rank; raises as `together` does."""
+    def run_on_first(self, call: Callable[[], _T]) -> _T:
+        """Make a call on rank 0 and return its result on every rank; raises as `run_on_all` does."""
         result, refusal, bug = self._try(call) if self.is_first else (None, None, None)
-        result, refusal = self.from_first((result, refusal))
+        result, refusal = self.broadcast((result, refusal))
         if bug is not None:
             raise bug
         if refusal is not None:
@@ -223,13 +223,13 @@ class RankGroup(Team):
         found = self._exchange(mine, gives=not self.is_first)
         return [mine, *found] if self.is_first else []
 
-    def from_first(self, value: _T) -> _T:
+    def broadcast(self, value: _T) -> _T:
         """Return rank 0's value on every rank. Raises what ends the work."""
         found = self._exchange(value, gives=self.is_first)
         return value if self.is_first else found[0]
 
-    def gather(self, mine: _T) -> list[_T]:
-        return self.from_first(self.collect(mine))
+    def all_gather(self, mine: _T) -> list[_T]:
+        return self.broadcast(self.collect(mine))
 
     def wait_for_files(self, folder: Path, sizes: Mapping[str, int]) -> None:
         """Wait until this node sees the files of the others, by path below a folder, in their sizes.

@@ -98,7 +98,7 @@ def attest_training(
     found = _attest(opened, ranks, how, held)
     if not with_random:
         return found
-    mine = ranks.together(lambda: compare_random(opened.index, rng_tree(), ranks.rank, ranks.world_size))
+    mine = ranks.run_on_all(lambda: compare_random(opened.index, rng_tree(), ranks.rank, ranks.world_size))
     if any(one.kind is MismatchKind.OTHER_RANK for differing, _ in mine for one in differing):
         return with_random_states(found, mine)
     drawn = [rank for rank, (differing, _) in enumerate(mine) if differing]
@@ -165,14 +165,14 @@ def open_on_first(training: Attestable, checkpoint: Path, ranks: Ranks) -> Attes
         return _with_pieces(index_checkpoint(path), training)[0]
 
     try:
-        index, converted = ranks.on_first(lambda: _with_pieces(open_first(), training))
+        index, converted = ranks.run_on_first(lambda: _with_pieces(open_first(), training))
         return AttestedPair(index, converted, training, open_other)
     except UnsupportedCheckpoint:
         if not isinstance(training, NamedTraining) or training.is_sharded:
             raise
         alike = AnyTraining(training.model, training.optimizer)
         read = partial(index_by_position, live=alike.positions)
-        index, converted = ranks.on_first(lambda: read(folder))
+        index, converted = ranks.run_on_first(lambda: read(folder))
         return AttestedPair(index, converted, alike, lambda path: read(path)[0])
 
 
@@ -555,7 +555,7 @@ class TrainerResume:
                 return [], "random states: they were not restored"
             return compare_random(index, random, ranks.rank, ranks.world_size)
 
-        return with_random_states(found, ranks.together(compare))
+        return with_random_states(found, ranks.run_on_all(compare))
 
     def ended(self) -> None:
         """Call it at the end: there may have been no step to make."""

@@ -403,7 +403,7 @@ class PartialSaving(SaverCallback, Resuming):
             "policy": (self.policy.name, repr(self.policy.settings())),
             **{name: getattr(self, name) for name in ("save_steps", "overhead", "on_restart")},
         }
-        check_same(self.saver.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
+        check_same(self.saver.ranks.all_gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
 
     def _mark(self, state: TrainerState) -> None:
         """Record the current attempt in the state, so that the Trainer's own saves state it."""
@@ -484,7 +484,7 @@ class PartialSaving(SaverCallback, Resuming):
         if newest is not None or saver.is_busy:
             costs = self._clock.costs(newest.stall_s, newest.publish_s) if newest is not None else None
             mine = SaveDecision.at(step, self._saved_step, costs, overhead, is_busy=saver.is_busy)
-        decided = saver.ranks.from_first(mine)
+        decided = saver.ranks.broadcast(mine)
         self._next_decision = decided.again
         if decided.is_due and decided.save_steps is not None:
             what = "step %d: saving every %d steps for an overhead of %g; a failure costs %.3g s of work on average"

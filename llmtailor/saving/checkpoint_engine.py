@@ -153,7 +153,8 @@ def _save_by(saver: StockSaver, engine: Any, stock: Any) -> None:
             if saver.ranks.is_first:
                 write_latest()
             return result
-        if len({*saver.ranks.gather(str(folder / tag))}) > 1:  # which DeepSpeed's checkpoint.tag_validation may permit
+        tags = {*saver.ranks.all_gather(str(folder / tag))}
+        if len(tags) > 1:  # which DeepSpeed's checkpoint.tag_validation may permit
             logger.warning("%s: the ranks give different tags, so training stands still for this save", folder)
             with replaced(engine, "checkpoint_engine", stock):
                 return save(*args, **kwargs)

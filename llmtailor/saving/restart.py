@@ -82,7 +82,7 @@ def resume_automatically(trainer: Trainer, also: Sequence[str | Path] = ()) -> N
     ) -> Any:
         output_dir, given = Path(trainer.args.output_dir), resume_from_checkpoint
         named = None if given is None or isinstance(given, bool) else Path(given)
-        is_open = named is None or Ranks.here().on_first(lambda: continues(output_dir, named))
+        is_open = named is None or Ranks.here().run_on_first(lambda: continues(output_dir, named))
         if is_open and kwargs.get("trial") is None and (newest := newest_checkpoint(output_dir, also)):
             given = str(newest)
         return train(given, *args, **kwargs)

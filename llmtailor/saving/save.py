@@ -588,7 +588,7 @@ def allocate_arenas(
     if not options.background:
         return []
     try:
-        ranks.together(allocate)
+        ranks.run_on_all(allocate)
     except UsageError as error:
         logger.warning("saves stop training until they are complete: %s", error)
         return []

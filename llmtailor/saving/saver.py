@@ -196,15 +196,15 @@ class PartialSaver:
         self._frozen = FrozenParams(self.training.frozen())
         self._has_moved = False
         """Whether frozen params have changed, and the cost was logged"""
-        self._is_weighed = self._has_state = all(self.ranks.together(training.has_state))
+        self._is_weighed = self._has_state = all(self.ranks.run_on_all(training.has_state))
         self._copies: Sequence[str] | None = None
         """States with the names of moments that are copies of the weights; None until the first save"""
         self._begun_at: int | None = None
         """The step that training began at, if `start` was called"""
-        self.ranks.together(lambda: check_trees(self._trees(None)))
+        self.ranks.run_on_all(lambda: check_trees(self._trees(None)))
         mine = {"attest": self.options.attest, "on_mismatch": self.options.on_mismatch}  # ranks branch on these
-        check_same(self.ranks.gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
-        self.ranks.on_first(self.folder.lock)
+        check_same(self.ranks.all_gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
+        self.ranks.run_on_first(self.folder.lock)
         self.record = RunRecord(self.folder, self.ranks, self.options, self.carried)
         if self._bases is not None and self.options.in_flight > 1:
             what = "masters that are differences need the save before to be complete"
@@ -246,7 +246,7 @@ class PartialSaver:
             UsageError: the staging folder or the mirror holds saves of another run.
         """
         named = f"{resumed_from}" if isinstance(resumed_from, (str, Path)) else None
-        if self.options.attest != OFF and (checkpoint := self.ranks.from_first(named)) is not None:
+        if self.options.attest != OFF and (checkpoint := self.ranks.broadcast(named)) is not None:
             self._attest(step, as_path(checkpoint))
         if attestation.before_saving is not None:
             attestation.before_saving()
@@ -254,7 +254,7 @@ class PartialSaver:
         copier = self.record.copier
         if copier is not None and copier.is_staging:  # what it brings may be the save to continue
             copier.catch_up(self.folder)
-        self.ledger, self._before = self.ranks.on_first(
+        self.ledger, self._before = self.ranks.run_on_first(
             lambda: resume(
                 self.folder,
                 self.training,
@@ -398,14 +398,14 @@ class PartialSaver:
                 self._flights[0].save.wait_unless_stuck()
             if any(one.save.failure is not None for one in self._flights):  # what follows would fail, too
                 self._wait_for([one.work.save_id for one in self._flights])
-        votes = self.ranks.together(self._vote)
+        votes = self.ranks.run_on_all(self._vote)
         first = votes[0]
         if first.previous:
             logger.warning("step %d: save skipped: the previous save %s", step, first.previous)
             return None
         while unlike := _not_everywhere(votes):  # not everybody has heard yet that they are published, or have failed
             self._wait_for(unlike)
-            votes = self.ranks.together(self._vote)
+            votes = self.ranks.run_on_all(self._vote)
             first = votes[0]
             if any(vote.previous == _STUCK for vote in votes):
                 logger.warning("step %d: save skipped: the previous save %s", step, _STUCK)
@@ -638,7 +638,7 @@ class PartialSaver:
         )
 
     def _new_id(self) -> str:
-        return self.ranks.from_first(uuid.uuid4().hex[:12])
+        return self.ranks.broadcast(uuid.uuid4().hex[:12])
 
     def _forget(self) -> None:
         """Let the next save hold every part, as the first one."""
@@ -652,7 +652,7 @@ class PartialSaver:
         """Return what `has_state` does; the optimizer may have left out ``most_skipped`` steps of the training."""
         made = step - self._begun_at if step is not None and self._begun_at is not None else 0
         if not self._has_state:
-            self._has_state = all(self.ranks.together(lambda: self._look_for_state(made - most_skipped)))
+            self._has_state = all(self.ranks.run_on_all(lambda: self._look_for_state(made - most_skipped)))
             if self._has_state and self.ranks.is_first and self._keeps_nothing():
                 logger.info("the optimizer keeps no states of the params, so that saves hold the weights alone")
         return self._has_state

@@ -180,7 +180,7 @@ class StockSaver:
         self.ranks = Ranks.here()
         mirrors: list[StockMirror] = []
         if options.mirror is not None:
-            self.ranks.on_first(lambda: mirrors.append(StockMirror(f"{options.mirror}")))
+            self.ranks.run_on_first(lambda: mirrors.append(StockMirror(f"{options.mirror}")))
         self._record = _Record(self.ranks, options.write_timeout, mirrors[0] if mirrors else None)
         arenas = allocate_arenas(options, self.ranks, lambda: self._why_not() or writes_unseen(), self._needed)
         self._arena = arenas[0] if arenas else None
@@ -343,7 +343,7 @@ class StockSaver:
         mine = {"folder": str(folder), "busy": busy[self.pending is not None and not self.pending.is_done]}
         if self.pending is not None and self.pending.is_stuck:
             mine["busy"] = busy[2]
-        votes = self.ranks.gather(mine)
+        votes = self.ranks.all_gather(mine)
         check_same(votes, {"folder": (SAME_FIX, UsageError)})
         if why := votes[0]["busy"]:
             logger.warning("step %d: save skipped: the previous save %s", step, why)
@@ -352,7 +352,7 @@ class StockSaver:
             self.pending.wait_unless_stuck()  # rank 0 knows already that it is published
         staging = near / f".{folder.name}.llmtailor-saving" / folder.name
         try:
-            save_id = self.ranks.on_first(lambda: self._make_room(staging))
+            save_id = self.ranks.run_on_first(lambda: self._make_room(staging))
         except (StorageError, TargetError, OSError) as error:
             logger.warning("the save at step %d failed; training continues without it: %s", step, error)
             return False

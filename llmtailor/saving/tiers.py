@@ -263,7 +263,7 @@ class TierCopier:
         raises.
         """
         try:
-            self._ranks.on_first(lambda: self._claim(run))
+            self._ranks.run_on_first(lambda: self._claim(run))
             copied = self._copy_left_over(run)
         except Exception as error:
             if self.is_staging or isinstance(error, UsageError):
@@ -283,15 +283,15 @@ class TierCopier:
 
     def _copy_left_over(self, run: RunFolder) -> list[int]:
         ranks = self._ranks
-        nodes = ranks.together(lambda: self._saves_here() if self._is_leader else {})
-        known = ranks.on_first(lambda: {past.lineage for past in run.attempts()})
+        nodes = ranks.run_on_all(lambda: self._saves_here() if self._is_leader else {})
+        known = ranks.run_on_first(lambda: {past.lineage for past in run.attempts()})
         if others := sorted({step for one in nodes for step, save in one.items() if save.lineage not in known}):
             what = f"it holds saves of another run, of steps {', '.join(map(str, others))}"
             fix = "move them to another folder, or use another folder for this run"
             raise UsageError.at("staging_dir", what, fix)
         steps = sorted({step for one in nodes for step in one})
         copied = []
-        for step in ranks.on_first(lambda: [at for at in steps if not self.last.has(at)]):
+        for step in ranks.run_on_first(lambda: [at for at in steps if not self.last.has(at)]):
             found = [one[step] for one in nodes if step in one]
             here = {name for save in found for name in save.here}
             is_one_save = len({save.save_id for save in found}) == 1
@@ -302,9 +302,9 @@ class TierCopier:
         return copied
 
     def _copy_now(self, step: int) -> None:
-        self._ranks.on_first(lambda: self.last.begin(step))
-        self._ranks.together(lambda: self._put(step) if self._is_leader else None)
-        self._ranks.on_first(lambda: self._complete(step))
+        self._ranks.run_on_first(lambda: self.last.begin(step))
+        self._ranks.run_on_all(lambda: self._put(step) if self._is_leader else None)
+        self._ranks.run_on_first(lambda: self._complete(step))
 
     def _saves_here(self) -> dict[int, _LeftOver]:
         """Return the complete saves on this node by step."""
@@ -403,7 +403,7 @@ def open_tier(
     if options.mirror is None and first is run:
         return None
     nodes: dict[tuple[str, str | None], list[int]] = {}
-    for rank, name in enumerate(ranks.gather((socket.gethostname(), os.environ.get("GROUP_RANK")))):
+    for rank, name in enumerate(ranks.all_gather((socket.gethostname(), os.environ.get("GROUP_RANK")))):
         nodes.setdefault(name, []).append(rank)
     last: list[Tier] = []
 
@@ -413,5 +413,5 @@ def open_tier(
             first.lock()
             first.sweep()
 
-    ranks.together(prepare)
+    ranks.run_on_all(prepare)
     return TierCopier(first, last[0], ranks, [*nodes.values()], board, log, is_staging=first is not run)

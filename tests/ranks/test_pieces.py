@@ -220,7 +220,7 @@ def two(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks_group, "POLL_S", (0.02, 0.02))
     monkeypatch.setattr(ranks_group, "BEAT_S", 0.02)
     groups = [ranks_of(tmp_path, rank).__enter__() for rank in range(2)]
-    both(groups, lambda group: group.gather(group.rank))
+    both(groups, lambda group: group.all_gather(group.rank))
     yield groups
     for group in groups:
         group._silence()
@@ -254,7 +254,7 @@ def test_what_an_earlier_group_has_left_means_nothing(two, tmp_path):
     for group in two:
         group._silence()
     again = [ranks_of(tmp_path, rank).__enter__() for rank in range(2)]
-    assert both(again, lambda group: group.gather("new")) == [["new", "new"]] * 2
+    assert both(again, lambda group: group.all_gather("new")) == [["new", "new"]] * 2
     for group in again:
         group._silence()
 

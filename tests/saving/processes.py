@@ -181,7 +181,7 @@ def disagreeing(folder: Path) -> None:
             return [type(error).__name__, [[one.code.value, one.path, one.ranks] for one in error.problems]]
         raise AssertionError("no error")
 
-    found["of rank 1"] = facts(lambda: Ranks.here().together(refuse))
+    found["of rank 1"] = facts(lambda: Ranks.here().run_on_all(refuse))
     damaged = folder / "damaged" / "partial" / "step-00000004"
     damaged.mkdir(parents=True, exist_ok=True)
     (damaged / "manifest.json").write_text("{")
