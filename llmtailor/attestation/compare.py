@@ -21,7 +21,7 @@ from llmtailor.checkpoint.placement import Runs
 from llmtailor.containers.unpickle import as_number
 from llmtailor.errors import counted
 from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
-from llmtailor.storage.casts import cast
+from llmtailor.storage.casts import cast, roundings
 
 RUNS, RUN_ELEMENTS, MAX_RUNS = 8, 512, 64
 CHUNK_BYTES, READ_BYTES = 1 << 22, 1 << 18
@@ -168,19 +168,18 @@ def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> Mis
     They are compared in the training's dtype, bit for bit. Values that were rounded to 16 bits in between are masters
     rebuilt from weights.
     """
-    castable = live_dtype in FLOATING and saved_dtype in FLOATING
-    if live_dtype == saved_dtype:
-        if same_bytes(live, saved):
-            return None
-    elif castable and same_bytes(live, cast(saved, saved_dtype, live_dtype)):
+    if live_dtype == saved_dtype and same_bytes(live, saved):
+        return None
+    if not {live_dtype, saved_dtype} <= FLOATING:
+        return MismatchKind.CHANGED
+    rounded = roundings(saved, saved_dtype, live_dtype, ("BF16", "F16"))
+    if same_bytes(live, next(rounded)):
         if same_bytes(cast(live, live_dtype, saved_dtype), saved):
             return None
         return MismatchKind.ZERO if is_zero(live) else MismatchKind.ROUNDED
-    if castable and is_zero(live) and not is_zero(saved):
+    if is_zero(live) and not is_zero(saved):
         return MismatchKind.ZERO
-    is_rounded = castable and any(
-        same_bytes(live, cast(cast(saved, saved_dtype, dtype), dtype, live_dtype)) for dtype in ("BF16", "F16")
-    )
+    is_rounded = any(same_bytes(live, values) for values in rounded)
     return MismatchKind.ROUNDED if is_rounded else MismatchKind.CHANGED
 
 

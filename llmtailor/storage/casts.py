@@ -18,7 +18,7 @@ not fit, the first byte is 0, and the block has its values rounded to bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, Final
@@ -47,6 +47,17 @@ def cast(data: bytes | bytearray | memoryview, source: str, target: str, scale: 
         if target in PACKED:
             return pack(wide.astype("<f4", copy=False), target).tobytes()
         return _to_bfloat16(wide) if target == "BF16" else wide.astype(_NUMPY[target]).tobytes()
+
+
+def roundings(
+    data: bytes | bytearray | memoryview, source: str, target: str, between: Iterable[str] = ()
+) -> Iterator[bytes | bytearray | memoryview]:
+    """Yield what elements may have become in dtype ``target``: rounded once, then rounded to each of the dtypes
+    ``between`` first."""
+    yield data if source == target else cast(data, source, target)
+    for dtype in between:
+        if dtype != target:
+            yield cast(cast(data, source, dtype), dtype, target)
 
 
 def add(terms: Iterable[tuple[bytes | bytearray | memoryview, str, float]], target: str) -> bytes:

@@ -47,7 +47,7 @@ from llmtailor.model.roles import (
     WEIGHT,
     State,
 )
-from llmtailor.storage.casts import cast, widen
+from llmtailor.storage.casts import cast, roundings, widen
 from llmtailor.storage.checksums import Intervals, crc32, part_digest
 from llmtailor.storage.decoder import Decoder
 from llmtailor.storage.local import OpenFiles
@@ -198,10 +198,11 @@ def differing(original: Bytes, dtype: str, copy: Bytes, copy_dtype: str, precisi
         if not castable:
             plain: Mask = have[block] != bits_of(part, dtype)
             return plain
-        wrong: Mask = have[block] != bits_of(cast(part, dtype, copy_dtype), copy_dtype)
-        if precision != copy_dtype and wrong.any():
-            rounded_twice = cast(cast(part, dtype, precision), precision, copy_dtype)
-            wrong &= have[block] != bits_of(rounded_twice, copy_dtype)
+        wrong: Mask = np.ones(block.stop - block.start, np.bool_)
+        for rounded in roundings(part, dtype, copy_dtype, (precision,)):
+            wrong &= have[block] != bits_of(rounded, copy_dtype)
+            if not wrong.any():
+                break
         return wrong
 
     return _blockwise(len(have), check)
