@@ -119,21 +119,21 @@ def test_rooms_import_only_what_they_may(package):
     assert not [f"{path}: {module}" for path, module in pairs if not may_import(path, module)]
 
 
-SHARED = {"common", "deepspeed_common"}
-"""What formats share; a format imports no other one."""
+FORMATS = {"deepspeed", "trainer", "dcp", "megatron", "lightning", "partial"}
+"""The folders of formats/: each is a name of ``--to``, or llmtailor's own."""
+BUILT_ON = {"megatron": {"dcp"}, "partial": {"deepspeed"}}
+"""Format -> the formats whose files its own consist of"""
 
 
 def test_formats_know_each_other_only_through_what_they_share(package):
-    found: dict[str, set[str]] = {}
+    paths = [path.split("/")[1:] for path in package if path.startswith("formats/")]
+    assert {folder for folder, *files in paths if files} == FORMATS
     for path, nodes in package.items():
-        if path.startswith("formats/") and path.count("/") == 2:
+        if path.startswith("formats/") and path.split("/")[1] in FORMATS:
+            own = path.split("/")[1]
             parts = [module.split(".") for module in imports(nodes)]
-            folders = {names[2] for names in parts if names[:2] == ["llmtailor", "formats"] and len(names) > 2}
-            found.setdefault(path.split("/")[1], set()).update(folders)
-    others = {folder: (imported & found.keys()) - {folder} for folder, imported in found.items()}
-    assert found.keys() > SHARED
-    assert not {folder: more for folder, imported in others.items() if (more := imported - SHARED)}
-    assert others["common"] == set()  # so there is no circle
+            others = {names[2] for names in parts if names[:2] == ["llmtailor", "formats"] and names[2:]} - {own}
+            assert others & FORMATS <= BUILT_ON.get(own, set()), path
 
 
 def modules_in_circles(imported_by: dict[str, set[str]]) -> set[str]:

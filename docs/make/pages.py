@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT))
 from llmtailor import errors  # noqa: E402
 from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
-from llmtailor.formats.common.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.deepspeed_common.shards import MODEL, ZERO3, ZERO12  # noqa: E402
+from llmtailor.formats.deepspeed.shards import MODEL, ZERO3, ZERO12  # noqa: E402
+from llmtailor.formats.torch_optimizer import OPTIMIZER_TABLE  # noqa: E402
 from llmtailor.frameworks.rng import ACCELERATE_TABLE, RNG_TABLE  # noqa: E402
 from llmtailor.frameworks.scheduler import SCHEDULER_TABLE  # noqa: E402
 from llmtailor.frameworks.stock_fields import EACH, Table  # noqa: E402

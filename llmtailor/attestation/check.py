@@ -37,7 +37,7 @@ from llmtailor.containers.json import read_json
 from llmtailor.containers.torch_file import read_attributes
 from llmtailor.containers.unpickle import Call
 from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint, VerificationError, counted
-from llmtailor.formats.common.lightning import SCHEDULERS
+from llmtailor.formats.lightning_tree import SCHEDULERS
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import survey_checkpoint
 from llmtailor.frameworks.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE, TRAINING_ARGS, tag_in

@@ -14,8 +14,8 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json
 from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.errors import PathIn, SourceError
-from llmtailor.formats.common.lightning import is_from_lightning
-from llmtailor.formats.deepspeed_common.files import model_name
+from llmtailor.formats.deepspeed.files import model_name
+from llmtailor.formats.lightning_tree import is_from_lightning
 from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
 from llmtailor.formats.partial.manifest import read_ranges
 from llmtailor.frameworks.files import CKPT, MANIFEST, TRAINER_STATE, WHOLE_MODEL

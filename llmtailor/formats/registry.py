@@ -40,16 +40,21 @@ from llmtailor.errors import (
     printable,
     some,
 )
-from llmtailor.formats import lightning, universal, zero
-from llmtailor.formats import trainer as plain
-from llmtailor.formats.common.param_names import describe_model, knows_model
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.read import with_roles
 from llmtailor.formats.dcp.write import DcpWriter
+from llmtailor.formats.deepspeed import read as deepspeed_reader
+from llmtailor.formats.deepspeed import universal
+from llmtailor.formats.deepspeed import write as deepspeed_writer
 from llmtailor.formats.format import Reader, Writer, finish
+from llmtailor.formats.lightning import read as lightning_reader
+from llmtailor.formats.lightning import write as lightning_writer
 from llmtailor.formats.megatron import read as megatron_reader
 from llmtailor.formats.megatron import write as megatron_writer
+from llmtailor.formats.param_names import describe_model, knows_model
 from llmtailor.formats.partial import read as partial_reader
+from llmtailor.formats.trainer import read as trainer_reader
+from llmtailor.formats.trainer import write as trainer_writer
 from llmtailor.frameworks.files import CONFIG, FOLDER, is_rng_file
 from llmtailor.frameworks.framework import FRAMEWORKS, framework_of
 from llmtailor.frameworks.read import read_config
@@ -64,14 +69,22 @@ MANY_RANKS, MAX_RANKS = 1024, 65_536
 """How many ranks an output may have whatever its model is, and whatever the size of its params is"""
 
 
-READERS: tuple[Reader, ...] = (partial_reader, lightning, megatron_reader, dcp_reader, plain, universal, zero)
+READERS: tuple[Reader, ...] = (
+    partial_reader,
+    lightning_reader,
+    megatron_reader,
+    dcp_reader,
+    trainer_reader,
+    universal,
+    deepspeed_reader,
+)
 """In the order in which they are tried; the last one reports why a folder is of no format."""
 
 
 _WRITERS: Mapping[str, Writer] = {
-    DEEPSPEED: zero.lay_out,
+    DEEPSPEED: deepspeed_writer.lay_out,
     UNIVERSAL: universal.lay_out,
-    TRAINER: plain.lay_out,
+    TRAINER: trainer_writer.lay_out,
     FSDP: DcpWriter(FSDP).lay_out,
     DCP: DcpWriter(DCP).lay_out,
     VERL: DcpWriter(VERL).lay_out,
@@ -81,7 +94,7 @@ _WRITERS: Mapping[str, Writer] = {
 
 def writer_of(family: str, client: str = TRAINER) -> Writer:
     """Return the writer of a family of formats; ``client`` names the loader that will resume from the output."""
-    return lightning.lay_out if family == TRAINER and FRAMEWORKS[client].holds_all else _WRITERS[family]
+    return lightning_writer.lay_out if family == TRAINER and FRAMEWORKS[client].holds_all else _WRITERS[family]
 
 
 def check_options(family: str, dtype: str | None, allow_split: bool) -> None:

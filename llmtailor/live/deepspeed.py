@@ -1,7 +1,7 @@
 """A training under DeepSpeed ZeRO: where this process keeps its states.
 
 The trees are what ``DeepSpeedEngine.save_checkpoint`` would pickle (0.19.8). The cutting rules are those of the files,
-which consist of these tensors: see `formats.deepspeed_common.read`.
+which consist of these tensors: see `formats.deepspeed.read`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.checkpoint.optimizer import OverlappingParams, Slices, Vector, slice_on
 from llmtailor.errors import Problem, UnsupportedCheckpoint, counted, some
-from llmtailor.formats.deepspeed_common.files import STATE_KEYS, describe_shards
+from llmtailor.formats.deepspeed.files import STATE_KEYS, describe_shards
 from llmtailor.formats.optimizer_objects import flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.frameworks.framework import FRAMEWORKS, Framework

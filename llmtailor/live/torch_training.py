@@ -19,7 +19,7 @@ from llmtailor.checkpoint.placement import Box
 from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.optimizer_objects import UNSAVED_FIX, flattened, is_storable, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
-from llmtailor.formats.weights import adapter_naming
+from llmtailor.formats.safetensors_weights import adapter_naming
 from llmtailor.frameworks.files import OPTIMIZER, SCALER
 from llmtailor.frameworks.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
 from llmtailor.live.model import Names, is_adapted, saved_adapter, saved_names

@@ -17,7 +17,7 @@ from llmtailor.checkpoint.optimizer import Mesh
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
 from llmtailor.errors import Problem, SourceError, UsageError
-from llmtailor.formats.common.param_names import describe_config
+from llmtailor.formats.param_names import describe_config
 from llmtailor.formats.registry import index_checkpoint, is_checkpoint
 from llmtailor.frameworks.files import CONFIG
 from llmtailor.model.find_parts import find_parts, split_experts

@@ -46,7 +46,7 @@ from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, some
-from llmtailor.formats.common.param_names import ModelFacts, known_model
+from llmtailor.formats.param_names import ModelFacts, known_model
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.frameworks.files import CKPT, TRAINER_STATE
 from llmtailor.live.any_training import AnyTraining

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER
-from llmtailor.formats.common.lightning import OPTIMIZERS, STATE_DICT
+from llmtailor.formats.lightning_tree import OPTIMIZERS, STATE_DICT
 from llmtailor.frameworks.files import OPTIMIZER, is_rng_file, rng_file
 from llmtailor.frameworks.framework import FRAMEWORKS, Framework
 from llmtailor.frameworks.rng import ACCELERATE_KEYS

@@ -116,7 +116,7 @@ def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def _weights(index: CheckpointIndex) -> Iterator[Finding]:
-    """Compare the weights with the params; without DeepSpeed they are masters: see `formats.common.param_names`."""
+    """Compare the weights with the params; without DeepSpeed they are masters: see `formats.param_names`."""
     weights = {state.param: held for state, held in index.held.items() if state.kind == WEIGHT}
     if not index.form.has_masters or not weights:
         return

@@ -22,12 +22,12 @@ from llmtailor.containers.torch_file import list_records
 from llmtailor.documents import document
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, counted
 from llmtailor.findings import ERROR, NOTE, SEVERITIES, WARNING, Finding, folded
-from llmtailor.formats.common.dcp_folder import check_blobs, is_of_fsdp
+from llmtailor.formats.dcp.folder import check_blobs, is_of_fsdp
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.provenance import read_manifest
 from llmtailor.formats.registry import absent_parts, display_name, find_structure, split_parts, survey_checkpoint
-from llmtailor.formats.trainer import detects as is_plain
+from llmtailor.formats.trainer.read import detects as is_plain
 from llmtailor.frameworks.files import (
     CONFIG,
     FOLDER,

@@ -13,7 +13,7 @@ import torch
 
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
-from llmtailor.formats.deepspeed_common.autotp import read_cuts
+from llmtailor.formats.deepspeed.autotp import read_cuts
 
 affine = pytest.importorskip("deepspeed.checkpoint.affine")
 MAPS = {

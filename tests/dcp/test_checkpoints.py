@@ -27,7 +27,7 @@ from helpers.states import assert_holds, assert_same_held, held_by, of_snapshot,
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata
 from llmtailor.containers.safetensors import SINGLE
 from llmtailor.errors import MismatchError, SourceError, UnsafePickle, UnsupportedCheckpoint
-from llmtailor.formats.common.param_names import ModelFacts, known_model
+from llmtailor.formats.param_names import ModelFacts, known_model
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import State
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint

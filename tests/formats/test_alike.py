@@ -17,7 +17,7 @@ from llmtailor.containers import torch_file
 from llmtailor.containers.torch_file import AlikeBlobs, Buffered, InMemoryFile, Window, open_torch_file, read_records
 from llmtailor.containers.unpickle import as_tensor
 from llmtailor.errors import Problems, SourceError
-from llmtailor.formats.common.dcp_folder import read_folder
+from llmtailor.formats.dcp.folder import read_folder
 from llmtailor.storage.local import open_source
 
 # --- files ------------------------------------------------------------------------------------------------------------

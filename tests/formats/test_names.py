@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 
-from llmtailor.formats.weights import adapter_naming
+from llmtailor.formats.safetensors_weights import adapter_naming
 from llmtailor.model.mergekit_data import FAMILIES, UNCHANGED, naming_of, on_disk
 from llmtailor.model.parts import Param
 from trainings.models import build

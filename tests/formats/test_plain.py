@@ -17,9 +17,9 @@ from helpers.composing import convert, merge
 from helpers.states import read
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
-from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
-from llmtailor.formats.common.param_names import ModelFacts, derived_names
+from llmtailor.formats.param_names import ModelFacts, derived_names
 from llmtailor.formats.registry import index_checkpoint
+from llmtailor.formats.torch_optimizer import SavedGroup, SavedOptimizer
 from llmtailor.model.roles import MASTER, State
 from llmtailor.verify.verify import verify_checkpoint
 from oracle import zero3
@@ -160,7 +160,7 @@ def test_shapes_that_fit_nowhere():
 
 
 def test_weights_over_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmtailor.formats.weights.SHARD_BYTES", 1000)
+    monkeypatch.setattr("llmtailor.formats.safetensors_weights.SHARD_BYTES", 1000)
     base = index_checkpoint(make(tmp_path, 7))
     out = convert(base.root, tmp_path / "plain", stage=0)
     files = sorted(path.name for path in out.glob("*.safetensors"))

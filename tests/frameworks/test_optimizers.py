@@ -21,7 +21,7 @@ from helpers.composing import compose as compose_run
 from helpers.composing import convert, merge, recipe
 from llmtailor.checkpoint.optimizer import ParamGroup, lay_out_optimizer
 from llmtailor.errors import MismatchError, UnsupportedCheckpoint
-from llmtailor.formats.deepspeed_common.write import refuse_states
+from llmtailor.formats.deepspeed.write import refuse_states
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from oracle.states import MASTER, QUANT, States, assert_same, compose, states_of

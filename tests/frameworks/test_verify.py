@@ -13,7 +13,7 @@ from helpers.fields import damages_of
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.findings import ERROR, NOTE, WARNING
-from llmtailor.formats import trainer as plain
+from llmtailor.formats.trainer import read as plain
 from llmtailor.frameworks.framework import detect_loader
 from llmtailor.frameworks.rng import ACCELERATE_TABLE
 from llmtailor.frameworks.stock_fields import Field

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 
-from llmtailor.formats.common import param_names as model
+from llmtailor.formats import param_names as model
 
 
 def _run(command: list[str], *, env: dict[str, str], cwd: str, **_: Any) -> CompletedProcess[str]:

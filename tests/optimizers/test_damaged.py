@@ -18,8 +18,8 @@ from helpers.commands import call
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.containers.json import FileTrees
 from llmtailor.errors import PathIn, SourceError
-from llmtailor.formats.common.optimizer import read_optimizer
 from llmtailor.formats.registry import index_checkpoint
+from llmtailor.formats.torch_optimizer import read_optimizer
 from llmtailor.model.roles import State
 from trainings.alone import finished
 

@@ -14,7 +14,7 @@ from helpers.states import read
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.findings import ERROR
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.formats.trainer import detects
+from llmtailor.formats.trainer.read import detects
 from llmtailor.model.roles import FROZEN, MASTER, WEIGHT, State
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from trainings.alone import NamedGroups, finished, train

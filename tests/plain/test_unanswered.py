@@ -14,7 +14,7 @@ from helpers.files import contents
 from llmtailor.cli.main import cli
 from llmtailor.compose import write
 from llmtailor.errors import Unanswered, UsageError
-from llmtailor.formats.common import param_names as model
+from llmtailor.formats import param_names as model
 from llmtailor.timing import too_slow
 from saving.loop import Loop
 from trainings.alone import finished

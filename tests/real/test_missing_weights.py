@@ -58,7 +58,7 @@ def test_tied_names_are_listed_as_the_stage_does(runs: Runs, name: str, stage: i
 
 
 def test_large_weights_are_spread_over_files(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmtailor.formats.weights.SHARD_BYTES", 8000)
+    monkeypatch.setattr("llmtailor.formats.safetensors_weights.SHARD_BYTES", 8000)
     merge(runs["llama-no-gather"].checkpoint(6), tmp_path / "out")
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     count = len(files)

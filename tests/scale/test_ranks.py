@@ -22,7 +22,7 @@ from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.containers import torch_file
 from llmtailor.containers.dcp import METADATA, read_metadata
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.formats.deepspeed_common.write import RankFiles, ZeroTarget, make_shards
+from llmtailor.formats.deepspeed.write import RankFiles, ZeroTarget, make_shards
 from llmtailor.formats.registry import index_checkpoint, survey_checkpoint
 from llmtailor.model.roles import BUFFER, FROZEN, State
 from llmtailor.recipe import Recipe

@@ -13,8 +13,8 @@ import torch
 from helpers.fields import Damage, damages_of, places_of, unlike
 from llmtailor.codes import Code
 from llmtailor.findings import ERROR
-from llmtailor.formats.common.optimizer import OPTIMIZER_TABLE
-from llmtailor.formats.deepspeed_common.shards import MODEL, ZERO3, ZERO12
+from llmtailor.formats.deepspeed.shards import MODEL, ZERO3, ZERO12
+from llmtailor.formats.torch_optimizer import OPTIMIZER_TABLE
 from llmtailor.frameworks.rng import RNG_TABLE
 from llmtailor.frameworks.scheduler import SCHEDULER_TABLE
 from llmtailor.frameworks.stock_fields import Field, Table

@@ -29,7 +29,7 @@ from llmtailor.containers.dcp import KeyPath
 from llmtailor.containers.json import check_kind
 from llmtailor.errors import COPY_CHECKPOINT, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.common.dcp_folder import Stored
+from llmtailor.formats.dcp.folder import Stored
 from llmtailor.frameworks.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
 
 STATE, GROUPS = "state", "param_groups"

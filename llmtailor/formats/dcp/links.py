@@ -18,7 +18,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.sources import Linkable
 from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, KeyPath, checksum_of_save, read_metadata
 from llmtailor.errors import PathIn
-from llmtailor.formats.common.dcp_builder import join_key
+from llmtailor.formats.dcp.builder import join_key
 from llmtailor.formats.dcp.keys import STATE
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.model.roles import State

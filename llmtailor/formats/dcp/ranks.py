@@ -48,10 +48,10 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import WARNING, Finding
-from llmtailor.formats.common.dcp_folder import DcpCheckpoint, Stored, join_pieces, walk_optimizer
-from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
-from llmtailor.formats.common.param_names import ModelFacts, compare_shapes, derived_names, has_names, listed_names
+from llmtailor.formats.dcp.folder import DcpCheckpoint, Stored, join_pieces, walk_optimizer
 from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, TIED
+from llmtailor.formats.param_names import ModelFacts, compare_shapes, derived_names, has_names, listed_names
+from llmtailor.formats.torch_optimizer import SavedGroup, SavedOptimizer
 from llmtailor.frameworks.files import FSDP_RANK, VERL_CONFIG, VERL_RANK
 from llmtailor.frameworks.write import LR_SCHEDULER
 

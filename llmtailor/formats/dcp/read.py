@@ -5,7 +5,7 @@ Layouts, as seen with torch 2.13, accelerate 1.15 and transformers 5.23::
     fsdp    pytorch_model_fsdp_0/ and optimizer_0/ (DCP folders) beside the Trainer's scheduler.pt, rng_state_R.pth and
             trainer_state.json: accelerate with SHARDED_STATE_DICT, FSDP1 and FSDP2
             shard-R-model-1-of-1.safetensors instead of pytorch_model_fsdp_0/: transformers.distributed
-            pytorch_model_fsdp.bin and optimizer.bin instead of both: FULL_STATE_DICT, see `common.dcp_folder`
+            pytorch_model_fsdp.bin and optimizer.bin instead of both: FULL_STATE_DICT, see `folder`
             pytorch_model_fsdp_0_rankR.bin and optimizer_0_rankR.bin instead of both: use_dcp=False, see `ranks`
     dcp     one DCP folder with everything: {"model", "optim"} of a loop, torchtitan's step-N
     verl    model_, optim_ and extra_state_world_size_W_rank_R.pt, see `ranks`
@@ -64,7 +64,7 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.dcp_folder import (
+from llmtailor.formats.dcp.folder import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     Stored,
@@ -75,8 +75,6 @@ from llmtailor.formats.common.dcp_folder import (
     read_optimizer_file,
     read_shards,
 )
-from llmtailor.formats.common.optimizer import deciding_options
-from llmtailor.formats.common.states import listed_buffers, listed_ties
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, carried, check_options, sort_keys, split_model
 from llmtailor.formats.dcp.ranks import (
     Folders,
@@ -89,6 +87,8 @@ from llmtailor.formats.dcp.ranks import (
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.optimizer_objects import refuse_objects
 from llmtailor.formats.provenance import ManifestFacts, read_manifest
+from llmtailor.formats.torch_optimizer import deciding_options
+from llmtailor.formats.torch_states import listed_buffers, listed_ties
 from llmtailor.frameworks.files import DCP_RECORD, MANIFEST, OPTIMIZER, SCHEDULER, is_rng_file
 from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.frameworks.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
@@ -104,7 +104,7 @@ _MIXED = "silent: copy the whole checkpoint again; its files come from different
 
 def scalars_in(kinds: Mapping[str, Stored]) -> set[str]:
     """Return the states of a param, without the step, that are tensors without dimensions if others have some: as for
-    `formats.common.optimizer`, the others are those of a param without dimensions."""
+    `formats.torch_optimizer`, the others are those of a param without dimensions."""
     flat = {kind for kind, stored in kinds.items() if kind != "step" and not stored.held.shape}
     return flat if flat != kinds.keys() - {"step"} else set()
 

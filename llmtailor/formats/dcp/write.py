@@ -40,9 +40,13 @@ from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.containers.unpickle import Ordered, Quantized, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
-from llmtailor.formats.common.dcp_builder import FolderBuilder
-from llmtailor.formats.common.dcp_folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
-from llmtailor.formats.common.states import (
+from llmtailor.formats.dcp.builder import FolderBuilder
+from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
+from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
+from llmtailor.formats.dcp.links import Links
+from llmtailor.formats.dcp.ranks import EXTRA, MODEL, MODEL_OF_RANK, OPTIMIZER, OPTIMIZER_OF_RANK, verl_file
+from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
+from llmtailor.formats.torch_states import (
     NO_STATES,
     is_adam,
     keeps_nothing,
@@ -51,10 +55,6 @@ from llmtailor.formats.common.states import (
     step_node,
     written_dtype,
 )
-from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
-from llmtailor.formats.dcp.links import Links
-from llmtailor.formats.dcp.ranks import EXTRA, MODEL, MODEL_OF_RANK, OPTIMIZER, OPTIMIZER_OF_RANK, verl_file
-from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.frameworks.files import (
     ENGINE_FILES,
     SCALER,

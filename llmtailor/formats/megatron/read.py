@@ -51,7 +51,7 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import NOTE, Finding
-from llmtailor.formats.common.dcp_folder import DcpCheckpoint, read_folder
+from llmtailor.formats.dcp.folder import DcpCheckpoint, read_folder
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.megatron.names import (
     EMBEDDING,

@@ -21,8 +21,7 @@ from llmtailor.checkpoint.schema import kinds_by_param, refuse_cuts
 from llmtailor.containers.dcp import cut_rows
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, counted, some
-from llmtailor.formats.common.dcp_builder import FolderBuilder
-from llmtailor.formats.common.states import step_node
+from llmtailor.formats.dcp.builder import FolderBuilder
 from llmtailor.formats.megatron.names import (
     EMBEDDING,
     LAYERS,
@@ -35,6 +34,7 @@ from llmtailor.formats.megatron.names import (
     stack,
 )
 from llmtailor.formats.megatron.read import RESHARDABLE, SHARDING, find_optimizers
+from llmtailor.formats.torch_states import step_node
 from llmtailor.frameworks.files import BACKEND, COMMON, CONFIG
 from llmtailor.frameworks.read import read_config
 from llmtailor.frameworks.write import Wanted, carry

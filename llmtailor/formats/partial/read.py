@@ -48,12 +48,10 @@ from llmtailor.containers.torch_file import TorchFile, Undecoded
 from llmtailor.containers.unpickle import as_ints, check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt, damaged
 from llmtailor.findings import Finding
-from llmtailor.formats.common.lightning import read_names, read_optimizer_tree, without_states
-from llmtailor.formats.common.optimizer import parse_optimizer, read_optimizer
-from llmtailor.formats.common.states import make_index
-from llmtailor.formats.deepspeed_common.files import ShardFiles
-from llmtailor.formats.deepspeed_common.read import read_shards
+from llmtailor.formats.deepspeed.files import ShardFiles
+from llmtailor.formats.deepspeed.read import read_shards
 from llmtailor.formats.format import Draft
+from llmtailor.formats.lightning_tree import read_names, read_optimizer_tree, without_states
 from llmtailor.formats.partial.differences import DifferencesFile, read_differences
 from llmtailor.formats.partial.json_trees import PADDING, decode
 from llmtailor.formats.partial.manifest import (
@@ -67,6 +65,8 @@ from llmtailor.formats.partial.manifest import (
     frozen_name,
     read_manifest,
 )
+from llmtailor.formats.torch_optimizer import parse_optimizer, read_optimizer
+from llmtailor.formats.torch_states import make_index
 from llmtailor.frameworks.files import TRAINER_STATE
 from llmtailor.frameworks.framework import is_or_may_be_partial
 from llmtailor.frameworks.read import files_among, read_trainer_files

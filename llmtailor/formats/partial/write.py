@@ -28,9 +28,8 @@ from llmtailor.containers.dcp import cut_rows
 from llmtailor.containers.json import extent_of
 from llmtailor.containers.unpickle import Ordered, TensorView, make_tensor
 from llmtailor.errors import PathIn, UnsupportedCheckpoint, some
-from llmtailor.formats.common.states import optimizer_tree
-from llmtailor.formats.deepspeed_common.files import describe_shards, optim_name
-from llmtailor.formats.deepspeed_common.write import ZeroTarget, make_shards, slice_of
+from llmtailor.formats.deepspeed.files import describe_shards, optim_name
+from llmtailor.formats.deepspeed.write import ZeroTarget, make_shards, slice_of
 from llmtailor.formats.partial.json_trees import (
     BundleEntry,
     BundleLayout,
@@ -51,6 +50,7 @@ from llmtailor.formats.partial.manifest import (
     bundle_name,
     frozen_name,
 )
+from llmtailor.formats.torch_states import optimizer_tree
 from llmtailor.frameworks.files import (
     CARD,
     LATEST,

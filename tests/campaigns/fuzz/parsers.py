@@ -22,7 +22,7 @@ from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.safetensors import INDEX, SINGLE, read_weights
 from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.containers.unpickle import Machine, Storage, read_pickle
-from llmtailor.formats.common import param_names as model
+from llmtailor.formats import param_names as model
 from llmtailor.formats.provenance import read_part_steps
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.frameworks.files import PARTIAL_MANIFEST

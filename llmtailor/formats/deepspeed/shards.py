@@ -49,8 +49,8 @@ from llmtailor.containers.torch_file import TorchFile
 from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_tensor, children
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, counted, damaged, some
 from llmtailor.findings import Finding
-from llmtailor.formats.deepspeed_common.autotp import check_has_map
-from llmtailor.formats.deepspeed_common.files import STATE_KEYS, ShardFiles, check_archive, unsupported_parallelism
+from llmtailor.formats.deepspeed.autotp import check_has_map
+from llmtailor.formats.deepspeed.files import STATE_KEYS, ShardFiles, check_archive, unsupported_parallelism
 from llmtailor.formats.optimizer_objects import flattened, naming_others, refuse_objects
 from llmtailor.frameworks.scheduler import SchedulerFacts, read_scheduler
 from llmtailor.frameworks.stock_fields import (

@@ -28,10 +28,10 @@ from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, l
 from llmtailor.containers.unpickle import Quantized, make_tensor, state_tensor
 from llmtailor.errors import PathIn, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.optimizer import SavedOptimizer
-from llmtailor.formats.common.param_names import Fitted, ModelFacts, derived_names, fit, has_names, listed_names
 from llmtailor.formats.format import usual_dtype
-from llmtailor.formats.weights import find_adapter_files, new_weights
+from llmtailor.formats.param_names import Fitted, ModelFacts, derived_names, fit, has_names, listed_names
+from llmtailor.formats.safetensors_weights import find_adapter_files, new_weights
+from llmtailor.formats.torch_optimizer import SavedOptimizer
 from llmtailor.frameworks.files import MANIFEST, rank_of
 from llmtailor.frameworks.read import TrainerFiles, adapters_of, compare_global_step
 from llmtailor.frameworks.scheduler import read_scheduler

@@ -1,12 +1,7 @@
-"""Checkpoints without DeepSpeed, of the Trainer or of accelerate: reader and layout. See also `common.states`.
+"""Checkpoints without DeepSpeed, of the Trainer or of accelerate. `torch_states` does what Lightning shares.
 
 There are no separate master weights. An fp32 run (``bf16=True`` is one, by autocast) has fp32 weights and moments; a
 bf16 model has both in bf16.
-
-From a ZeRO base the weights are the fp32 master weights, as nothing else would keep them: the Trainer should build the
-model in fp32 (with ``bf16=True`` it then computes in bf16, by autocast). They have the params' own names, which a
-resume looks for, also from a partial base. From a plain base the files keep their names, order and dtypes, unless a
-resume would not find a param by its name there.
 """
 
 from __future__ import annotations
@@ -16,28 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.layout import FileLayout
-from llmtailor.checkpoint.schema import kinds_by_param
 from llmtailor.codes import Code
 from llmtailor.containers.json import FileTrees, read_json
 from llmtailor.containers.safetensors import SINGLE
-from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import COPY_BACK, PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.optimizer import SavedOptimizer, read_optimizer
-from llmtailor.formats.common.param_names import ModelFacts, describe_model, has_names
-from llmtailor.formats.common.states import (
-    NO_STATES,
+from llmtailor.formats.format import Draft
+from llmtailor.formats.param_names import ModelFacts, describe_model, has_names
+from llmtailor.formats.safetensors_weights import read_adapters
+from llmtailor.formats.torch_optimizer import SavedOptimizer, read_optimizer
+from llmtailor.formats.torch_states import (
     check_steps,
     index_with_weights,
-    keeps_nothing,
-    lay_out_master_weights,
     listed_buffers,
     listed_ties,
-    optimizer_tree,
 )
-from llmtailor.formats.format import Draft
-from llmtailor.formats.weights import read_adapters
 from llmtailor.frameworks.files import (
     ADAPTER,
     CONFIG,
@@ -53,9 +41,7 @@ from llmtailor.frameworks.files import (
     is_sign_of,
     owner_of,
 )
-from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.frameworks.read import TrainerFiles, read_trainer_files
-from llmtailor.frameworks.write import Wanted, lay_out_trainer_files, synthesize_files
 
 OTHER_WEIGHTS = "pytorch_model.bin"
 _OF_OTHERS = (*ENGINE_FILES, "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
@@ -218,21 +204,3 @@ def _ask_model(
         what = f"tied names and buffers are not known ({error.problems[0].what})"
         findings.append(Finding(name, what, fix, Code.MODEL_UNKNOWN))
         return None
-
-
-def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Lay out a composite's files; see `Writer`."""
-    if not (kinds_by_param(base) or keeps_nothing(base)):
-        raise SourceError.at(base.name, NO_STATES, "use a later checkpoint as base")
-    if wanted.client == ACCELERATE and (skipped := base.zero.skipped_steps):
-        what = f"{skipped} of its steps were skipped, and accelerate counts steps as Adam does, without these"
-        raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
-    beside, notices = synthesize_files(base, wanted)
-    weights = lay_out_master_weights(base)
-    if wanted.client == ACCELERATE and [one.path for one in weights] != [SINGLE]:
-        what = f"accelerate reads its weights from {SINGLE} only, and they take {len(weights) - 1} files"
-        raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
-    optimizer = lay_out_torch_file(FRAMEWORKS[wanted.client].optimizer, optimizer_tree(base, wanted.layout))
-    made = [optimizer, *weights, *beside]
-    dtype = "F32" if base.form.has_masters else None  # config.json follows the weights, which are the master weights
-    return lay_out_trainer_files(base, wanted, made, dtype, ENGINE_FILES, has_weights=True), notices

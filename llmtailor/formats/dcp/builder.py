@@ -1,4 +1,4 @@
-"""Layout of one folder of torch.distributed.checkpoint, as `dcp_folder` reads it.
+"""Layout of one folder of torch.distributed.checkpoint, as `folder` reads it.
 
 As torch saves under FSDP2, a tensor is cut along dimension 0 into ``ceil(rows / ranks)`` rows per rank, so that the
 last ranks may have fewer rows or none; what all ranks have alike is saved once, spread over the ranks. For as many

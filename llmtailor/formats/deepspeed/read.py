@@ -53,13 +53,12 @@ from llmtailor.checkpoint.optimizer import (
 from llmtailor.checkpoint.placement import Extent, Sliced
 from llmtailor.checkpoint.step_names import step_of_tag
 from llmtailor.codes import Code
-from llmtailor.containers.json import Tensor, Trees
+from llmtailor.containers.json import FileTrees, Tensor, Trees
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, counted, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.lightning import check_engine, is_from_lightning
-from llmtailor.formats.deepspeed_common.autotp import join_ranks, read_cuts
-from llmtailor.formats.deepspeed_common.files import ShardFiles, fit_world_size, write_latest
-from llmtailor.formats.deepspeed_common.shards import (
+from llmtailor.formats.deepspeed.autotp import join_ranks, read_cuts
+from llmtailor.formats.deepspeed.files import ShardFiles, fit_world_size, survey_shard_files, write_latest
+from llmtailor.formats.deepspeed.shards import (
     OF_SHARDS,
     AnyShard,
     Known,
@@ -71,9 +70,10 @@ from llmtailor.formats.deepspeed_common.shards import (
     section,
 )
 from llmtailor.formats.format import Draft
+from llmtailor.formats.lightning_tree import check_engine, is_from_lightning
 from llmtailor.formats.provenance import read_manifest
 from llmtailor.frameworks.files import LATEST, LATEST_UNIVERSAL, MANIFEST, SCALER, TRAINER_STATE
-from llmtailor.frameworks.framework import FRAMEWORKS
+from llmtailor.frameworks.framework import FRAMEWORKS, is_tag_alone
 from llmtailor.frameworks.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.frameworks.scheduler import SchedulerFacts, compare_scheduler
 from llmtailor.frameworks.stock_fields import decays_vectors_alone
@@ -93,6 +93,18 @@ _FLOATS = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
 _MAX_SQ = "max_exp_avg_sq"
 
 
+def detects(root: Path) -> bool:
+    """Return whether a folder has what DeepSpeed leaves in the root of a checkpoint."""
+    return (root / LATEST).exists() or any(root.glob("global_step*")) or is_tag_alone(root)
+
+
+def read(root: Path, name: str, client: str | None = None) -> Draft:
+    """Read a checkpoint with DeepSpeed shards of any ZeRO stage; see `Reader`."""
+    problems = Problems()
+    files = survey_shard_files(root, name, problems)
+    return read_shards(FileTrees(root), files, name, problems, client)
+
+
 def read_shards(
     trees: Trees, files: ShardFiles | None, name: str, problems: Problems, client: str | None = None
 ) -> Draft:
@@ -103,8 +115,8 @@ def read_shards(
     trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if files is None:
         return Draft(problems)
-    read = partial(_read_tp_rank, trees, name=name, problems=problems, client=client, trainer=trainer, known={})
-    draft, known, facts = read(files)
+    read_rank = partial(_read_tp_rank, trees, name=name, problems=problems, client=client, trainer=trainer, known={})
+    draft, known, facts = read_rank(files)
     if known is None or known.tensor_parallel == 1 + len(files.peers) == 1:
         return draft
     if known.tensor_parallel != (have := 1 + len(files.peers)):
@@ -117,7 +129,7 @@ def read_shards(
     cuts = attempt(lambda: read_cuts(known.rest, have, where[0]), problems)
     indexes = [draft.index]
     for place, one in zip(where[1:], files.peers, strict=True):
-        other, _, others = read(one, of_first=known)
+        other, _, others = read_rank(one, of_first=known)
         indexes.append(other.index)
         if unlike := [what for what in {**facts, **others} if others and others.get(what) != facts.get(what)]:
             text = f"{some(unlike)} differs from that of tensor-parallel rank 0"

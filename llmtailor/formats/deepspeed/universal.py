@@ -47,15 +47,15 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import WARNING, Finding
-from llmtailor.formats.deepspeed_common.files import (
+from llmtailor.formats.deepspeed.files import (
     ShardFiles,
     count_models,
     model_name,
     read_tag,
     refuse_other_parallelism,
 )
-from llmtailor.formats.deepspeed_common.read import draft_of_engine, first_of, fit_models, uses_round_robin
-from llmtailor.formats.deepspeed_common.shards import (
+from llmtailor.formats.deepspeed.read import draft_of_engine, first_of, fit_models, uses_round_robin
+from llmtailor.formats.deepspeed.shards import (
     STATES,
     ZERO12,
     OptimShard,
@@ -65,7 +65,7 @@ from llmtailor.formats.deepspeed_common.shards import (
     read_stage,
     section,
 )
-from llmtailor.formats.deepspeed_common.write import (
+from llmtailor.formats.deepspeed.write import (
     DS_VERSION,
     RankFiles,
     ZeroTarget,

@@ -42,11 +42,11 @@ from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Content, TorchLayout, pickle_content
 from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor, state_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
-from llmtailor.formats.common.lightning import regrouped
-from llmtailor.formats.deepspeed_common.autotp import each, without_tensor_parallel
-from llmtailor.formats.deepspeed_common.files import model_name, optim_name
-from llmtailor.formats.deepspeed_common.shards import section
-from llmtailor.formats.weights import lay_out_missing_weights
+from llmtailor.formats.deepspeed.autotp import each, without_tensor_parallel
+from llmtailor.formats.deepspeed.files import model_name, optim_name
+from llmtailor.formats.deepspeed.shards import section
+from llmtailor.formats.lightning_tree import regrouped
+from llmtailor.formats.safetensors_weights import lay_out_missing_weights
 from llmtailor.frameworks.files import LATEST, SCALER
 from llmtailor.frameworks.framework import FRAMEWORKS, Framework
 from llmtailor.frameworks.read import adapters_of
@@ -603,3 +603,17 @@ def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
     what = f"{some(others)} are rounded a second time, from the weights: their master weights are not known"
     fix = "no action needed to resume; to export the model, call trainer.save_model() after the resume"
     return [Problem("dtype", what, fix)]
+
+
+def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+    """Lay out a composite's files; see `Writer`."""
+    return lay_out_engine(base, wanted, _lay_out_shards)
+
+
+def _lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
+    if LATEST not in target.base.files or not target.base.train.optim or target.tag != target.base.zero.tag:
+        yield FileLayout(LATEST, (Bytes(target.tag.encode(), "the tag"),))
+    digests: dict[int, bytes] = {}
+    for rank in range(tp := target.layout.tp):
+        of_rank = replace(train, optim=train.optim[rank::tp], model=train.model[rank::tp])
+        yield from RankFiles(target.on_tp_rank(rank) if tp > 1 else target, of_rank, digests).layouts(target.tag)

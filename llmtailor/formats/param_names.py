@@ -46,7 +46,7 @@ from llmtailor.errors import (
     UnsupportedCheckpoint,
     some,
 )
-from llmtailor.formats.common.optimizer import SavedOptimizer
+from llmtailor.formats.torch_optimizer import SavedOptimizer
 from llmtailor.frameworks.files import CONFIG
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.roles import FLOATING, ITEMSIZE

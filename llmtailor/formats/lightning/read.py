@@ -13,26 +13,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.layout import FileLayout
+from llmtailor.checkpoint.index import LIGHTNING, TensorEntry
 from llmtailor.codes import Code
 from llmtailor.containers.json import FileTrees, check_name, get, get_count, read_tensor
-from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.containers.unpickle import Ordered, as_tensor, state_tensor
-from llmtailor.errors import PathIn, Problem, Problems, attempt
+from llmtailor.containers.unpickle import as_tensor
+from llmtailor.errors import PathIn, Problems, attempt
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.common import lightning
-from llmtailor.formats.common.lightning import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
-from llmtailor.formats.common.optimizer import parse_optimizer, read_tree
-from llmtailor.formats.common.param_names import ModelFacts
-from llmtailor.formats.common.states import check_steps, index_with_weights, optimizer_tree
+from llmtailor.formats import lightning_tree as lightning
 from llmtailor.formats.format import Draft
+from llmtailor.formats.lightning_tree import SCHEDULERS
+from llmtailor.formats.param_names import ModelFacts
+from llmtailor.formats.torch_optimizer import parse_optimizer, read_tree
+from llmtailor.formats.torch_states import check_steps, index_with_weights
 from llmtailor.frameworks.files import CKPT
 from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.frameworks.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.frameworks.scheduler import check_scheduler, compare_scheduler, read_scheduler
-from llmtailor.frameworks.write import Wanted, lay_out_trainer_files
-from llmtailor.model.roles import FLOATING, KIND_OF_ROLE, WEIGHT, State
+from llmtailor.model.roles import FLOATING, WEIGHT, State
 
 _SUFFIX = ".ckpt"
 _COUNTER = "num_batches_tracked"
@@ -112,24 +109,3 @@ def _facts(weights: Mapping[str, TensorEntry], tied: Mapping[str, str]) -> Model
     # norms and biases, which are decayed in no recipe for two groups, are vectors
     matrices = frozenset(name for name, shape in params.items() if len(shape) > 1)
     return ModelFacts(params, matrices, tied, frozenset(buffers))
-
-
-def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Lay out a composite's files; see `Writer`."""
-    tree = dict(base.train.trees[CKPT])
-    tree[STATE_DICT] = _state_dict(base, tree[STATE_DICT])
-    tree[OPTIMIZERS] = [optimizer_tree(base, wanted.layout)]
-    if wanted.from_group is not None:
-        tree |= regrouped(tree, f"{base.name}: {SCHEDULERS}", len(base.groups), wanted.from_group)
-    made = [lay_out_torch_file(CKPT, tree)]
-    return lay_out_trainer_files(base, wanted, made, None, frozenset(), has_weights=True), []
-
-
-def _state_dict(base: CheckpointIndex, names: Mapping[str, Any]) -> Ordered:
-    """Return the weights in the order of the base's, bound to states. Tied names share their tensors."""
-    made: dict[str, Any] = {}
-    for param in base.params.values():
-        state = State(param.name, KIND_OF_ROLE[param.role])
-        made[param.name] = state_tensor(state, base.held[state].live_dtype, param.shape)
-    content = {name: made.get(base.tied.get(name, name), node) for name, node in names.items()}
-    return Ordered(content.items(), getattr(names, "attributes", None))

@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints of any ZeRO stage, with AutoTP, and its universal checkpoints."""

@@ -1,1 +1,0 @@
-"""What ZeRO, universal checkpoints and partial checkpoints of DeepSpeed trainings share."""

@@ -1,0 +1,1 @@
+"""Checkpoints of the Trainer and of accelerate without DeepSpeed."""
