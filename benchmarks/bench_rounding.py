@@ -24,12 +24,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from llmtailor.background.snapshot import Arena, DeltaBases, LiveTensors, Snapshot
+from llmtailor.background.writing import Share, lay_out_compressed, write_share
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.formats.partial.json_trees import lay_out_tensors
+from llmtailor.live.tensors import bytes_of
 from llmtailor.model.precision import Precision
 from llmtailor.model.roles import D24, DIFFERENCES, EXP_AVG, EXP_AVG_SQ, F24, MASTER
-from llmtailor.saving.snapshot import Arena, DeltaBases, LiveTensors, Snapshot, bytes_of
-from llmtailor.saving.writing import Share, lay_out_compressed, write_share
 from llmtailor.storage import casts
 
 TENSOR = 1 << 22

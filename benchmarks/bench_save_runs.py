@@ -214,7 +214,7 @@ class Bench:
         self.add(COPY, {"stall_s": stall, "thread_cpu_s": cpu, "copy_s": stall, "num_bytes": num_bytes})
 
     def write(self) -> None:
-        from llmtailor.saving.snapshot import bytes_of
+        from llmtailor.live.tensors import bytes_of
 
         path = self.work / f"plain-{self.trainer.args.process_index}"
         with self.one_save(WRITE) as values:

@@ -36,44 +36,62 @@ MAY_IMPORT = {
     "runs": {*BASE, "containers", "frameworks", "formats", "copying", "recipe", "policies", "verify", "compose"},
     "salvage": {*BASE, "containers", "frameworks", "formats", "copying", "recipe", "verify", "compose", "runs"},
     "attestation": {*BASE, "containers", "frameworks", "formats", "ranks", "runs"},
-    "live": {*BASE, "containers", "frameworks", "formats", "ranks", "policies", "attestation"},
+    "live": {
+        *BASE,
+        *(
+            "containers",
+            "frameworks",
+            "formats",
+            "ranks",
+            "policies",
+            "runs",
+            "attestation",
+            "param_groups",
+            "patching",
+        ),
+    },
+    "background": {
+        *BASE,
+        *("live", "containers", "frameworks", "formats", "copying", "ranks", "policies", "runs", "attestation"),
+    },
+    "stock_saving": {
+        *BASE,
+        *("background", "live", "containers", "frameworks", "formats", "ranks", "runs", "patching"),
+    },
+    "dcp_saving": {*BASE, "live", "containers", "frameworks", "policies"},
     "saving": {
         *BASE,
-        "live",
-        "containers",
-        "frameworks",
-        "formats",
-        "copying",
-        "ranks",
-        "policies",
-        "runs",
-        "attestation",
-        "param_groups",
+        *(
+            "background",
+            "stock_saving",
+            "dcp_saving",
+            "live",
+            "containers",
+            "frameworks",
+            "formats",
+            "copying",
+            "ranks",
+        ),
+        *("policies", "runs", "attestation", "param_groups", "patching"),
     },
     "param_groups": {"errors", "checkpoint", "model"},
     "integrations": {
         *BASE,
-        "live",
-        "containers",
-        "frameworks",
-        "formats",
-        "policies",
-        "runs",
-        "saving",
-        "ranks",
-        "attestation",
+        *("saving", "stock_saving", "dcp_saving", "background", "live", "patching"),
+        *("containers", "frameworks", "formats", "policies", "runs", "ranks", "attestation"),
     },
     "report": {*BASE, "containers", "frameworks", "formats", "recipe", "verify", "compose", "runs"},
     "cli": {
         *BASE,
         *("containers", "frameworks", "formats", "copying", "recipe", "verify", "compose", "runs", "salvage"),
-        *("policies", "report", "saving", "ranks", "integrations"),
+        *("policies", "report", "background", "saving", "ranks", "integrations"),
     },
     "codes": set(),
+    "patching": set(),
     "balance": set(),
 }
 """Room -> the rooms it may import, besides itself."""
-MAY_BE_HEAVY = {"param_groups", "live", "saving", "integrations"}
+MAY_BE_HEAVY = {"param_groups", "live", "background", "stock_saving", "dcp_saving", "saving", "integrations"}
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "mergekit"}
 
 
@@ -287,7 +305,7 @@ OPENS_FILES = {
     "cli/options.py": "a log of updates may be a pipe, and is read up to a limit",
     "cli/main.py": "the null device, in place of a closed stream",
     "model/mergekit_data.py": "files of an installed package",
-    "saving/save.py": "the kernel's files, which have no size",
+    "background/save.py": "the kernel's files, which have no size",
 }
 """The files outside of storage/ that open a file to read it, and why; all others use the readers there, which open
 regular files of bounded sizes."""

@@ -10,11 +10,11 @@ from pathlib import Path
 import click
 import pytest
 
+from llmtailor.background.options import LAYOUTS, Arguments, SavingOptions
 from llmtailor.cli.main import cli
 from llmtailor.policies import DEFAULT_POLICY
 from llmtailor.policies.schedules import POLICIES
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.saving.options import LAYOUTS, Arguments, SavingOptions
 
 ROOT = Path(__file__).parents[1]
 STATED = re.compile(r"\bdefaults?(?: is|:)? (?:\[?`+|\")?([a-z_]+|[0-9.]*[0-9])\b", re.IGNORECASE)

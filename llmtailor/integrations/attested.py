@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtailor import attestation
 from llmtailor.errors import TailorError, UsageError
-from llmtailor.saving.around import patch_method, replaced
+from llmtailor.patching import patch_method, replaced
 
 if TYPE_CHECKING:
     from llmtailor.attestation.report import Attestation
@@ -80,8 +80,8 @@ def _hook_engine(module: ModuleType) -> None:
     @patch_method(module.DeepSpeedEngine, "load_checkpoint")
     def loading(load: Call, self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         from llmtailor.frameworks.files import LATEST, tag_in
+        from llmtailor.live.attesting import kept_buffers
         from llmtailor.live.training import TrainingObjects
-        from llmtailor.saving.attesting import kept_buffers
 
         result = load(self, load_dir, tag, *args, **kwargs)
         if result[0] is not None:  # else it has only logged that there is no checkpoint
@@ -100,8 +100,8 @@ def _hook_engine(module: ModuleType) -> None:
 def _hook_accelerator(module: ModuleType) -> None:
     @patch_method(module.Accelerator, "load_state")
     def loading(load: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
+        from llmtailor.live.attesting import kept_buffers
         from llmtailor.saving.api import prepared
-        from llmtailor.saving.attesting import kept_buffers
 
         folders: list[str] = []  # accelerate may choose the folder itself
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(str(folder)))
@@ -185,9 +185,9 @@ def _before_step() -> None:
     if not _is_due():
         return
     loaded, find_held = _loaded.checkpoint, _loaded.find_held
+    from llmtailor.background.options import resume_options
+    from llmtailor.live.attesting import attest_loop
     from llmtailor.saving.api import attest_held
-    from llmtailor.saving.attesting import attest_loop
-    from llmtailor.saving.options import resume_options
 
     options = resume_options(os.environ)
     forget()

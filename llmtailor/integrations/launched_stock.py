@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from llmtailor.saving.around import patch_method
+from llmtailor.patching import patch_method
 
 LAYOUT = "LLMTAILOR_LAYOUT"
 
@@ -20,7 +20,7 @@ def hook_engine(module: ModuleType) -> None:
     @patch_method(module.DeepSpeedEngine, "_configure_checkpointing")
     def configuring(configure: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
         configure(self, *args, **kwargs)
-        from llmtailor.saving.checkpoint_engine import KEY, attach_engine
+        from llmtailor.stock_saving.checkpoint_engine import KEY, attach_engine
 
         if os.environ.get(LAYOUT) == "stock":
             attach_engine(self, **_options())
@@ -37,14 +37,14 @@ def hook_accelerator(module: ModuleType) -> None:
     def saving(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         if "save_state" in vars(self):  # its own one, which calls this
             return save(self, *args, **kwargs)
-        from llmtailor.saving.stock_accelerate import attach_accelerator
+        from llmtailor.stock_saving.accelerate import attach_accelerator
 
         attach_accelerator(self, **_options())
         return self.save_state(*args, **kwargs)
 
 
 def _options() -> dict[str, Any]:
-    from llmtailor.saving.options import from_environment, stock_arguments
+    from llmtailor.background.options import from_environment, stock_arguments
 
     return stock_arguments(from_environment(os.environ))[0]
 

@@ -25,19 +25,19 @@ from lightning.pytorch.utilities import rank_zero_only
 from llmtailor.attestation.check import attest_or_warn
 from llmtailor.attestation.compare import OFF
 from llmtailor.attestation.report import Attestation
+from llmtailor.background.options import SavingArguments, SavingOptions, resume_options
 from llmtailor.containers.json import read_json
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.frameworks.files import CKPT, TRAINER_STATE
 from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.integrations.attested import forget, remember, task
+from llmtailor.live.attesting import attest_loop, kept_buffers
 from llmtailor.live.training import Ranks, TrainingObjects
+from llmtailor.patching import next_call
 from llmtailor.policies import Policy
 from llmtailor.runs.scan import compose_newest
 from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, make_saver
-from llmtailor.saving.around import next_call
-from llmtailor.saving.attesting import attest_loop, kept_buffers
 from llmtailor.saving.client_state import LightningClient
-from llmtailor.saving.options import SavingArguments, SavingOptions, resume_options
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:

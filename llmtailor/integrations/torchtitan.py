@@ -28,8 +28,8 @@ from torchtitan.components import checkpoint as titan
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
+from llmtailor.dcp_saving.saver import DcpSaver
 from llmtailor.policies import EXACT_POLICY
-from llmtailor.saving.dcp import DcpSaver
 
 
 class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc]

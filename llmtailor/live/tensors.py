@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,3 +34,9 @@ def storage_of(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage; of a DTensor, that of this rank's part."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.untyped_storage().data_ptr()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array)

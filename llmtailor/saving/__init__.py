@@ -10,6 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from llmtailor.background.options import SavingOptions as SavingOptions
+    from llmtailor.background.save import PendingSave as PendingSave
+    from llmtailor.background.save import SaveFailed as SaveFailed
+    from llmtailor.background.save import SaveReport as SaveReport
+    from llmtailor.dcp_saving.saver import DcpSaver as DcpSaver
     from llmtailor.policies import Adaptive as Adaptive
     from llmtailor.policies import Filter as Filter
     from llmtailor.policies import Full as Full
@@ -23,27 +28,22 @@ if TYPE_CHECKING:
     from llmtailor.saving.callbacks import AttestResume as AttestResume
     from llmtailor.saving.callbacks import PartialSaving as PartialSaving
     from llmtailor.saving.callbacks import attach as attach
-    from llmtailor.saving.checkpoint_engine import attach_engine as attach_engine
-    from llmtailor.saving.dcp import DcpSaver as DcpSaver
-    from llmtailor.saving.options import SavingOptions as SavingOptions
     from llmtailor.saving.restart import newest_checkpoint as newest_checkpoint
-    from llmtailor.saving.save import PendingSave as PendingSave
-    from llmtailor.saving.save import SaveFailed as SaveFailed
-    from llmtailor.saving.save import SaveReport as SaveReport
     from llmtailor.saving.saver import PartialSaver as PartialSaver
-    from llmtailor.saving.stock_accelerate import attach_accelerator as attach_accelerator
+    from llmtailor.stock_saving.accelerate import attach_accelerator as attach_accelerator
+    from llmtailor.stock_saving.checkpoint_engine import attach_engine as attach_engine
 
 _NAMES = {
     "llmtailor.policies": "Adaptive Filter Full MomentsInTurn Parity Policy RoundRobin Situation make_policy",
     "llmtailor.saving.api": "saver_for",
     "llmtailor.saving.callbacks": "AttestResume PartialSaving attach",
-    "llmtailor.saving.checkpoint_engine": "attach_engine",
-    "llmtailor.saving.dcp": "DcpSaver",
-    "llmtailor.saving.options": "SavingOptions",
+    "llmtailor.stock_saving.checkpoint_engine": "attach_engine",
+    "llmtailor.dcp_saving.saver": "DcpSaver",
+    "llmtailor.background.options": "SavingOptions",
     "llmtailor.saving.restart": "newest_checkpoint",
-    "llmtailor.saving.save": "PendingSave SaveFailed SaveReport",
+    "llmtailor.background.save": "PendingSave SaveFailed SaveReport",
     "llmtailor.saving.saver": "PartialSaver",
-    "llmtailor.saving.stock_accelerate": "attach_accelerator",
+    "llmtailor.stock_saving.accelerate": "attach_accelerator",
 }
 _PUBLIC = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [*_PUBLIC]

@@ -13,19 +13,26 @@ import torch
 
 from llmtailor.attestation.check import announce
 from llmtailor.attestation.report import Attestation
+from llmtailor.background.options import (
+    ATTEST,
+    ON_MISMATCH,
+    Arguments,
+    SavingArguments,
+    SavingOptions,
+    from_environment,
+)
+from llmtailor.background.save import PendingSave, SaveFailed
+from llmtailor.background.writing import owners_of
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.frameworks.framework import FRAMEWORKS, Framework
 from llmtailor.live.any_training import AnyTraining
+from llmtailor.live.attesting import Attestable, attest_training, parts_of
 from llmtailor.live.torch_training import PlainTraining
 from llmtailor.live.training import HasState, Pretrained, Ranks, Training, TrainingObjects
 from llmtailor.policies import DEFAULT_POLICY, Policy
-from llmtailor.saving.attesting import Attestable, attest_training, parts_of
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
-from llmtailor.saving.options import ATTEST, ON_MISMATCH, Arguments, SavingArguments, SavingOptions, from_environment
-from llmtailor.saving.save import PendingSave, SaveFailed
 from llmtailor.saving.saver import PartialSaver
-from llmtailor.saving.writing import owners_of
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:

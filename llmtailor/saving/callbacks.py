@@ -27,20 +27,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.attestation.check import announce
-from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError, attempt
-from llmtailor.formats.optimizer_objects import unsupported, unsupported_name
-from llmtailor.frameworks.files import TRAINER_STATE, TRAINING_ARGS
-from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
-from llmtailor.live.model import check_before_training
-from llmtailor.live.torch_training import unwrap
-from llmtailor.live.training import rng_tree
-from llmtailor.policies import Policy
-from llmtailor.ranks.group import check_same
-from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.api import FSDP1, FSDP1_FIX, AttestingCallback, SaverCallback, attestable_of, make_saver
-from llmtailor.saving.attesting import TrainerResume, callers, parts_of
-from llmtailor.saving.client_state import TrainerClient
-from llmtailor.saving.options import (
+from llmtailor.background.options import (
     SAME_FIX,
     WHERE,
     SavingArguments,
@@ -48,8 +35,21 @@ from llmtailor.saving.options import (
     from_environment,
     stock_arguments,
 )
+from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError, attempt
+from llmtailor.formats.optimizer_objects import unsupported, unsupported_name
+from llmtailor.frameworks.files import TRAINER_STATE, TRAINING_ARGS
+from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
+from llmtailor.live.attesting import TrainerResume, callers, parts_of
+from llmtailor.live.model import check_before_training
+from llmtailor.live.torch_training import unwrap
+from llmtailor.live.training import rng_tree
+from llmtailor.policies import Policy
+from llmtailor.ranks.group import check_same
+from llmtailor.runs.folder import RunFolder
+from llmtailor.saving.api import FSDP1, FSDP1_FIX, AttestingCallback, SaverCallback, attestable_of, make_saver
+from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.restart import resume_automatically
-from llmtailor.saving.stock_trainer import StockSaving
+from llmtailor.stock_saving.trainer import StockSaving
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -382,7 +382,8 @@ class PartialSaving(SaverCallback, Resuming):
             self._resume.give_up()
         self._resume = TrainerResume(
             trainer,
-            self.options,
+            self.options.attest,
+            self.options.on_mismatch,
             saver.record.append,
             say=self._say,
             then=start,
@@ -544,7 +545,9 @@ class AttestResume(AttestingCallback, Resuming):
     def _begin(self, trainer: Trainer, **how: Any) -> None:
         if self._resume is not None:
             self._resume.give_up()
-        self._resume = TrainerResume(trainer, self.options, **{"say": self._say, **how})
+        self._resume = TrainerResume(
+            trainer, self.options.attest, self.options.on_mismatch, **{"say": self._say, **how}
+        )
         self._resume.begin(lambda: attestable_of(parts_of(trainer)))
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from llmtailor.background.writing import files_of
 from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER
 from llmtailor.formats.lightning_tree import OPTIMIZERS, STATE_DICT
 from llmtailor.frameworks.files import OPTIMIZER, is_rng_file, rng_file
 from llmtailor.frameworks.framework import FRAMEWORKS, Framework
 from llmtailor.frameworks.rng import ACCELERATE_KEYS
 from llmtailor.live.training import HasState, Ranks, rng_tree
-from llmtailor.saving.writing import files_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

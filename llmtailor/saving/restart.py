@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtailor.background.save import abandon_after
 from llmtailor.checkpoint.lineage import Ledger, lost_parts
 from llmtailor.errors import TargetError
 from llmtailor.formats.partial.manifest import read_manifest
@@ -19,11 +20,10 @@ from llmtailor.frameworks.files import MANIFEST
 from llmtailor.frameworks.trainer_state import read_mark
 from llmtailor.live.training import Ranks, Training
 from llmtailor.model.parts import Part
+from llmtailor.patching import patch_method
 from llmtailor.ranks.board import as_error, await_messages, from_json, to_json
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import compose_newest, continues
-from llmtailor.saving.around import patch_method
-from llmtailor.saving.save import abandon_after
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:

@@ -23,11 +23,28 @@ from typing import Any
 
 from llmtailor import attestation
 from llmtailor.attestation.compare import OFF
+from llmtailor.background.frozen import FrozenParams
+from llmtailor.background.options import SAME_FIX, SavingOptions
+from llmtailor.background.save import (
+    PartialWork,
+    PendingSave,
+    RunRecord,
+    SaveFailed,
+    SaveReport,
+    allocate_arenas,
+    finish_at_end,
+    needed_by,
+    release,
+    save_error,
+)
+from llmtailor.background.snapshot import ANY_STEP, Arena, DeltaBases, Snapshot, StepBarrier
+from llmtailor.background.writing import carried_files, check_trees, describe_rounding, files_of, lay_out_share, publish
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint, UsageError
 from llmtailor.formats.optimizer_objects import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
+from llmtailor.live.attesting import attest_loop, attest_training
 from llmtailor.live.model import (
     Drift,
     PartChanges,
@@ -62,25 +79,8 @@ from llmtailor.policies import (
 from llmtailor.ranks.board import as_error
 from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.attesting import attest_loop, attest_training
 from llmtailor.saving.client_state import ClientState
-from llmtailor.saving.frozen import FrozenParams
-from llmtailor.saving.options import SAME_FIX, SavingOptions
 from llmtailor.saving.restart import resume
-from llmtailor.saving.save import (
-    PartialWork,
-    PendingSave,
-    RunRecord,
-    SaveFailed,
-    SaveReport,
-    allocate_arenas,
-    finish_at_end,
-    needed_by,
-    release,
-    save_error,
-)
-from llmtailor.saving.snapshot import ANY_STEP, Arena, DeltaBases, Snapshot, StepBarrier
-from llmtailor.saving.writing import carried_files, check_trees, describe_rounding, files_of, lay_out_share, publish
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import packer
 from llmtailor.storage.local import as_path

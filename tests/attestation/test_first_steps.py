@@ -19,7 +19,7 @@ from llmtailor.attestation.report import Attestation, MismatchGroup, lines_of
 
 torch = pytest.importorskip("torch")
 
-from llmtailor.saving.attesting import schedule_of  # noqa: E402
+from llmtailor.live.attesting import schedule_of  # noqa: E402
 
 LOG = {3: {"loss": 2.5, "learning_rate": 0.004}, 4: {"loss": 2.25, "learning_rate": 0.003}}
 

@@ -17,10 +17,10 @@ import llmtailor  # noqa: E402
 from attestation.test_by_position import found_by  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from llmtailor.errors import SourceError, UnsupportedCheckpoint  # noqa: E402
+from llmtailor.live.attesting import open_on_first  # noqa: E402
 from llmtailor.live.torch_training import PlainTraining  # noqa: E402
 from llmtailor.live.training import Ranks  # noqa: E402
 from llmtailor.model.roles import MASTER  # noqa: E402
-from llmtailor.saving.attesting import open_on_first  # noqa: E402
 from llmtailor.storage.local import OpenFiles  # noqa: E402
 from trainings.alone import Alone, train  # noqa: E402
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import call
+from llmtailor.background.save import abandon_after
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import TargetError
 from llmtailor.ranks.board import FileBoard
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.save_log import LOG
-from llmtailor.saving.save import abandon_after
 from llmtailor.storage.local import append_line
 from thin.scene import SHORT, make_run, save_partial
 

@@ -24,12 +24,13 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from helpers.commands import call
+from llmtailor.background import save as shutdown
+from llmtailor.background import tiers
 from llmtailor.codes import Code
 from llmtailor.copying import streams
 from llmtailor.errors import PathIn, TailorError, UnsafePickle, UsageError
 from llmtailor.live.training import Ranks
-from llmtailor.saving import PartialSaving, newest_checkpoint, tiers
-from llmtailor.saving import save as shutdown
+from llmtailor.saving import PartialSaving, newest_checkpoint
 from saving.loop import Loop, check_states, fold, manifests, rounded
 from trainings.alone import Alone
 from trainings.spec import Spec

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from transformers import default_data_collator
 
+from llmtailor.background.snapshot import Snapshot
 from llmtailor.copying import streams
 from llmtailor.saving import SavingOptions, attach, attach_engine
-from llmtailor.saving.snapshot import Snapshot
-from llmtailor.saving.stock import StockSaver
+from llmtailor.stock_saving.saver import StockSaver
 from saving.processes import ended, forked, slowly
 from trainings.common import Logs, Tokens, arguments_of, new_model
 from trainings.fsdp import FORMS, CpuTrainer

@@ -27,17 +27,18 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from helpers.cases import diagonal, mostly_long
 from helpers.commands import call
 from helpers.states import in_8_bits, in_24_bits
+from llmtailor.background import save as shutdown
+from llmtailor.background import snapshot as snapshots
+from llmtailor.background import writing
+from llmtailor.background.snapshot import ANY_STEP, Arena, LiveTensor, LiveTensors, Snapshot, StepBarrier
+from llmtailor.background.writing import Share, write_share
 from llmtailor.checkpoint.layout import BLOCK_BYTES
 from llmtailor.copying import streams
 from llmtailor.errors import StorageError, UsageError
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.live.tensors import storage_of
 from llmtailor.live.torch_training import PlainTraining
-from llmtailor.saving import SaveFailed, SavingOptions, saver, writing
-from llmtailor.saving import save as shutdown
-from llmtailor.saving import snapshot as snapshots
-from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensor, LiveTensors, Snapshot, StepBarrier
-from llmtailor.saving.writing import Share, write_share
+from llmtailor.saving import SaveFailed, SavingOptions, saver
 from saving.loop import Disk, Loop, log_of
 from trainings.harness import start_ranks
 
@@ -258,7 +259,7 @@ def test_a_save_that_hangs_at_the_end_is_given_up(disk, loop, caplog):
 
 def test_a_save_that_the_end_of_the_process_cuts_off_says_so(disk, loop, caplog, monkeypatch):
     """Nothing is wrong with the disk."""
-    monkeypatch.setattr("llmtailor.saving.save._LAST_S", 0.1)
+    monkeypatch.setattr("llmtailor.background.save._LAST_S", 0.1)
     run = loop(policy="full", host_buffer=SMALLEST, hidden=256)
     run.train()
     disk.hang()
@@ -431,7 +432,7 @@ def test_everything_is_durable_before_the_manifest_names_it(tmp_path, monkeypatc
 
 
 def test_a_policy_that_is_not_deterministic_is_found_out():
-    from llmtailor.saving.save import check_chosen
+    from llmtailor.background.save import check_chosen
 
     check_chosen([["norm"], ["norm"]])
     with pytest.raises(UsageError, match="rank 1: not the same choice of parts by the policy as on rank 0"):

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 from helpers.commands import call
 from helpers.s3 import Proxy, s3_server, settings
+from llmtailor.dcp_saving.folders import StoreFolder
 from llmtailor.errors import UsageError
 from llmtailor.saving import DcpSaver
-from llmtailor.saving.dcp_folders import StoreFolder
 from saving.dcp_loop import complete_in_store, load_whole, step_of
 from saving.test_dcp import MOMENTS, check, killed, oracle, tiny, train
 

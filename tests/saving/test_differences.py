@@ -18,13 +18,14 @@ from helpers.cases import mostly_long
 from helpers.commands import call
 from helpers.files import flip
 from helpers.states import in_24_bits
+from llmtailor.background.snapshot import Arena, LiveTensors, Snapshot
+from llmtailor.background.writing import Share, lay_out_compressed, write_share
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.errors import SourceError, TailorError
 from llmtailor.formats.partial import differences
 from llmtailor.formats.registry import index_checkpoint
+from llmtailor.live.tensors import bytes_of
 from llmtailor.saving import SaveFailed
-from llmtailor.saving.snapshot import Arena, LiveTensors, Snapshot, bytes_of
-from llmtailor.saving.writing import Share, lay_out_compressed, write_share
 from llmtailor.storage import casts, encoder, frames
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.verify import verify_checkpoint
@@ -221,7 +222,7 @@ def written(folder, how, tensors, bases):
 
 def test_the_file_is_the_same_wherever_they_are_compressed(tmp_path, monkeypatch):
     """In the thread that copies, whatever room it has, or in the thread that writes."""
-    monkeypatch.setattr("llmtailor.saving.writing.MIN_DIRECT_BYTES", 0)
+    monkeypatch.setattr("llmtailor.background.writing.MIN_DIRECT_BYTES", 0)
     generator = torch.Generator().manual_seed(0)
     sizes = [3 * frames.ELEMENTS + 77, 5, frames.ELEMENTS, 1000, 2 * frames.ELEMENTS + 64]
     older = [torch.randn(size, generator=generator) * 0.02 for size in sizes]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from llmtailor.background.save import RunRecord
 from llmtailor.codes import Code
 from llmtailor.saving import SaveFailed
-from llmtailor.saving.save import RunRecord
 from saving.loop import Disk, Loop
 
 

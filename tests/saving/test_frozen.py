@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from llmtailor.background.frozen import FrozenParams, digest_of
 from llmtailor.errors import StorageError
 from llmtailor.live.training import FrozenFile
-from llmtailor.saving.frozen import FrozenParams, digest_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 ROW = 3

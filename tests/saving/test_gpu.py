@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from llmtailor.background.snapshot import GPU_ELEMENTS, Arena, LiveTensors, Snapshot, StepBarrier, pack_by_torch
 from llmtailor.errors import StorageError
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.live.tensors import storage_of
-from llmtailor.saving.snapshot import GPU_ELEMENTS, Arena, LiveTensors, Snapshot, StepBarrier, pack_by_torch
 from llmtailor.storage import casts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

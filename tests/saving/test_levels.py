@@ -11,8 +11,8 @@ import fsspec
 import pytest
 
 from helpers.commands import call
+from llmtailor.background import retrying, tiers
 from llmtailor.errors import UsageError
-from llmtailor.saving import retrying, tiers
 from llmtailor.storage import remote
 from saving.loop import Loop, log_of
 from trainings.harness import start_ranks

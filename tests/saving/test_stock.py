@@ -23,10 +23,12 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers.trainer_utils import get_last_checkpoint
 
+from llmtailor.background import retrying
+from llmtailor.background.options import stock_options
+from llmtailor.background.snapshot import Snapshot
 from llmtailor.errors import UsageError
-from llmtailor.saving import SaveFailed, attach, attach_accelerator, retrying, stock_mirror
-from llmtailor.saving.options import stock_options
-from llmtailor.saving.snapshot import Snapshot
+from llmtailor.saving import SaveFailed, attach, attach_accelerator
+from llmtailor.stock_saving import mirror as stock_mirror
 from llmtailor.storage import remote
 from llmtailor.storage.local import Lock
 from saving.loop import Disk

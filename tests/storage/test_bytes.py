@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from helpers.states import in_8_bits, in_24_bits, of_16_bits, raw
+from llmtailor.background.snapshot import DeltaBases, pack_by_torch
 from llmtailor.checkpoint.placement import Bundled
 from llmtailor.model.roles import Encoding, State, size_of
-from llmtailor.saving.snapshot import DeltaBases, pack_by_torch
 from llmtailor.storage import casts
 from llmtailor.storage.casts import cast, pack, pack_differences, refine
 from llmtailor.storage.checksums import part_digest

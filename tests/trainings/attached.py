@@ -22,9 +22,9 @@ import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from helpers.composing import compose
+from llmtailor.background.snapshot import Snapshot, StepBarrier
 from llmtailor.copying import streams
 from llmtailor.saving import attach
-from llmtailor.saving.snapshot import Snapshot, StepBarrier
 from trainings.common import MOMENTS, Losses, new_model, train_each
 from trainings.spec import Job
 from trainings.trainer import LayerGroups, arguments, kind_of, new_trainer

@@ -25,9 +25,9 @@ from transformers import TrainerCallback, set_seed
 
 import llmtailor
 from llmtailor.frameworks.framework import FRAMEWORKS
+from llmtailor.live.attesting import parts_of
 from llmtailor.live.training import LiveShard, TrainingObjects, rng_tree
 from llmtailor.saving.api import prepared, training_of
-from llmtailor.saving.attesting import parts_of
 from llmtailor.saving.callbacks import find_trainer
 from trainings import trainer as stock
 from trainings.common import MOMENTS
@@ -69,7 +69,7 @@ class Resumed:
         made.load = loop.load
         return made
 
-    def attest(self, how: str = "sample") -> llmtailor.saving.attesting.Attestation:  # type: ignore[name-defined]
+    def attest(self, how: str = "sample") -> llmtailor.live.attesting.Attestation:  # type: ignore[name-defined]
         return llmtailor.attest(self.checkpoint, how=how, **self.given)
 
     @property

@@ -46,7 +46,7 @@ def warm_up() -> None:
     import torch
     import transformers
 
-    from llmtailor.saving import save
+    from llmtailor.background import save
     from llmtailor.storage import casts
     from trainings.models import CONFIGS, build
 

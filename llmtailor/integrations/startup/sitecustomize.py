@@ -94,7 +94,7 @@ class _Loader(importlib.abc.Loader):
 
 def _hook_lightning(module: ModuleType) -> None:
     """Add the callback that attests when training begins: only then can its module be imported."""
-    from llmtailor.saving.around import patch_method
+    from llmtailor.patching import patch_method
 
     @patch_method(module.Trainer, "fit")
     def fitting(fit: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from llmtailor.background.options import stock_options
 from llmtailor.errors import Problem, UsageError
 from llmtailor.frameworks.files import LATEST
 from llmtailor.live.deepspeed import writes_unseen
-from llmtailor.saving.around import patch_method, replaced
-from llmtailor.saving.options import stock_options
-from llmtailor.saving.stock import StockSaver, finish_before
+from llmtailor.patching import patch_method, replaced
+from llmtailor.stock_saving.saver import StockSaver, finish_before
 from llmtailor.storage.local import fsync_folder, replace_durably
 
 logger = logging.getLogger("llmtailor.saving")

@@ -28,7 +28,7 @@ from llmtailor.codes import Code
 from llmtailor.copying.streams import Store, huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import BundleEntry
-from llmtailor.live.tensors import DTYPES, not_compiled, storage_of
+from llmtailor.live.tensors import DTYPES, bytes_of, not_compiled, storage_of
 from llmtailor.model.roles import BLOCKS, D16, D24, F24, ITEMSIZE, PACKED, Q8, Q8_ROOT, numel_of, size_of
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import pack_frame
@@ -277,12 +277,6 @@ class BaseRecordingStore:
         if live.packed == F24 and live.base is not None:
             bytes_of(live.base)[start : start + len(data)] = data
         return data
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
-    array: Any = tensor.view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 CHUNK_BYTES = 16 << 20

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from llmtailor.background.options import stock_options
 from llmtailor.errors import Problem, UsageError
-from llmtailor.saving.around import patch_method, replaced
-from llmtailor.saving.options import stock_options
-from llmtailor.saving.stock import StockSaver, finish_before
+from llmtailor.patching import patch_method, replaced
+from llmtailor.stock_saving.saver import StockSaver, finish_before
 
 
 def attach_accelerator(accelerator: Any, **options: Any) -> StockSaver:
@@ -25,7 +25,7 @@ def attach_accelerator(accelerator: Any, **options: Any) -> StockSaver:
     chosen = stock_options(options)
     _refuse(accelerator)
     if accelerator.distributed_type == "DEEPSPEED":
-        from llmtailor.saving.checkpoint_engine import saver_of
+        from llmtailor.stock_saving.checkpoint_engine import saver_of
 
         saver = saver_of(accelerator._models[0], **options)
     else:

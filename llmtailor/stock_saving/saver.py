@@ -1,7 +1,7 @@
 """Saves stock checkpoints in the background: what a framework would write with ``torch.save``, in its own files.
 
 The framework builds its state dicts, which refer to live tensors; only the writing is replaced. As in a save of parts,
-tensors are copied until the next optimizer step and written while training continues (`saving.save`).
+tensors are copied until the next optimizer step and written while training continues (`background.save`).
 
 All files of a checkpoint go to a hidden folder beside it, which rank 0 moves there once all ranks have written
 theirs. So a checkpoint is there completely or not at all, and one of the same name stays until then.
@@ -27,19 +27,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 
-from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
-from llmtailor.errors import StorageError, TailorError, TargetError, UsageError
-from llmtailor.formats.optimizer_objects import unsupported
-from llmtailor.formats.partial.manifest import BundleFact
-from llmtailor.live.tensors import DTYPES, storage_of
-from llmtailor.live.torch_training import innermost
-from llmtailor.live.training import Ranks
-from llmtailor.ranks.group import check_same
-from llmtailor.runs.folder import files_in, link_or_copy
-from llmtailor.saving.around import patch_method
-from llmtailor.saving.dcp_writer import LazyWriter
-from llmtailor.saving.options import SAME_FIX, SavingOptions
-from llmtailor.saving.save import (
+from llmtailor.background.options import SAME_FIX, SavingOptions
+from llmtailor.background.save import (
     PendingSave,
     SaveReport,
     Work,
@@ -48,9 +37,21 @@ from llmtailor.saving.save import (
     release,
     save_error,
 )
-from llmtailor.saving.snapshot import LiveTensors, Snapshot, StepBarrier
-from llmtailor.saving.stock_mirror import StockMirror
-from llmtailor.saving.torch_save import (
+from llmtailor.background.snapshot import LiveTensors, Snapshot, StepBarrier
+from llmtailor.background.writing import Share, check_written
+from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
+from llmtailor.errors import StorageError, TailorError, TargetError, UsageError
+from llmtailor.formats.optimizer_objects import unsupported
+from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.live.tensors import DTYPES, storage_of
+from llmtailor.live.torch_training import innermost
+from llmtailor.live.training import Ranks
+from llmtailor.patching import patch_method
+from llmtailor.ranks.group import check_same
+from llmtailor.runs.folder import files_in, link_or_copy
+from llmtailor.stock_saving.dcp_writer import LazyWriter
+from llmtailor.stock_saving.mirror import StockMirror
+from llmtailor.stock_saving.torch_save import (
     Stepped,
     lay_out_saved,
     lay_out_saved_tensors,
@@ -58,7 +59,6 @@ from llmtailor.saving.torch_save import (
     masters_of,
     stepped_storages,
 )
-from llmtailor.saving.writing import Share, check_written
 from llmtailor.storage.local import Lock, LockHeld, check_own, fsync_file, fsync_folder, replace_folder
 
 logger = logging.getLogger("llmtailor.saving")
@@ -109,7 +109,7 @@ class _Open:
 
 
 class _Record:
-    """Implements `saving.save.SaveRecord`."""
+    """Implements `background.save.SaveRecord`."""
 
     def __init__(self, ranks: Ranks, write_timeout: float, mirror: StockMirror | None) -> None:
         self.ranks, self.board, self.write_timeout = ranks, ranks.board(), write_timeout

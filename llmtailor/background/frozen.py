@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from llmtailor.background.snapshot import CHANGE_EARLIER
 from llmtailor.errors import StorageError, some
+from llmtailor.live.tensors import bytes_of
 from llmtailor.live.training import FrozenFile
-from llmtailor.saving.snapshot import CHANGE_EARLIER, bytes_of
 from llmtailor.storage.checksums import crc32
 
 _SAMPLE_BYTES = 1 << 20

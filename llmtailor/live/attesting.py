@@ -51,15 +51,13 @@ from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.frameworks.files import CKPT, TRAINER_STATE
 from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.model import is_adapted, saved_names
-from llmtailor.live.tensors import DTYPES
+from llmtailor.live.tensors import DTYPES, bytes_of
 from llmtailor.live.torch_training import NamedTraining, unwrap
 from llmtailor.live.training import LiveShard, Ranks, Training, TrainingObjects, persistent_buffers, rng_tree
 from llmtailor.model.roles import BUFFER
 from llmtailor.param_groups import decaying_names
+from llmtailor.patching import next_call, patch_method
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.around import next_call, patch_method
-from llmtailor.saving.options import SavingOptions
-from llmtailor.saving.snapshot import bytes_of
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -430,7 +428,7 @@ class TrainerResume:
     random states are those that the Trainer has restored, and the first losses are compared later.
 
     Args:
-        options: decide what of it is compared, and what happens if it differs.
+        how: what of it is compared, ``on_mismatch`` what happens if it differs: options of a saver.
         write: adds a line to the record of the run; called on every rank.
         say: takes each attestation, in place of `announce`.
         then: is called once the training was attested, or if there is nothing to attest.
@@ -441,7 +439,8 @@ class TrainerResume:
     def __init__(
         self,
         trainer: Trainer,
-        options: SavingOptions,
+        how: str,
+        on_mismatch: str,
         write: Write = _write_nothing,
         *,
         say: Say = announce,
@@ -449,7 +448,7 @@ class TrainerResume:
         otherwise: Callable[[Any], object] = lambda error: None,
         is_strict: bool = False,
     ) -> None:
-        self._trainer, self._how, self._on_mismatch = trainer, options.attest, options.on_mismatch
+        self._trainer, self._how, self._on_mismatch = trainer, how, on_mismatch
         self._write, self._say, self._is_strict = write, say, is_strict
         self._then, self._otherwise = then, otherwise
         self._ranks = Ranks.here()

@@ -41,6 +41,7 @@ from torch.futures import Future
 from llmtailor.balance import deal
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.json import as_dict
+from llmtailor.dcp_saving.folders import WHERE, LocalFolder, SaveDestination, ShardsFolder, folder_of, save_id
 from llmtailor.errors import TailorError, UsageError, size, some
 from llmtailor.frameworks.files import DCP_RECORD
 from llmtailor.live.training import find_overlaps
@@ -60,7 +61,6 @@ from llmtailor.policies import (
     restore_state,
     state_of,
 )
-from llmtailor.saving.dcp_folders import WHERE, LocalFolder, SaveDestination, ShardsFolder, folder_of, save_id
 from llmtailor.storage.remote import is_url
 
 logger = logging.getLogger("llmtailor.saving")

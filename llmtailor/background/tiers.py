@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmtailor.background.options import SavingOptions
+from llmtailor.background.retrying import RetryingQueue
+from llmtailor.background.writing import complete
 from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent
@@ -46,9 +49,6 @@ from llmtailor.runs.folder import (
     remove_partial,
     starts_json,
 )
-from llmtailor.saving.options import SavingOptions
-from llmtailor.saving.retrying import RetryingQueue
-from llmtailor.saving.writing import complete
 from llmtailor.storage.local import OpenFiles, read_source, replace_durably
 from llmtailor.storage.remote import RemoteFolder
 

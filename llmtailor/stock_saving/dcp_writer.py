@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from llmtailor.background.snapshot import LiveTensors
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Segment
-from llmtailor.saving.snapshot import LiveTensors
-from llmtailor.saving.torch_save import Stepped, lay_out_saved_blob, local_of
+from llmtailor.stock_saving.torch_save import Stepped, lay_out_saved_blob, local_of
 
 
 class FileSink(Protocol):

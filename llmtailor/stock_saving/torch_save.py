@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.serialization import location_tag
 
+from llmtailor.background.snapshot import ANY_STEP, LiveTensor, LiveTensors
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Segment
 from llmtailor.containers.torch_file import TorchLayout, place_torch_blob
 from llmtailor.formats.partial.json_trees import BundleEntry, lay_out_tensors
-from llmtailor.live.tensors import DTYPES, storage_of
-from llmtailor.saving.snapshot import ANY_STEP, LiveTensor, LiveTensors, bytes_of
+from llmtailor.live.tensors import DTYPES, bytes_of, storage_of
 
 _SMALL_BYTES = 4096
 """Storages on the CPU up to this size are copied at once: a piece of its own costs more"""

@@ -16,11 +16,11 @@ from typing import Any
 import transformers.trainer
 from transformers import Trainer, TrainerCallback
 
+from llmtailor.background.options import WHERE, stock_options
 from llmtailor.errors import Problem, UsageError
 from llmtailor.frameworks.files import TRAINER_STATE
-from llmtailor.saving.around import patch_method, replaced
-from llmtailor.saving.options import WHERE, stock_options
-from llmtailor.saving.stock import StockSaver, finish_all
+from llmtailor.patching import patch_method, replaced
+from llmtailor.stock_saving.saver import StockSaver, finish_all
 
 logger = logging.getLogger("llmtailor.saving")
 
@@ -54,7 +54,7 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
         if self.saver is not None:
             self.saver.close()  # of an earlier training
         if trainer.is_deepspeed_enabled:
-            from llmtailor.saving.checkpoint_engine import saver_of
+            from llmtailor.stock_saving.checkpoint_engine import saver_of
 
             self.saver = saver_of(trainer.model_wrapped, **self._options)
         else:

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 
 from llmtailor._version import __version__
+from llmtailor.background.frozen import FrozenParams
+from llmtailor.background.snapshot import ANY_STEP, SOURCE, BaseRecordingStore, DeltaBases, LiveTensors
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Plan
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.placement import Box
@@ -45,14 +47,12 @@ from llmtailor.formats.partial.write import Bundle
 from llmtailor.frameworks.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.frameworks.trainer_state import is_marked, with_mark
 from llmtailor.live.model import is_adapted, saved_adapter
-from llmtailor.live.tensors import DTYPES, storage_of
+from llmtailor.live.tensors import DTYPES, bytes_of, storage_of
 from llmtailor.live.training import Constant, LiveShard, Ranks, StoredElsewhere, TensorPlaceholder, Training
 from llmtailor.model.parts import ExpertSlice
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment
 from llmtailor.runs.folder import files_in, link_or_copy
-from llmtailor.saving.frozen import FrozenParams
-from llmtailor.saving.snapshot import ANY_STEP, SOURCE, BaseRecordingStore, DeltaBases, LiveTensors, bytes_of
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.encoder import pack_frame
 from llmtailor.storage.frames import ELEMENTS, lengths_in, room_for

@@ -1,4 +1,4 @@
-"""Copies finished stock checkpoints to an object store, in the background: the second level of `saving.stock`.
+"""Copies finished stock checkpoints to an object store, in the background: the second level of `stock_saving.saver`.
 
 A thread of rank 0 uploads the files of one checkpoint after the other, oldest first. As in an upload of `merge`, a
 marker is written first and removed last, so no command takes an incomplete copy for a checkpoint. What training deletes
@@ -12,9 +12,9 @@ import logging
 import time
 from pathlib import Path
 
+from llmtailor.background.retrying import RetryingQueue
 from llmtailor.frameworks.files import LATEST, tag_in
 from llmtailor.runs.folder import files_in
-from llmtailor.saving.retrying import RetryingQueue
 from llmtailor.storage.local import OpenFiles
 from llmtailor.storage.remote import UPLOADING, RemoteFolder
 

@@ -29,6 +29,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmtailor.background.options import SavingOptions
+from llmtailor.background.snapshot import STUCK, Arena, Snapshot
+from llmtailor.background.tiers import Finished, open_tier
+from llmtailor.background.writing import Share, write_share
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.json import decode
@@ -44,10 +48,6 @@ from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.gc import deletable
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, LoggedSave, lines_of
 from llmtailor.runs.scan import prove_step
-from llmtailor.saving.options import SavingOptions
-from llmtailor.saving.snapshot import STUCK, Arena, Snapshot
-from llmtailor.saving.tiers import Finished, open_tier
-from llmtailor.saving.writing import Share, write_share
 from llmtailor.storage.local import append_line, check_own, replace_durably
 
 

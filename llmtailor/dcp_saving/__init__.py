@@ -1,0 +1,1 @@
+"""Partial saves through torch.distributed.checkpoint."""

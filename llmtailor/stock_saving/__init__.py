@@ -1,0 +1,1 @@
+"""Stock checkpoints, saved in the background: the files of the framework itself."""
