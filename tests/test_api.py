@@ -17,8 +17,8 @@ import llmtailor
 from helpers.checkpoints import make_run
 from helpers.commands import call
 from helpers.files import contents
+from helpers.places import ROOT
 
-ROOT = Path(__file__).parents[1]
 MODULES = ("llmtailor", "llmtailor.saving")
 
 

@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 
+from helpers.places import ROOT
 from llmtailor.codes import Code
 
-PACKAGE = Path(__file__).parents[1] / "llmtailor"
+PACKAGE = ROOT / "llmtailor"
 BASE = {"_version", "codes", "errors", "findings", "documents", "timing", "balance", "model", "storage", "checkpoint"}
 MAY_IMPORT = {
     "errors": {"codes"},

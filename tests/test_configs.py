@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import llmtailor
 from helpers.checkpoints import make_run
+from helpers.places import ROOT
 
-ROOT = Path(__file__).parents[1]
 LAYERS = [f"layer {number}" for number in range(4)]
 EVERY = ["embed_tokens", *LAYERS, "norm", "lm_head"]
 FROM_10 = {

@@ -5,18 +5,17 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 import pytest
 
+from helpers.places import ROOT
 from llmtailor.background.options import LAYOUTS, Arguments, SavingOptions
 from llmtailor.cli.main import cli
 from llmtailor.policies import DEFAULT_POLICY
 from llmtailor.policies.schedules import POLICIES
 from llmtailor.recipe.strategies import StrategyOptions
 
-ROOT = Path(__file__).parents[1]
 STATED = re.compile(r"\bdefaults?(?: is|:)? (?:\[?`+|\")?([a-z_]+|[0-9.]*[0-9])\b", re.IGNORECASE)
 SAVING = {
     **asdict(SavingOptions()),

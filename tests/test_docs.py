@@ -15,10 +15,9 @@ from click.testing import CliRunner
 import llmtailor
 from docs.make import pages, rooms, save_and_compose, timeline
 from docs.make.pages import PAGES, error_tree
+from helpers.places import ROOT
 from llmtailor import errors
 from llmtailor.cli.main import EXIT_CODES, cli
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_the_pages_are_current():

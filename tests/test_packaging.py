@@ -17,13 +17,13 @@ import yaml
 from packaging.version import Version
 
 import llmtailor
+from helpers.places import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pytest brings it along
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOW: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
 PYTHON = "Programming Language :: Python :: "

@@ -15,11 +15,12 @@ import pytest
 
 from helpers.checkpoints import make_run
 from helpers.commands import call
+from helpers.places import ROOT
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.formats.registry import display_name
 from thin.scene import save_partial
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = ROOT / "scripts"
 OURS = {
     *("CONFIG_YML", "OUTPUT_PATH", "NUM_GPU", "COPY_TOKENIZER", "FAILURE_STEP", "TOTAL_LAYERS", "STRATEGY"),
     *("LAYER_WISE_CHECKPOINT_JSON", "CHECKPOINT_PATH", "BASE_CHECKPOINT", "LLMTAILOR"),

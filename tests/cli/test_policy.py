@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from helpers.checkpoints import SMALL, make
 from helpers.commands import call
+from helpers.places import ROOT
 from synthetic import lay_out, make_checkpoint
 
-ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "configs" / "models" / "Llama-3.1-8B.json"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 import llmtailor
 from helpers.checkpoints import SMALL, make, make_run, optim_states
 from helpers.commands import call
+from helpers.places import ROOT
 
 STEPS = (100, 110, 120, 130, 140)
 PARTS = ["embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head"]
@@ -151,7 +151,7 @@ def test_a_bad_log_is_told_with_its_lines(run):
 def test_explain_writes_the_normal_form_of_the_originals_yaml(run, monkeypatch):
     """It plans the same, and is a recipe of its own."""
     monkeypatch.setenv("RUN", str(run))
-    config = Path(__file__).parents[2] / "configs" / "llmtailor-original.yaml"
+    config = ROOT / "configs" / "llmtailor-original.yaml"
     text = (
         config.read_text().replace("checkpoint-10\n", "checkpoint-100\n").replace("checkpoint-20\n", "checkpoint-120\n")
     )

@@ -20,6 +20,7 @@ from faults.powercut import Disk, File, read_tree
 from faults.scene import COMMANDS, Scene
 from faults.trials import ERRORS, errors, large_scene, power, races, steps
 from helpers.cases import diagonal
+from helpers.places import ROOT
 from llmtailor.copying.staging import JOURNAL
 
 COMMANDS_TO_TRY = sorted(COMMANDS)
@@ -135,7 +136,7 @@ def test_the_trace_misses_nothing(scenes, tmp_path):
     calls = "trace=/^(open|creat|write|pwrite|fsync|fdatasync|rename)"
     command = [strace, "-f", "-y", "-qq", "-e", calls, "-o", str(log)]
     run = [sys.executable, "-m", "llmtailor", *COMMANDS["merge"]]
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run([*command, *run], cwd=scene.root, check=True, capture_output=True, env=environment)
     scene.reset()
     assert scene.run(fault="trace") == 0

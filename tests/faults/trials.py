@@ -24,6 +24,7 @@ from pathlib import Path
 
 from faults.powercut import VIEWS, Disk, read_tree, write_tree
 from faults.scene import COMMANDS, Scene
+from helpers.places import ROOT
 from synthetic import SHAPES
 
 ERRORS: tuple[dict[str, object], ...] = (
@@ -132,7 +133,7 @@ def _outcome(scene: Scene) -> str:
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
-_OURS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+_OURS = {**os.environ, "PYTHONPATH": str(ROOT)}
 _SILENT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 

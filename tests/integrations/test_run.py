@@ -17,13 +17,13 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import llmtailor.integrations.report_to
 from helpers.commands import call, run_here
+from helpers.places import ROOT, SUPPORT
 from llmtailor.cli.run import _STARTUP, is_first_launcher, prepare
 from llmtailor.integrations.launched import LaunchedSaving
 from trainings.alone import Alone
 from trainings.harness import environment
 
 pytestmark = pytest.mark.real
-TESTS = Path(__file__).parents[1]
 SCRIPT = """
 import importlib.util
 import sys
@@ -43,7 +43,7 @@ def script(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (site := tmp_path / "site").mkdir()
     (site / "sitecustomize.py").write_text("import sys, types\nsys.modules['hidden'] = types.ModuleType('hidden')\n")
-    paths = [str(site), str(TESTS), str(TESTS.parent)]
+    paths = [str(site), str(SUPPORT), str(ROOT)]
     return tmp_path / "script.py", {**environment(), "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from helpers.places import SUPPORT
 from helpers.s3 import s3_server, settings
 from llmtailor.frameworks.files import DCP_RECORD
 from saving.dcp_loop import complete, complete_in_store, same, spawn, step_of
 from saving.test_dcp import read
 from saving.test_dcp_stores import read as read_in_store
 
-SCRIPT = Path(__file__).parents[1] / "client_programs" / "try_torchtitan.py"
+SCRIPT = SUPPORT / "client_programs" / "try_torchtitan.py"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"),

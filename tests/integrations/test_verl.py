@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers.places import SUPPORT
 from llmtailor.frameworks.files import DCP_RECORD
 from saving.dcp_loop import spawn
 from saving.test_dcp import read
 
-SCRIPT = Path(__file__).parents[1] / "client_programs" / "try_verl.py"
+SCRIPT = SUPPORT / "client_programs" / "try_verl.py"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed"),

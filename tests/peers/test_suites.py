@@ -24,10 +24,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from helpers.places import ROOT, SUPPORT
 from peers.seam import LOG
 from trainings.harness import caches, environment
-
-TESTS = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def test_what_a_peer_saves_it_loads_after_a_conversion(peer, tmp_path):
     source, needs = obtain(peer), installed("parameterized")
     log, report = tmp_path / "log", tmp_path / "report.xml"
     env = {name: value for name, value in environment().items() if not name.startswith("PYTEST_")}
-    env |= {"PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS, needs))), LOG: str(log), **peer.env}
+    env |= {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, SUPPORT, needs))), LOG: str(log), **peer.env}
     command = [sys.executable, "-m", "pytest", "-p", f"peers.{peer.name}_plugin", "-p", "no:cacheprovider", "-q"]
     command += [f"--junitxml={report}", f"--basetemp={tmp_path / 'made'}", *peer.tests]
     done = subprocess.run(command, cwd=source, env=env, capture_output=True, text=True)

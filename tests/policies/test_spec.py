@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.places import ROOT
 from llmtailor.background.options import Arguments
 from llmtailor.errors import UsageError
 from llmtailor.model.parts import ModelStructure, Part
@@ -196,7 +196,7 @@ print(json.dumps(answers))
 
 def test_every_process_gets_the_same_answers():
     """Ranks have different hash seeds, so nothing may depend on the order of a set."""
-    root = Path(__file__).parents[2]
+    root = ROOT
     path = os.pathsep.join([str(root), str(root / "tests")])
     said = {
         subprocess.run(

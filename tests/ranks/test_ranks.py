@@ -18,6 +18,7 @@ import pytest
 from faults.driver import Request, ask
 from faults.scene import RECIPE, Scene, contents
 from helpers.commands import call, run_here
+from helpers.places import ROOT
 from llmtailor.copying.staging import acquire, lock_of, release
 from llmtailor.storage.local import Lock
 
@@ -296,7 +297,7 @@ def test_a_dry_run_is_shown_once(scene):
 def test_torchrun(scene):
     words = ["--nproc-per-node", "2", "--master-port", "0", "--module", "llmtailor", *MERGE]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=scene.root, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("wrote out") == 1

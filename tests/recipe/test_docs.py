@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from helpers.places import ROOT
 from llmtailor.recipe import DTYPES, checkpoints_of, parse
 from llmtailor.recipe.resolve import resolve
 from recipe.structures import llama, mixtral, params_of, qwen_vl, read
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+PAGE = ROOT / "docs" / "recipes.md"
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 

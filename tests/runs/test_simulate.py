@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from helpers.cases import every
+from helpers.places import ROOT
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.model.parts import EMBED, HEAD, NORM
 from llmtailor.model.roles import ADAM_BYTES
@@ -18,7 +18,7 @@ from llmtailor.policies import make_policy
 from llmtailor.runs.simulate import MASTER_BYTES, Hardware, SimulatedSaves, cost_of, simulate, size_of_config
 from saving.loop import Loop
 
-MODELS = Path(__file__).parents[2] / "configs" / "models"
+MODELS = ROOT / "configs" / "models"
 
 
 @pytest.fixture(scope="module")

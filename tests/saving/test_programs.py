@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from helpers.cases import mostly_long
+from helpers.places import ROOT
 from helpers.states import in_8_bits, in_24_bits, of_16_bits, refined
 from trainings.harness import TIMEOUT_S, environment
 
-ROOT = Path(__file__).parents[2]
 EVERY, STEPS = 2, 12
 ROUNDS, BLOCKS = 2, 2
 WAYS = {

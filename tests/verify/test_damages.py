@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import llmtailor
 from helpers.composing import convert
+from helpers.places import ROOT
 from llmtailor.errors import TailorError, UnsupportedCheckpoint
 from llmtailor.findings import SEVERITIES, Finding
 from llmtailor.recipe import Recipe
@@ -41,7 +42,7 @@ PAGE = {
     title: (severity, set(re.findall("[a-z-]+", codes)), merge, stock)
     for title, severity, codes, merge, stock in re.findall(
         r"^\| (.+?) \| (error|warning|note|-)((?:,? `[a-z-]+`)*) \| (refuses|-) \| (.+) \|$",
-        (Path(__file__).parents[2] / "docs" / "findings.md").read_text(),
+        (ROOT / "docs" / "findings.md").read_text(),
         re.MULTILINE,
     )
 }

@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from campaigns.fuzz.mutations import DROP, mutate_bytes, mutate_tree
+from helpers.places import ROOT
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.containers.dcp import ALLOWED, METADATA
 from llmtailor.containers.pickle_writer import write_pickle
@@ -120,7 +121,7 @@ def _parse_text(parse: Callable[[str], Any]) -> Callable[[bytes, Path, dict[str,
 
 
 def _recipes(sound: dict[str, Path]) -> list[bytes]:
-    configs = Path(__file__).parents[3] / "configs"
+    configs = ROOT / "configs"
     return [path.read_bytes() for path in sorted(configs.glob("*.y*ml"))]
 
 
