@@ -13,10 +13,11 @@ from types import MappingProxyType
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.live.model import Drift, TrainedModel, change_of, find_trained_parts
 from llmtailor.live.torch_training import PlainTraining
-from llmtailor.live.training import LiveShard, Ranks
+from llmtailor.live.training import LiveShard
 from llmtailor.model.parts import ExpertSlice, ModelStructure
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
+from llmtailor.ranks.team import Ranks
 from study.train import State, Training
 
 

@@ -43,7 +43,7 @@ from llmtailor.formats.registry import survey_checkpoint
 from llmtailor.frameworks.files import CKPT, LATEST, SCALER, SCHEDULER, TRAINER_STATE, TRAINING_ARGS, tag_in
 from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, State
-from llmtailor.ranks.group import Team
+from llmtailor.ranks.team import Ranks
 
 logger = logging.getLogger("llmtailor.attest")
 _FIX = (
@@ -86,7 +86,7 @@ def judged(error: SourceError, name: str, how: str) -> Attestation | None:
     return None
 
 
-def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Team, how: str) -> Attestation:
+def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Ranks, how: str) -> Attestation:
     """Compare what all ranks hold with a checkpoint. Every rank calls it; all get the same result.
 
     ``find_live`` returns what this rank holds. Each rank reads only its own elements. An error on one rank, such as a
@@ -244,7 +244,7 @@ def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
     return counters
 
 
-def announce(found: Attestation, ranks: Team, on_mismatch: str) -> None:
+def announce(found: Attestation, ranks: Ranks, on_mismatch: str) -> None:
     """Say on rank 0 what was found; raise NotTheSame on every rank if it differs and ``on_mismatch`` is ``stop``."""
     if attestation.take is not None:
         attestation.take(found, ranks)

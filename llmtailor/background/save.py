@@ -40,10 +40,11 @@ from llmtailor.errors import Problem, StorageError, TailorError, TargetError, Un
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.live.model import Samples
-from llmtailor.live.training import Ranks, Training
+from llmtailor.live.training import Training
 from llmtailor.model.precision import EXACT, Precision
-from llmtailor.ranks.board import Pulse, StoreBoard, as_error, await_messages, from_json, merged, to_json, turns
-from llmtailor.ranks.group import check_same
+from llmtailor.ranks.errors import as_error, from_json, merged, to_json
+from llmtailor.ranks.store import KeyValueStore, Pulse, await_messages, turns
+from llmtailor.ranks.team import Ranks, check_same
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.gc import deletable
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, LoggedSave, lines_of
@@ -123,11 +124,11 @@ class RunRecord:
     def __init__(
         self, folder: RunFolder, ranks: Ranks, options: SavingOptions, carried: Callable[[], Collection[str]]
     ) -> None:
-        self.folder, self.ranks, self.board = folder, ranks, ranks.board()
+        self.folder, self.ranks, self.store = folder, ranks, ranks.store()
         staging = options.staging_dir
         self.first = folder if staging is None else RunFolder(Path(staging).absolute())
         """Where saves are written"""
-        self.copier = open_tier(folder, self.first, options, ranks, self.board, self.append)
+        self.copier = open_tier(folder, self.first, options, ranks, self.store, self.append)
         self.write_timeout = options.write_timeout
         self.keep_composable = options.keep_composable
         self.is_begun = False
@@ -281,7 +282,7 @@ class SaveRecord(Protocol):
     """Where saves are, seen from `PendingSave`. All ranks make the calls; folders are rank 0's."""
 
     ranks: Ranks
-    board: StoreBoard
+    store: KeyValueStore
     write_timeout: float
 
     def begin(self, work: Any) -> None:
@@ -327,10 +328,10 @@ class PendingSave:
         self.parts = work.report.parts
         """Saved part -> reason"""
         self.work = work
-        self._record, self._ranks, self._board = record, record.ranks, record.board
+        self._record, self._ranks, self._store = record, record.ranks, record.store
         self._snapshot = snapshot
         self._progress = time.monotonic()
-        self._pulse = Pulse(self._board, self._key("alive"))
+        self._pulse = Pulse(self._store, self._key("alive"))
         self._given_up: Problem | None = None
         """Why it is"""
         self._has_begun = False
@@ -407,7 +408,7 @@ class PendingSave:
 
     def _run(self) -> None:
         try:
-            self._board.post(self._key(self._ranks.rank), self._written())
+            self._store.set(self._key(self._ranks.rank), self._written())
             self.work = replace(self.work, share=None)  # whose tensors may be copies
             result = self._conclude() if self._ranks.is_first else self._await("result")[0]
             self._follow()  # here, too, so that all ranks copy saves to a second level in their order
@@ -459,9 +460,9 @@ class PendingSave:
                 self._record.begin(self.work)
                 self._has_begun = True
             except Exception as error:
-                self._board.post(self._key("begun"), self._refusal(error))
+                self._store.set(self._key("begun"), self._refusal(error))
                 raise
-            self._board.post(self._key("begun"), {})
+            self._store.set(self._key("begun"), {})
         else:
             (begun,) = self._await("begun")
             if "error" in begun:
@@ -493,7 +494,7 @@ class PendingSave:
             if self._pulse.is_new():
                 self._progress = time.monotonic()
 
-        return await_messages(self._board, [self._key(name) for name in names], check)
+        return await_messages(self._store, [self._key(name) for name in names], check)
 
     def _conclude(self) -> dict[str, Any]:
         """Publish the save, or remove it, once no rank writes any more; return rank 0's last message."""
@@ -511,8 +512,8 @@ class PendingSave:
                 self._record.log({"step": self.step, "failed": str(failed)})
                 more = "" if self._given_up is _ENDING else "; training continues without it"
                 logger.warning("the save at step %d failed%s: %s", self.step, more, failed)
-        self._board.post(self._key("result"), result)
-        self._board.remove(*map(self._key, [*ranks, "begun", "alive"]))
+        self._store.set(self._key("result"), result)
+        self._store.remove(*map(self._key, [*ranks, "begun", "alive"]))
         return result
 
     def _follow(self) -> None:

@@ -37,8 +37,8 @@ from llmtailor.formats.partial.manifest import (
     step_in_name,
 )
 from llmtailor.frameworks.files import PARTIAL_MANIFEST
-from llmtailor.live.training import Ranks
-from llmtailor.ranks.board import StoreBoard, await_messages
+from llmtailor.ranks.store import KeyValueStore, await_messages
+from llmtailor.ranks.team import Ranks
 from llmtailor.runs.folder import (
     ATTEMPTS,
     RunFolder,
@@ -201,7 +201,7 @@ class TierCopier:
         last: Tier,
         ranks: Ranks,
         nodes: Sequence[Sequence[int]],
-        board: StoreBoard,
+        store: KeyValueStore,
         log: Log,
         *,
         is_staging: bool,
@@ -211,7 +211,7 @@ class TierCopier:
         self._ranks = ranks
         self._nodes = nodes
         self._node = next(number for number, of_node in enumerate(nodes) if ranks.rank in of_node)
-        self._board = board
+        self._store = store
         self._log = log
         self.is_staging = is_staging
         self._queue = RetryingQueue("llmtailor-copy-tier", self._take, lambda one: f"step {one.step}")
@@ -241,7 +241,7 @@ class TierCopier:
             content = None
             with suppress(OSError, SourceError):
                 content = read_source(path, path.name, MAX_BYTES).decode()
-            self._board.post(key, {"content": content})
+            self._store.set(key, {"content": content})
         elif not path.exists() and (content := self._await(key)["content"]) is not None:
             with suppress(StorageError):  # the copying tries again
                 replace_durably(path, content.encode())
@@ -326,12 +326,12 @@ class TierCopier:
         folder = self.first.at(save.step)
         if self._ranks.is_first:
             is_gone = not (folder / PARTIAL_MANIFEST).exists()
-            if self._board.read(f"{save.save_id}/open") is None:
+            if self._store.get(f"{save.save_id}/open") is None:
                 self._claim(self.first)
                 if not is_gone:
                     self._share_manifest(save)
                     self.last.begin(save.step)
-                self._board.post(f"{save.save_id}/open", {"is_gone": is_gone})
+                self._store.set(f"{save.save_id}/open", {"is_gone": is_gone})
             if is_gone:
                 logger.warning("step %d was not copied: it was removed", save.step)
                 return
@@ -340,14 +340,14 @@ class TierCopier:
                 return
             self._share_manifest(save)
         self._put(save.step)
-        self._board.post(f"{save.save_id}/copied/{self._node}", {})
+        self._store.set(f"{save.save_id}/copied/{self._node}", {})
         if self._ranks.is_first:
             copied = [f"{save.save_id}/copied/{number}" for number in range(len(self._nodes))]
             self._await(*copied)
             self._complete(save.step)
             self._log({**save.line, "copied_s": round(time.monotonic() - save.began, 6)})
-            self._board.post(f"{save.save_id}/shared", {})
-            self._board.remove(f"{save.save_id}/manifest", *copied)
+            self._store.set(f"{save.save_id}/shared", {})
+            self._store.remove(f"{save.save_id}/manifest", *copied)
             for step in save.retire():
                 try:
                     self.last.remove(step)
@@ -383,7 +383,7 @@ class TierCopier:
         self.last.complete(step, manifest)
 
     def _await(self, *keys: str) -> Any:
-        return await_messages(self._board, [*keys], self._check)[0]
+        return await_messages(self._store, [*keys], self._check)[0]
 
     def _check(self) -> None:
         if self._queue.closing.is_set():
@@ -397,7 +397,7 @@ class TierCopier:
 
 
 def open_tier(
-    run: RunFolder, first: RunFolder, options: SavingOptions, ranks: Ranks, board: StoreBoard, log: Log
+    run: RunFolder, first: RunFolder, options: SavingOptions, ranks: Ranks, store: KeyValueStore, log: Log
 ) -> TierCopier | None:
     """Start copying from ``first`` to the second tier, if the options name one. All ranks call it."""
     if options.mirror is None and first is run:
@@ -414,4 +414,4 @@ def open_tier(
             first.sweep()
 
     ranks.run_on_all(prepare)
-    return TierCopier(first, last[0], ranks, [*nodes.values()], board, log, is_staging=first is not run)
+    return TierCopier(first, last[0], ranks, [*nodes.values()], store, log, is_staging=first is not run)

@@ -48,10 +48,11 @@ from llmtailor.frameworks.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.frameworks.trainer_state import is_marked, with_mark
 from llmtailor.live.model import is_adapted, saved_adapter
 from llmtailor.live.tensors import DTYPES, bytes_of, storage_of
-from llmtailor.live.training import Constant, LiveShard, Ranks, StoredElsewhere, TensorPlaceholder, Training
+from llmtailor.live.training import Constant, LiveShard, StoredElsewhere, TensorPlaceholder, Training
 from llmtailor.model.parts import ExpertSlice
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment
+from llmtailor.ranks.team import Ranks
 from llmtailor.runs.folder import files_in, link_or_copy
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.encoder import pack_frame

@@ -18,7 +18,7 @@ from llmtailor.cli.run import PROGRAM, is_first_launcher, prepare
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
 from llmtailor.errors import SourceError, StorageError, UsageError, VerificationError
-from llmtailor.ranks.board import from_json
+from llmtailor.ranks.errors import from_json
 
 
 @command(

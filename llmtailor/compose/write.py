@@ -70,8 +70,9 @@ from llmtailor.formats.registry import BESIDE, display_name
 from llmtailor.frameworks.files import CARD, MANIFEST, PARTIAL_MANIFEST
 from llmtailor.frameworks.framework import FRAMEWORKS, is_resumed_from
 from llmtailor.model.roles import MODULE, WEIGHT, State
-from llmtailor.ranks.group import LEAVING_S, RankGroup, check_same
+from llmtailor.ranks.group import LEAVING_S, RankGroup
 from llmtailor.ranks.launch import RankInfo
+from llmtailor.ranks.team import check_same
 from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import DIGEST, Taken, combine, crc32, part_digest
 from llmtailor.storage.local import FileFact, Lock, OpenFiles, disk_errors, facts_now, open_source, write_durably

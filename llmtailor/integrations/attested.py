@@ -26,7 +26,7 @@ from llmtailor.patching import patch_method, replaced
 if TYPE_CHECKING:
     from llmtailor.attestation.report import Attestation
     from llmtailor.live.training import TrainingObjects
-    from llmtailor.ranks.group import Team
+    from llmtailor.ranks.team import Ranks
 
 Call = Callable[..., Any]
 ATTESTING = "LLMTAILOR_ATTESTING"
@@ -153,7 +153,7 @@ def _hook_state_dict(module: ModuleType) -> None:
             return make(*args, **kwargs)
 
 
-def _take(found: Attestation, _: Team) -> None:
+def _take(found: Attestation, _: Ranks) -> None:
     """End the program with what it has attested itself."""
     attest_and_end(Path(found.checkpoint), lambda: found)
 
@@ -202,7 +202,7 @@ def _before_step() -> None:
         attest_and_end(loaded, attest)
 
 
-def announce_or_leave(found: Attestation, ranks: Team, on_mismatch: str) -> None:
+def announce_or_leave(found: Attestation, ranks: Ranks, on_mismatch: str) -> None:
     """Say what was found; if that is to stop the training, end this process as a command of llmtailor ends, without a
     traceback on every rank."""
     from llmtailor.attestation.check import NotTheSame, announce
@@ -251,7 +251,7 @@ def end(found: Attestation) -> NoReturn:
 
 def end_with_error(error: Exception) -> NoReturn:
     """Write why nothing could be compared and end the program on all ranks."""
-    from llmtailor.ranks.board import to_json
+    from llmtailor.ranks.errors import to_json
 
     if not isinstance(error, TailorError):
         fix = "check it with llmtailor verify; if it is resumable, this is a bug in llmtailor: please report it"
@@ -262,7 +262,7 @@ def end_with_error(error: Exception) -> NoReturn:
 def _end(result: Mapping[str, object]) -> NoReturn:
     """End the process at once, with exit code 0 so that a launcher reports no failure: the program's own handlers could
     catch an exception, and threads could keep it alive."""
-    from llmtailor.live.training import Ranks
+    from llmtailor.ranks.team import Ranks
 
     ranks, to = Ranks.here(), task().result
     with suppress(OSError, RuntimeError):  # another node may lack the folder, and another rank may have died

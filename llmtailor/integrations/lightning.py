@@ -32,9 +32,10 @@ from llmtailor.frameworks.files import CKPT, TRAINER_STATE
 from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.integrations.attested import forget, remember, task
 from llmtailor.live.attesting import attest_loop, kept_buffers
-from llmtailor.live.training import Ranks, TrainingObjects
+from llmtailor.live.training import TrainingObjects
 from llmtailor.patching import next_call
 from llmtailor.policies import Policy
+from llmtailor.ranks.team import Ranks
 from llmtailor.runs.scan import compose_newest
 from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, make_saver
 from llmtailor.saving.client_state import LightningClient

@@ -53,10 +53,11 @@ from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.model import is_adapted, saved_names
 from llmtailor.live.tensors import DTYPES, bytes_of
 from llmtailor.live.torch_training import NamedTraining, unwrap
-from llmtailor.live.training import LiveShard, Ranks, Training, TrainingObjects, persistent_buffers, rng_tree
+from llmtailor.live.training import LiveShard, Training, TrainingObjects, persistent_buffers, rng_tree
 from llmtailor.model.roles import BUFFER
 from llmtailor.param_groups import decaying_names
 from llmtailor.patching import next_call, patch_method
+from llmtailor.ranks.team import Ranks
 from llmtailor.runs.folder import RunFolder
 
 if TYPE_CHECKING:

@@ -28,7 +28,6 @@ from llmtailor.live.training import (
     FrozenFile,
     Inventory,
     LiveShard,
-    Ranks,
     StoredElsewhere,
     TensorPlaceholder,
     is_plain_tensor,
@@ -37,6 +36,7 @@ from llmtailor.live.training import (
     with_elements,
 )
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER
+from llmtailor.ranks.team import Ranks
 
 _WHERE = "DeepSpeed"
 _AT_START = "give the model all of its params before deepspeed.initialize, and keep them"

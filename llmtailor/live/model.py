@@ -20,12 +20,13 @@ import torch
 
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
-from llmtailor.live.training import Inventory, LiveShard, Ranks, Training
+from llmtailor.live.training import Inventory, LiveShard, Training
 from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.mergekit_data import naming_of, on_disk
 from llmtailor.model.parts import ModelStructure, Param, Part, SavedAs
 from llmtailor.model.roles import EXP_AVG_SQ, MASTER, is_moment
 from llmtailor.policies import Policy, check_policy
+from llmtailor.ranks.team import Ranks
 
 
 class _InPieces:

@@ -29,7 +29,6 @@ from llmtailor.live.training import (
     HasState,
     Inventory,
     LiveShard,
-    Ranks,
     TensorPlaceholder,
     dominant,
     is_plain_tensor,
@@ -41,6 +40,7 @@ from llmtailor.live.training import (
 from llmtailor.model.mergekit_data import on_disk
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER
+from llmtailor.ranks.team import Ranks
 
 _PEFT, _FSDP = "PEFT", "FSDP"
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -22,8 +20,6 @@ from llmtailor.errors import UnsupportedCheckpoint, some
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.live.tensors import DTYPES
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT
-from llmtailor.ranks.board import OwnStore, StoreBoard
-from llmtailor.ranks.group import Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,53 +388,3 @@ def dominant(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """Return the most frequent of the dtypes that weights are trained in."""
     known = (torch.float32, torch.bfloat16, torch.float16)
     return max(known, key=dtypes.count)
-
-
-_T = TypeVar("_T")
-
-
-class Ranks(Team):
-    """This process and the others; without torch.distributed it is the only one."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    @classmethod
-    def here(cls) -> Ranks:
-        if dist.is_available() and dist.is_initialized():
-            return cls(dist.get_rank(), dist.get_world_size())
-        return cls(0, 1)
-
-    def all_gather(self, mine: _T) -> list[_T]:
-        if self.world_size == 1:
-            return [mine]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, mine)
-        return values
-
-    def broadcast(self, value: _T) -> _T:
-        if self.world_size == 1:
-            return value
-        values: list[Any] = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]  # type: ignore[no-any-return]
-
-    def final_barrier(self) -> None:
-        """Wait until all ranks are here, so that each can end without an error on another one: no collective is under
-        way any more, and the process with the store ends last."""
-        if self.world_size == 1:
-            return
-        store = dist.distributed_c10d._get_default_store()
-        for word in ("here", "leaving"):
-            store.set(f"llmtailor/{word}/{self.rank}", "")
-            if word == "here" or self.rank == 0:
-                store.wait([f"llmtailor/{word}/{rank}" for rank in range(self.world_size)], timedelta(seconds=60))
-
-    def board(self) -> StoreBoard:
-        """Return a new board for the threads of all ranks."""
-        if self.world_size == 1:
-            return StoreBoard(OwnStore())
-        store = dist.distributed_c10d._get_default_store()  # rank 0 serves it as long as it exists
-        # a connection of its own: training may block on the other one
-        own = store.clone() if hasattr(store, "clone") else store
-        return StoreBoard(dist.PrefixStore("llmtailor", own), store)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The ranks that do the same steps at the same time (`Team`), and those of one command that a launcher has started
+"""The ranks that do the same steps at the same time (`Ranks`), and those of one command that a launcher has started
 (`RankGroup`): who takes part, who is alive, and how all of them end together.
 
 Each rank of a group has a thread that keeps the rank's status on the board up to date and reads those of others: rank 0
@@ -12,6 +12,7 @@ only once it is listed, so what earlier groups have left on the board is ignored
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -19,93 +20,23 @@ import shutil
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from llmtailor.errors import PathIn, Problem, SourceError, StorageError, TailorError, Unanswered, ranges, ranks_text
-from llmtailor.ranks.board import FileBoard, as_error, await_messages, from_json, merged, to_json
+from llmtailor.ranks.errors import as_error, from_json, merged, to_json
 from llmtailor.ranks.launch import RankInfo
+from llmtailor.ranks.store import await_messages
+from llmtailor.ranks.team import Ranks
 from llmtailor.storage.local import Lock, OpenFile, check_own, make_folder
 from llmtailor.storage.threads import start
 from llmtailor.timing import TIME_LIMIT, time_limit
 
 _T = TypeVar("_T")
-
-
-class Team(ABC):
-    """This process, and the others that take the same steps."""
-
-    rank: int
-    world_size: int
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @abstractmethod
-    def all_gather(self, mine: _T) -> list[_T]:
-        """Return every rank's value, in rank order, on every rank; also a barrier."""
-
-    @abstractmethod
-    def broadcast(self, value: _T) -> _T:
-        """Return rank 0's value on every rank."""
-
-    def run_on_all(self, call: Callable[[], _T]) -> list[_T]:
-        """Make a call on every rank and return all results. An error on one rank is raised on all.
-
-        OSError becomes StorageError. An unexpected exception is raised unchanged on its own rank, and as a TailorError
-        on the others.
-        """
-        result, refusal, bug = self._try(call)
-        results = self.all_gather((result, refusal))
-        if bug is not None:
-            raise bug
-        if refusals := {rank: from_json(one) for rank, (_, one) in enumerate(results) if one is not None}:
-            raise merged(refusals, self.world_size)
-        return [result for result, _ in results]  # type: ignore[misc]
-
-    def run_on_first(self, call: Callable[[], _T]) -> _T:
-        """Make a call on rank 0 and return its result on every rank; raises as `run_on_all` does."""
-        result, refusal, bug = self._try(call) if self.is_first else (None, None, None)
-        result, refusal = self.broadcast((result, refusal))
-        if bug is not None:
-            raise bug
-        if refusal is not None:
-            raise merged({0: from_json(refusal)}, 1)
-        return result  # type: ignore[return-value]
-
-    @staticmethod
-    def _try(call: Callable[[], _T]) -> tuple[_T | None, dict[str, Any] | None, Exception | None]:
-        """Return a call's result, or its error for other ranks; an unexpected exception as well."""
-        try:
-            return call(), None, None
-        except Exception as error:
-            return None, to_json(as_error(error)), None if isinstance(error, (TailorError, OSError)) else error
-
-
-def check_same(
-    found: Sequence[Mapping[str, object]], must_be_same: Mapping[str, tuple[str, type[TailorError]]]
-) -> None:
-    """Check that all ranks have the same facts, given those of each by name.
-
-    ``must_be_same`` has the fix and the error of each fact, in the order in which one follows from the others: only the
-    first difference of a rank is reported. Raises the error of the lowest exit code.
-    """
-    differing: dict[str, list[int]] = defaultdict(list)
-    for rank, facts in enumerate(found):
-        for name in [name for name in must_be_same if facts[name] != found[0][name]][:1]:
-            differing[name].append(rank)
-    if differing:
-        kind = min((must_be_same[name][1] for name in differing), key=lambda kind: kind.exit_code)
-        raise kind(
-            Problem(ranks_text(ranks), f"not the same {name} as on rank 0", must_be_same[name][0])
-            for name, ranks in differing.items()
-        )
 
 
 logger = logging.getLogger(__name__)
@@ -120,6 +51,58 @@ WORKING, DONE, IDLE, FAILED, ENDED = "working", "done", "idle", "failed", "ended
 """Stages. A rank that is done is no longer needed; one that is idle has left without having done its share."""
 
 
+_OPEN = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_ROOM = 4096
+
+
+class FileBoard:
+    """A board in a folder, one small file per message: no port to open, no host to find, and nothing to import.
+
+    A file is written in place: it keeps its blocks, so a rank can still report that the disk is full. NFS shows a file
+    as it is when it is opened, but caches that a file does not exist; so reading creates it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def set(self, key: str, message: Any) -> None:
+        data = json.dumps(message).encode()
+        framed = (b"%08x%08x" % (zlib.crc32(data), len(data)) + data).ljust(_ROOM)
+        fd = os.open(self.folder / key, os.O_WRONLY | _OPEN, 0o666)
+        try:
+            at = 0
+            while at < len(framed):
+                at += os.pwrite(fd, memoryview(framed)[at:], at)
+        finally:
+            os.close(fd)
+
+    def get(self, *keys: str) -> list[Any] | None:
+        """Raises FileNotFoundError if the folder is gone; other errors of the disk count as silence."""
+        messages: list[Any] = []
+        for key in keys:
+            try:
+                fd = os.open(self.folder / key, os.O_RDWR | _OPEN, 0o666)
+                try:
+                    head = os.pread(fd, 16, 0)
+                    length = int(head[8:] or b"0", 16)
+                    data = os.pread(fd, min(length, os.fstat(fd).st_size), 16)
+                finally:
+                    os.close(fd)
+            except FileNotFoundError:
+                raise
+            except (OSError, ValueError):
+                return None
+            if not length or len(data) != length or b"%08x" % zlib.crc32(data) != head[:8]:
+                return None  # not there yet, or just being written
+            messages.append(json.loads(data))
+        return messages
+
+    def remove(self, *keys: str) -> None:
+        for key in keys:
+            with suppress(OSError):
+                (self.folder / key).unlink()
+
+
 class Stoppable(Protocol):
     """The workers of this process, see `copying.pool.Stop`."""
 
@@ -129,7 +112,7 @@ class Stoppable(Protocol):
     def check(self) -> None: ...
 
 
-class RankGroup(Team):
+class RankGroup(Ranks):
     """This rank's view of the work that ranks share; a context manager around it.
 
     Leaving the block with an error ends the work on all ranks. Rank 0 raises the errors of all ranks; the others raise
@@ -301,7 +284,7 @@ class RankGroup(Team):
         if not self.is_first:
             self._wait(lambda status: True)  # rank 0's token is part of the key
         try:
-            self._board.post(self._key(self.rank, number), value)
+            self._board.set(self._key(self.rank, number), value)
         except OSError as error:
             raise as_error(error, str(self.folder)) from error
         with self._posting:
@@ -312,7 +295,7 @@ class RankGroup(Team):
     def _take(self, rank: int, number: int) -> Any:
         """Return a value that another rank has left, once this node sees it. Raises StorageError if it never does."""
         key = self._key(rank, number)
-        return await_messages(self._board, [key], self._patience(self.folder / key))[0]
+        return await_messages(self._board, [key], self._patience(self.folder / key))[0]  # type: ignore[arg-type]
 
     def _key(self, rank: int, number: int) -> str:
         return f"{self._own['token']}-{rank}-{number}"
@@ -357,7 +340,7 @@ class RankGroup(Team):
             for brief in (False, True) if error is not None else (False,):  # a full disk may still take less
                 more = {"error": to_json(error, brief=brief)} if error is not None else {}
                 with suppress(OSError):
-                    self._board.post(str(self.rank), status | more)
+                    self._board.set(str(self.rank), status | more)
                     return
 
     def _run(self) -> None:
@@ -385,7 +368,7 @@ class RankGroup(Team):
         """Read the statuses; return what ends the work."""
         for rank in self._others:
             try:
-                messages = self._board.read(str(rank))
+                messages = self._board.get(str(rank))
             except FileNotFoundError:
                 messages = None
                 if self._found:

@@ -29,8 +29,9 @@ from llmtailor.frameworks.framework import FRAMEWORKS, Framework
 from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.attesting import Attestable, attest_training, parts_of
 from llmtailor.live.torch_training import PlainTraining
-from llmtailor.live.training import HasState, Pretrained, Ranks, Training, TrainingObjects
+from llmtailor.live.training import HasState, Pretrained, Training, TrainingObjects
 from llmtailor.policies import DEFAULT_POLICY, Policy
+from llmtailor.ranks.team import Ranks
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
 from llmtailor.saving.saver import PartialSaver
 from llmtailor.storage.local import as_path

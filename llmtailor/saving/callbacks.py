@@ -44,7 +44,7 @@ from llmtailor.live.model import check_before_training
 from llmtailor.live.torch_training import unwrap
 from llmtailor.live.training import rng_tree
 from llmtailor.policies import Policy
-from llmtailor.ranks.group import check_same
+from llmtailor.ranks.team import check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.api import FSDP1, FSDP1_FIX, AttestingCallback, SaverCallback, attestable_of, make_saver
 from llmtailor.saving.client_state import TrainerClient

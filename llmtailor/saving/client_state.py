@@ -13,7 +13,8 @@ from llmtailor.formats.lightning_tree import OPTIMIZERS, STATE_DICT
 from llmtailor.frameworks.files import OPTIMIZER, is_rng_file, rng_file
 from llmtailor.frameworks.framework import FRAMEWORKS, Framework
 from llmtailor.frameworks.rng import ACCELERATE_KEYS
-from llmtailor.live.training import HasState, Ranks, rng_tree
+from llmtailor.live.training import HasState, rng_tree
+from llmtailor.ranks.team import Ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

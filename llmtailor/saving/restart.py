@@ -18,10 +18,12 @@ from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.frameworks.files import MANIFEST
 from llmtailor.frameworks.trainer_state import read_mark
-from llmtailor.live.training import Ranks, Training
+from llmtailor.live.training import Training
 from llmtailor.model.parts import Part
 from llmtailor.patching import patch_method
-from llmtailor.ranks.board import as_error, await_messages, from_json, to_json
+from llmtailor.ranks.errors import as_error, from_json, to_json
+from llmtailor.ranks.store import await_messages
+from llmtailor.ranks.team import Ranks
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import compose_newest, continues
 from llmtailor.storage.local import as_path
@@ -50,19 +52,19 @@ def newest_checkpoint(output_dir: str | Path, also: Sequence[str | Path] = ()) -
     ranks = Ranks.here()
     run, others = Path(output_dir), [Path(one) for one in also if (Path(one) / "partial").is_dir()]
     # not by a collective: those have a time limit
-    board, key = ranks.board(), f"restart-{next(_numbers)}"
+    store, key = ranks.store(), f"restart-{next(_numbers)}"
     if ranks.is_first:
         try:
             newest = compose_newest(run, ranks.world_size, others)
-            board.post(key, {"path": str(newest.path) if newest is not None else None})
+            store.set(key, {"path": str(newest.path) if newest is not None else None})
         except Exception as error:
             refusal = as_error(error, "newest_checkpoint")
-            board.post(key, {"error": to_json(refusal)})
+            store.set(key, {"error": to_json(refusal)})
             raise refusal from error
         if newest is not None:
             how = "composed" if newest.is_new else "already complete"
             logger.warning("resuming at step %d from %s (%s)", newest.step, newest.path, how)
-    (message,) = await_messages(board, [key], lambda: None)
+    (message,) = await_messages(store, [key], lambda: None)
     if "error" in message:
         raise from_json(message["error"])
     return Path(message["path"]) if message["path"] is not None else None

@@ -57,7 +57,7 @@ from llmtailor.live.model import (
     weigh,
 )
 from llmtailor.live.tensors import DTYPES, storage_of
-from llmtailor.live.training import Ranks, Training, TrainingObjects
+from llmtailor.live.training import Training, TrainingObjects
 from llmtailor.model.parts import Part
 from llmtailor.model.precision import ADAMS, EXACT
 from llmtailor.model.roles import D24, MASTER
@@ -76,8 +76,8 @@ from llmtailor.policies import (
     setbacks,
     state_of,
 )
-from llmtailor.ranks.board import as_error
-from llmtailor.ranks.group import check_same
+from llmtailor.ranks.errors import as_error
+from llmtailor.ranks.team import Ranks, check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.restart import resume

@@ -45,9 +45,8 @@ from llmtailor.formats.optimizer_objects import unsupported
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.live.tensors import DTYPES, storage_of
 from llmtailor.live.torch_training import innermost
-from llmtailor.live.training import Ranks
 from llmtailor.patching import patch_method
-from llmtailor.ranks.group import check_same
+from llmtailor.ranks.team import Ranks, check_same
 from llmtailor.runs.folder import files_in, link_or_copy
 from llmtailor.stock_saving.dcp_writer import LazyWriter
 from llmtailor.stock_saving.mirror import StockMirror
@@ -112,7 +111,7 @@ class _Record:
     """Implements `background.save.SaveRecord`."""
 
     def __init__(self, ranks: Ranks, write_timeout: float, mirror: StockMirror | None) -> None:
-        self.ranks, self.board, self.write_timeout = ranks, ranks.board(), write_timeout
+        self.ranks, self.store, self.write_timeout = ranks, ranks.store(), write_timeout
         self.mirror = mirror
         """On rank 0: where finished checkpoints are copied to"""
         self.locks: dict[Path, Lock] = {}

@@ -19,8 +19,8 @@ from helpers.cases import mostly_long  # noqa: E402
 from llmtailor.errors import SourceError, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.live.attesting import open_on_first  # noqa: E402
 from llmtailor.live.torch_training import PlainTraining  # noqa: E402
-from llmtailor.live.training import Ranks  # noqa: E402
 from llmtailor.model.roles import MASTER  # noqa: E402
+from llmtailor.ranks.team import Ranks  # noqa: E402
 from llmtailor.storage.local import OpenFiles  # noqa: E402
 from trainings.alone import Alone, train  # noqa: E402
 

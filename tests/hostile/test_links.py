@@ -12,7 +12,7 @@ from helpers.commands import call
 from llmtailor.background.save import abandon_after
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import TargetError
-from llmtailor.ranks.board import FileBoard
+from llmtailor.ranks.group import FileBoard
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.save_log import LOG
 from llmtailor.storage.local import append_line

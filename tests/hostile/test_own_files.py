@@ -16,7 +16,7 @@ from llmtailor.background.save import abandon_after
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import SourceError
 from llmtailor.frameworks.files import tag_in
-from llmtailor.ranks.board import FileBoard
+from llmtailor.ranks.group import FileBoard
 from llmtailor.runs.save_log import LOG, read_log
 from llmtailor.storage.local import Lock, LockHeld, OpenFile
 from thin.scene import SHORT, make_run, save_partial

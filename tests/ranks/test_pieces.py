@@ -26,21 +26,13 @@ from llmtailor.errors import (
     UsageError,
 )
 from llmtailor.findings import WARNING, Finding
-from llmtailor.ranks import board as ranks_board
 from llmtailor.ranks import group as ranks_group
-from llmtailor.ranks.board import (
-    FileBoard,
-    OwnStore,
-    Pulse,
-    StoreBoard,
-    as_error,
-    await_messages,
-    from_json,
-    merged,
-    to_json,
-)
-from llmtailor.ranks.group import RankGroup, check_same
+from llmtailor.ranks import store as ranks_store
+from llmtailor.ranks.errors import as_error, from_json, merged, to_json
+from llmtailor.ranks.group import FileBoard, RankGroup
 from llmtailor.ranks.launch import RankInfo, find_rank
+from llmtailor.ranks.store import KeyValueStore, LocalStore, Pulse, await_messages
+from llmtailor.ranks.team import check_same
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "9"}
@@ -101,41 +93,41 @@ def board(request, tmp_path):
     if request.param == "files":
         return FileBoard(tmp_path)
     if request.param == "alone":
-        return StoreBoard(OwnStore())
+        return KeyValueStore(LocalStore())
     import torch
 
-    return StoreBoard(torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+    return KeyValueStore(torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
 
 
 def test_messages(board):
-    assert board.read("a") is None
-    board.post("a", {"stage": "failed", "texts": ["x" * 9000]})
-    assert board.read("a") == [{"stage": "failed", "texts": ["x" * 9000]}]
-    board.post("a", [1, None])
-    assert board.read("a") == [[1, None]]
-    assert board.read("a", "b") is None
-    threading.Timer(0.1, board.post, ("b", 2)).start()
+    assert board.get("a") is None
+    board.set("a", {"stage": "failed", "texts": ["x" * 9000]})
+    assert board.get("a") == [{"stage": "failed", "texts": ["x" * 9000]}]
+    board.set("a", [1, None])
+    assert board.get("a") == [[1, None]]
+    assert board.get("a", "b") is None
+    threading.Timer(0.1, board.set, ("b", 2)).start()
     assert await_messages(board, ["a", "b"], lambda: None) == [[1, None], 2]
     board.remove("a", "never")
-    assert board.read("a") is None
+    assert board.get("a") is None
     with pytest.raises(ZeroDivisionError):
         await_messages(board, ["a"], lambda: 1 / 0)
 
 
 def test_a_message_in_a_file_is_complete_or_not_there(tmp_path):
     board = FileBoard(tmp_path)
-    board.post("3", {"stage": "ended"})
+    board.set("3", {"stage": "ended"})
     data = bytearray((tmp_path / "3").read_bytes())
     data[20] ^= 1
     (tmp_path / "3").write_bytes(data)
-    assert board.read("3") is None
+    assert board.get("3") is None
     with pytest.raises(FileNotFoundError):
-        FileBoard(tmp_path / "gone").read("0")
+        FileBoard(tmp_path / "gone").get("0")
 
 
 def test_a_sign_of_life_is_seen_once(monkeypatch):
-    monkeypatch.setattr(ranks_board, "PULSE_S", -1.0)
-    store = StoreBoard(OwnStore())
+    monkeypatch.setattr(ranks_store, "PULSE_S", -1.0)
+    store = KeyValueStore(LocalStore())
     mine, others = Pulse(store, "alive"), Pulse(store, "alive")
     assert not mine.is_new()
     others.beat()

@@ -29,7 +29,7 @@ from llmtailor.background import tiers
 from llmtailor.codes import Code
 from llmtailor.copying import streams
 from llmtailor.errors import PathIn, TailorError, UnsafePickle, UsageError
-from llmtailor.live.training import Ranks
+from llmtailor.ranks.team import Ranks
 from llmtailor.saving import PartialSaving, newest_checkpoint
 from saving.loop import Loop, check_states, fold, manifests, rounded
 from trainings.alone import Alone
