@@ -29,8 +29,9 @@ from llmtailor.background.writing import Share, lay_out_compressed, write_share
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.live.tensors import bytes_of
+from llmtailor.model.dtypes import D24, DIFFERENCES, F24
 from llmtailor.model.precision import Precision
-from llmtailor.model.roles import D24, DIFFERENCES, EXP_AVG, EXP_AVG_SQ, F24, MASTER
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.storage import casts
 
 TENSOR = 1 << 22

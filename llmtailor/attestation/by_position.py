@@ -25,8 +25,9 @@ from llmtailor.errors import PathIn, Problems, SourceError, UnsupportedCheckpoin
 from llmtailor.formats.registry import display_name
 from llmtailor.frameworks.files import rank_of
 from llmtailor.frameworks.read import read_trainer_files
+from llmtailor.model.dtypes import FLOATING
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, FLOATING, KIND_OF_ROLE, WEIGHT, State
+from llmtailor.model.roles import BUFFER, KIND_OF_ROLE, WEIGHT, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from llmtailor.checkpoint.optimizer import COUNTERS, NAME_KEYS
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.containers.unpickle import as_number
 from llmtailor.errors import counted
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
+from llmtailor.model.dtypes import FLOATING
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
 from llmtailor.storage.casts import cast, roundings
 
 RUNS, RUN_ELEMENTS, MAX_RUNS = 8, 512, 64

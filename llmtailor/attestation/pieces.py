@@ -10,8 +10,9 @@ from llmtailor.attestation.compare import entry_of
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Bundled, Contiguous
 from llmtailor.formats.partial.manifest import ParamFact
+from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.model.parts import Param, SavedAs
-from llmtailor.model.roles import ITEMSIZE, KIND_OF_ROLE, WEIGHT, State
+from llmtailor.model.roles import KIND_OF_ROLE, WEIGHT, State
 
 Names = Mapping[str, Sequence[SavedAs]]
 

@@ -42,18 +42,8 @@ from llmtailor.errors import TailorError, counted, some
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.frameworks.files import rng_file
 from llmtailor.frameworks.rng import to_trainer
-from llmtailor.model.roles import (
-    BUFFER,
-    FLOATING,
-    FROZEN,
-    ITEMSIZE,
-    KIND_OF_ROLE,
-    MASTER,
-    WEIGHT,
-    State,
-    is_moment,
-    is_optimizer_state,
-)
+from llmtailor.model.dtypes import FLOATING, ITEMSIZE
+from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, WEIGHT, State, is_moment, is_optimizer_state
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import new_digest

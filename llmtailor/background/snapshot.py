@@ -28,8 +28,8 @@ from llmtailor.codes import Code
 from llmtailor.copying.streams import Store, huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import BundleEntry
-from llmtailor.live.tensors import DTYPES, bytes_of, not_compiled, storage_of
-from llmtailor.model.roles import BLOCKS, D16, D24, F24, ITEMSIZE, PACKED, Q8, Q8_ROOT, numel_of, size_of
+from llmtailor.live.tensors import DTYPES, TORCH, bytes_of, not_compiled, storage_of
+from llmtailor.model.dtypes import BLOCKS, D16, D24, F24, ITEMSIZE, PACKED, Q8, Q8_ROOT, numel_of, size_of
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import pack_frame
 from llmtailor.storage.frames import ELEMENTS, room_for
@@ -44,8 +44,6 @@ times as long, because Python starts the kernels."""
 ANY_STEP = -1
 """`LiveTensor.written_with` of a tensor that any step of the training may change"""
 
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
@@ -56,14 +54,14 @@ class LiveTensor:
     dtype: torch.dtype
     """Dtype in the file; elements of another dtype are cast"""
     packed: str
-    """One of `roles.PACKED` that its fp32 elements are written as, or `roles.D24`, empty if they are not; ``dtype`` is
-    uint8 then"""
+    """One of `dtypes.PACKED`, or `dtypes.D24`, that its fp32 elements are written as; empty if they are not. ``dtype``
+    is uint8 then"""
     written_with: int
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
     params, which a user's code may change at each step; 0 for a private copy."""
     base: torch.Tensor | None = None
-    """In host memory, of `roles.DIFFERENCES`: the bytes of the masters that it differs from, as `roles.F24`; of
-    `roles.F24`: where to keep its bytes, see `BaseRecordingStore`"""
+    """In host memory, of `dtypes.DIFFERENCES`: the bytes of the masters that it differs from, as `dtypes.F24`; of
+    `dtypes.F24`: where to keep its bytes, see `BaseRecordingStore`"""
 
     @property
     def is_rounded_later(self) -> bool:
@@ -78,7 +76,7 @@ class LiveTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of `roles.D24`, before they are compressed, as `roles.F24`"""
+        """Of `dtypes.D24`, before they are compressed, as `dtypes.F24`"""
         numel = self.flat.numel()
         packed = F24 if self.packed == D24 else self.packed
         return size_of(packed, numel) if packed else numel * self.dtype.itemsize
@@ -89,8 +87,8 @@ class LiveTensor:
         return room_for(min(ELEMENTS, self.flat.numel()))
 
     def fill_frames(self, start: int, room: memoryview) -> tuple[int, int]:
-        """Fill ``room`` with as many frames as fit, of `roles.D24`, of the elements from byte ``start`` of their
-        `roles.F24` on. Return their bytes, and where their elements end."""
+        """Fill ``room`` with as many frames as fit, of `dtypes.D24`, of the elements from byte ``start`` of their
+        `dtypes.F24` on. Return their bytes, and where their elements end."""
         assert self.base is not None, "what it differs from"
         values, base, size = self.flat.numpy(), bytes_of(self.base), ITEMSIZE[F24]
         used, most = 0, self.frame_room
@@ -168,15 +166,15 @@ class LiveTensors:
     ) -> BundleEntry:
         """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements.
 
-        In its plan, `SOURCE` is the first source. ``dtype`` is that in the file, or one of `roles.PACKED`, or, for
-        tensors in host memory that go to a file of differences, `roles.D24`. ``storage``
+        In its plan, `SOURCE` is the first source. ``dtype`` is that in the file, or one of `dtypes.PACKED`, or, for
+        tensors in host memory that go to a file of differences, `dtypes.D24`. ``storage``
         is a name of the tensor's storage if the file is to have tensors as they lie there; names are in the order of
         the file. ``base`` is that of `LiveTensor`.
         """
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
         packed = dtype if dtype in (*PACKED, D24) else ""
         live = LiveTensor(
-            flat, torch.uint8 if packed else _TORCH.get(dtype or "", flat.dtype), packed, written_with, base
+            flat, torch.uint8 if packed else TORCH.get(dtype or "", flat.dtype), packed, written_with, base
         )
         content = self.add(live)
         lies = None
@@ -193,7 +191,7 @@ class LiveTensors:
         return (Copy(Extent(str(len(self.tensors) - 1), 0, live.num_bytes), source=0),)
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
-        """Return bytes of a tensor, without a copy if it is on the CPU and not cast; of `roles.D24`, a frame."""
+        """Return bytes of a tensor, without a copy if it is on the CPU and not cast; of `dtypes.D24`, a frame."""
         live = self.tensors[int(path)]
         if live.packed == D24:
             frame = memoryview(bytearray(live.frame_room))
@@ -231,7 +229,7 @@ def pack_by_torch(elements: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 class DeltaBases:
-    """What masters are differences from: their `roles.F24` bytes as of the newest save that held them with their
+    """What masters are differences from: their `dtypes.F24` bytes as of the newest save that held them with their
     moments, in host memory."""
 
     def __init__(self) -> None:
@@ -428,7 +426,7 @@ class Snapshot:
         self.stall_s += time.monotonic() - began
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
-        """Return the next bytes, at most up to ``stop``, of `roles.D24` frames; the previous ones become invalid.
+        """Return the next bytes, at most up to ``stop``, of `dtypes.D24` frames; the previous ones become invalid.
 
         Raises StorageError if the save was given up, or what the copying raised.
         """

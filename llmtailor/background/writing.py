@@ -49,9 +49,10 @@ from llmtailor.frameworks.trainer_state import is_marked, with_mark
 from llmtailor.live.model import is_adapted, saved_adapter
 from llmtailor.live.tensors import DTYPES, bytes_of, storage_of
 from llmtailor.live.training import Constant, LiveShard, StoredElsewhere, TensorPlaceholder, Training
+from llmtailor.model.dtypes import D24, DIFFERENCES, F24, ITEMSIZE
 from llmtailor.model.parts import ExpertSlice
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
-from llmtailor.model.roles import BUFFER, D24, DIFFERENCES, F24, ITEMSIZE, MASTER, is_moment
+from llmtailor.model.roles import BUFFER, MASTER, is_moment
 from llmtailor.ranks.team import Ranks
 from llmtailor.runs.folder import files_in, link_or_copy
 from llmtailor.storage.checksums import crc32
@@ -208,7 +209,7 @@ def _is_roundable(fragment: LiveShard) -> bool:
 
 
 MOST_OFF = (254, 510)
-"""The reciprocals of half a step of `roles.Q8` and `roles.Q8_ROOT`, relative to the largest element of a block"""
+"""The reciprocals of half a step of `dtypes.Q8` and `dtypes.Q8_ROOT`, relative to the largest element of a block"""
 
 
 def describe_rounding(precision: Precision, fragments: Iterable[LiveShard]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.placement import Band, Grid, arrange
-from llmtailor.model.roles import ITEMSIZE
+from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.storage.local import OpenFiles
 
 _MAX_READ_THROUGH, _MAX_STRIDE = 4, 512 << 10

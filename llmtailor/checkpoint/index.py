@@ -13,8 +13,9 @@ from llmtailor.checkpoint.placement import Absent, AllZero, Boxes, Bundled, Exte
 from llmtailor.checkpoint.tensor_parallel import TensorParallel
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
+from llmtailor.model.dtypes import D24, ITEMSIZE, size_of
 from llmtailor.model.parts import Param, Part, SavedAs, step_of
-from llmtailor.model.roles import BUFFER, D24, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State, size_of
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.local import FileFact
 
 DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL = "deepspeed", "universal", "trainer", "fsdp", "dcp", "verl"
@@ -152,7 +153,7 @@ class TensorEntry:
 
     @property
     def stored_as(self) -> str:
-        """The dtype, or how the elements are encoded: one of `roles.BLOCKS`"""
+        """The dtype, or how the elements are encoded: one of `dtypes.BLOCKS`"""
         return (self.place.encoded if isinstance(self.place, (Bundled, Boxes)) else "") or self.dtype
 
     @property

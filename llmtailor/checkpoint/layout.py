@@ -25,8 +25,9 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.optimizer import NAME_KEYS, ParamGroup, differing
 from llmtailor.checkpoint.placement import Extent, Grid
 from llmtailor.errors import MismatchError, Problem, SourceError, some
+from llmtailor.model.dtypes import ITEMSIZE, Encoding, size_of
 from llmtailor.model.parts import ModelStructure, Part
-from llmtailor.model.roles import ITEMSIZE, Encoding, State, size_of
+from llmtailor.model.roles import State
 
 T = TypeVar("T")
 BLOCK_BYTES = 4096

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from llmtailor.checkpoint.placement import Contiguous, Extent, Placement, Sliced
 from llmtailor.errors import counted
-from llmtailor.model.roles import ITEMSIZE
+from llmtailor.model.dtypes import ITEMSIZE
 
 NAMES_KEY = "lt_params"
 """The names of its params, in a param group that `llmtailor.param_groups` or a writer made: torch itself saves none"""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, overload
 
-from llmtailor.model.roles import BLOCKS, Encoding, size_of
+from llmtailor.model.dtypes import BLOCKS, Encoding, size_of
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -168,7 +168,7 @@ class Bundled:
     encoded: str = ""
     """The dtype of `Encoding`, if the elements are stored so: each fragment begins with a new block"""
     frames: tuple[Sequence[int], ...] = ()
-    """Of `roles.D24`: where each block of each fragment begins in its file, and where the last one ends"""
+    """Of `dtypes.D24`: where each block of each fragment begins in its file, and where the last one ends"""
 
     @property
     def framed_bytes(self) -> int:

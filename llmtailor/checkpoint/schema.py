@@ -21,7 +21,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from llmtailor.errors import Problem, some
-from llmtailor.model.roles import FLOATING, is_optimizer_state
+from llmtailor.model.dtypes import FLOATING
+from llmtailor.model.roles import is_optimizer_state
 
 if TYPE_CHECKING:
     from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry

@@ -120,11 +120,12 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --groups layer
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --to fsdp --num-gpu 8
     """
+    from llmtailor.model.dtypes import SPELLINGS
     from llmtailor.recipe import Recipe
 
     base = checkpoint.absolute()
     out = out or base.with_name(f"{base.name}-converted")
-    weights = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype] if dtype else None
+    weights = SPELLINGS[dtype] if dtype else None
     recipe = Recipe(f"convert {checkpoint}", "", base, (), weights, None)
     _run_merge(lambda: (recipe, None), out, **{**options, "step": options["step"] or "base"})
 

@@ -16,7 +16,8 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Plan, Segment, Slot, Strided, Term
 from llmtailor.checkpoint.placement import Absent, AllZero, Grid, Placement, Runs, arrange, columns, without
 from llmtailor.checkpoint.sources import SourceRange, Sources, Weights
-from llmtailor.model.roles import BUFFER, DIFFERENCES, EXP_AVG, MASTER, MODULE, PACKED, WEIGHT, State, is_moment
+from llmtailor.model.dtypes import DIFFERENCES, PACKED
+from llmtailor.model.roles import BUFFER, EXP_AVG, MASTER, MODULE, WEIGHT, State, is_moment
 
 
 def plan_composite(

@@ -41,8 +41,9 @@ from llmtailor.containers.dcp_pickle import (
 from llmtailor.containers.json import check_name, is_count
 from llmtailor.containers.pickle_writer import STOP, Writer
 from llmtailor.containers.torch_file import ZipRecord, list_blob_records
-from llmtailor.containers.unpickle import MAX_OPCODES, TORCH_DTYPES, TORCH_NAMES, Call, Global, as_shape, read_pickle
+from llmtailor.containers.unpickle import MAX_OPCODES, Call, Global, as_shape, read_pickle
 from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
+from llmtailor.model.dtypes import DTYPES, OF_TORCH
 from llmtailor.storage.checksums import new_digest
 from llmtailor.storage.local import SourceFile, check_size, open_source
 
@@ -76,7 +77,7 @@ ALLOWED = {
     FILESYSTEM: {"_StorageInfo"},
     # Megatron-core adds the plans of all ranks, which are not used here
     "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
-    "torch": {"Size", *TORCH_DTYPES},
+    "torch": {"Size", *OF_TORCH},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
@@ -451,9 +452,9 @@ def _dtype(node: Any) -> str:
     """Return the dtype of ``TensorProperties``, which pickles as a tuple that begins with it."""
     state = node.state if _is(node, "TensorProperties") else None
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
-    if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in TORCH_DTYPES:
+    if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in OF_TORCH:
         raise ValueError("a tensor has no known dtype")
-    return TORCH_DTYPES[dtype.name]
+    return OF_TORCH[dtype.name]
 
 
 def cut_rows(rows: int, ranks: int) -> list[tuple[int, int]]:
@@ -608,7 +609,7 @@ def _records(count: int, parts: Sequence[Any]) -> bytes:
 def _properties(dtype: str) -> Call:
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Call(Global(MODULE, "_MEM_FORMAT_ENCODING"), (0,))
-    return _object("TensorProperties", (Global("torch", TORCH_NAMES[dtype]), layout, False, contiguous, False))
+    return _object("TensorProperties", (Global("torch", DTYPES[dtype].torch), layout, False, contiguous, False))
 
 
 def _object(name: str, state: Any) -> Call:

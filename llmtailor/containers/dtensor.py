@@ -23,7 +23,6 @@ from llmtailor.containers.unpickle import (
     ALLOWED,
     REBUILD_TYPED,
     REBUILD_WRAPPER,
-    TORCH_NAMES,
     Call,
     Global,
     TensorView,
@@ -32,6 +31,7 @@ from llmtailor.containers.unpickle import (
     make_tensor,
 )
 from llmtailor.errors import UnsupportedCheckpoint, damaged
+from llmtailor.model.dtypes import DTYPES
 
 _TENSOR = "torch.distributed.tensor"
 DTENSOR = Global(_TENSOR, "DTensor")
@@ -184,7 +184,7 @@ class DeviceMesh:
     def wrap(self, local: Any, dtype: str, shape: tuple[int, ...]) -> Call:
         """Return the node of the DTensor of which a rank has the rows ``local``."""
         stride = tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))
-        kind = Global("torch", TORCH_NAMES[dtype])
+        kind = Global("torch", DTYPES[dtype].torch)
         spec = {
             "mesh": self._node,
             "placements": self._placements,

@@ -20,7 +20,8 @@ from llmtailor.codes import Code
 from llmtailor.containers.torch_file import TorchFile, Undecoded, open_torch_file, read_torch_file
 from llmtailor.containers.unpickle import SmallTensor, TensorView, as_shape, as_tensor
 from llmtailor.errors import AnotherOptimizer, UnsupportedCheckpoint, damaged
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT
+from llmtailor.model.dtypes import FLOATING, ITEMSIZE
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT
 from llmtailor.storage.local import open_source, read_source
 
 MAX_BYTES = 64 << 20

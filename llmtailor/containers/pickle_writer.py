@@ -14,14 +14,13 @@ from llmtailor.containers.unpickle import (
     REBUILD_TENSOR,
     REBUILD_UNTYPED,
     STORAGE_CLASSES,
-    TORCH_NAMES,
     UNTYPED_STORAGE,
     Call,
     Global,
     Ordered,
     Storage,
 )
-from llmtailor.model.roles import ITEMSIZE
+from llmtailor.model.dtypes import DTYPES, ITEMSIZE
 
 _M, _J = struct.Struct("<cH").pack, struct.Struct("<ci").pack
 _PROTO, STOP = b"\x80\x02", b"."
@@ -121,7 +120,7 @@ class Writer:
 
     def save_call(self, node: Call, key: Any) -> None:
         if node.func == REBUILD_TENSOR and node.args[0].dtype not in STORAGE_CLASSES:
-            args = (*node.args, Global("torch", TORCH_NAMES[node.args[0].dtype]))
+            args = (*node.args, Global("torch", DTYPES[node.args[0].dtype].torch))
             node = self.keep(Call(REBUILD_UNTYPED, self.keep(args)))
         self.save(node.func)
         self.save(node.args)

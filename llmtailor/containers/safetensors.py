@@ -21,7 +21,8 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
 from llmtailor.containers.unpickle import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, Problems, SourceError, attempt, damaged
-from llmtailor.model.roles import ITEMSIZE, SAFETENSORS, WEIGHT, State
+from llmtailor.model.dtypes import DTYPES, ITEMSIZE
+from llmtailor.model.roles import WEIGHT, State
 from llmtailor.storage.local import open_source
 
 SINGLE = "model.safetensors"
@@ -121,7 +122,7 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
 
 def _held(path: str, entry: Any, data_start: int) -> tuple[TensorEntry, Extent]:
     dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in SAFETENSORS:
+    if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r:.40} is unknown")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(is_count, (*shape, start, stop))):
         raise ValueError("a shape or an offset is not a count")

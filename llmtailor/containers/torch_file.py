@@ -47,7 +47,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.unpickle import ALLOWED, Call, Storage, read_pickle
 from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged
-from llmtailor.model.roles import ITEMSIZE
+from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
 
 MAX_RECORDS = 1 << 20

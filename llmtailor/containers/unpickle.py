@@ -26,28 +26,10 @@ from typing import Any, BinaryIO
 from llmtailor.checkpoint.layout import Bytes, Segment, Slot
 from llmtailor.codes import Code
 from llmtailor.errors import ObjectKeys, Problem, UnsafePickle, damaged
-from llmtailor.model.roles import ITEMSIZE, State
+from llmtailor.model.dtypes import DTYPES, ITEMSIZE, OF_TORCH
+from llmtailor.model.roles import State
 
-_DTYPES = (
-    ("F64", "float64", "DoubleStorage"),
-    ("F32", "float32", "FloatStorage"),
-    ("F16", "float16", "HalfStorage"),
-    ("BF16", "bfloat16", "BFloat16Storage"),
-    ("I64", "int64", "LongStorage"),
-    ("I32", "int32", "IntStorage"),
-    ("I16", "int16", "ShortStorage"),
-    ("I8", "int8", "CharStorage"),
-    ("U8", "uint8", "ByteStorage"),
-    ("BOOL", "bool", "BoolStorage"),
-    ("F8_E4M3", "float8_e4m3fn", None),
-    ("F8_E5M2", "float8_e5m2", None),
-    ("C64", "complex64", "ComplexFloatStorage"),
-)
-"""A dtype in safetensors, in torch, and the class of its storages in pickles; those without one are pickled by
-``_rebuild_tensor_v3`` and are in an ``UntypedStorage``"""
-TORCH_DTYPES = {name: dtype for dtype, name, _ in _DTYPES}
-TORCH_NAMES = {dtype: name for dtype, name, _ in _DTYPES}
-STORAGE_CLASSES = {dtype: storage for dtype, _, storage in _DTYPES if storage is not None}
+STORAGE_CLASSES = {dtype.name: dtype.pickled for dtype in DTYPES.values() if dtype.pickled}
 STORAGE_DTYPES = {storage: dtype for dtype, storage in STORAGE_CLASSES.items()}
 
 MAX_DIMENSIONS = 64
@@ -477,7 +459,7 @@ class Machine:
         """Return the arguments of ``_rebuild_tensor_v3`` as those of ``_rebuild_tensor_v2``."""
         match args:
             case (Call() as storage, *rest, Global("torch", str(name))) if storage.func == UNTYPED_STORAGE:
-                dtype = TORCH_DTYPES.get(name)
+                dtype = OF_TORCH.get(name)
                 if dtype is None or dtype in STORAGE_CLASSES or self.find_storage is None:
                     raise ValueError(f"an untyped storage of {name}")
                 key, numel, location = storage.args
@@ -614,7 +596,7 @@ ALLOWED: dict[str, set[str]] = {
     "builtins": {"set"},
     "__builtin__": {"set"},
     "_codecs": {"encode"},
-    "torch": {"Size", "Tensor", "device", *TORCH_DTYPES, *STORAGE_DTYPES},
+    "torch": {"Size", "Tensor", "device", *OF_TORCH, *STORAGE_DTYPES},
     "torch.nn.parameter": {"Parameter"},
     "torch._utils": {
         "_rebuild_tensor_v2",

@@ -45,7 +45,8 @@ from llmtailor.copying.moving import Clone, RangeCopier, Upload
 from llmtailor.copying.pool import Inline, Stop, num_workers, num_writers, run_all
 from llmtailor.copying.streams import BUFFER_BYTES, Output, SourceFiles, Store, cannot_write, changed, direct_bytes
 from llmtailor.errors import SourceError, StorageError
-from llmtailor.model.roles import BLOCKS, DIFFERENCES, ITEMSIZE, Q8, Q8_ROOT, State, size_of
+from llmtailor.model.dtypes import BLOCKS, DIFFERENCES, ITEMSIZE, Q8, Q8_ROOT, size_of
+from llmtailor.model.roles import State
 from llmtailor.storage.checksums import Taken, combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.storage.remote import STORE_WORKERS, RemotePath

@@ -13,7 +13,7 @@ from llmtailor.copying.copy import FileResult, gather_again
 from llmtailor.copying.pool import Stop, num_workers, run_all
 from llmtailor.copying.streams import cannot_read, changed
 from llmtailor.errors import COPY_FILE, SourceError
-from llmtailor.model.roles import ITEMSIZE
+from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.storage.checksums import crc32, new_digest
 from llmtailor.storage.local import OpenFile
 from llmtailor.storage.remote import EndsEarly

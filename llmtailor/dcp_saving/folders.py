@@ -39,7 +39,7 @@ from llmtailor.containers.dcp import (
 )
 from llmtailor.containers.safetensors import INDEX, read_header
 from llmtailor.errors import SourceError, UsageError
-from llmtailor.live.tensors import DTYPES
+from llmtailor.live.tensors import TORCH
 from llmtailor.storage.local import SourceFile, fsync_folder, open_source, read_source, replace_durably, try_link
 from llmtailor.storage.remote import is_url
 
@@ -293,12 +293,11 @@ def _read_metadata(root: Path, record: Mapping[str, Any]) -> Metadata | None:
     where, own = f"{root / METADATA}", record.get("save_id")
     if own is not None and not mentions(root, METADATA, where, str(own)):
         return None
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
     found = Metadata({}, storage_data={})
     for key, entry in read_metadata(root, METADATA, where).items():
         boxes = [ChunkStorageMetadata(Size(one.offsets), Size(one.sizes)) for one in entry.chunks]
         if entry.is_tensor:
-            about = TensorProperties(dtype=dtypes[entry.dtype])
+            about = TensorProperties(dtype=TORCH[entry.dtype])
             found.state_dict_metadata[key] = TensorStorageMetadata(about, Size(entry.shape), boxes)
         else:
             found.state_dict_metadata[key] = BytesStorageMetadata()

@@ -48,8 +48,8 @@ from llmtailor.errors import (
 )
 from llmtailor.formats.torch_optimizer import SavedOptimizer
 from llmtailor.frameworks.files import CONFIG
+from llmtailor.model.dtypes import FLOATING, ITEMSIZE
 from llmtailor.model.parts import Param, SavedAs
-from llmtailor.model.roles import FLOATING, ITEMSIZE
 from llmtailor.storage.local import read_source, replace_durably
 from llmtailor.timing import time_limit, too_slow
 

@@ -21,9 +21,10 @@ from llmtailor.errors import COPY_BACK, PathIn, Problem, SourceError, some
 from llmtailor.frameworks.files import ADAPTER, adapters_among
 from llmtailor.frameworks.read import adapters_of, read_config
 from llmtailor.frameworks.write import carry
+from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, Naming, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
-from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
 
 SHARD_BYTES = 5_000_000_000
 """Larger weights are split over several files, which are then written in parallel."""

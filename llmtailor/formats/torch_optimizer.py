@@ -57,7 +57,7 @@ from llmtailor.frameworks.stock_fields import (
     keys_below,
     optimizer_fields,
 )
-from llmtailor.model.roles import FLOATING
+from llmtailor.model.dtypes import FLOATING
 
 _STEP = FieldType("step", lambda value: is_number(value) or as_tensor(value) is not None)
 

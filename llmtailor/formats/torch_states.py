@@ -37,8 +37,9 @@ from llmtailor.frameworks.read import TrainerFiles, adapters_of, compare_global_
 from llmtailor.frameworks.scheduler import read_scheduler
 from llmtailor.frameworks.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
 from llmtailor.frameworks.write import carry
+from llmtailor.model.dtypes import FLOATING
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, FLOATING, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_optimizer_state
 
 BUFFERS_KEY = "buffers"
 """Key in the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas"""

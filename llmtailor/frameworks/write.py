@@ -23,7 +23,6 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import is_count, read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE, lay_out_index, lay_out_weights, list_tied, read_weights
 from llmtailor.containers.torch_file import lay_out_torch_file
-from llmtailor.containers.unpickle import TORCH_NAMES
 from llmtailor.errors import COPY_BACK, PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.frameworks.files import (
     CARD,
@@ -45,6 +44,7 @@ from llmtailor.frameworks.framework import FRAMEWORKS, framework_of
 from llmtailor.frameworks.read import adapters_of, read_config
 from llmtailor.frameworks.rng import to_accelerate, to_trainer
 from llmtailor.frameworks.scheduler import is_torch_scheduler, read_scheduler, regroup_scheduler
+from llmtailor.model.dtypes import DTYPES
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.roles import WEIGHT, State
@@ -179,7 +179,7 @@ def _config_with_dtype(root: Path, dtype: str) -> FileLayout:
     config = read_json(root / CONFIG, CONFIG)
     for key in ("dtype", "torch_dtype"):
         if key in config:
-            config[key] = TORCH_NAMES[dtype]
+            config[key] = DTYPES[dtype].torch
     return FileLayout(CONFIG, (Bytes(json.dumps(config, indent=2).encode() + b"\n", "config.json with the new dtype"),))
 
 

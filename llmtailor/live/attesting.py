@@ -51,7 +51,7 @@ from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.frameworks.files import CKPT, TRAINER_STATE
 from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.model import is_adapted, saved_names
-from llmtailor.live.tensors import DTYPES, bytes_of
+from llmtailor.live.tensors import DTYPES, TORCH, bytes_of
 from llmtailor.live.torch_training import NamedTraining, unwrap
 from llmtailor.live.training import LiveShard, Training, TrainingObjects, persistent_buffers, rng_tree
 from llmtailor.model.roles import BUFFER
@@ -355,14 +355,11 @@ def _fragment(one: LiveShard, shape: tuple[int, ...], forward: LiveFragment | No
     return LiveFragment(one.param, one.kind, one.begin, tensor.numel(), dtype, shape, read, forward, one.box)
 
 
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
-
 def _read(tensor: torch.Tensor, runs: Runs, dtype: str) -> memoryview:
     """Return elements as bytes; those on a GPU are collected and cast there, so that one copy is made."""
     parts = [tensor[begin:end] for begin, end in runs]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return bytes_of(joined.to(_TORCH_DTYPES[dtype]).to("cpu").contiguous())
+    return bytes_of(joined.to(TORCH[dtype]).to("cpu").contiguous())
 
 
 def rates_of(scheduler: Any, step: int | None = None) -> list[float]:

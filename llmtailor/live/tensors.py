@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
+from llmtailor.model import dtypes
+
+TORCH: Mapping[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dtype in dtypes.DTYPES.items()}
+DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}
 """torch dtype -> its name in safetensors files"""
 
 

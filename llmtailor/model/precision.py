@@ -6,7 +6,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from llmtailor.model.roles import D16, D24, DIFFERENCES, EXP_AVG, EXP_AVG_SQ, F24, MASTER, Q8, Q8_ROOT, size_of
+from llmtailor.model.dtypes import D16, D24, DIFFERENCES, F24, Q8, Q8_ROOT, size_of
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 
 Masters = Literal["fp32", "24bit", "24bit-delta", "bf16"]
 Moments = Literal["fp32", "bf16", "8bit"]

@@ -21,7 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, Part, layer_part
 
@@ -236,93 +236,8 @@ of local batches differ). So the state joins all ranks, in order: shape [world s
 KIND_OF_ROLE = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}
 """The role of a param -> the state whose values it has in training"""
 
-ITEMSIZE = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "C64": 8,
-    "F24": 3,
-}
-"""Bytes per element, by the dtype names of the safetensors format, which llmtailor uses everywhere, and `F24`"""
-F24: Literal["F24"] = "F24"
-"""fp32 without its last 8 bits, see `storage.casts`. Only partial checkpoints hold it, as three ``U8`` each."""
-Q8: Literal["Q8"] = "Q8"
-Q8_ROOT: Literal["Q8_ROOT"] = "Q8_ROOT"
-"""fp32 in blocks of 8-bit codes, or the squares of these, see `storage.casts`. Only partial checkpoints hold them."""
-D16: Literal["D16"] = "D16"
-"""`F24` masters as differences from those of an earlier save, or as bf16, see `storage.casts`"""
-D24: Literal["D24"] = "D24"
-"""All bits of `F24` masters, as compressed differences from those of an earlier save, see `storage.frames`"""
-DIFFERENCES = (D16, D24)
-PACKED = (F24, Q8, Q8_ROOT, D16)
-"""What safetensors files hold as ``U8``"""
-
-
-SAFETENSORS = ITEMSIZE.keys() - {F24}
-"""The dtypes of safetensors files that llmtailor knows"""
-
-
-class Block(NamedTuple):
-    """The layout of an encoding: ``head`` bytes, then ``code`` bytes for each of so many elements. The last block of a
-    tensor may be shorter. A block of `D24` has at most so many bytes."""
-
-    elements: int
-    head: int
-    code: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.head + self.elements * self.code
-
-
-BLOCKS: Mapping[str, Block] = {
-    Q8: Block(128, 4, 1),
-    Q8_ROOT: Block(128, 4, 1),
-    D16: Block(32, 1, 2),
-    D24: Block(1 << 17, 1 << 8, 3),
-}
-
-
-def size_of(dtype: str, numel: int) -> int:
-    """Return the bytes that elements take in a file, of `D24` at most."""
-    if (block := BLOCKS.get(dtype)) is not None:
-        return numel * block.code + block.head * -(-numel // block.elements)
-    return numel * ITEMSIZE[dtype]
-
-
-def numel_of(dtype: str, num_bytes: int) -> int:
-    """Return the number of elements in so many bytes, without the part of an element at the end."""
-    if (block := BLOCKS.get(dtype)) is not None:
-        return (num_bytes - block.head * -(-num_bytes // block.num_bytes)) // block.code
-    return num_bytes // ITEMSIZE[dtype]
-
-
-class Encoding(NamedTuple):
-    """How bytes of a file become fp32 elements: ``numel`` of its blocks, after ``skip`` elements of the first one."""
-
-    dtype: str
-    """One of `BLOCKS`"""
-    skip: int
-    numel: int
-    frames: tuple[int, ...] = ()
-    """Of `D24`: the bytes of each block"""
-
-
 ADAM_BYTES = 8.0
 """Per param: AdamW's exp_avg and exp_avg_sq in fp32"""
-FLOATING = frozenset(("F64", "F32", "F16", "BF16", F24))
-"""The dtypes that weights and moments are trained in, or saved in"""
-
-
 _NO_MOMENTS = frozenset((MASTER, WEIGHT, MODULE, FROZEN, BUFFER))
 
 

@@ -15,12 +15,6 @@ from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem
 from llmtailor.model.parts import EMBED, HEAD, NORM, Part
 
-DTYPES = {
-    "bfloat16": "BF16", "bf16": "BF16", "float16": "F16", "fp16": "F16", "half": "F16", "float32": "F32", "fp32": "F32",
-    "float": "F32",
-}  # fmt: skip
-"""Name of a dtype in recipes -> its name in safetensors files"""
-
 
 @dataclass(frozen=True, slots=True)
 class Average:

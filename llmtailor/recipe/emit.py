@@ -19,8 +19,9 @@ from types import MappingProxyType
 
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.errors import Problem, RecipeError, escaped, printable
+from llmtailor.model.dtypes import SPELLINGS
 from llmtailor.model.parts import ModelStructure, Part, condense, layer_part, with_layers
-from llmtailor.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
+from llmtailor.recipe import ONLY_MOMENTS, Assignment, Origin, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
 from llmtailor.storage.remote import RemotePath
 
@@ -135,7 +136,7 @@ def write_normal_form(
     if split:
         document.header.append("weights and optimizer states of some parts differ in source: needs --allow-split")
     document.settings = {
-        "dtype": next((word for word, dtype in DTYPES.items() if dtype == recipe.dtype), None),
+        "dtype": next((word for word, dtype in SPELLINGS.items() if dtype == recipe.dtype), None),
         "tokenizer_source": recipe.tokenizer,
         "chat_template": recipe.chat_template,
         "output": recipe.output,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from llmtailor.checkpoint.sources import MOMENTS, NEWEST
 from llmtailor.errors import RecipeError
+from llmtailor.model.dtypes import SPELLINGS
 from llmtailor.model.parts import layer_part, nearest
 from llmtailor.recipe import (
-    DTYPES,
     ONLY_MOMENTS,
     Average,
     GroupId,
@@ -200,9 +200,9 @@ def _read_dtype(value: Value) -> str | None:
     text = value.word("bfloat16, float16 or float32")
     if text is None:
         return None
-    dtype = DTYPES.get(text.lower().removeprefix("torch."))
+    dtype = SPELLINGS.get(text.lower().removeprefix("torch."))
     if dtype is None:
-        value.refuse(f"unknown dtype {quote(text)}", nearest(text, DTYPES))
+        value.refuse(f"unknown dtype {quote(text)}", nearest(text, SPELLINGS))
     return dtype
 
 

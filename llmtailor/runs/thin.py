@@ -36,8 +36,9 @@ from llmtailor.errors import PathIn, Problem, SourceError, TailorError, Unanswer
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.frameworks.files import CARD, MANIFEST, PARTIAL_MANIFEST
 from llmtailor.frameworks.framework import FRAMEWORKS
+from llmtailor.model.dtypes import ITEMSIZE, size_of
 from llmtailor.model.parts import ModelStructure
-from llmtailor.model.roles import ITEMSIZE, WEIGHT, State, is_moment, size_of
+from llmtailor.model.roles import WEIGHT, State, is_moment
 from llmtailor.recipe import Assignment, Recipe
 from llmtailor.runs.folder import FolderKind, link_or_copy, mark_errors_as_late, remove_partial, remove_replaced, staged
 from llmtailor.runs.gc import BUG

@@ -58,9 +58,10 @@ from llmtailor.live.model import (
 )
 from llmtailor.live.tensors import DTYPES, storage_of
 from llmtailor.live.training import Training, TrainingObjects
+from llmtailor.model.dtypes import D24
 from llmtailor.model.parts import Part
 from llmtailor.model.precision import ADAMS, EXACT
-from llmtailor.model.roles import D24, MASTER
+from llmtailor.model.roles import MASTER
 from llmtailor.policies import (
     DEFAULT_POLICY,
     PartChoice,

@@ -26,13 +26,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.model.roles import BLOCKS, D16, D24, F24, PACKED, Q8_ROOT, Block, numel_of, size_of
+from llmtailor.model.dtypes import BLOCKS, D16, D24, DTYPES, F24, PACKED, Q8_ROOT, Block, numel_of, size_of
 
 _CACHED: Final = 1 << 15
 """Elements that are packed at once, so that they stay in a core's cache"""
 _DIFFERENCE: Final = 0x7F81
 """The upper half of a pattern, which is not a number, that stands for a difference from another save: the lower half"""
-_NUMPY: Final[dict[str, str]] = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 
 
 def cast(data: bytes | bytearray | memoryview, source: str, target: str, scale: float = 1.0) -> bytes:
@@ -46,7 +45,7 @@ def cast(data: bytes | bytearray | memoryview, source: str, target: str, scale: 
             wide = wide.astype("<f8") * scale
         if target in PACKED:
             return pack(wide.astype("<f4", copy=False), target).tobytes()
-        return _to_bfloat16(wide) if target == "BF16" else wide.astype(_NUMPY[target]).tobytes()
+        return _to_bfloat16(wide) if target == "BF16" else wide.astype(DTYPES[target].numpy).tobytes()
 
 
 def roundings(
@@ -121,13 +120,13 @@ def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]
     if source in BLOCKS:
         return from_blocks(data, source)
     if source != "BF16":
-        return np.frombuffer(data, _NUMPY[source])
+        return np.frombuffer(data, DTYPES[source].numpy)
     bits = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)
     return bits.view("<f4")
 
 
 def pack(values: npt.NDArray[Any], target: str, room: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
-    """Return the bytes of fp32 elements as one of `roles.PACKED` but ``D16``, in ``room`` if there is any.
+    """Return the bytes of fp32 elements as one of `dtypes.PACKED` but ``D16``, in ``room`` if there is any.
 
     They are packed by numba, or else in pieces that stay in a core's cache.
     """
@@ -145,7 +144,7 @@ def pack(values: npt.NDArray[Any], target: str, room: npt.NDArray[np.uint8] | No
 
 
 def has_lost_blocks(data: bytes | bytearray | memoryview, dtype: str, start: int = 0) -> bool:
-    """Return whether a block of `roles.Q8` or `roles.Q8_ROOT` has no numbers. ``data`` begins at byte ``start``.
+    """Return whether a block of `dtypes.Q8` or `dtypes.Q8_ROOT` has no numbers. ``data`` begins at byte ``start``.
 
     An element of it was infinite, not a number, or in ``Q8_ROOT`` negative.
     """

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from llmtailor.model.roles import BLOCKS, D16
+from llmtailor.model.dtypes import BLOCKS, D16
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 _BYTE, _FLAG, _FLOAT, _INTEGER = numba.uint8, numba.boolean, numba.float32, numba.int32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtailor.model.roles import BLOCKS, D24, Encoding, size_of
+from llmtailor.model.dtypes import BLOCKS, D24, Encoding, size_of
 from llmtailor.storage import frames
 from llmtailor.storage.casts import from_blocks
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.model.roles import F24
+from llmtailor.model.dtypes import F24
 from llmtailor.storage import casts
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.frames import (

@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.model.roles import BLOCKS, D24
+from llmtailor.model.dtypes import BLOCKS, D24
 from llmtailor.storage.checksums import crc32
 
 ELEMENTS: Final = BLOCKS[D24].elements

@@ -36,7 +36,7 @@ from pathlib import Path
 
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, StorageError, TargetError, damaged
-from llmtailor.model.roles import Encoding
+from llmtailor.model.dtypes import Encoding
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.remote import EndsEarly, RemotePath, as_remote, known_location, open_location
 

@@ -33,19 +33,9 @@ from llmtailor.documents import document
 from llmtailor.errors import MismatchError, PathIn, Problem, UsageError
 from llmtailor.formats.registry import find_structure, index_checkpoint, with_experts
 from llmtailor.frameworks.files import CONFIG, TRAINER_STATE, Holds, holds, is_rng_file, is_tokenizer_file
+from llmtailor.model.dtypes import FLOATING, ITEMSIZE
 from llmtailor.model.parts import ModelStructure, Part, condense, nearest
-from llmtailor.model.roles import (
-    BUFFER,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    FLOATING,
-    FROZEN,
-    ITEMSIZE,
-    MASTER,
-    WEIGHT,
-    State,
-    place_of,
-)
+from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, WEIGHT, State, place_of
 from llmtailor.storage.casts import cast, widen
 from llmtailor.storage.local import OpenFiles, as_path, open_source, read_source
 from llmtailor.timing import unreported

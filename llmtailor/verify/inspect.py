@@ -13,7 +13,8 @@ from llmtailor.containers.unpickle import as_number
 from llmtailor.documents import encode
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint, split_parts
-from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, size_of
+from llmtailor.model.dtypes import size_of
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT
 from llmtailor.storage.local import as_path
 
 _FEW = 8

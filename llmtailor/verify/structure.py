@@ -27,7 +27,8 @@ from llmtailor.frameworks.files import CONFIG, MANIFEST, is_weight_file
 from llmtailor.frameworks.framework import framework_of, is_resumed_from
 from llmtailor.frameworks.read import adapters_of
 from llmtailor.frameworks.stock_fields import ADAM_KINDS
-from llmtailor.model.roles import FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.dtypes import ITEMSIZE
+from llmtailor.model.roles import FROZEN, MASTER, MODULE, WEIGHT, State
 
 _NOT_READ = "a DeepSpeed resume does not read them, but evaluation and inference do"
 _OTHER_MODEL = f"{_NOT_READ}; they may belong to another model"

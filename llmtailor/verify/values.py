@@ -31,22 +31,10 @@ from llmtailor.formats.provenance import ManifestFacts
 from llmtailor.formats.registry import find_structure
 from llmtailor.frameworks.files import CONFIG
 from llmtailor.frameworks.framework import is_resumed_from
+from llmtailor.model.dtypes import DTYPES, F24, FLOATING, ITEMSIZE
 from llmtailor.model.mergekit_data import naming_of, on_disk
 from llmtailor.model.parts import SavedAs
-from llmtailor.model.roles import (
-    BUFFER,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    F24,
-    FLOATING,
-    FROZEN,
-    ITEMSIZE,
-    KIND_OF_ROLE,
-    MASTER,
-    MODULE,
-    WEIGHT,
-    State,
-)
+from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, KIND_OF_ROLE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast, roundings, widen
 from llmtailor.storage.checksums import Intervals, crc32, part_digest
 from llmtailor.storage.decoder import Decoder
@@ -68,9 +56,6 @@ _SAID[UNLIKE] = ("is not the same on all tensor-parallel ranks", _OTHER_SAVE, Co
 _SAID[NOT_A_NUMBER] = _SAID[NOT_FINITE]
 BLOCK_ELEMENTS = 1 << 16
 """Elements that are checked at once, so that intermediate results stay in the processor's cache"""
-_UNSIGNED: Final[dict[int, str]] = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
-_EXPONENT: Final[dict[str, int]] = {"F64": 0x7FF << 52, "F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
-"""The exponent bits, all set in infinities and NaNs"""
 Mask = npt.NDArray[np.bool_]
 Bytes = bytes | bytearray | memoryview
 _TESTS: Final[dict[str, Callable[[Any, Any, Any], Mask]]] = {
@@ -173,10 +158,10 @@ def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
     """
     if dtype == F24:
         data, dtype = cast(data, F24, "F32"), "F32"
-    if dtype not in _EXPONENT:
+    if dtype not in FLOATING:
         return None
     bits, test = bits_of(data, dtype), _TESTS[problem]
-    sign, special = bits.dtype.type(1 << (8 * ITEMSIZE[dtype] - 1)), bits.dtype.type(_EXPONENT[dtype])
+    sign, special = bits.dtype.type(1 << (8 * ITEMSIZE[dtype] - 1)), bits.dtype.type(DTYPES[dtype].exponent)
     return _blockwise(len(bits), lambda block: test(bits[block], sign, special))
 
 
@@ -223,7 +208,7 @@ def bits_of(data: Bytes, dtype: str) -> npt.NDArray[Any]:
     """Return elements as unsigned integers of their size, those of 24 bits as of 32."""
     if dtype == F24:
         return widen(data, F24).view("<u4")
-    return np.frombuffer(data, _UNSIGNED[ITEMSIZE[dtype]])
+    return np.frombuffer(data, f"<u{ITEMSIZE[dtype]}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from llmtailor.containers.safetensors import read_header
 from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.containers.unpickle import Call, Global, Ordered, Storage, as_tensor, read_pickle
 from llmtailor.errors import SourceError
-from llmtailor.model.roles import ITEMSIZE
+from llmtailor.model.dtypes import ITEMSIZE
 
 # --- parsers refuse or accept -----------------------------------------------------------------------------------------
 

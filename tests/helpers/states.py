@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.model.roles import FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.model.dtypes import ITEMSIZE
+from llmtailor.model.roles import FROZEN, MASTER, WEIGHT, State
 from oracle import any as oracle_any
 from oracle.zero3 import MOMENTS, Snapshot, differ
 from trainings.harness import Run

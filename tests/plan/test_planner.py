@@ -37,7 +37,8 @@ from llmtailor.checkpoint.sources import SourceRange, Sources
 from llmtailor.compose.averages import bias_factor, choose_steps, rebase_scales
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import step_notices
-from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.dtypes import ITEMSIZE
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, MODULE, WEIGHT, State
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from helpers.places import ROOT
-from llmtailor.recipe import DTYPES, checkpoints_of, parse
+from llmtailor.model.dtypes import SPELLINGS
+from llmtailor.recipe import checkpoints_of, parse
 from llmtailor.recipe.resolve import resolve
 from recipe.structures import llama, mixtral, params_of, qwen_vl, read
 
@@ -56,5 +57,5 @@ def test_examples_do_what_the_text_says():
 
 def test_the_page_names_every_key():
     text = PAGE.read_text(encoding="utf-8")
-    keys = (*parse.TOP_KEYS, *parse.NO_EFFECT_IN_SLICE, *parse.TOKENIZER_KEYS[1:], *parse.CHAT_TEMPLATES, *DTYPES)
+    keys = (*parse.TOP_KEYS, *parse.NO_EFFECT_IN_SLICE, *parse.TOKENIZER_KEYS[1:], *parse.CHAT_TEMPLATES, *SPELLINGS)
     assert not [key for key in keys if f"`{key}`" not in text]

@@ -14,7 +14,8 @@ import torch
 from helpers.states import in_8_bits, in_24_bits, of_16_bits, raw
 from llmtailor.background.snapshot import DeltaBases, pack_by_torch
 from llmtailor.checkpoint.placement import Bundled
-from llmtailor.model.roles import Encoding, State, size_of
+from llmtailor.model.dtypes import Encoding, size_of
+from llmtailor.model.roles import State
 from llmtailor.storage import casts
 from llmtailor.storage.casts import cast, pack, pack_differences, refine
 from llmtailor.storage.checksums import part_digest

@@ -53,7 +53,7 @@ from llmtailor.containers.unpickle import as_tensor
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, counted, some
 from llmtailor.findings import NOTE, WARNING, Finding
 from llmtailor.formats.optimizer_objects import naming_others
-from llmtailor.model.roles import ITEMSIZE
+from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
 
 MODEL_FILE = "pytorch_model_fsdp.bin"

@@ -94,8 +94,9 @@ from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.frameworks.read import TrainerFiles, compare_global_step, file_fact, read_trainer_files
 from llmtailor.frameworks.scheduler import compare_scheduler, read_scheduler
 from llmtailor.frameworks.stock_fields import ADAM_KINDS, TORCH_KINDS, has_adams_options, keeps_as_adam
+from llmtailor.model.dtypes import FLOATING, ITEMSIZE
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, EXP_AVG, FLOATING, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, EXP_AVG, FROZEN, MASTER, WEIGHT, State
 from llmtailor.storage.local import open_source
 
 _CHECKSUM = re.compile("[0-9a-f]{8}")

@@ -77,8 +77,9 @@ from llmtailor.frameworks.framework import FRAMEWORKS, is_tag_alone
 from llmtailor.frameworks.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.frameworks.scheduler import SchedulerFacts, compare_scheduler
 from llmtailor.frameworks.stock_fields import decays_vectors_alone
+from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.model.parts import Param
-from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, State
+from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, State
 from llmtailor.storage.local import FileFact
 
 _Placed = Iterable[tuple[Param, str, TensorEntry | None]]

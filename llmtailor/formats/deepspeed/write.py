@@ -53,7 +53,8 @@ from llmtailor.frameworks.read import adapters_of
 from llmtailor.frameworks.scheduler import regroup_scheduler
 from llmtailor.frameworks.stock_fields import is_muons
 from llmtailor.frameworks.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
-from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.dtypes import ITEMSIZE
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 
 DS_VERSION = "0.19.8"
 _STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")

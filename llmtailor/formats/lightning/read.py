@@ -29,7 +29,8 @@ from llmtailor.frameworks.files import CKPT
 from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.frameworks.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.frameworks.scheduler import check_scheduler, compare_scheduler, read_scheduler
-from llmtailor.model.roles import FLOATING, WEIGHT, State
+from llmtailor.model.dtypes import FLOATING
+from llmtailor.model.roles import WEIGHT, State
 
 _SUFFIX = ".ckpt"
 _COUNTER = "num_batches_tracked"

@@ -38,7 +38,8 @@ from llmtailor.formats.torch_states import step_node
 from llmtailor.frameworks.files import BACKEND, COMMON, CONFIG
 from llmtailor.frameworks.read import read_config
 from llmtailor.frameworks.write import Wanted, carry
-from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.model.dtypes import ITEMSIZE
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State
 
 _NAMES = {MASTER: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 _GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}

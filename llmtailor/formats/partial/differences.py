@@ -29,7 +29,7 @@ from llmtailor.containers.json import is_count, is_name, read_strict_json
 from llmtailor.containers.safetensors import MAX_HEADER_BYTES
 from llmtailor.errors import damaged
 from llmtailor.formats.partial.json_trees import to_text
-from llmtailor.model.roles import BLOCKS, D24
+from llmtailor.model.dtypes import BLOCKS, D24
 from llmtailor.storage.local import open_source
 
 _MAGIC = b"llmt-d24"

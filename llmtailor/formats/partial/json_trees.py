@@ -44,7 +44,7 @@ from llmtailor.containers.unpickle import (
     check_keys,
     make_tensor,
 )
-from llmtailor.model.roles import ITEMSIZE, PACKED
+from llmtailor.model.dtypes import ITEMSIZE, PACKED
 
 PLACEHOLDER = "flat"
 STORED = "tensor"

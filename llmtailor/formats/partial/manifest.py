@@ -39,8 +39,9 @@ from llmtailor.containers.json import MAX_BYTES, is_count, is_name, is_path_belo
 from llmtailor.containers.unpickle import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.frameworks.files import PARTIAL_MANIFEST
+from llmtailor.model.dtypes import DTYPES
 from llmtailor.model.parts import Part, SavedAs
-from llmtailor.model.roles import SAFETENSORS, is_moment
+from llmtailor.model.roles import is_moment
 from llmtailor.storage.local import read_source
 
 _CRC = re.compile(r"[0-9a-f]{8}")
@@ -69,7 +70,7 @@ _plain_name = _checker(lambda value: is_name(value) and "/" not in value and is_
 _file = _checker(lambda value: is_name(value) and is_path_below(value), "the path of a file")
 _crc = _checker(lambda value: bool(_CRC.fullmatch(value)), "a CRC-32")
 _steps = _checker(lambda value: type(value) in (int, float) and 0 <= value < 1e15, "a number of steps")
-_role, _dtype = _one_of("trainable", "frozen", "buffer"), _one_of(*SAFETENSORS)
+_role, _dtype = _one_of("trainable", "frozen", "buffer"), _one_of(*DTYPES)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -70,24 +70,10 @@ from llmtailor.formats.torch_states import make_index
 from llmtailor.frameworks.files import TRAINER_STATE
 from llmtailor.frameworks.framework import is_or_may_be_partial
 from llmtailor.frameworks.read import files_among, read_trainer_files
+from llmtailor.model.dtypes import D16, D24, DIFFERENCES, DTYPES, F24, ITEMSIZE, PACKED, Q8, numel_of, size_of
 from llmtailor.model.parts import Param
 from llmtailor.model.precision import ROUNDED_AS
-from llmtailor.model.roles import (
-    BUFFER,
-    D16,
-    D24,
-    DIFFERENCES,
-    F24,
-    FROZEN,
-    ITEMSIZE,
-    MASTER,
-    PACKED,
-    Q8,
-    SAFETENSORS,
-    State,
-    numel_of,
-    size_of,
-)
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, State
 
 _FIX = "leave this checkpoint out; its save is damaged"
 _ABSENT = Absent()
@@ -502,7 +488,7 @@ def _read_entry(node: Any, where: str) -> DcpEntry:
     if "object" in node:
         return DcpEntry(path, node["object"])
     dtype, shape = get(node, "dtype", str, where), as_ints(node.get("shape"))
-    if dtype not in SAFETENSORS or shape is None:
+    if dtype not in DTYPES or shape is None:
         raise damaged(where, "a tensor has no dtype or shape", Code.FIELD_TYPE)
     return DcpEntry(path, (dtype, shape, tuple(_read_boxes(node, dtype, shape, where))), is_tensor=True)
 

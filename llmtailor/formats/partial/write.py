@@ -64,22 +64,11 @@ from llmtailor.frameworks.files import (
 from llmtailor.frameworks.framework import framework_of
 from llmtailor.frameworks.read import adapters_of, read_config
 from llmtailor.frameworks.write import carry
+from llmtailor.model.dtypes import BLOCKS, D16, FLOATING, PACKED
 from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, Part, SavedAs
 from llmtailor.model.precision import WITHOUT_BASE, Precision
-from llmtailor.model.roles import (
-    BLOCKS,
-    BUFFER,
-    D16,
-    FLOATING,
-    FROZEN,
-    KIND_OF_ROLE,
-    MASTER,
-    PACKED,
-    WEIGHT,
-    State,
-    is_moment,
-)
+from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, WEIGHT, State, is_moment
 
 
 @dataclass(slots=True)
