@@ -50,7 +50,7 @@ choice=()
 if [[ -n ${LAYER_WISE_CHECKPOINT_JSON:-} ]]; then
   [[ -n ${CHECKPOINT_PATH:-} ]] || fail "CHECKPOINT_PATH is not set: name the folder that holds checkpoint-N"
   [[ -n ${FAILURE_STEP:-} ]] || fail "FAILURE_STEP is not set: give the last step to be used"
-  choice=(--from-flags "$LAYER_WISE_CHECKPOINT_JSON" --failure-step "$FAILURE_STEP")
+  choice=(--from-flags "$LAYER_WISE_CHECKPOINT_JSON" --at "$FAILURE_STEP")
   [[ -z ${TOTAL_LAYERS:-} ]] || choice+=(--total-layers "$TOTAL_LAYERS")
   [[ -z ${BASE_CHECKPOINT:-} ]] || choice+=(--base "$BASE_CHECKPOINT")
 elif [[ -z ${CONFIG_YML:-} ]]; then

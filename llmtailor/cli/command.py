@@ -1,7 +1,4 @@
-"""The base of every command: ``-v``, exit codes in the help, and notes and a progress bar on stderr.
-
-Options that were removed are refused with their replacement.
-"""
+"""The base of every command: ``-v``, exit codes in the help, and notes and a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -19,48 +16,12 @@ if TYPE_CHECKING:
 
     from llmtailor.copying.copy import CopyStats
 
-_CLONE = "use --clone: on a file system with reflinks, unchanged data takes no space"
-_ALONE = "omit it: one process does the work; only merge and convert run on several ranks"
-_BY_HAND = "write a recipe with parts:, starting from the output of llmtailor recipe RUN_DIR -o recipe.yaml"
-REMOVED: dict[tuple[str, str], str] = {
-    **{
-        (command, option): _BY_HAND
-        for command in ("merge", "recipe")
-        for option in ("--map", "--over", "--strategy spread", "--strategy explicit")
-    },
-    ("policy", "--gpus"): "omit it: --write-gbps is the speed of all ranks together",
-    ("policy", "--copy-gbps"): "omit it: copying to host memory is assumed to overlap with the next step",
-    ("policy", "--drift"): "omit it: it was only for the removed policy update; use adaptive",
-    ("policy", "--svg"): "omit it, or draw a chart from --json",
-    ("policy", "--force"): "omit it: no file is written",
-    ("verify", "--resume-smoke"): "use llmtailor attest CHECKPOINT -- PROGRAM: your program resumes, and is compared",
-    ("thin", "--distributed"): _ALONE,
-    ("verify", "--distributed"): _ALONE,
-    ("salvage", "--distributed"): _ALONE,
-    ("merge", "--link"): _CLONE,
-    ("convert", "--link"): _CLONE,
+REMOVED = {
+    ("salvage", "--fragments"): "omit it: each part comes from the newest checkpoint that has all of it",
+    **{(name, "--failure-step"): "use --at" for name in ("merge", "recipe")},
+    **{(name, flag): "use --num-gpu" for name in ("merge", "convert") for flag in ("--num-gpus", "--world-size")},
 }
-"""(command, ``--option`` or ``--option VALUE``) -> what to do instead, as the fix of a message.
-
-A value is refused only where its option's type is `ChoiceWithRemoved`.
-"""
-
-
-def refuse_removed(command: str | None, option: str) -> None:
-    """Raise UsageError if this option of a command, or this value of it, was removed."""
-    if (fix := REMOVED.get((command or "", option))) is not None:
-        raise UsageError.at(option, f"this option of llmtailor {command} was removed", fix)
-
-
-class ChoiceWithRemoved(click.Choice[str]):
-    """A choice some of whose values were removed."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(param, click.Option) and ctx is not None:
-            refuse_removed(ctx.command.name, f"{param.opts[0]} {value}")
-        return super().convert(value, param, ctx)
-
-
+"""Command and option -> the fix of the message that refuses it"""
 _LEVELS = "_llmtailor_verbosity"
 
 
@@ -116,8 +77,9 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            refuse_removed(self.name, error.option_name)
-            raise
+            if (fix := REMOVED.get((self.name or "", error.option_name))) is None:
+                raise
+            raise UsageError.at(error.option_name, f"llmtailor {self.name} has no such option", fix) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         if sys.stderr.isatty() and not ctx.params.get("quiet"):

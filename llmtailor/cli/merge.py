@@ -251,7 +251,7 @@ def recipe(
     Examples:
       llmtailor recipe runs/x --strategy parity -o recipe.yaml
       llmtailor recipe runs/x --at 400 --strategy filter --first 2 --last 2 --every 5
-      llmtailor recipe runs/x --from-flags flags.jsonl --failure-step 160 --base runs/x/checkpoint-100
+      llmtailor recipe runs/x --from-flags flags.jsonl --at 160 --base runs/x/checkpoint-100
       llmtailor recipe --explain configs/llmtailor-original.yaml
     """
     from llmtailor.compose.plan import explain_recipe

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from llmtailor.cli.command import ChoiceWithRemoved
 from llmtailor.errors import RecipeError, TargetError, UsageError
 from llmtailor.model.precision import MASTERS, MOMENTS
 
@@ -119,15 +118,13 @@ DISTRIBUTED = click.option(
 _CHOOSING = [
     click.option(
         "--at",
-        "--failure-step",
-        "at",
         type=STEP,
         metavar="STEP",
         help="Ignore checkpoints later than this step. Default: the step of the newest usable checkpoint.",
     ),
     click.option(
         "--strategy",
-        type=ChoiceWithRemoved(STRATEGIES),
+        type=click.Choice(STRATEGIES),
         help="latest: each part from the newest checkpoint that holds it (default). parity: odd layers from the "
         "previous one. filter: first, last and auxiliary parts from the newest, others from the newest of every k-th. "
         "Only steps with a usable full or partial checkpoint count.",
@@ -151,9 +148,7 @@ _CHOOSING = [
 ]
 _TARGET = [
     click.option(
-        "--world-size",
         "--num-gpu",
-        "--num-gpus",
         "world_size",
         type=COUNT,
         metavar="N",

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 @click.option(
     "--deep", is_flag=True, help="Also read every tensor: non-finite values and checksum errors count as lost."
 )
-@click.option("--fragments", is_flag=True, help="Also use the intact elements of damaged parts; see above.")
 @click.option(
     "--replace", is_flag=True, help="Make OUT the checkpoint that auto-resume takes, and move damaged ones aside."
 )
@@ -47,14 +46,13 @@ def salvage(
     """Compose a checkpoint from the intact data of RUN_DIR when its newest checkpoint is damaged or incomplete.
 
     Every part (weights, master weights and moments) comes from the newest full or partial checkpoint that has it
-    intact. Schedule, trainer state and random number states come from the newest source that has them. With
-    --fragments, a part that has lost only some elements, such as those of one rank under ZeRO-3, keeps the others: its
-    params mix elements of two steps. If the newest checkpoint is intact, nothing is written.
+    intact. Schedule, trainer state and random number states come from the newest source that has them. If the newest
+    checkpoint is intact, nothing is written.
 
     \b
     Examples:
       llmtailor salvage runs/x --dry-run
-      llmtailor salvage runs/x --deep --fragments -o out/checkpoint-400
+      llmtailor salvage runs/x --deep -o out/checkpoint-400
       llmtailor salvage runs/x --replace
     """
     from llmtailor.compose.write import check_room, write
@@ -120,7 +118,6 @@ def _put_in_place(replacement: Replacement, as_json: bool) -> None:
 def _show(salvage: Salvage) -> None:
     from llmtailor.cli.tables import salvage_text
     from llmtailor.findings import folded
-    from llmtailor.salvage.plan import gain
 
     for problem in folded(salvage.damage):
         click.echo(f"damaged: {problem.where}: {problem.what}", err=True)
@@ -131,9 +128,6 @@ def _show(salvage: Salvage) -> None:
         for notice in folded(one for one in salvage.composition.report.notices if one not in damage):
             notify(notice)
         click.echo(salvage_text(salvage))
-    if share := gain(salvage):
-        what = f"--fragments would take {share:.0%} of all elements from a newer step; the params would mix two steps"
-        notify(what)
 
 
 def _show_how_to_resume(

@@ -71,16 +71,7 @@ def salvage_text(salvage: Salvage) -> str:
     """Return which checkpoint each part comes from, and why not from the newest."""
     from llmtailor.salvage.plan import fold, rows
 
-    cells = [
-        (
-            row.label + (f" ({row.share:.0%})" if row.share < 1 else ""),
-            row.source,
-            row.step,
-            _staleness(row.steps_back),
-            row.why,
-        )
-        for row in fold(rows(salvage))
-    ]
+    cells = [(row.label, row.source, row.step, _staleness(row.steps_back), row.why) for row in fold(rows(salvage))]
     base = salvage.base
     head = f"schedule, random number states and trainer state from {base.name}: resumes at step {base.step}\n\n"
     return head + table(("part", "source", "step", "steps back", "why"), cells, right=(2, 3))

@@ -237,9 +237,7 @@ def check_names(choice: Choice, base: CheckpointIndex) -> None:
         raise MismatchError.at(base.name, f"{condense(mixed)}: {what}", "average whole layers")
 
 
-def number_sources(
-    choice: Choice, indexes: Sequence[CheckpointIndex], base: int, cuts: Mapping[State, tuple[SourceRange, ...]]
-) -> Sources:
+def number_sources(choice: Choice, indexes: Sequence[CheckpointIndex], base: int) -> Sources:
     """Return the sources of every tensor as positions in ``indexes``.
 
     Only what is trained is averaged. Frozen params and buffers come from the newest checkpoint of an average.
@@ -264,7 +262,7 @@ def number_sources(
     weights_of = {name: number_of[root] for name, root in choice.weights_of.items()}
     moments_of = {name: number_of[root] for name, root in choice.moments_of.items()}
     of_moments = of_name | moments_of
-    more: dict[State, tuple[SourceRange, ...]] = {}
+    cuts: dict[State, tuple[SourceRange, ...]] = {}
     whole: dict[str, list[str]] = {}
     for param, names in choice.structure.pieces_of.items():
         of_name[param] = max((of_name[name] for name in names), key=lambda number: indexes[number].global_step)
@@ -274,7 +272,7 @@ def number_sources(
             cuts_of_kind = _join(SourceRange(pieces[one].begin, pieces[one].end, source_of[one]) for one in names)
             held = reference.held.get(State(param, kind))
             if held is None or held.shape == reference.params[param].shape:
-                more[State(param, kind)] = cuts_of_kind
+                cuts[State(param, kind)] = cuts_of_kind
             elif len(cuts_of_kind) > 1:
                 whole.setdefault(kind, []).append(param)
             else:
@@ -285,7 +283,7 @@ def number_sources(
             Problem(reference.name, f"{kind} of {some(params)} can't be divided among experts", fix)
             for kind, params in whole.items()
         )
-    return Sources(of_name, weights_of, {**more, **cuts}, averages, of_moments=moments_of)
+    return Sources(of_name, weights_of, cuts, averages, of_moments=moments_of)
 
 
 def _join(cuts: Iterable[SourceRange]) -> tuple[SourceRange, ...]:

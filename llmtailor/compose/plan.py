@@ -14,7 +14,7 @@ from llmtailor.checkpoint.index import TRAINER, CheckpointIndex
 from llmtailor.checkpoint.layout import DEFAULT, KEEP, FileLayout, Plan, regroup
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout
-from llmtailor.checkpoint.sources import Linkable, SourceRange, Sources
+from llmtailor.checkpoint.sources import Linkable, Sources
 from llmtailor.codes import Code
 from llmtailor.compose.averages import (
     MissedUpdates,
@@ -76,9 +76,7 @@ class OpenedSources:
     """Sources of a recipe that are open already."""
 
     indexes: Mapping[Path, CheckpointIndex]
-    """Root -> index, including sources that only `cuts` name"""
-    cuts: Mapping[State, tuple[tuple[int, int, Path], ...]] = field(default_factory=dict)
-    """States made of several sources: elements ``begin``..``end`` and the root they come from. They tile each state."""
+    """Root -> index"""
     others: Mapping[Path, CheckpointIndex] = field(default_factory=dict)
     """Further checkpoints of the run, from which masters of the sources may differ"""
     files: tuple[FileLayout, ...] = ()
@@ -86,16 +84,6 @@ class OpenedSources:
     copied: Collection[Path] = ()
     """Roots of sources whose files get no links, see `Options.reference`"""
     notices: tuple[Problem, ...] = ()
-
-    def number_cuts(
-        self, number_of: Mapping[Path, int], tied: Mapping[str, str]
-    ) -> dict[State, tuple[SourceRange, ...]]:
-        """Return the cuts with the numbers of the roots; a tied name has the cuts of its stored name."""
-        return {
-            State(name, state.kind): tuple(SourceRange(begin, end, number_of[root]) for begin, end, root in runs)
-            for state, runs in self.cuts.items()
-            for name in (state.param, *(name for name, stored in tied.items() if stored == state.param))
-        }
 
 
 logger = logging.getLogger(__name__)
@@ -245,7 +233,7 @@ def plan_merge(
     assert choice is not None and tokenizer is not None
 
     number_of = {index.root: number for number, index in enumerate(indexes)}
-    sources = number_sources(choice, indexes, base, opened.number_cuts(number_of, reference.tied) if opened else {})
+    sources = number_sources(choice, indexes, base)
     indexes, sources = with_bases(indexes, sources, opened.others.values() if opened else ())
     reference, about_states = without_later_states(indexes, sources, base)
     indexes = (*indexes[:base], reference, *indexes[base + 1 :])
@@ -358,8 +346,7 @@ def open_sources(
         found = [attempt(partial(index_checkpoint, root), problems, TailorError) for root in recipe.sources()]
         indexes = tuple(index for index in found if index is not None)
     else:
-        of_cuts = (root for cuts in opened.cuts.values() for *_, root in cuts)
-        indexes = tuple(opened.indexes[root] for root in dict.fromkeys([*recipe.sources(), *of_cuts]))
+        indexes = tuple(opened.indexes[root] for root in recipe.sources())
     indexes = agree_on_roles(indexes)
     numbers = [number for number, index in enumerate(indexes) if recipe.base in (None, index.root)]
     base = max(numbers, key=lambda number: indexes[number].global_step, default=None)

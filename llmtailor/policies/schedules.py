@@ -369,8 +369,6 @@ AnyPolicy: TypeAlias = Full | Rounded | Parity | Filter | RoundRobin | MomentsIn
 POLICIES: Mapping[str, type[AnyPolicy]] = {
     kind.name: kind for kind in (Full, Rounded, Parity, Filter, RoundRobin, MomentsInTurn, Budget, Adaptive)
 }
-REMOVED = {"update": "use adaptive, which loses less at the same bytes"}
-"""Removed policy -> what to use instead"""
 DEFAULT_POLICY = Rounded.name
 """Of the policies with half of the bytes, the one that costs least; see benchmarks/fidelity.md"""
 EXACT_POLICY = Full.name
@@ -428,8 +426,6 @@ def named_policy(spec: str) -> type[AnyPolicy] | None:
 
 def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
     kind = named_policy(name)
-    if kind is None and (instead := REMOVED.get(name.strip().lower())):
-        raise UsageError.at(_WHERE, f"there is no policy {name.strip()!r} any more", instead)
     if kind is None:
         raise UsageError.at(_WHERE, f"there is no policy {name.strip()!r}", nearest(name, POLICIES))
     where = f"policy {kind.name}"

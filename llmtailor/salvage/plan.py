@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -52,12 +52,11 @@ from llmtailor.verify.verify import check_file, verify_checkpoint
 if TYPE_CHECKING:
     from llmtailor.verify.values import Deep
 
-_OF_THE_BASE = (TRAINER_STATE, SCALER, *(one.scheduler for one in FRAMEWORKS.values() if one.scheduler))
+_SCHEDULERS = {framework.scheduler for framework in FRAMEWORKS.values() if framework.scheduler}
+_OF_THE_BASE = {TRAINER_STATE, SCALER, *_SCHEDULERS}
 _OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
 _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.pt")
 _FATAL, _UNFIT, _DROPPED, _WEIGHTS = "states can't be identified", "no base", "file left out", "weights lost"
-Cuts = tuple[tuple[int, int, int], ...]
-"""Elements ``begin``..``end`` and the holder they come from, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +105,19 @@ def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda n
         from llmtailor.verify.values import read_everything  # numpy takes a while
 
         manifest = read_manifest(path, index.name)
-        found = read_everything(index, index.unreadable, manifest, on_progress)
-        findings += [finding for finding in found.findings if finding.severity != NOTE]
+        deep_reading = read_everything(index, index.unreadable, manifest, on_progress)
+        findings += [finding for finding in deep_reading.findings if finding.severity != NOTE]
         damage = _sort(findings, index, is_deep=True)
         if (
             damage[_FATAL] and index.form.is_partial
         ):  # the checksum of a rank shard doesn't show which states are damaged
             raise SourceError(damage[_FATAL])
-        lost = _trusting_checksums(index, found)
-        findings += found.values
+        lost = _trusting_checksums(index, deep_reading)
+        findings += deep_reading.values
     dropped = {finding.path for finding in damage[_DROPPED] if finding.path}
     weights_lost = index.form.has_masters and bool(damage[_WEIGHTS] or any(state.kind == WEIGHT for state in lost))
     problems = tuple(dict.fromkeys(finding.problem for finding in findings))
-    damaged_files = {one.path for one in problems}.intersection(index.files)
+    damaged_files = {problem.path for problem in problems}.intersection(index.files)
     return UsableSource(
         index=_without(index, dropped, weights_lost),
         lost={
@@ -137,25 +136,25 @@ def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda n
 
 def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = False) -> dict[str, list[Finding]]:
     """Return the damage of a checkpoint by its consequence for a salvage."""
-    found: dict[str, list[Finding]] = defaultdict(list)
+    damage: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
         path = finding.path or ""
         if path in _OF_THE_BASE or finding.code in _OF_THE_SCHEDULER:
             if is_deep or finding.severity == ERROR:
-                found[_UNFIT].append(finding)
+                damage[_UNFIT].append(finding)
         elif path in index.unreadable or (is_deep and ("/" in path or is_shard_name(path))):
             continue  # the damaged elements are listed separately
         elif is_weight_file(path) and not index.form.is_partial:  # those hold masters and moments, not weights
-            found[_WEIGHTS].append(finding)
+            damage[_WEIGHTS].append(finding)
         elif path == LATEST or is_rng_file(path):
-            found[_DROPPED].append(finding)
+            damage[_DROPPED].append(finding)
             if path == LATEST and len([tag for tag in index.root.glob("global_step*") if tag.is_dir()]) > 1:
-                found[_FATAL].append(finding)
+                damage[_FATAL].append(finding)
         elif path == MANIFEST or finding.severity == ERROR:
-            found[_FATAL].append(finding)
+            damage[_FATAL].append(finding)
         elif "/" not in path and (index.root / path).is_file():
-            found[_DROPPED].append(finding)
-    return found
+            damage[_DROPPED].append(finding)
+    return damage
 
 
 def _without(index: CheckpointIndex, dropped: Collection[str], weights_lost: bool) -> CheckpointIndex:
@@ -167,17 +166,17 @@ def _without(index: CheckpointIndex, dropped: Collection[str], weights_lost: boo
     return replace(
         index,
         files=files,
-        held={state: held for state, held in index.held.items() if not (weights_lost and state.kind == WEIGHT)},
+        held={state: stored for state, stored in index.held.items() if not (weights_lost and state.kind == WEIGHT)},
         findings=tuple(finding for finding in index.findings if finding.severity != ERROR),
     )
 
 
-def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs]:
+def _trusting_checksums(index: CheckpointIndex, deep_reading: Deep) -> dict[State, Runs]:
     """Drop masters that match their checksum from the damage: if a weight contradicts its master, both are listed."""
-    blamed = {finding.path for finding in found.values} | index.unreadable
+    blamed = {finding.path for finding in deep_reading.values} | index.unreadable
 
     def is_right(extent: Extent) -> bool:
-        records = () if extent.path in blamed else found.intact.get(extent.path, ())
+        records = () if extent.path in blamed else deep_reading.intact.get(extent.path, ())
         return any(record.start <= extent.start and extent.stop <= record.stop for record in records)
 
     def is_trusted(state: State, runs: Runs) -> bool:
@@ -186,112 +185,92 @@ def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs
         place = index.held[state].place
         return all(is_right(fragment.extent) for begin, end in runs for fragment in place.cover(begin, end))
 
-    return {state: runs for state, runs in found.states.items() if not is_trusted(state, runs)}
+    return {state: runs for state, runs in deep_reading.states.items() if not is_trusted(state, runs)}
 
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
     part: Part
-    shares: Mapping[int, int]
-    """UsableSource -> number of param elements taken from it; empty if there is no complete source"""
+    source: int | None
+    """Position of the newest source with all of it; None if there is none"""
     why: str
-    """Why not all of it comes from the newest holder; empty if it does"""
+    """What newer sources lack of it; empty if the newest has all of it"""
     masters: int | None = None
-    """A newer holder than that of ``shares``, which then supplies only the moments"""
-
-    @property
-    def holder(self) -> int | None:
-        """Position of the newest holder used, apart from that of newer masters"""
-        return min(self.shares, default=None)
+    """A newer source of the masters than ``source``, which then supplies only the moments"""
 
     @property
     def sources_used(self) -> frozenset[int]:
-        """The positions of all holders used"""
-        return frozenset(self.shares) | ({self.masters} if self.masters is not None else set())
+        return frozenset(number for number in (self.source, self.masters) if number is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceChoice:
     parts: tuple[PartSource, ...]
-    cuts: Mapping[State, Cuts]
-    """States with elements from several holders"""
     base: int | None
 
     @property
     def is_complete(self) -> bool:
-        return self.base is not None and not self.lacking
-
-    @property
-    def lacking(self) -> tuple[str, ...]:
-        return tuple(choice.part for choice in self.parts if choice.holder is None)
+        return self.base is not None and all(choice.source is not None for choice in self.parts)
 
     @property
     def used(self) -> tuple[int, ...]:
-        """Every holder that something is taken from"""
-        given = {number for choice in self.parts for number in choice.sources_used}
-        return tuple(sorted(given | ({self.base} if self.base is not None else set())))
+        """Every source that something is taken from"""
+        used = {number for choice in self.parts for number in choice.sources_used}
+        return tuple(sorted(used | ({self.base} if self.base is not None else set())))
 
 
-def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments: bool) -> SourceChoice:
-    """Take every part from the newest holder that has all of it; with ``fragments``, choose element by element for
-    parts damaged in newer ones. ``holders`` are ordered from newest to oldest, and fit together. Layers of which a
-    save holds only some experts are chosen expert by expert.
+def choose(sources: Sequence[UsableSource], structure: ModelStructure) -> SourceChoice:
+    """Take every part from the newest source that has all of it. ``sources`` are ordered from newest to oldest, and fit
+    together. Layers of which a save holds only some experts are chosen expert by expert.
 
-    Each element's master and moments come from one holder, unless a newer one was saved without the moments: then the
-    masters are the newer one's. The base is the newest holder that can be one and is used, else the newest that can.
+    Masters and moments of a part come from one source, unless a newer one was saved without the moments: then the
+    masters are the newer one's. The base is the newest source that can be one and is used, else the newest that can.
     """
-    reference = holders[0].index
-    wanted = _states_by_part(reference, structure)
+    reference = sources[0].index
+    by_part = _states_by_part(reference, structure)
     parts: list[PartSource] = []
-    cuts: dict[State, Cuts] = {}
-    fine = with_experts(structure, reference, {part for one in holders for part in shared_layers(one.index, structure)})
+    shared = {part for source in sources for part in shared_layers(source.index, structure)}
+    by_expert = with_experts(structure, reference, shared)
     for part in structure.parts:
-        states = wanted.get(part, {})
-        lost = [_lost(one, states, reference) for one in holders]
-        whole = next((number for number, of_one in enumerate(lost) if not of_one), None)
-        shares = {}
-        if whole is not None:
-            shares = {whole: sum(reference.held[of_param[0]].numel for of_param in states.values())}
-        may_mix = fragments and not reference.form.weights_are_whole and whole != 0
-        mixed = _mix(states, holders) if may_mix else None
-        if mixed is not None:
-            shares, more = mixed
-            cuts |= more
-        elif part not in fine.parts:
-            parts += [_newest(share, own, holders, lost) for share, own in _divide(part, states, fine, reference)]
-            continue
-        masters = _newer_masters(holders, lost, whole) if mixed is None else None
-        parts.append(PartSource(part, shares, _why(holders[0], lost[0]) if set(shares) != {0} else "", masters))
+        states = by_part.get(part, {})
+        lost = [_lost(source, states, reference) for source in sources]
+        if part in by_expert.parts:
+            parts.append(_newest(part, sources, lost))
+        else:
+            for share, runs in _divide(part, states, by_expert, reference):
+                parts.append(_newest(share, sources, [_within(runs, lost_of_layer) for lost_of_layer in lost]))
     sources_used = {number for choice in parts for number in choice.sources_used}
-    able = [number for number, one in enumerate(holders) if not one.unfit and one.knows_tied]
+    able = [number for number, source in enumerate(sources) if not source.unfit and source.knows_tied]
     base = next((number for number in able if number in sources_used), next(iter(able), None))
-    return SourceChoice(tuple(parts), cuts, base)
+    return SourceChoice(tuple(parts), base)
 
 
-def _newest(
-    part: Part, runs: Mapping[str, Runs], holders: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]]
-) -> PartSource:
-    """Take these elements of params from the newest holder that has lost none of them."""
-    own = [
-        {state: both for state, gone in of_one.items() if (both := common(gone, runs.get(state.param, ())))}
-        for of_one in lost
-    ]
-    whole = next((number for number, of_one in enumerate(own) if not of_one), None)
-    shares = {whole: sum(map(count, runs.values()))} if whole is not None else {}
-    return PartSource(part, shares, _why(holders[0], own[0]) if whole != 0 else "", _newer_masters(holders, own, whole))
+def _within(runs: Mapping[str, Runs], lost: Mapping[State, Runs]) -> dict[State, Runs]:
+    """Return which of these elements of params are lost."""
+    return {state: both for state, gone in lost.items() if (both := common(gone, runs.get(state.param, ())))}
+
+
+def _newest(part: Part, sources: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]]) -> PartSource:
+    """Take a part from the newest source that has lost nothing of it."""
+    whole = next((number for number, lost_of_source in enumerate(lost) if not lost_of_source), None)
+    why = _why(sources[0], lost[0]) if whole != 0 else ""
+    return PartSource(part, whole, why, _newer_masters(sources, lost, whole))
 
 
 def _newer_masters(
-    holders: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]], whole: int | None
+    sources: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]], whole: int | None
 ) -> int | None:
-    """Return the newest holder before that of the whole that lacks only moments, which its save has left out."""
+    """Return the newest source before number ``whole`` that lacks only moments, which its save left out."""
 
     def is_left_out(number: int, state: State, runs: Runs) -> bool:
-        held = holders[number].index.held.get(state)
-        return is_moment(state.kind) and held is not None and not common(runs, held.runs)
+        stored = sources[number].index.held.get(state)
+        return is_moment(state.kind) and stored is not None and not common(runs, stored.runs)
 
     newer = ((number, lost[number]) for number in range(whole or 0))
-    return next((at for at, gone in newer if all(is_left_out(at, *one) for one in gone.items())), None)
+    return next(
+        (at for at, lost_there in newer if all(is_left_out(at, *entry) for entry in lost_there.items())),
+        None,
+    )
 
 
 def _divide(
@@ -312,73 +291,37 @@ def _divide(
 
 def _states_by_part(index: CheckpointIndex, structure: ModelStructure) -> dict[str, dict[str, list[State]]]:
     """Return the required states by part and param. Under ZeRO the weights are the rounded masters."""
-    found: dict[str, dict[str, list[State]]] = {}
+    by_part: dict[str, dict[str, list[State]]] = {}
     for state in index.held:
         if state.param in index.params and not (state.kind == WEIGHT and index.form.has_masters):
-            found.setdefault(structure.part_of[state.param], {}).setdefault(state.param, []).append(state)
-    return found
+            by_part.setdefault(structure.part_of[state.param], {}).setdefault(state.param, []).append(state)
+    return by_part
 
 
-def _lost(holder: UsableSource, states: Mapping[str, Sequence[State]], reference: CheckpointIndex) -> dict[State, Runs]:
-    """Return what a holder lacks of some states."""
+def _lost(source: UsableSource, states: Mapping[str, Sequence[State]], reference: CheckpointIndex) -> dict[State, Runs]:
+    """Return what a source lacks of some states."""
     lost: dict[State, Runs] = {}
     for of_param in states.values():
         for state in of_param:
-            held = holder.index.held.get(state)
+            stored = source.index.held.get(state)
             whole = ((0, reference.held[state].numel),)
-            if held is None or not held.is_here:
+            if stored is None or not stored.is_here:
                 lost[state] = whole
-            elif not held.is_whole:  # of a fused param, the save holds some experts
-                lost[state] = union(without(whole, held.runs), holder.lost.get(state, ()))
-            elif runs := holder.lost.get(state):
+            elif not stored.is_whole:  # of a fused param, the save holds some experts
+                lost[state] = union(without(whole, stored.runs), source.lost.get(state, ()))
+            elif runs := source.lost.get(state):
                 lost[state] = runs
     return {state: runs for state, runs in lost.items() if count(runs)}
 
 
-def _mix(
-    states: Mapping[str, Sequence[State]], holders: Sequence[UsableSource]
-) -> tuple[dict[int, int], dict[State, Cuts]] | None:
-    """Take each element from the newest holder that has all of it; None if some have no holder.
-
-    Returns the number of elements by holder, and the cuts.
-    """
-    reference = holders[0].index
-    found: dict[str, Cuts] = {}
-    for param, of_param in states.items():
-        numel = reference.held[of_param[0]].numel
-        left: Runs = ((0, numel),) if numel else ()
-        taken: list[tuple[int, int, int]] = []
-        for number, holder in enumerate(holders):
-            lost = union(*_lost(holder, {param: of_param}, reference).values())
-            if holder.index.held.get(of_param[0], reference.held[of_param[0]]).numel != numel:
-                lost = ((0, numel),)  # buffers saved by another number of ranks
-            usable = without(left, lost)
-            taken += [(begin, end, number) for begin, end in usable]
-            left = without(left, usable)
-        if left:
-            return None
-        found[param] = tuple(sorted(taken))
-    shares: Counter[int] = Counter()
-    for begin, end, number in chain(*found.values()):
-        shares[number] += end - begin
-    first = min(shares, default=None)
-    cuts = {
-        state: found[param]
-        for param, of_param in states.items()
-        if any(number != first for *_, number in found[param])
-        for state in of_param
-    }
-    return dict(sorted(shares.items())), cuts
-
-
 def _why(newest: UsableSource, lost: Mapping[State, Runs]) -> str:
-    """Return what the newest holder lacks of a part."""
+    """Return in words what the newest source lacks of a part."""
     paths: dict[str, None] = {}
     for state, runs in lost.items():
-        held = newest.index.held.get(state)
-        if held is not None and held.is_here:
-            for begin, end in common(runs, held.runs):
-                paths.update(dict.fromkeys(fragment.extent.path for fragment in held.place.cover(begin, end)))
+        stored = newest.index.held.get(state)
+        if stored is not None and stored.is_here:
+            for begin, end in common(runs, stored.runs):
+                paths.update(dict.fromkeys(fragment.extent.path for fragment in stored.place.cover(begin, end)))
     kinds = some(dict.fromkeys(state.kind for state in lost))
     if not paths:
         return f"{newest.name} does not hold it"
@@ -399,14 +342,11 @@ class Salvage:
     run: Path
     newest: tuple[int, Path]
     """Step and folder of the newest checkpoint, usable or not"""
-    holders: Sequence[UsableSource]
+    sources: Sequence[UsableSource]
     refused: Sequence[Problem]
     """Why nothing of the others is usable"""
     structure: ModelStructure
     choice: SourceChoice
-    fragments: bool
-    deeper: SourceChoice | None = None
-    """The choice that ``--fragments`` would make; None if it gains nothing or was requested"""
     composition: MergePlan | None = None
     """None: the base is whole, and nothing newer is usable."""
     is_written: bool = False
@@ -414,12 +354,12 @@ class Salvage:
 
     @property
     def damage(self) -> tuple[Problem, ...]:
-        return tuple(dict.fromkeys(one for holder in self.holders for one in (*holder.unfit, *holder.damage)))
+        return tuple(dict.fromkeys(chain.from_iterable((*source.unfit, *source.damage) for source in self.sources)))
 
     @property
     def base(self) -> UsableSource:
         assert self.choice.base is not None, "an incomplete choice is refused"
-        return self.holders[self.choice.base]
+        return self.sources[self.choice.base]
 
     @property
     def is_intact(self) -> bool:
@@ -433,7 +373,6 @@ def plan_salvage(
     *,
     at: int | None = None,
     deep: bool = False,
-    fragments: bool = False,
     replace_out: bool = False,
     trust_unrecorded: bool = False,
     in_place: bool = False,
@@ -442,20 +381,16 @@ def plan_salvage(
 ) -> Salvage:
     """Plan the composite that loses the least of a run: every part from the newest checkpoint that has it intact.
 
-    ``out`` defaults to ``salvaged-checkpoint-STEP`` in the run's folder. With ``fragments``, a part that is damaged in
-    the newest checkpoint comes from several, element by element. With ``deep``, tensors are also read, and
+    ``out`` defaults to ``salvaged-checkpoint-STEP`` in the run's folder. With ``deep``, tensors are also read, and
     ``on_progress`` gets the bytes. Nothing later than ``at`` is used.
     ``in_place``: the output will replace a checkpoint, so it may already exist if it is of the same salvage. ``clone``
     is that of `Options`. Raises SourceError with all obstacles if there is no complete composite, and what `plan_merge`
     raises.
     """
     run = Path(run).absolute()  # on this machine: it is changed in place
-    salvage = _choose(run, at, deep, fragments, on_progress, trust_unrecorded)
+    salvage = _choose(run, at, deep, on_progress, trust_unrecorded)
     if not salvage.choice.is_complete:
         raise _no_composite(salvage)
-    deeper = choose(salvage.holders, salvage.structure, True)
-    if not fragments and deeper.cuts and deeper.is_complete:
-        salvage = replace(salvage, deeper=deeper)
     base, composition = salvage.base, None
     if salvage.choice.used != (salvage.choice.base,) or not base.is_whole or base.index.form.is_partial:
         composition = _plan(salvage, out, Options(replace=replace_out or in_place, clone=clone, compare=False))
@@ -468,99 +403,97 @@ def plan_salvage(
     return replace(salvage, is_written=True)
 
 
-def _choose(
-    run: Path, at: int | None, deep: bool, fragments: bool, on_progress: OnProgress, trust_unrecorded: bool
-) -> Salvage:
+def _choose(run: Path, at: int | None, deep: bool, on_progress: OnProgress, trust_unrecorded: bool) -> Salvage:
     """Assess the run's checkpoints from the newest on, until a composite is complete.
 
     Raises SourceError if nothing of them is usable, UnsupportedCheckpoint if a newer one may be intact.
     """
     unjudged: list[Problem] = []
 
-    def read(path: Path, found: list[UsableSource]) -> UsableSource:
+    def read(path: Path, newer: list[UsableSource]) -> UsableSource:
         try:
-            *found[:], holder = _share_tied([*found, assess(path, deep, on_progress)])
+            *newer[:], source = _share_tied([*newer, assess(path, deep, on_progress)])
         except UnsupportedCheckpoint as error:
             what = "it can't be judged whether it is intact, so nothing older is salvaged in its place"
             fix = "if your program can read it, resume from it; otherwise use --at with an earlier step"
-            unjudged.extend([Problem(display_name(path), what, fix), *error.problems] if not found else ())
+            unjudged.extend([Problem(display_name(path), what, fix), *error.problems] if not newer else ())
             raise
-        state = "whole" if holder.is_whole else "damaged"
-        logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
-        return holder
+        state = "whole" if source.is_whole else "damaged"
+        logger.info("%s is %s: %d states are lost", source.name, state, len(source.lost))
+        return source
 
-    holders, refused = scan_back(
+    sources, refused = scan_back(
         run,
         at,
         read=read,
-        index_of=lambda holder: holder.index,
-        is_enough=lambda found, step: choose(found, find_structure(found[0].index), fragments).is_complete,
+        index_of=lambda source: source.index,
+        is_enough=lambda newer, step: choose(newer, find_structure(newer[0].index)).is_complete,
         trust_unrecorded=trust_unrecorded,
     )
     problems = tuple(problem for problems in refused.values() for problem in problems)
-    if not holders:
+    if not sources:
         head = Problem(display_name(run), "no checkpoint is usable, even in part", "fix one of the checkpoints below")
         raise SourceError([head, *problems])
     if unjudged:
         raise UnsupportedCheckpoint(unjudged)
-    newest, structure = RunFolder(run).checkpoints_until(at)[0], find_structure(holders[0].index)
-    return Salvage(run, newest, holders, problems, structure, choose(holders, structure, fragments), fragments)
+    newest, structure = RunFolder(run).checkpoints_until(at)[0], find_structure(sources[0].index)
+    return Salvage(run, newest, sources, problems, structure, choose(sources, structure))
 
 
-def _share_tied(holders: Iterable[UsableSource]) -> list[UsableSource]:
-    """Copy the tied params to holders that lost the file with them; they are the same for the whole run."""
-    holders = list(holders)
-    known = next((one.index.tied for one in holders if one.knows_tied), None)
+def _share_tied(sources: Sequence[UsableSource]) -> list[UsableSource]:
+    """Copy the tied params to sources that lost the file with them; they are the same for the whole run."""
+    known = next((source.index.tied for source in sources if source.knows_tied), None)
     if known is None:
-        return holders
+        return [*sources]
     return [
-        one if one.knows_tied else replace(one, knows_tied=True, index=replace(one.index, tied=known))
-        for one in holders
+        source if source.knows_tied else replace(source, knows_tied=True, index=replace(source.index, tied=known))
+        for source in sources
     ]
 
 
 def _no_composite(salvage: Salvage) -> SourceError:
-    choice, holders = salvage.choice, salvage.holders
+    choice, sources = salvage.choice, salvage.sources
     fix = "fix one of the files below, or restart the training"
-    if choose(holders, salvage.structure, True).is_complete:
-        fix = "use --fragments: together they hold every element"
     problems = [
         Problem(row.part, "no checkpoint holds all of it undamaged" + (f" ({row.why})" if row.why else ""), fix)
         for row in choice.parts
-        if row.holder is None
+        if row.source is None
     ]
     if choice.base is None:
         fix = "fix the files below: schedule and trainer state must come from one of them"
         problems.append(Problem(display_name(salvage.run), "no checkpoint can be the base", fix))
-        problems += [problem for holder in holders for problem in holder.unfit]
+        problems += [problem for source in sources for problem in source.unfit]
         problems += [
-            Problem(holder.name, "the file that lists the tied weights can't be read", "copy it back")
-            for holder in holders
-            if not holder.knows_tied
+            Problem(source.name, "the file that lists the tied weights can't be read", "copy it back")
+            for source in sources
+            if not source.knows_tied
         ]
-    damage = [problem for holder in holders for problem in holder.damage]
+    damage = [problem for source in sources for problem in source.damage]
     return SourceError(dict.fromkeys([*problems, *damage, *salvage.refused]))
 
 
 def _plan(salvage: Salvage, out: Path | None, options: Options) -> MergePlan:
     choice, base = salvage.choice, salvage.base
-    used = {number: salvage.holders[number] for number in choice.used}
-    if base.index.form.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values())):
-        used = {number: replace(one, index=_without(one.index, (), weights_lost=True)) for number, one in used.items()}
-    checkpoints = {number: RunCheckpoint(holder.index.root, holder.step, None) for number, holder in used.items()}
+    used = {number: salvage.sources[number] for number in choice.used}
+    if base.index.form.has_masters and any(source.weights_lost for source in used.values()):
+        used = {
+            number: replace(source, index=_without(source.index, (), weights_lost=True))
+            for number, source in used.items()
+        }
+    checkpoints = {number: RunCheckpoint(source.index.root, source.step, None) for number, source in used.items()}
     assignment = Assignment(
         base=RunCheckpoint(base.index.root, base.step, None),
         source_of={
-            row.part: checkpoints[row.holder if row.masters is None else row.masters]
+            row.part: checkpoints[row.source if row.masters is None else row.masters]
             for row in choice.parts
-            if row.holder is not None
+            if row.source is not None
         },
         reason={row.part: row.why or "complete" for row in choice.parts},
         title=f"salvage of {display_name(salvage.run)}",
         moments_of={
-            row.part: checkpoints[row.holder]
+            row.part: checkpoints[row.source]
             for row in choice.parts
-            if row.holder is not None and row.masters is not None
+            if row.source is not None and row.masters is not None
         },
     ).joined()
     shared = {row.part.whole for row in choice.parts} - {row.part for row in choice.parts}
@@ -568,11 +501,7 @@ def _plan(salvage: Salvage, out: Path | None, options: Options) -> MergePlan:
     recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, structure))
     files, about_files = _replace_files(salvage.run, base)
     opened = OpenedSources(
-        indexes={holder.index.root: holder.index for holder in used.values()},
-        cuts={
-            state: tuple((begin, end, used[number].index.root) for begin, end, number in runs)
-            for state, runs in choice.cuts.items()
-        },
+        indexes={source.index.root: source.index for source in used.values()},
         files=tuple(files),
         notices=tuple(dict.fromkeys([*_notices(salvage), *about_files])),
     )
@@ -611,71 +540,62 @@ def _is_sound(root: Path, path: str) -> bool:
 
 def _notices(salvage: Salvage) -> list[Problem]:
     """Return the losses, for the composite's manifest and card."""
-    base, cuts, notices = salvage.base, salvage.choice.cuts, []
-    used = (salvage.holders[number] for number in salvage.choice.used)
-    for holder in (one for one in used if one.step > base.step):
+    base, notices = salvage.base, []
+    used = [salvage.sources[number] for number in salvage.choice.used]
+    for source in (source for source in used if source.step > base.step):
         what = (
             f"schedule, data order, random number states and trainer state are of step {base.step}: those of "
-            f"{holder.name} can't be used, so its last {holder.step - base.step} steps of data are trained on again"
+            f"{source.name} can't be used, so its last {source.step - base.step} steps of data are trained on again"
         )
-        notices.append(Problem(base.name, what, f"if you can restore these files of {holder.name}, do so first"))
-    if cuts:
-        params = len({state.param for state in cuts})
-        what = f"{params} params combine elements from several steps (--fragments)"
-        notices.append(Problem(display_name(salvage.run), what, "compare the losses after the resume"))
+        notices.append(Problem(base.name, what, f"if you can restore these files of {source.name}, do so first"))
     return [*notices, *salvage.damage, *salvage.refused]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """A part, or the share of a part that comes from one checkpoint."""
+    """A part, or its masters or moments alone, and the checkpoint that they come from."""
 
     part: Part
     source: str
     step: int
     steps_back: int
     """Steps behind the newest checkpoint of the run, usable or not"""
-    share: float
-    """Of the part's elements, 0..1"""
     why: str
     only: str | None = None
     """``moments``: they alone come from this checkpoint"""
 
     @property
     def label(self) -> str:
-        """The part, and what of it comes from this checkpoint"""
         return self.part + (f" {self.only}" if self.only else "")
 
 
 def rows(salvage: Salvage) -> list[SourceShare]:
-    """Return the rows in model order; the newest share of a mixed part comes first."""
-    newest, _ = salvage.newest
-    found = []
+    """Return the rows in the order of the model."""
+    newest, path = salvage.newest
+    shares = []
     for choice in salvage.choice.parts:
-        total = sum(choice.shares.values())
-        given = [(number, numel / total if total else 1.0) for number, numel in choice.shares.items()]
+        taken = [(choice.source, None if choice.masters is None else ONLY_MOMENTS)]
         if choice.masters is not None:
-            given.insert(0, (choice.masters, 1.0))
-        for at, (number, share) in enumerate(given):
-            holder = salvage.holders[number]
-            step = holder.index.step_of(choice.part)
-            only = ONLY_MOMENTS if at and choice.masters is not None else None
-            why = choice.why if number and not (only is None and choice.masters is not None) else ""
-            if number == 0 and holder.step < newest:
-                why = f"the newest usable one; {display_name(salvage.newest[1])} is not"
-            found.append(SourceShare(choice.part, holder.name, step, newest - step, share, why, only))
-    return found
+            taken.insert(0, (choice.masters, None))
+        for number, only in taken:
+            assert number is not None, "an incomplete choice is refused"
+            source = salvage.sources[number]
+            step = source.index.step_of(choice.part)
+            why = choice.why if number == choice.source else ""
+            if number == 0 and source.step < newest:
+                why = f"the newest usable one; {display_name(path)} is not"
+            shares.append(SourceShare(choice.part, source.name, step, newest - step, why, only))
+    return shares
 
 
-def fold(listed: Sequence[SourceShare]) -> list[SourceShare]:
-    """Join identical rows of consecutive layers into one, ``layer 0-7``; likewise experts."""
+def fold(shares: Sequence[SourceShare]) -> list[SourceShare]:
+    """Join equal rows of consecutive layers into one, ``layer 0-7``; likewise experts."""
+    groups = group_shares([row.part for row in shares], [_without_part(row) for row in shares])
+    shares = [replace(shares[group[0]], part=Part(condense(shares[at].part for at in group))) for group in groups]
     folded: list[list[SourceShare]] = []
     first = last = None
-    facts = [row.part if row.share < 1 else _without_part(row) for row in listed]
-    groups = [[listed[at] for at in group] for group in group_shares([row.part for row in listed], facts)]
-    listed = [replace(group[0], part=Part(condense(row.part for row in group))) for group in groups]
-    for part, group in groupby(listed, lambda row: row.part):
-        own, number = list(group), None if part.is_share else part.layer
+    for part, rows_of_part in groupby(shares, lambda row: row.part):
+        own, number = list(rows_of_part), None if part.is_share else part.layer
         follows = number is not None and number - 1 == last
         if follows and [*map(_without_part, folded[-1])] == [*map(_without_part, own)]:
             folded[-1] = [replace(row, part=Part(f"layer {first}-{number}")) for row in own]
@@ -683,24 +603,11 @@ def fold(listed: Sequence[SourceShare]) -> list[SourceShare]:
             folded.append(own)
             first = number
         last = number
-    return [row for rows in folded for row in rows]
+    return [row for group in folded for row in group]
 
 
 def _without_part(row: SourceShare) -> SourceShare:
-    return replace(row, part=Part(""), share=round(row.share, 2))
-
-
-def gain(salvage: Salvage) -> float:
-    """Return the share of all elements that ``--fragments`` would take from a newer checkpoint, 0..1."""
-    if salvage.deeper is None:
-        return 0.0
-    taken: dict[str, list[Counter[int]]] = {}
-    for at, choice in enumerate((salvage.choice, salvage.deeper)):
-        for row in choice.parts:
-            taken.setdefault(row.part.whole, [Counter(), Counter()])[at].update(row.shares)
-    newer = sum((other - own)[number] for own, other in taken.values() for number in other if number < max(own))
-    total = sum(own.total() for own, _ in taken.values())
-    return newer / total if total else 0.0
+    return replace(row, part=Part(""))
 
 
 def to_json(salvage: Salvage, resume_from: Path, moved: CopyStats | None = None) -> dict[str, Any]:
@@ -711,8 +618,6 @@ def to_json(salvage: Salvage, resume_from: Path, moved: CopyStats | None = None)
         "outcome": "composite" if composition else "intact" if salvage.is_intact else "older",
         "base": salvage.base.name,
         "resume_from": resume_from,
-        "fragments": salvage.fragments,
-        "fragments_would_gain": gain(salvage),
         "parts": rows(salvage),
         "damage": [*dict.fromkeys([*salvage.damage, *salvage.refused])],
         "plan": plan_to_json(composition.report) if composition else None,

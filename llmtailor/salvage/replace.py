@@ -56,7 +56,7 @@ def plan_replacement(salvage: Salvage) -> Replacement:
     for entry in RunFolder(run).entries(FolderKind.FULL):
         path = entry.path
         if entry.step > base.step or (entry.step == base.step and composition is not None):
-            whole = any(holder.is_whole and holder.index.root == path for holder in salvage.holders)
+            whole = any(source.is_whole and source.index.root == path for source in salvage.sources)
             aside[path] = path.with_name(f"{REPLACED if whole else DAMAGED}{path.name}")
     for name in aside.values():
         if name.exists():
@@ -89,15 +89,15 @@ def check_settled(
     if changed := [folder for folder in replacement.aside if _fingerprint(folder) != seen.get(folder)]:
         fix = "wait until the training has saved it, or stop the training; then rerun the command"
         raise TargetError(
-            Problem(display_name(one), "it is being written, so it is not moved aside", fix) for one in changed
+            Problem(display_name(folder), "it is being written, so it is not moved aside", fix) for folder in changed
         )
 
 
 def _last_change(path: Path) -> float:
-    found = [path.lstat().st_ctime]
+    times = [path.lstat().st_ctime]
     for where, folders, names in os.walk(path):
-        found += [(Path(where) / name).lstat().st_ctime for name in (*folders, *names)]
-    return max(found)
+        times += [(Path(where) / name).lstat().st_ctime for name in (*folders, *names)]
+    return max(times)
 
 
 def _point_at(base: CheckpointIndex, run: Path, tag: str) -> tuple[str, str] | None:

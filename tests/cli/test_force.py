@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from helpers.checkpoints import make, make_run, optim_states
+from helpers.checkpoints import make, make_run, model_states, optim_states
 from helpers.commands import call
 from helpers.files import cut
 from llmtailor.checkpoint.lineage import Ledger
@@ -106,8 +106,8 @@ def test_convert_refuses_the_same(run: Path) -> None:
 
 def test_salvage_refuses_the_same(run: Path) -> None:
     put("notes.md")(run / "old")
-    cut(optim_states(run / "checkpoint-200", 1))
-    assert "notes.md" in refused(run, "salvage", ".", "-o", "old", "--fragments")
+    cut(model_states(run / "checkpoint-200", 1))
+    assert "notes.md" in refused(run, "salvage", ".", "-o", "old")
 
 
 FOLDERS = {

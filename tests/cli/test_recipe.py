@@ -42,7 +42,7 @@ def steps_of(*arguments: str) -> list[int]:
     ("arguments", "steps"),
     [
         (["--strategy", "latest", "--at", "125"], [120] * 7),
-        (["--strategy", "parity", "--flip", "--failure-step", "130"], [130, 120, 130, 120, 130, 130, 130]),
+        (["--strategy", "parity", "--flip", "--at", "130"], [130, 120, 130, 120, 130, 130, 130]),
         (["--strategy", "filter", "--first", "1", "--last", "1", "--every", "3"], [140, 140, 120, 120, 140, 140, 140]),
     ],
 )
@@ -57,9 +57,9 @@ def test_the_update_log(run):
     (run.parent / "flags.jsonl").write_text(text)
     arguments = ["run", "--from-flags", "flags.jsonl", "--base", "run/checkpoint-100"]
     at_130 = [110, 110, 130, 120, 120, 120, 130]
-    assert steps_of(*arguments, "--failure-step", "130", "--total-layers", "4") == at_130
-    assert steps_of(*arguments, "--failure-step", "115") == [110, 110, 110, 100, 100, 100, 100]
-    assert steps_of(*arguments, "--failure-step", "200") == [140] * 7
+    assert steps_of(*arguments, "--at", "130", "--total-layers", "4") == at_130
+    assert steps_of(*arguments, "--at", "115") == [110, 110, 110, 100, 100, 100, 100]
+    assert steps_of(*arguments, "--at", "200") == [140] * 7
     assert "lm_head" in (run.parent / "recipe.yaml").read_text()
     base_outside = run.parent / "elsewhere"
     (run / "checkpoint-100").rename(base_outside)

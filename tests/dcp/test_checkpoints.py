@@ -425,18 +425,6 @@ def test_a_run_is_composed(run, runs, name):
         assert torch.equal(read(index.root, index.held[State(param, "exp_avg")]), live)
 
 
-def test_what_a_lost_file_held_comes_from_an_older_step(run, runs):
-    """Rank 0's file has no options of param groups, so that the rest is still readable."""
-    folder = run("trainer")
-    (folder / "checkpoint-4/optimizer_0/__0_0.distcp").unlink()
-    call("salvage", "--fragments", str(folder), "-o", str(folder / "out"))
-    index, name = index_checkpoint(folder / "out"), "model.layers.1.mlp.up_proj.weight"
-    moment = read(index.root, index.held[State(name, "exp_avg")])
-    old, new = (runs["trainer"].held[step]["states"][name]["exp_avg"] for step in (2, 4))
-    rows = -(-len(moment) // 2)
-    assert torch.equal(moment, torch.cat([old[:rows], new[rows:]]))
-
-
 @pytest.mark.parametrize("name", mostly_long(["trainer", "titan", "hf", "full", "verl", "ranks"], "hf", "verl"))
 def test_an_output_is_replaced(runs, tmp_path, name):
     """Only by --force, and only if it holds nothing else"""

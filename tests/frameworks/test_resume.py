@@ -72,8 +72,8 @@ def salvaged_tags(runs: Runs, run: Path) -> Path:
     """A folder of tags whose newest one has lost a rank's file, and a composite in its place."""
     for step in (2, 4):
         shutil.copytree(runs.checkpoint("engine-3", step), run, dirs_exist_ok=True)
-    next((run / "global_step4").glob("*_rank_1_*_optim_states.pt")).unlink()
-    call("salvage", run, "--fragments", "--replace")
+    (run / "global_step4" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    call("salvage", run, "--replace")
     return run
 
 

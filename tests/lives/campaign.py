@@ -124,7 +124,7 @@ def some_form(world: World) -> list[object]:
     if world.random.random() < 0.5:
         words += ["--to", world.random.choice(["fsdp", "dcp"])]
     if world.random.random() < 0.3:
-        words += ["--world-size", world.random.randint(1, 3)]
+        words += ["--num-gpu", world.random.randint(1, 3)]
     return words
 
 
@@ -335,7 +335,7 @@ def damage(world: World) -> None:
     os.truncate(file, file.stat().st_size // 2)
     world.note("damage", f"{path.name}/{file.name}")
     world.look(touched)
-    words = world.random.choice([[], ["--replace"], ["--fragments"]])
+    words = world.random.choice([[], ["--replace"]])
     out = world.new()
     trust = ["--trust-unrecorded"] if world.trust else []
     result = world.call("salvage", world.run, *words, *([] if "--replace" in words else ["-o", out]), *trust, "--json")

@@ -73,8 +73,6 @@ def test_an_object_is_taken_as_it_is():
         ("adaptive:1.5", "policy adaptive", "share is 1.5", "at most 1"),
         ("adaptive:nan", "policy adaptive", "share is nan", "a number"),
         ("adaptive:inf", "policy adaptive", "share is inf", "a number, 0.0 or more"),
-        ("update:threshold=0.01", "policy", "there is no policy 'update' any more", "use adaptive"),
-        ({"name": "update", "budget_bytes": 1}, "policy", "there is no policy 'update' any more", "use adaptive"),
         ("round_robin:inf", "policy round_robin", "k is inf", "a whole number, 1 or more"),
         ({"name": "filter", "first": True}, "policy filter", "first is True", "a whole number"),
         ({"name": "filter", "first": None}, "policy filter", "first is None", "a whole number"),

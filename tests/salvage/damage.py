@@ -12,7 +12,7 @@ import torch
 from helpers.files import flip
 from llmtailor.compose.write import write
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.roles import BUFFER, State
+from llmtailor.model.roles import State
 from llmtailor.salvage.plan import Salvage, plan_salvage
 from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
@@ -52,17 +52,6 @@ def without_rank(checkpoint: Path, rank: int, scratch: Path) -> Mapping[str, tor
     torch.save(tree, path)
     before, after = (load(path).kind("master") for path in (checkpoint, scratch))
     return {name: after[name].signbit() != before[name].signbit() for name in before}
-
-
-def mix(newer: Snapshot, older: Snapshot, lost: Mapping[str, torch.Tensor]) -> dict[State, torch.Tensor]:
-    """Return the states of a composite that has the lost elements from ``older``; weights are the rounded masters."""
-    states: dict[State, torch.Tensor] = {}
-    for state, tensor in newer.states.items():
-        name = newer.rest["tied"].get(state.param, state.param)
-        states[state] = tensor
-        if state.kind != BUFFER and name in lost:
-            states[state] = torch.where(lost[name], older.states[state], tensor)
-    return states
 
 
 def chosen(newer: Snapshot, older: Snapshot, is_old: Callable[[str], bool]) -> dict[State, torch.Tensor]:

@@ -18,12 +18,14 @@ from helpers.commands import call
 from helpers.files import contents, cut
 from llmtailor.checkpoint.placement import Runs, count, union, without
 from llmtailor.errors import StorageError, TargetError
+from llmtailor.model.roles import EXP_AVG, State
 from llmtailor.runs.scan import find_latest
 from llmtailor.salvage import replace as replacing
 from llmtailor.salvage.plan import plan_salvage
 from llmtailor.salvage.replace import plan_replacement, put_salvaged_in_place
 from llmtailor.storage import local as rename
 from llmtailor.verify.verify import verify_checkpoint
+from salvage.damage import flip_state
 
 
 @pytest.fixture
@@ -35,44 +37,47 @@ def folders(run: Path) -> list[str]:
     return sorted(path.name for path in run.iterdir() if path.is_dir())
 
 
-def test_it_says_what_went_back_before_it_writes(run: Path) -> None:
-    optim_states(run / "checkpoint-300", 1).unlink()
+def test_it_says_what_went_back_before_it_writes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", groups="layer")
+    flip_state(run / "checkpoint-300", State("model.layers.1.mlp.up_proj.weight", EXP_AVG), 3)
     before = contents(run)
-    done = call("salvage", run, "--fragments", "--dry-run")
+    done = call("salvage", run, "--deep", "--dry-run")
     assert contents(run) == before
-    assert "resumes at step 300" in done.stdout and "layer 0-3 (50%)" in done.stdout
-    assert "exp_avg_sq lost in bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt" in done.stdout
-    told = json.loads(call("salvage", run, "--fragments", "--dry-run", "--json").stdout)
+    assert "resumes at step 300" in done.stdout and "layer 2-3" in done.stdout
+    assert "exp_avg lost in bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt" in done.stdout
+    told = json.loads(call("salvage", run, "--deep", "--dry-run", "--json").stdout)
     assert told["outcome"] == "composite" and told["resume_from"] == str(run / "salvaged-checkpoint-300")
-    assert {(row["step"], row["steps_back"]) for row in told["parts"]} == {(300, 0), (200, 100)}
+    assert {row["part"]: row["steps_back"] for row in told["parts"] if row["steps_back"]} == {"layer 1": 100}
     assert f"then resume with --resume_from_checkpoint {run / 'salvaged-checkpoint-300'}" in done.stdout
 
 
+def damaged(run: Path) -> Path:
+    """A file of the newest checkpoint is cut short; all that it holds can be made from the others."""
+    cut(model_states(run / "checkpoint-300", 1))
+    return run
+
+
 def test_the_card_says_what_was_lost(run: Path) -> None:
-    optim_states(run / "checkpoint-300", 1).unlink()
-    done = call("salvage", run, "--fragments")
+    done = call("salvage", damaged(run))
     assert "--resume_from_checkpoint" in done.stdout and "without --replace, auto-resume would take" in done.stdout
     out = run / "salvaged-checkpoint-300"
-    assert "optim_states shard 1 of 2 is missing" in (out / "README.md").read_text()
-    assert "--force" in call("salvage", run, "--fragments", code=6).stderr
-    call("salvage", run, "--fragments", "--force", "-q")
+    assert "zero_pp_rank_1_mp_rank_00_model_states.pt" in (out / "README.md").read_text()
+    assert "--force" in call("salvage", run, code=6).stderr
+    call("salvage", run, "--force", "-q")
 
 
 def test_an_older_one_is_better_than_nothing(run: Path) -> None:
     optim_states(run / "checkpoint-300", 1).unlink()
     shutil.rmtree(run / "checkpoint-200" / "global_step200")
     done = call("salvage", run)
-    assert (
-        "checkpoint-100 is complete as far as its headers show" in done.stdout
-        and "--fragments would take 50%" in done.stderr
-    )
+    assert "checkpoint-100 is complete as far as its headers show" in done.stdout
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
 
 
 def test_refusals(run: Path, tmp_path: Path) -> None:
     for step in (100, 200, 300):
         optim_states(run / f"checkpoint-{step}", 1).unlink()
-    assert "embed_tokens: no checkpoint holds all of it undamaged" in call("salvage", run, "--fragments", code=4).stderr
+    assert "embed_tokens: no checkpoint holds all of it undamaged" in call("salvage", run, code=4).stderr
     call("salvage", tmp_path / "nowhere", code=4)
     call("salvage", run, "--replace", "-o", "x", code=2)
 
@@ -89,9 +94,9 @@ def test_another_save_is_not_taken_for_this_one(run: Path) -> None:
 
 def test_the_rank_of_another_save_is_lost(run: Path) -> None:
     shutil.copy(optim_states(run / "checkpoint-200", 1), optim_states(run / "checkpoint-300", 1))
-    found = plan_salvage(run, fragments=True)
-    assert found.composition is not None and found.base.step == 300
-    assert {row.staleness for row in found.composition.report.parts} == {0, 100}
+    found = plan_salvage(run)
+    assert [source.step for source in found.sources] == [300, 200] and found.base.step == 200
+    assert {state.param for state in found.sources[0].lost} == {state.param for state in found.base.index.held}
 
 
 def test_another_model_is_not_mixed_in(run: Path) -> None:
@@ -103,19 +108,13 @@ def test_another_model_is_not_mixed_in(run: Path) -> None:
     optim_states(run / "checkpoint-300", 1).unlink()
     for rank in (0, 1):
         edit(model_states(run / "checkpoint-200", rank), rename)
-    found = plan_salvage(run, fragments=True)
-    assert found.composition is not None
-    assert {row.step for row in found.composition.report.parts} == {300, 100}
-
-
-def damaged(run: Path) -> Path:
-    cut(optim_states(run / "checkpoint-300", 1))
-    return run
+    found = plan_salvage(run)
+    assert [source.step for source in found.sources] == [300, 100] and found.base.step == 100
 
 
 def test_replace(run: Path) -> None:
     before = contents(damaged(run) / "checkpoint-300")
-    assert "auto-resume" in call("salvage", run, "--fragments", "--replace").stdout
+    assert "auto-resume" in call("salvage", run, "--replace").stdout
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "checkpoint-300", "damaged-checkpoint-300"]
     assert contents(run / "damaged-checkpoint-300") == before
     assert verify_checkpoint(run / "checkpoint-300", deep=True).is_resumable
@@ -124,7 +123,8 @@ def test_replace(run: Path) -> None:
 
 
 def test_replace_puts_useless_ones_aside(run: Path) -> None:
-    call("salvage", damaged(run), "--replace")
+    optim_states(run / "checkpoint-300", 1).unlink()
+    call("salvage", run, "--replace")
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "damaged-checkpoint-300"]
 
 
@@ -136,22 +136,19 @@ def test_replace_keeps_a_whole_base_under_another_name(run: Path) -> None:
     assert find_latest(run).path == run / "checkpoint-200"
 
 
-def test_replace_takes_what_the_same_salvage_has_written(run: Path) -> None:
-    """Nobody waits twice for the same output; one of another salvage is not touched."""
-    call("salvage", damaged(run), "--fragments")
+def test_replace_leaves_alone_what_another_salvage_has_written(run: Path) -> None:
+    call("salvage", damaged(run))
     there = (run / "salvaged-checkpoint-300" / "llmtailor.json").stat().st_ino
-    call("salvage", run, "--replace")  # it would be that of step 200, which is there as it is
-    for folder in ("checkpoint-300", "damaged-checkpoint-300"):
-        shutil.rmtree(run / folder, ignore_errors=True)
+    shutil.rmtree(run / "checkpoint-300")
     make(run, 300)
-    assert "already exists" in call("salvage", damaged(run), "--fragments", "--replace", code=6).stderr
+    assert "already exists" in call("salvage", damaged(run), "--replace", code=6).stderr
     assert (run / "salvaged-checkpoint-300" / "llmtailor.json").stat().st_ino == there
 
 
 def test_replace_does_not_write_twice(run: Path) -> None:
-    call("salvage", damaged(run), "--fragments")
+    call("salvage", damaged(run))
     there = (run / "salvaged-checkpoint-300" / "llmtailor.json").stat().st_ino
-    call("salvage", run, "--fragments", "--replace")
+    call("salvage", run, "--replace")
     assert (run / "checkpoint-300" / "llmtailor.json").stat().st_ino == there
 
 
@@ -192,14 +189,14 @@ def test_a_damaged_record_of_renames_is_refused(run: Path, record: str) -> None:
 def test_replace_refuses_a_name_that_is_taken(run: Path) -> None:
     (damaged(run) / "damaged-checkpoint-300").mkdir()
     with pytest.raises(TargetError, match="taken"):
-        plan_replacement(plan_salvage(run, fragments=True))
+        plan_replacement(plan_salvage(run))
 
 
 def test_a_rename_that_fails_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: Path, target: Path, flag: int) -> bool:
         raise OSError(30, "Read-only file system", str(target))
 
-    found = plan_salvage(damaged(run), fragments=True)
+    found = plan_salvage(damaged(run))
     monkeypatch.setattr(rename, "_renameat2", refuse)
     with pytest.raises(StorageError, match="Read-only"):
         put_salvaged_in_place(plan_replacement(found))

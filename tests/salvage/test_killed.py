@@ -10,7 +10,7 @@ import pytest
 
 from faults.scene import Killing
 from helpers.cases import diagonal, examples
-from helpers.checkpoints import make_run, optim_states
+from helpers.checkpoints import make_run, model_states
 from helpers.files import TOLD, contents, cut
 from llmtailor.salvage import replace
 from thin.scene import SHORT, folders
@@ -19,9 +19,9 @@ LAST = examples(5, 12)
 """Changes before the end that are all tried: the last of the merge, and the renames."""
 
 
-def lose_a_rank(run: Path) -> None:
-    """A composite of step 300 takes its place."""
-    cut(optim_states(run / "checkpoint-300", 1))
+def lose_a_file(run: Path) -> None:
+    """A composite of step 300, which has the file again, takes its place."""
+    cut(model_states(run / "checkpoint-300", 1))
 
 
 def lose_the_schedule(run: Path) -> None:
@@ -36,7 +36,7 @@ def lose_two(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("can_exchange", "damage"), diagonal([True, False], [lose_a_rank, lose_the_schedule, lose_two])
+    ("can_exchange", "damage"), diagonal([True, False], [lose_a_file, lose_the_schedule, lose_two])
 )
 def test_replace(tmp_path: Path, damage: Callable[[Path], None], can_exchange: bool) -> None:
     original = make_run(tmp_path / "original", shape=SHORT)
@@ -46,7 +46,7 @@ def test_replace(tmp_path: Path, damage: Callable[[Path], None], can_exchange: b
     def all_of(run: Path) -> dict[str, object]:
         return {path.name: contents(path, *TOLD) for path in run.iterdir()}
 
-    words = ("salvage", "--fragments", "--replace")
+    words = ("salvage", "--replace")
     killing = Killing(tmp_path, words, all_of, no_exchange=not can_exchange)
     stays = killing.wanted.keys() & {path.name for path in original.iterdir()}
     for moment in killing.trials(last=LAST):

@@ -104,7 +104,7 @@ def test_llmtailor_reads_it_as_any_other(trained, tmp_path):
     """A composite of the folder, and another arrangement of it, hold the same."""
     folder, out = trained / "step-10", tmp_path / "out"
     call("verify", "--deep", folder)
-    call("convert", folder, out, "--world-size", 2)
+    call("convert", folder, out, "--num-gpu", 2)
     wanted, found = oracle(trained, 10), read(out)
     check({key: found[key] for key in wanted}, wanted)
 

@@ -69,7 +69,7 @@ def test_each_folder_is_complete_after_older_ones_were_deleted(trained):
 def test_llmtailor_reads_it_as_any_other(trained, tmp_path):
     folder, out = trained / "step-10", tmp_path / "out"
     call("verify", "--deep", folder)
-    call("convert", folder, out, "--world-size", 2)
+    call("convert", folder, out, "--num-gpu", 2)
     wanted, found = oracle(trained, 10), read_blobs(out)
     check({key: found[key] for key in wanted}, wanted)
 

@@ -65,13 +65,13 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Documents:
 
     salvaged = [shutil.copytree(root / "run", root / f"damaged-{number}") for number in range(3)]
     call("salvage", root / "run", "--dry-run")
-    for damaged in salvaged[1:]:
-        optim_states(damaged / "checkpoint-300", 1).unlink()
-    call("verify", salvaged[1] / "checkpoint-300", code=7)
-    call("latest", salvaged[1])
-    call("salvage", salvaged[1], "--fragments")
+    (salvaged[1] / "checkpoint-300" / "scheduler.pt").unlink()
+    optim_states(salvaged[2] / "checkpoint-300", 1).unlink()
+    call("verify", salvaged[2] / "checkpoint-300", code=7)
+    call("latest", salvaged[2])
+    call("salvage", salvaged[1])
     call("salvage", salvaged[2], "--replace", "--deep")
-    written("llmtailor.json", salvaged[1] / "salvaged-checkpoint-300" / "llmtailor.json")
+    written("llmtailor.json", salvaged[1] / "salvaged-checkpoint-200" / "llmtailor.json")
     model_states(full[2]).write_bytes(b"")
     call("inspect", full[0])
     call("inspect", "out-plain")
