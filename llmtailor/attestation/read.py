@@ -33,7 +33,7 @@ from llmtailor.attestation.compare import (
     same_bytes,
     sample_runs,
 )
-from llmtailor.checkpoint import elements
+from llmtailor.checkpoint.elements import StateReader
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Box, Contiguous, Extent, Inside, Runs
 from llmtailor.containers.json import extent_of
@@ -130,7 +130,8 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
     for state in index.held:
         has_kinds.setdefault(state.param, set()).add(state.kind)
     with OpenFiles(index.root, index.files) as files:
-        search = Search(index, live, files)
+        reader = StateReader(files)
+        search = Search(index, live, reader)
         held_here: dict[tuple[str, int], set[str]] = {}
         masters: list[LiveFragment] = []
         for one in live.fragments():
@@ -149,14 +150,14 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
                 found += [difference] if difference else []
                 notes |= {note: None} if note else {}
                 continue
-            difference = _compare(one, entry, files, search, how, index.world_size)
+            difference = _compare(one, entry, reader, search, how, index.world_size)
             if difference is not None:
                 found.append(difference)
             if one.forward is not None and difference is None:
                 found += _compare_forward(one, one.forward, how)
         for one in masters:
-            found += _missing(one, index, live, files, held_here[one.param, one.begin], has_kinds)
-        different, more = compare_trained(index, live, lambda entry: not _is_zero_at(files, entry, 0, entry.numel))
+            found += _missing(one, index, live, reader, held_here[one.param, one.begin], has_kinds)
+        different, more = compare_trained(index, live, lambda entry: not _is_zero_at(reader, entry, 0, entry.numel))
         found += different
         notes |= dict.fromkeys(more)
     for param, kinds in lost_states(index, live).items():
@@ -204,7 +205,7 @@ def _missing(
     master: LiveFragment,
     index: CheckpointIndex,
     live: Live,
-    files: OpenFiles,
+    reader: StateReader,
     here: set[str],
     has_kinds: Mapping[str, set[str]],
 ) -> Iterator[ElementDiff]:
@@ -216,17 +217,17 @@ def _missing(
             if is_optimizer_state(kind) and kind not in here and entry.is_here and not entry.is_all_zero:
                 is_boxed = master.box is not None and len(master.box.sizes) == len(entry.shape)
                 entry, begin = master.among(entry) if is_boxed else (entry, master.begin)
-                if not _is_zero_at(files, entry, begin, master.numel):
+                if not _is_zero_at(reader, entry, begin, master.numel):
                     yield ElementDiff(State(master.param, kind), MismatchKind.MISSING)
 
 
-def _is_zero_at(files: OpenFiles, entry: TensorEntry, begin: int, numel: int) -> bool:
+def _is_zero_at(reader: StateReader, entry: TensorEntry, begin: int, numel: int) -> bool:
     """Return whether a sample of some elements of a state is zero; of one that has not one element for each weight,
     a sample of all."""
     runs = _shift(sample_runs(numel), begin)
     if runs and runs[-1][1] > entry.numel:
         runs = sample_runs(entry.numel)
-    return is_zero(read_elements(files, entry, runs))
+    return is_zero(reader.read(entry, *runs))
 
 
 def compare_trained(
@@ -263,7 +264,7 @@ def compare_trained(
 
 
 def _compare(
-    one: LiveFragment, entry: TensorEntry, files: OpenFiles, search: Search, how: str, at_least: int
+    one: LiveFragment, entry: TensorEntry, reader: StateReader, search: Search, how: str, at_least: int
 ) -> ElementDiff | None:
     state, offset = State(one.param, one.kind), one.begin
     if one.kind == BUFFER and entry.numel > one.numel:  # those of each rank
@@ -278,9 +279,9 @@ def _compare(
     itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
     for runs in _runs_of(one, how, itemsize, at_least):
         mine, at = one.read(runs, one.dtype), _shift(runs, offset)
-        if one.dtype == entry.stored_as and _holds(files, entry, at, mine, search.room):
+        if one.dtype == entry.stored_as and _holds(reader, entry, at, mine):
             continue
-        saved = read_elements(files, entry, at, search.room)
+        saved = reader.read(entry, *at)
         kind = judge(mine, one.dtype, saved, entry.dtype)
         if kind is None:
             continue
@@ -304,17 +305,17 @@ def _compare(
 _REBUILT = "to 16 bits, as if made from the weights"
 
 
-def _holds(files: OpenFiles, entry: TensorEntry, runs: Runs, mine: Buffer, room: bytearray) -> bool:
-    """Return whether elements of the checkpoint have these bytes, read little by little into ``room``."""
+def _holds(reader: StateReader, entry: TensorEntry, runs: Runs, mine: Buffer) -> bool:
+    """Return whether elements of the checkpoint have these bytes, read little by little."""
     if entry.is_all_zero:
         return is_zero(mine)
-    size, there, here = ITEMSIZE[entry.dtype], address_of(room), address_of(mine)
+    here = address_of(mine)
     # each read of an object store is a request
-    step = (len(room) if device_of(files.root) is None else READ_BYTES) // size
+    step = (CHUNK_BYTES if device_of(reader.files.root) is None else READ_BYTES) // ITEMSIZE[entry.dtype]
     for begin, end in runs:
         for low in range(begin, end, step):
-            data = read_elements(files, entry, ((low, min(low + step, end)),), room)
-            if memcmp(here, there, len(data)):
+            data = reader.read(entry, (low, min(low + step, end)))
+            if memcmp(here, address_of(data), len(data)):
                 return False
             here += len(data)
     return True
@@ -367,13 +368,14 @@ def compare_copies(index: CheckpointIndex, live: Live, how: str, unlike: Collect
     """Compare weights of the forward pass that differ between ranks with the rounded masters of the checkpoint."""
     found = []
     with OpenFiles(index.root, index.files) as files:
+        reader = StateReader(files)
         for one in live.copies() if unlike else ():
             entry = entry_of(index, State(one.param, MASTER), live.aliases)
             if one.param not in unlike or entry is None or entry.numel != one.numel:
                 continue
             itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
             for runs in _runs_of(one, how, itemsize):
-                saved = read_elements(files, entry, runs)
+                saved = reader.read(entry, *runs)
                 if not same_bytes(one.read(runs, one.dtype), _as_live(saved, entry.dtype, one.dtype)):
                     found.append(ElementDiff(State(one.param, MASTER), MismatchKind.FORWARD))
                     break
@@ -390,37 +392,18 @@ def _shift(runs: Runs, by: int) -> Runs:
     return tuple((begin + by, end + by) for begin, end in runs)
 
 
-def read_elements(files: OpenFiles, entry: TensorEntry, runs: Runs, room: bytearray | None = None) -> memoryview:
-    """Return elements of a state of a checkpoint; what no file holds is zero. Raises OSError, LookupError.
-
-    They are read into ``room``, which grows if needed, until the next call.
-    """
-    size = ITEMSIZE[entry.dtype]
-    num_bytes = sum(end - begin for begin, end in runs) * size
-    if room is None or len(room) < num_bytes:
-        room = bytearray(num_bytes)
-    data, at = memoryview(room)[:num_bytes], 0
-    for begin, end in runs:
-        after = at + (end - begin) * size
-        elements.read_elements(files, entry, begin, end, data[at:after])
-        at = after
-    return data
-
-
 class Search:
     """Looks for the values that a state has instead of its own, by a limited number of reads: ranks wait meanwhile."""
 
-    def __init__(self, index: CheckpointIndex, live: Live, files: OpenFiles) -> None:
-        self.index, self.live, self._files = index, live, files
-        self.room = bytearray(CHUNK_BYTES)
-        """For what is read next"""
+    def __init__(self, index: CheckpointIndex, live: Live, reader: StateReader) -> None:
+        self.index, self.live, self._reader = index, live, reader
         self.gave_up = False
         """Whether it no longer looks for states of some kind"""
         self._alike: dict[tuple[str, tuple[int, ...]], list[tuple[str, TensorEntry]]] = {}
         for state, held in index.held.items():
             if held.is_here and not held.is_all_zero:
                 self._alike.setdefault((state.kind, held.shape), []).append((state.param, held))
-        self._others: list[tuple[str, CheckpointIndex, OpenFiles]] | None = None
+        self._others: list[tuple[str, CheckpointIndex, StateReader]] | None = None
         self._by_value: dict[tuple[object, ...], dict[bytes, str]] = {}
         self._finders = [self._in_other_checkpoints, self._in_other_ranks, self._in_other_params]
         self._last = ""
@@ -454,20 +437,20 @@ class Search:
             return None
         alike = [held for kind in (MASTER, WEIGHT) for held in self._alike.get((kind, one.shape), ())]
         at = _shift(runs, one.begin)
-        return next((name for name, held in alike if self._is_of(one, mine, self._files, held, at)), None)
+        return next((name for name, held in alike if self._is_of(one, mine, self._reader, held, at)), None)
 
-    def _is_of(self, one: LiveFragment, mine: bytes, files: OpenFiles, held: TensorEntry, runs: Runs) -> bool:
-        saved = self._try(files, held, runs)
+    def _is_of(self, one: LiveFragment, mine: bytes, reader: StateReader, held: TensorEntry, runs: Runs) -> bool:
+        saved = self._try(reader, held, runs)
         is_cast = one.dtype != held.dtype
         return bool(saved) and judge(mine, one.dtype, saved, held.dtype) in (
             None,
             MismatchKind.ROUNDED if is_cast else None,
         )
 
-    def _try(self, files: OpenFiles, held: TensorEntry, runs: Runs) -> Buffer:
+    def _try(self, reader: StateReader, held: TensorEntry, runs: Runs) -> Buffer:
         self._num_reads += 1
         try:
-            return read_elements(files, held, runs, self.room)
+            return reader.read(held, *runs)
         except (OSError, LookupError, IndexError):
             return b""
 
@@ -477,11 +460,12 @@ class Search:
         if self._others is None:
             others = other_checkpoints(self.index, self.live.open_other)
             self._others = [
-                (f"step {other.global_step}, {name}", other, OpenFiles(other.root)) for name, other in others
+                (f"step {other.global_step}, {name}", other, StateReader(OpenFiles(other.root)))
+                for name, other in others
             ]
-        for name, other, files in sorted(self._others, key=lambda other: other[0] != self._last):
+        for name, other, reader in sorted(self._others, key=lambda other: other[0] != self._last):
             held = entry_of(other, State(one.param, one.kind), self.live.aliases)
-            if held is not None and held.shape == entry.shape and self._is_of(one, mine, files, held, runs):
+            if held is not None and held.shape == entry.shape and self._is_of(one, mine, reader, held, runs):
                 self._last = name
                 return MismatchKind.ANOTHER_STEP, name
         return None
@@ -493,7 +477,7 @@ class Search:
         for name, held, at in sorted(shares, key=lambda share: share[0] != self._last):
             if self._num_reads >= MAX_READS:
                 break
-            if self._is_of(one, mine, self._files, held, at):
+            if self._is_of(one, mine, self._reader, held, at):
                 self._last = name
                 return MismatchKind.OTHER_RANK, name
         return None
@@ -509,7 +493,7 @@ class Search:
             for param, held in self._alike.get((kind, entry.shape), ()):
                 if self._num_reads >= MAX_READS:
                     break
-                if saved := self._try(self._files, held, runs):
+                if saved := self._try(self._reader, held, runs):
                     known.setdefault(_as_live(saved, held.dtype, one.dtype), param)
         found = self._by_value[key].get(mine)
         if found is None or found == one.param:

@@ -15,7 +15,7 @@ from llmtailor.copying.streams import cannot_read, changed
 from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.storage.checksums import crc32, new_digest
-from llmtailor.storage.local import OpenFile
+from llmtailor.storage.local import OpenFile, OpenFiles
 from llmtailor.storage.remote import EndsEarly
 
 CHUNK_BYTES = 1 << 20
@@ -69,6 +69,24 @@ def read_again(
     digests = dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
     gather_again(plan, gathered, asked, stop)
     return digests
+
+
+def differing_files(root: Path, wanted: Mapping[str, int], on_progress: Callable[[int], None], stop: Stop) -> list[str]:
+    """Return the files below ``root`` that have another CRC-32 on the disk than the one that is wanted.
+
+    Raises OSError, or Interrupted.
+    """
+
+    def watch(num_bytes: int) -> None:
+        stop.check()
+        on_progress(num_bytes)
+
+    with OpenFiles(root) as files:
+        for path in wanted:
+            files.forget(path)
+        jobs = [partial(files.crc_of, path, 0, files.open(path).num_bytes, watch) for path in wanted]
+        crcs = run_all(jobs, num_workers(), stop)
+    return [path for path, crc in zip(wanted, crcs, strict=True) if crc != wanted[path]]
 
 
 def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], stop: Stop) -> str:

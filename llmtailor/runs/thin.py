@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor._version import __version__
+from llmtailor.checkpoint.elements import StateReader
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Cast, Copy, LinkLayout, Plan, Strided
 from llmtailor.checkpoint.lineage import RunCheckpoint, newest_resumable, sources_at, usable_at
@@ -31,12 +32,13 @@ from llmtailor.compose.write import check_written, now
 from llmtailor.copying.copy import Context, CopyStats, FileResult, execute
 from llmtailor.copying.moving import Clone
 from llmtailor.copying.pool import Stop, num_workers, run_all, stoppable
+from llmtailor.copying.recheck import differing_files
 from llmtailor.copying.staging import check_space, space_for
 from llmtailor.errors import PathIn, Problem, SourceError, TailorError, Unanswered, VerificationError, some
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.frameworks.files import CARD, MANIFEST, PARTIAL_MANIFEST
 from llmtailor.frameworks.framework import FRAMEWORKS
-from llmtailor.model.dtypes import ITEMSIZE, size_of
+from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.roles import WEIGHT, State, is_moment
 from llmtailor.recipe import Assignment, Recipe
@@ -57,7 +59,6 @@ from llmtailor.runs.prune import (
 )
 from llmtailor.runs.scan import describe_checkpoint
 from llmtailor.storage.casts import cast
-from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import (
     OpenFiles,
     added_since,
@@ -71,38 +72,20 @@ from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int], None]
-_CHUNK_ELEMENTS = 1 << 17
+_CHUNK_ELEMENTS = 1 << 20
 _DISK_OR_BUG = f"the disk loses data, or {BUG}"
-_ALIKE = (
-    *(
-        "form.stage",
-        "form.variant",
-        "world_size",
-        "global_step",
-        "precision",
-        "train.step_is_tensor",
-        "params",
-        "tied",
-        "groups",
-    ),
-    *("sub_groups", "zero.skipped_steps", "zero.settings", "composite"),
+_SHARED_FACTS = (
+    *("form.stage", "form.variant", "world_size", "global_step", "precision", "train.step_is_tensor", "params", "tied"),
+    *("groups", "sub_groups", "zero.skipped_steps", "zero.settings", "composite"),
 )
 """The index fields that a partial checkpoint shares with the full one it was made from"""
 
 
 def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: OnProgress) -> None:
-    """Compare the CRC-32 of files on the disk with those wanted.
-
-    Raises VerificationError with every file that differs, OSError, or Interrupted.
-    """
-    with OpenFiles(root) as files:
-        for path in wanted:
-            files.forget(path)
-    whole = [[Extent(path, 0, (root / path).stat().st_size)] for path in wanted]
-    found = zip(wanted.items(), _crcs(root, whole, stop, on_progress), strict=True)
-    if wrong := [path for (path, crc), have in found if have != crc]:
+    """Read files back from the disk. Raises VerificationError with every file that differs, OSError, or Interrupted."""
+    if differing := differing_files(root, wanted, on_progress, stop):
         raise VerificationError(
-            Problem(str(root / path), "it does not read back as it was written", _DISK_OR_BUG) for path in wrong
+            Problem(str(root / path), "it does not read back as it was written", _DISK_OR_BUG) for path in differing
         )
 
 
@@ -116,7 +99,7 @@ def check_places(
     Together with the checksums of all files, this shows that every state is there, bit for bit. Raises
     VerificationError.
     """
-    differing = [fact for fact in _ALIKE if _plain(attrgetter(fact)(made)) != _plain(attrgetter(fact)(source))]
+    differing = [fact for fact in _SHARED_FACTS if _plain(attrgetter(fact)(made)) != _plain(attrgetter(fact)(source))]
     wrong = [f"its {fact.rpartition('.')[2]} differs from that of {source.name}" for fact in differing]
     trained = {param for group in source.group_params for param in group}
     for state, held in source.held.items():
@@ -143,44 +126,43 @@ def check_places(
         raise VerificationError(Problem(made.name, what, _DISK_OR_BUG) for what in wrong)
 
 
-def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_progress: OnProgress) -> None:
-    """Compare every state of a partial checkpoint with the full one of its step, by CRC-32.
+def check_same(save: CheckpointIndex, full: CheckpointIndex, stop: Stop, on_progress: OnProgress) -> None:
+    """Compare every state of a partial checkpoint with the full one of its step, rounded as it is stored there.
 
     Raises VerificationError for those that differ, OSError, or Interrupted.
     """
-    if one.partial.differences:
+    if save.partial.differences:
         fix = "both stay; with a higher --keep-full-last it is not tried"
-        raise VerificationError.at(one.name, f"it holds only differences, so {other.name} is not removed", fix)
-    states = compared(one)
-    pairs = [state for state in states if state in other.held]
-    here = [[part for run in one.held[state].runs for part in one.held[state].place.cover(*run)] for state in pairs]
-    extents = ([part.extent for part in parts] for parts in here)
-    own = _crcs(one.root, extents, stop, on_progress)
+        raise VerificationError.at(save.name, f"it holds only differences, so {full.name} is not removed", fix)
+    states = compared(save)
+    with OpenFiles(save.root) as files, OpenFiles(full.root) as files_of_full:
+        reader = StateReader(files_of_full)
 
-    def rounded(state: State, parts: Sequence[StoredRange]) -> int:
-        """Return the CRC-32 of the other's elements, as they would be stored here."""
-        mine, theirs, crc = one.held[state], other.held[state], 0
-        for begin, end in ((part.begin, part.end) for part in parts):
-            for low in range(begin, end, _CHUNK_ELEMENTS):
-                stop.check()
-                high = min(low + _CHUNK_ELEMENTS, end)
-                data = bytearray(size_of(theirs.dtype, high - low))
-                for part in theirs.place.cover(low, high):
-                    first, last = (size_of(theirs.dtype, at - low) for at in (part.begin, part.end))
-                    files.read_elements(*part.extent, part.encoding, memoryview(data)[first:last])
-                on_progress(size_of(mine.stored_as, high - low))
-                as_here = data if mine.stored_as == theirs.dtype else cast(data, theirs.dtype, mine.stored_as)
-                crc = crc32(memoryview(as_here), crc)
-        return crc
+        def is_same(state: State, stored: StoredRange) -> bool:
+            mine, theirs = save.held[state], full.held[state]
+            data = bytearray(stored.extent.num_bytes)
+            files.read_into(stored.extent.path, stored.extent.start, memoryview(data))
+            original = reader.read(theirs, (stored.begin, stored.end))
+            on_progress(2 * len(data))
+            is_rounded = mine.stored_as != theirs.dtype
+            return bytes(data) == (cast(original, theirs.dtype, mine.stored_as) if is_rounded else bytes(original))
 
-    with OpenFiles(other.root) as files:
-        there = run_all((partial(rounded, *pair) for pair in zip(pairs, here, strict=True)), num_workers(), stop)
-    differing = [state for state, mine, theirs in zip(pairs, own, there, strict=True) if mine != theirs]
-    differing += [state for state in states if state not in other.held]
+        chunks = [
+            (state, stored)
+            for state in states
+            if state in full.held
+            for run in save.held[state].runs
+            for part in save.held[state].place.cover(*run)  # each begins with a new block
+            for begin in range(part.begin, part.end, _CHUNK_ELEMENTS)
+            for stored in save.held[state].place.cover(begin, min(begin + _CHUNK_ELEMENTS, part.end))
+        ]
+        alike = run_all((partial(is_same, *chunk) for chunk in chunks), num_workers(), stop)
+    differing = dict.fromkeys(state for (state, _), is_alike in zip(chunks, alike, strict=True) if not is_alike)
+    differing |= dict.fromkeys(state for state in states if state not in full.held)
     if differing:
         names = some(f"{state.kind} of {state.param}" for state in differing)
         fix = "they belong to different attempts: move one of them out of the run's folder"
-        raise VerificationError.at(one.name, f"its values differ from those of {other.name}: {names}", fix)
+        raise VerificationError.at(save.name, f"its values differ from those of {full.name}: {names}", fix)
 
 
 def check_unchanged(index: CheckpointIndex) -> None:
@@ -198,23 +180,6 @@ def check_unchanged(index: CheckpointIndex) -> None:
 
 def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
-
-
-def _crcs(root: Path, wanted: Iterable[Sequence[Extent]], stop: Stop, on_progress: OnProgress) -> list[int]:
-    """Return the CRC-32 of each sequence of byte ranges."""
-
-    def watch(num_bytes: int) -> None:
-        stop.check()
-        on_progress(num_bytes)
-
-    def crc_of(extents: Sequence[Extent]) -> int:
-        crc = 0
-        for extent in extents:
-            crc = files.crc_of(extent.path, extent.start, extent.stop, watch, crc)
-        return crc
-
-    with OpenFiles(root) as files:
-        return run_all((partial(crc_of, extents) for extents in wanted), num_workers(), stop)
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from pathlib import Path
 
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, StorageError, TargetError, damaged
-from llmtailor.model.dtypes import Encoding
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.remote import EndsEarly, RemotePath, as_remote, known_location, open_location
 
@@ -440,17 +439,6 @@ class OpenFiles:
     def read_into(self, path: str, offset: int, room: memoryview) -> None:
         """Fill ``room`` from ``offset`` on. Raises Changed, EndsEarly, or another OSError."""
         self.open(path).read_into(offset, room)
-
-    def read_elements(self, path: str, start: int, stop: int, encoding: Encoding | None, room: memoryview) -> None:
-        """Fill ``room`` with the elements that bytes ``start``..``stop`` hold. Raises as `read_into`."""
-        if encoding is None:
-            self.read_into(path, start, room)
-            return
-        from llmtailor.storage.decoder import Decoder  # numpy takes a while
-
-        data = bytearray(stop - start)
-        self.read_into(path, start, memoryview(data))
-        room[:] = Decoder(encoding).feed(data)
 
     def crc_of(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.checkpoint.elements import read_elements
-from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.elements import StateReader
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, Segment
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.checkpoint.placement import Runs, common
@@ -527,11 +526,17 @@ def _compared(state: State, structure: ModelStructure, change: Change) -> Compar
 def _compare_all(
     a: CheckpointIndex, b: CheckpointIndex, units: list[_Unit], on_progress: Callable[[int], None]
 ) -> dict[_Unit, Change]:
-    readers = (_StateReader(a, on_progress), _StateReader(b, on_progress))
+    readers = [(index, StateReader(OpenFiles(index.root, index.files), on_progress)) for index in (a, b)]
+
+    def read(index: CheckpointIndex, reader: StateReader, state: State, begin: int, end: int) -> memoryview:
+        try:
+            return reader.read(index.held[state], (begin, end))
+        except OSError as error:
+            raise cannot_read(f"{index.name}/{error.filename}", error) from error
 
     def compare_chunk(unit: _Unit, begin: int, end: int) -> tuple[_Unit, Change]:
-        one, two = (reader.read(unit.state, begin, end) for reader in readers)
-        return unit, compare(one, a.held[unit.state].dtype, two, b.held[unit.state].dtype)
+        of_a, of_b = (read(*side, unit.state, begin, end) for side in readers)
+        return unit, compare(of_a, a.held[unit.state].dtype, of_b, b.held[unit.state].dtype)
 
     jobs = (
         partial(compare_chunk, unit, begin, min(begin + CHUNK_ELEMENTS, high))
@@ -546,31 +551,6 @@ def _compare_all(
         for unit, change in run_all(jobs, num_workers(), stop):
             found[unit] += change
     return found
-
-
-class _StateReader:
-    """Reads runs of elements of a checkpoint, each thread into a buffer of its own."""
-
-    def __init__(self, index: CheckpointIndex, on_progress: Callable[[int], None]) -> None:
-        self._index = index
-        self._files = OpenFiles(index.root, index.files)
-        self._on_progress = on_progress
-        self._own = threading.local()
-
-    def read(self, state: State, begin: int, end: int) -> memoryview:
-        """Return elements of a state; they are valid until this thread's next call. Raises SourceError."""
-        held: TensorEntry = self._index.held[state]
-        itemsize = ITEMSIZE[held.dtype]
-        size = (end - begin) * itemsize
-        if len(self._own.__dict__.get("buffer", b"")) < size:
-            self._own.buffer = bytearray(max(size, CHUNK_ELEMENTS * itemsize))
-        room = memoryview(self._own.buffer)[:size]
-        try:
-            read_elements(self._files, held, begin, end, room)
-        except OSError as error:
-            raise cannot_read(f"{self._index.name}/{error.filename}", error) from error
-        self._on_progress(size)
-        return room
 
 
 def to_json(found: Diff, label: Callable[[Compared], str]) -> dict[str, object]:

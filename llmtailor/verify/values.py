@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.checkpoint.elements import gather
+from llmtailor.checkpoint.elements import read_stored
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.placement import Band, Extent, Grid, Runs, StoredRange, arrange
+from llmtailor.checkpoint.placement import Extent, Grid, Runs, StoredRange, arrange
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import read_json
@@ -37,7 +37,6 @@ from llmtailor.model.parts import SavedAs
 from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, KIND_OF_ROLE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast, roundings, widen
 from llmtailor.storage.checksums import Intervals, crc32, part_digest
-from llmtailor.storage.decoder import Decoder
 from llmtailor.storage.local import OpenFiles
 from llmtailor.verify.structure import ON_PURPOSE, Elements, Spans, elements_in, held_of, join, lost_elements
 
@@ -424,21 +423,13 @@ class Reading:
     def _fill(self, view: memoryview, have: StoredRange | Grid, begin: int, stream: Stream) -> bool:
         """Read elements into a view that starts at element ``begin``; return whether that succeeded."""
         itemsize = ITEMSIZE[stream.held.dtype]
-        room = view[(have.begin - begin) * itemsize : (have.end - begin) * itemsize]
+        elements = view[(have.begin - begin) * itemsize : (have.end - begin) * itemsize]
 
-        def read(band: Band, start: int, some: memoryview) -> None:
-            # two bands of a file may lie in each other's gaps
-            self._read(band.path, start, some, is_summed=not stream.is_again and band.width in (band.stride, len(some)))
+        def read(path: str, start: int, room: memoryview, *, is_exact: bool) -> None:
+            self._read(path, start, room, is_summed=is_exact and not stream.is_again)
 
         try:
-            if isinstance(have, Grid):
-                gather(have.bands, have.rows, room, read)
-            elif have.encoding is None:
-                self._read(have.extent.path, have.extent.start, room, is_summed=not stream.is_again)
-            else:
-                data = bytearray(have.extent.num_bytes)
-                self._read(have.extent.path, have.extent.start, memoryview(data), is_summed=False)
-                room[:] = Decoder(have.encoding).feed(data)
+            read_stored(have, elements, read)
         except _Unreadable:
             return False
         return True
