@@ -133,7 +133,7 @@ def measure(options: argparse.Namespace, work: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="0.6b", help="of the model, as in tests/synthetic (default: 0.6b)")
+    parser.add_argument("--shape", default="0.6b", help="of the model, as in tests/support/synthetic (default: 0.6b)")
     parser.add_argument("--layers", type=int, help="a number of layers other than the shape's")
     parser.add_argument("--cases", nargs="*", default=CASES, help=f"default: {' '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SYNTHETIC = HERE.parent / "tests" / "synthetic"
+SYNTHETIC = HERE.parent / "tests" / "support" / "synthetic"
 STEP = 100
 
 
@@ -260,7 +260,7 @@ def measure(options: argparse.Namespace, work: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="0.6b", help="of the model, as in tests/synthetic (default: 0.6b)")
+    parser.add_argument("--shape", default="0.6b", help="of the model, as in tests/support/synthetic (default: 0.6b)")
     parser.add_argument("--layers", type=int, help="a number of layers other than the shape's")
     parser.add_argument("--world-size", type=int, default=8, help="ranks (default: 8)")
     parser.add_argument("--groups", choices=["default", "layer"], default="default", help="param groups")

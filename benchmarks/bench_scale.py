@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SYNTHETIC = HERE.parent / "tests" / "synthetic"
+SYNTHETIC = HERE.parent / "tests" / "support" / "synthetic"
 STEPS = (100, 200)
 NO_SPACE = 8
 RECIPE = """\
@@ -108,7 +108,7 @@ def commands(folder: Path, roots: list[Path], what: list[str]) -> dict[str, list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", default="70b", help="of the model, as in tests/synthetic (default: 70b)")
+    parser.add_argument("--shape", default="70b", help="of the model, as in tests/support/synthetic (default: 70b)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64], help="numbers of ranks (default: 16 64)")
     parser.add_argument("--tp", type=int, default=1, help="of these, ranks of tensor parallelism (default: 1)")
     parser.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed", help="of the checkpoints")

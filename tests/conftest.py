@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and threads t
 os.environ.setdefault("LLMTAILOR_ON_MISMATCH", "stop")  # every resume that a callback attests in the suite is clean
 
 TRAINING = {"runs", "train"}
-FIRST = ("partial/test_real.py", "real/test_merge.py")
+FIRST = ("formats/partial/test_real.py", "system/real/test_merge.py")
 TESTS = Path(__file__).parent
 
 

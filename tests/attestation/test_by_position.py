@@ -14,20 +14,11 @@ pytestmark = pytest.mark.real
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
+from attestation.resuming import found_by  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
-from llmtailor.saving import AttestResume  # noqa: E402
 from trainings.alone import Alone  # noqa: E402
 
 STEP, SHOWN = 2, {"save_strategy": "steps", "save_steps": 2, "dropout": 0.0}
-
-
-class Keeping(AttestResume):
-    """Keeps what was found."""
-
-    found = None
-
-    def _say(self, found, *_):
-        self.found = found
 
 
 class Blocks(torch.optim.Optimizer):
@@ -80,20 +71,6 @@ def saved(request, tmp_path_factory):
 @pytest.fixture
 def run(saved, tmp_path):
     return saved[0], shutil.copytree(saved[1], tmp_path / "run")
-
-
-def found_by(checkpoint, change=lambda trainer: None, how="sample", kind=Trainer, **made):
-    """Resume, change what was loaded, and return what is found."""
-
-    class Changed(kind):
-        def _load_optimizer_and_scheduler(self, checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            change(self)
-
-    keeping = Keeping(how)
-    Alone(checkpoint.parents[1] / "again", kind=Changed, callbacks=(keeping,), **made).train(checkpoint)
-    assert keeping.found is not None
-    return keeping.found
 
 
 def resume(run, change=lambda trainer: None, how="sample"):

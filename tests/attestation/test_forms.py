@@ -10,11 +10,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.real
 
-from accelerate import Accelerator  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
 import llmtailor  # noqa: E402
-from attestation.test_by_position import found_by  # noqa: E402
+from attestation.resuming import (  # noqa: E402
+    Two,
+    found_by,
+    loop,
+    step,
+)
 from helpers.cases import mostly_long  # noqa: E402
 from llmtailor.errors import SourceError, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.live.attesting import open_on_first  # noqa: E402
@@ -78,28 +82,6 @@ def test_adapters_whose_files_hold_computed_tensors(tmp_path, kind):
     found = found_by(begin(tmp_path / "run", **made), max_steps=2, layers=2, **made)
     assert found.is_same and found.num_same == found.num_states > 0, found
     assert [note for note in found.notes if "prompt_encoder" in note and "stored in another form" in note]
-
-
-class Two(torch.nn.Module):
-    def __init__(self, rows=16, columns=8):
-        super().__init__()
-        self.one = torch.nn.Linear(columns, rows, bias=False)
-        self.other = torch.nn.Linear(4, 4)
-
-
-def loop(model, kind=torch.optim.AdamW):
-    """Return what accelerate has prepared: model, optimizer, scheduler and accelerator."""
-    optimizer = kind(model.parameters(), lr=1e-2)
-    accelerator = Accelerator(cpu=True)
-    return *accelerator.prepare(
-        model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    ), accelerator  # fmt: skip
-
-
-def step(model, optimizer, scale=1.0):
-    for param in model.parameters():
-        param.grad = torch.randn_like(param) * scale
-    optimizer.step()
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(12, 8), (8, 16)])

@@ -9,7 +9,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.real
 
 import llmtailor  # noqa: E402
-from attestation.test_forms import Two, loop, step  # noqa: E402
+from attestation.resuming import Two, loop, step  # noqa: E402
 
 
 class Own(torch.optim.Optimizer):

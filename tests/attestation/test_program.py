@@ -20,7 +20,7 @@ pytestmark = pytest.mark.real
 
 import transformers.trainer  # noqa: E402
 
-from attestation.test_trainer import ATTACHED, STEP, NoOptimizer, NoRandom  # noqa: E402
+from attestation.resuming import ATTACHED, STEP, NoOptimizer, NoRandom  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import call  # noqa: E402
 from llmtailor import attestation  # noqa: E402

@@ -13,13 +13,12 @@ pytestmark = pytest.mark.real
 from transformers import Trainer, TrainerCallback  # noqa: E402
 
 import llmtailor  # noqa: E402
+from attestation.resuming import ATTACHED, STEP, NoOptimizer, NoRandom  # noqa: E402
 from helpers.cases import diagonal, mostly_long  # noqa: E402
 from llmtailor.errors import VerificationError  # noqa: E402
 from llmtailor.saving import AttestResume  # noqa: E402
 from saving.loop import log_of  # noqa: E402
 from trainings.alone import Stops, train  # noqa: E402
-
-STEP = 2
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +29,6 @@ def straight(tmp_path_factory):
 @pytest.fixture
 def run(straight, tmp_path):
     return shutil.copytree(straight, tmp_path / "run")
-
-
-ATTACHED = {"policy": "full", "save_steps": 4, "on_mismatch": "warn"}
 
 
 def resume(run, kind=Trainer, **options):
@@ -93,16 +89,6 @@ def test_another_schedule_within_the_same_warm_up(tmp_path, caplog):
 class NoWeights(Trainer):
     def _load_from_checkpoint(self, *args, **kwargs):
         """As after renaming keys: the Trainer only warns of keys that are missing."""
-
-
-class NoOptimizer(Trainer):
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        pass
-
-
-class NoRandom(Trainer):
-    def _load_rng_state(self, checkpoint):
-        torch.rand(3)
 
 
 class OtherOrder(Trainer):

@@ -15,9 +15,9 @@ import pytest
 from helpers.places import SUPPORT
 from helpers.s3 import s3_server, settings
 from llmtailor.frameworks.files import DCP_RECORD
+from saving.dcp_checks import read
+from saving.dcp_checks import read_store as read_in_store
 from saving.dcp_loop import complete, complete_in_store, same, spawn, step_of
-from saving.test_dcp import read
-from saving.test_dcp_stores import read as read_in_store
 
 SCRIPT = SUPPORT / "client_programs" / "try_torchtitan.py"
 pytestmark = [

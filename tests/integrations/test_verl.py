@@ -14,8 +14,8 @@ import pytest
 
 from helpers.places import SUPPORT
 from llmtailor.frameworks.files import DCP_RECORD
+from saving.dcp_checks import read
 from saving.dcp_loop import spawn
-from saving.test_dcp import read
 
 SCRIPT = SUPPORT / "client_programs" / "try_verl.py"
 pytestmark = [

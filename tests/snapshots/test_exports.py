@@ -11,9 +11,9 @@ from typing import Any
 import llmtailor
 import llmtailor.param_groups
 import llmtailor.saving
+from helpers.snapshots import check
 from llmtailor.codes import Code
 from llmtailor.errors import TailorError
-from snapshots.kept import check
 
 
 def test_exported_names() -> None:

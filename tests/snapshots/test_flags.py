@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from helpers.snapshots import check
 from llmtailor.cli.main import EXIT_CODES, cli
-from snapshots.kept import check
 
 
 def test_commands_and_their_options() -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from attempts.world import World
 from helpers.checkpoints import make, model_states, optim_states
 from helpers.commands import run_here
-from snapshots.kept import check, schema
+from helpers.snapshots import check, schema
 from thin.scene import make_run
 
 MAPS = {

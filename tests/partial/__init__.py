@@ -1,1 +1,0 @@
-"""Partial checkpoints, proved with the real Trainer and DeepSpeed."""
