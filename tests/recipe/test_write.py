@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,6 @@ def layers(*numbers: int) -> list[str]:
 
 OTHERS = ["embed_tokens", "norm", "lm_head"]
 NAMED = llama(2, extra={**STRANGE, "x[0]": "x[0]"})
-# 128 experts in 48 layers, fused with their layers
-EXPERTS = {f"model.layers.{n}.mlp.experts.{e}.up": f"layer {n}" for n in range(48) for e in range(128)}
-FUSED = llama(48, extra=EXPERTS)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +63,9 @@ FUSED = llama(48, extra=EXPERTS)
         (llama(1), layers(0), ["layers"]),
         (llama(2), layers(1), ["1"]),
         (llama(7), [*layers(*range(6)), *OTHERS], ["0-5", *OTHERS]),
-        # parts of parts: by name, or by globs over numbers
-        (llama(7), mlp(*range(7)), ["model.layers.*.mlp.up_proj.weight"]),
+        # tensors of parts by name
         (llama(7), mlp(0, 1, 3), mlp(0, 1, 3)),
         (llama(7), ["norm", "layer 2", *mlp(4)], ["2", "norm", *mlp(4)]),
-        (FUSED, [*(name for name in EXPERTS if int(name.split(".")[2]) % 2), "model.layers.4.mlp.experts.7.up"],
-         [*(f"model.layers.{number}.mlp.experts.*.up" for number in (1, 3)), "model.layers.4.mlp.experts.7.up",
-          *(f"model.layers.{number}.mlp.experts.*.up" for number in range(5, 48, 2))]),
-        (FUSED, [name for name in EXPERTS if name.endswith(".7.up")], ["model.layers.*.mlp.experts.7.up"]),
         # names that look like something else
         (NAMED, ["odd.[x]*.weight", "x[0]"], ["odd.[[]x][*].weight", "x[[]0]"]),
         (NAMED, ["a: b", "7", "even"], ["null", "seven", "[e]ven"]),
@@ -118,19 +111,13 @@ def test_a_recipe_reads_like_this():
         text
         == """\
 # strategy parity at step 400
+# step 400: embed_tokens, norm, lm_head (newest); layers 0, 2 (even: newest); schedule, random
+# number states and trainer state
+# step 300: layers 1, 3 (odd: one before)
 merge_method: passthrough
-
-# step 400
-# embed_tokens, norm, lm_head (newest)
-# layers 0, 2 (even: newest)
-# supplies the rest, and schedule, random number states and trainer state
 base_model: run/checkpoint-400
-
 parts:
-  # step 300, 100 steps behind the base
-  # layers 1, 3 (odd: one before)
-  - from: run/checkpoint-300
-    select: odd
+- {from: run/checkpoint-300, select: odd}
 """
     )
 
@@ -153,8 +140,7 @@ def test_a_base_that_supplies_everything_or_nothing():
     )
     text = write_recipe(nothing, structure, None)
     assert yaml.safe_load(text)["parts"] == [{"from": "/w/run/checkpoint-401", "select": "all"}]
-    assert "# supplies no part" in text
-    assert "# step 401, 1 step ahead of the base" in text
+    assert "# step 400: schedule" in text and "# step 401: embed_tokens, " in text
     assert resolve(read(text), structure, full(400).path, params_of(structure)).filled == ()
 
 
@@ -187,17 +173,17 @@ def test_the_header_stays_a_comment():
         ("/w/run/checkpoint-1", "/w/run/checkpoint-1", "."),
         ("/w/run/../x/checkpoint-1", "/w", "x/checkpoint-1"),
         ("/w/my run/a b", "/w", "my run/a b"),
-        ("/w/~/c", "/w", '"./~/c"'),
-        ("/w/null", "/w", '"null"'),
+        ("/w/~/c", "/w", "./~/c"),
+        ("/w/null", "/w", "null"),
         ("/w/base", "/w", "./base"),
-        ("/w/a: b #c", "/w", '"a: b #c"'),
-        ('/w/"q"\\n', "/w", r'"\"q\"\\n"'),
-        ("/w/a\tb\nc\x07", "/w", r'"a\tb\nc\x07"'),
-        ("/w/\U0001f600\ufeff\u2028", "/w", '"\U0001f600\\ufeff\\u2028"'),
-        ("/w/a+b", "/w", '{path: "a+b"}'),
-        ("/w/$RUN/${a", "/w", '"$$RUN/$${a"'),
-        ("/w/-a", "/w", '"-a"'),
-        ("/w/{a}, [b]", "/w", '"{a}, [b]"'),
+        ("/w/a: b #c", "/w", "a: b #c"),
+        ('/w/"q"\\n', "/w", '"q"\\n'),
+        ("/w/a\tb\nc\x07", "/w", "a\tb\nc\x07"),
+        ("/w/\U0001f600\ufeff\u2028", "/w", "\U0001f600\ufeff\u2028"),
+        ("/w/a+b", "/w", {"path": "a+b"}),
+        ("/w/$RUN/${a", "/w", "$$RUN/$${a"),
+        ("/w/-a", "/w", "-a"),
+        ("/w/{a}, [b]", "/w", "{a}, [b]"),
     ],
 )
 def test_paths(path, folder, written):
@@ -205,7 +191,7 @@ def test_paths(path, folder, written):
     found = assign([RunCheckpoint(Path(path), 5, None)], structure, StrategyOptions("latest"))
     where = Path(folder) if folder else None
     text = write_recipe(found, structure, where)
-    assert f"\nbase_model: {written}\n" in text
+    assert yaml.safe_load(text)["base_model"] == written
     recipe = read_back(text, where)
     assert str(recipe.base) == path.replace("/run/..", "")
 
@@ -256,7 +242,7 @@ def normal_form(
     """Read a recipe, write its normal form, and see that this means the same."""
     recipe = read(text)
     choice = resolve(recipe, structure, base, params_of(structure), **more)
-    written = write_normal_form(recipe, choice.source_of, base, structure, folder, choice.weights_of)
+    written = write_normal_form(recipe, choice.source_of, base, structure, folder, weights_of=choice.weights_of)
     again = read_back(written, folder)
     assert again.base == base
     assert (again.dtype, again.output, again.tokenizer, again.chat_template) == (
@@ -282,19 +268,12 @@ output: out/checkpoint-400
     assert (
         normal_form(original, llama(4), base=Path("/w/run/checkpoint-400"))
         == """\
-# the normal form of recipe.yaml
+# the short form of recipe.yaml
 merge_method: passthrough
-
-# embed_tokens, layers 2-3, lm_head
-# supplies the rest, and schedule, random number states and trainer state
 base_model: run/checkpoint-400
-
 parts:
-  # step 300, 100 steps behind the base
-  # layers 0-1, norm
-  - from: run/checkpoint-300
-    select: [0-1, norm]
-
+- from: run/checkpoint-300
+  select: [0-1, norm]
 dtype: bfloat16
 output: out/checkpoint-400
 """
@@ -339,7 +318,6 @@ post_weights:
 def test_the_normal_form(text, structure, expected):
     written = normal_form(f"base_model: base\n{text}", structure, allow_split=True)
     assert yaml.safe_load(written) == {"merge_method": "passthrough", "base_model": "./base"} | expected
-    assert "*.mlp.*" not in text or "# norm\n  # some tensors of layers 1-3\n" in written
 
 
 def test_what_the_normal_form_can_not_say():
@@ -353,5 +331,5 @@ def test_what_the_normal_form_can_not_say():
         (same, None, {"wpe.weight": A}, [("wpe", unsaid, "keep")]),
         (torn, Path("/\udcff"), weights, [("layer 0", unsaid, "keep"), ("/\\udcff", "not UTF-8", "")]),
     ):
-        given_ = (replace(recipe, output=output), source_of, BASE, structure, None, weights_of)
-        check(problems_of(lambda: write_normal_form(*given_)), *expected)  # noqa: B023 - called at once
+        write = partial(write_normal_form, replace(recipe, output=output), source_of, BASE, structure, None)
+        check(problems_of(partial(write, weights_of=weights_of)), *expected)
