@@ -9,6 +9,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -130,12 +131,8 @@ def _ahead_of_time(
 
 NUM_SAVES = 40
 """Simulated saves"""
-_RESUMED = 24
-"""The save before which they are resumed. A prime number of saves come before it, so that a schedule whose period the
-policy counts on its own does not restart at that save."""
 _CHANGE = 0.003
 """Relative change of each part from one simulated save to the next"""
-_AGAIN = "decide by the situation alone, without random numbers or a clock; what else it remembers goes in state_dict()"
 
 
 def check_policy(
@@ -149,13 +146,9 @@ def check_policy(
 ) -> int:
     """Return the staleness that `choose` must guarantee: the given ``max_staleness``, or what the policy promises.
 
-    A policy that does not come with llmtailor is tested in `NUM_SAVES` simulated saves, unless it was before; its own
-    state is restored.
-
-    Raises UsageError if there are no parts, neither the policy nor the user limits the staleness, or the policy's
-    schedule exceeds the user's limit. Also with every problem of the first simulated save that has one: the schedule
-    exceeds its promise, or the policy names unknown parts, raises, or chooses other parts when asked again; and if it
-    never chooses any part.
+    A policy that does not come with llmtailor is tested in simulated saves, unless it was before; its own state is
+    restored. Raises UsageError if there are no parts, neither the policy nor the user limits the staleness, the
+    policy's schedule exceeds the user's limit, or a simulated save has problems.
     """
     parts, where = tuple(map(Part, parts)), f"policy {policy.name}"
     if not parts:
@@ -165,57 +158,45 @@ def check_policy(
     limit = _limit(policy, promise, max_staleness)
     if is_tested or type(policy) in POLICIES.values():
         return limit
-    first = Situation(1, 1, structure, tuple(parts), num_bytes, dict.fromkeys(parts, 0))
     with _blaming(policy, "make it copyable, or give it state_dict() and load_state_dict()"):
         state = state_of(policy)
+        # a policy with a state is not copied, because a copy may be large: it can hold the model
+        tested = policy if isinstance(policy, Stateful) else copy.deepcopy(policy)
         try:
-            straight, resumed = (
-                _simulate(policy, state, first, limit if promise is None else promise, resume=resume)
-                for resume in (False, True)
-            )
+            _simulate(tested, Situation(1, 1, structure, parts, num_bytes, dict.fromkeys(parts, 0)), limit, promise)
         finally:
-            _rewound(policy, state)
-    for save, (answer, again) in enumerate(zip(straight, resumed, strict=True), 1):
-        problems = [Problem(where, f"at save {save}: {one.what}", one.fix) for one in answer.problems]
+            restore_state(policy, state)
+    return limit
+
+
+def _simulate(policy: Policy, first: Situation, limit: int, promise: int | None) -> None:
+    """Ask a policy about `NUM_SAVES` saves, twice about each, with its state restored in between.
+
+    Raises UsageError with all problems of the first save that has one: a part is older than promised, the policy names
+    unknown parts, raises, or gives two answers. Also if it never chooses a part.
+    """
+    where, last, has_chosen = f"policy {policy.name}", dict(first.last), False
+    for save in range(1, NUM_SAVES + 1):
+        drift = {part: _CHANGE * (save - last[part]) for part in first.parts} if policy.needs_drift else None
+        now = replace(first, step=save, save=save, last=dict(last), drift=drift, expected_loss=drift)
+        state = state_of(policy)
+        before = choose(policy, now, limit if promise is None else promise)
+        restore_state(policy, state)
+        answer = choose(policy, now, limit if promise is None else promise)
+        problems = [Problem(where, f"at save {save}: {problem.what}", problem.fix) for problem in answer.problems]
         late = [part for part, why in answer.parts.items() if part in answer.added and why == MAX_STALENESS]
         if promise is not None and late:
             what = f"its worst_staleness is {promise}, but at save {save} {late[0]} is older"
             problems.append(Problem(where, what, "fix worst_staleness, or return None there and give max_staleness"))
-        if answer.parts.keys() != again.parts.keys():
-            what = f"asked again, with a resume in between, it chooses other parts at save {save}"
-            problems.append(Problem(where, what, _AGAIN))
+        if answer.parts.keys() != before.parts.keys():
+            fix = "decide by the situation alone, without random numbers or a clock; a state goes in state_dict()"
+            problems.append(Problem(where, f"asked twice, it chooses other parts at save {save}", fix))
         if problems:
             raise UsageError(problems)
-    if all(len(answer.added) == len(answer.parts) for answer in straight):
+        has_chosen |= len(answer.added) < len(answer.parts)
+        last |= dict.fromkeys(answer.parts, save)
+    if not has_chosen:
         raise UsageError.at(where, f"in {NUM_SAVES} simulated saves it never chose a part", "make it choose some")
-    return limit
-
-
-def _simulate(
-    original: Policy, state: Mapping[str, Any] | None, first: Situation, limit: int, *, resume: bool
-) -> list[PartChoice]:
-    policy, last, answers = _rewound(original, state), dict(first.last), []
-    for save in range(1, NUM_SAVES + 1):
-        if resume and save == _RESUMED:
-            policy = _rewound(original, state_of(policy))
-        drift: dict[str, float] | None = None
-        if policy.needs_drift:
-            drift = {part: _CHANGE * (save - last[part]) for part in first.parts}
-        now = Situation(save, save, first.structure, first.parts, first.num_bytes, dict(last), drift, drift)
-        answers.append(choose(policy, now, limit))
-        last |= dict.fromkeys(answers[-1].parts, save)
-    return answers
-
-
-def _rewound(policy: Policy, state: Mapping[str, Any] | None) -> Policy:
-    """Return the policy in a state that `state_of` returned.
-
-    A policy with a state of its own is used itself, because a copy may be large: it can hold the model.
-    """
-    if not isinstance(policy, Stateful):
-        return copy.deepcopy(policy)
-    restore_state(policy, copy.deepcopy(state))
-    return policy
 
 
 def state_of(policy: Policy) -> dict[str, Any] | None:

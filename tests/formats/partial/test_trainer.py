@@ -179,7 +179,7 @@ def test_a_policy_is_tried_out_once(tmp_path):
         return dict.fromkeys(now.parts, "all")
 
     run = Alone(tmp_path / "run", {"policy": Custom(choose), "save_steps": 1, "max_staleness": 5}, max_steps=3)
-    assert len(asked) == 2 * NUM_SAVES, "once straight, once resumed"
+    assert len(asked) == 2 * NUM_SAVES
     run.train()
     assert asked[2 * NUM_SAVES :] == [1, 2]
 
