@@ -1,6 +1,6 @@
 """Stable codes for every kind of finding, for programs. Texts may change, codes don't.
 
-docs/findings.md lists them; docs/make/pages.py generates that list from here.
+docs/make/pages.py writes the list in docs/findings.md from here.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Code(Enum):
     NOT_COMPARED = "not-compared", "something could not be compared"
 
     # the attempts of a run
-    GIVEN_UP = "given-up", "a checkpoint belongs to an abandoned attempt of the run"
+    ABANDONED = "given-up", "a checkpoint belongs to an abandoned attempt of the run"
     UNRECORDED = "unrecorded", "a checkpoint does not say which attempt of the run wrote it"
     MIXED_ATTEMPTS = "mixed-attempts", "sources are of different attempts of the run"
 

@@ -20,12 +20,6 @@ sys.path.insert(0, str(ROOT))
 from llmtailor import errors  # noqa: E402
 from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
-from llmtailor.formats.deepspeed.shards import MODEL, ZERO3, ZERO12  # noqa: E402
-from llmtailor.formats.torch_optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.frameworks.rng import ACCELERATE_TABLE, RNG_TABLE  # noqa: E402
-from llmtailor.frameworks.scheduler import SCHEDULER_TABLE  # noqa: E402
-from llmtailor.frameworks.stock_fields import EACH, Table  # noqa: E402
-from llmtailor.frameworks.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 
 NOTE = "<!-- made by docs/make/pages.py: change the code, and run it -->"
 BEGIN, END = "<!-- docs/make/pages.py -->\n\n", "\n<!-- end -->"
@@ -141,55 +135,16 @@ people, `code` and `path` for programs. [findings.md](findings.md#codes) lists t
 """
 
 
-def between_marks(name: str, *made: str) -> str:
-    """Return a page with what was made from the code between its marks, in their order."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    before, *rest = text.split(BEGIN)
-    assert len(rest) == len(made), f"{name} has marks for {len(rest)} tables, not for {len(made)}"
-    return before + "".join(BEGIN + table + after[after.index(END) :] for table, after in zip(made, rest, strict=True))
-
-
-def finding_codes() -> str:
-    """Return the table of what a program can tell findings and problems by."""
-    return table(("code of a finding", "what it says"), [(f"`{code.value}`", code.meaning) for code in Code])
-
-
-OPTIM_FILE = "TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt"
-FIELD_TABLES = (
-    ("ZeRO-3, optimizer states", OPTIM_FILE, ZERO3),
-    ("ZeRO-1 and ZeRO-2, optimizer states", OPTIM_FILE, ZERO12),
-    ("Model states, all stages", "TAG/[zero_pp_rank_R_]mp_rank_00_model_states.pt", MODEL),
-    ("trainer_state.json", "trainer_state.json", TRAINER_STATE_TABLE),
-    ("scheduler.pt", "scheduler.pt", SCHEDULER_TABLE),
-    ("rng_state.pth, rng_state_N.pth", "rng_state.pth", RNG_TABLE),
-    ("random_states_N.pkl (accelerate)", "random_states_0.pkl", ACCELERATE_TABLE),
-    ("scaler.pt (fp16 without DeepSpeed)", "scaler.pt", SCALER_TABLE),
-    ("optimizer.pt (without DeepSpeed)", "optimizer.pt", OPTIMIZER_TABLE),
-)
-"""Title, file and fields, in the order of docs/findings.md"""
-
-
-def fields() -> str:
-    """Return the fields that decide a training, as `verify` checks them."""
-    return "\n".join(field_table(*one) for one in FIELD_TABLES)
-
-
-def field_table(title: str, file: str, fields: Table) -> str:
-    rows: list[tuple[object, ...]] = [
-        (
-            f"`{field.name}`",
-            f"a {field.type.name}",
-            "-" if field.if_missing is None or field.path[-1] == EACH else field.severity,
-            "must be alike" if field.is_alike else "-",
-        )
-        for field in fields
-    ]
-    return f"**{title}**, `{file}`\n\n{table(('field', 'holds', 'missing', 'on all ranks'), rows)}"
+def findings_page() -> str:
+    """Return docs/findings.md with the table of codes between its marks."""
+    text = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
+    codes = table(("code of a finding", "what it says"), [(f"`{code.value}`", code.meaning) for code in Code])
+    return text[: text.index(BEGIN) + len(BEGIN)] + codes + text[text.index(END) :]
 
 
 PAGES = {
     "docs/errors.md": errors_page,
-    "docs/findings.md": lambda: between_marks("docs/findings.md", fields(), finding_codes()),
+    "docs/findings.md": findings_page,
 }
 
 

@@ -177,7 +177,9 @@ def _simulate(policy: Policy, first: Situation, limit: int, promise: int | None)
     """
     where, last, has_chosen = f"policy {policy.name}", dict(first.last), False
     for save in range(1, NUM_SAVES + 1):
-        drift = {part: _CHANGE * (save - last[part]) for part in first.parts} if policy.needs_drift else None
+        drift: dict[str, float] | None = None
+        if policy.needs_drift:
+            drift = {part: _CHANGE * (save - last[part]) for part in first.parts}
         now = replace(first, step=save, save=save, last=dict(last), drift=drift, expected_loss=drift)
         state = state_of(policy)
         before = choose(policy, now, limit if promise is None else promise)

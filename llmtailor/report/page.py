@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_COLUMNS, _MOST_ROWS, _MOST_EXPERTS, _MOST_SAVES = 100, 400, 48, 200
 """What is shown one by one: columns of charts, parts, experts, rows of saves"""
-_FOREIGN = {None: "of the run", Code.GIVEN_UP: "abandoned", Code.UNRECORDED: "not stated"}
+_FOREIGN = {None: "of the run", Code.ABANDONED: "abandoned", Code.UNRECORDED: "not stated"}
 
 Columns = Sequence[Sequence[LoggedSave]]
 Rows = Mapping[str, Sequence[str]]

@@ -506,7 +506,7 @@ class AttemptFilter:
     def why_not(self, path: Path, step: int) -> Problem | None:
         """Return why a checkpoint must not be used with those of the current attempt, or None."""
         code, name = self._judge(path, step), display_name(path)
-        if code is Code.GIVEN_UP:
+        if code is Code.ABANDONED:
             what = "it belongs to an abandoned attempt: the run has since resumed from an earlier step"
             return Problem(name, what, "to use it anyway, name it in a recipe", code)
         if code is Code.UNRECORDED and not self.trust_unrecorded:
@@ -518,9 +518,9 @@ class AttemptFilter:
     def _judge(self, path: Path, step: int) -> Code | None:
         """Return how a checkpoint relates to the current attempt; None: it belongs to it.
 
-        GIVEN_UP: it belongs to an attempt that another one replaced. UNRECORDED: it states no attempt and is later than
-        the start of the attempt record, or it belongs to a training that resumed from the current attempt without the
-        saver.
+        ABANDONED: it belongs to an attempt that another one replaced. UNRECORDED: it states no attempt and is later
+        than the start of the attempt record, or it belongs to a training that resumed from the current attempt without
+        the saver.
         """
         stated = stated_attempt(path)
         if self._is_own(step, stated):
@@ -528,7 +528,7 @@ class AttemptFilter:
         root = self._root(stated) if stated else None
         if root is not None and root >= self._newest_recorded:  # nothing else continues from there
             return None
-        return Code.GIVEN_UP if stated and root is None else Code.UNRECORDED
+        return Code.ABANDONED if stated and root is None else Code.UNRECORDED
 
     def _is_own(self, step: int, stated: Past | None) -> bool:
         if self.present is None:

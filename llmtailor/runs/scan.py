@@ -187,7 +187,7 @@ def scan_back(
             logger.info("stopped at %s: every part is found", index_of(found[-1]).name)
             break
         unrecorded = judge.why_not(folder, step) if folder != base else None
-        if unrecorded is not None and unrecorded.code is Code.GIVEN_UP:
+        if unrecorded is not None and unrecorded.code is Code.ABANDONED:
             refuse(folder, unrecorded)
             continue
         try:
@@ -473,7 +473,7 @@ def check_newest(scan: Scan) -> Path:
     verified for a resume, not only for a merge.
     """
     for _, newest in RunFolder(scan.run).checkpoints_until(None):
-        is_abandoned = any(problem.code is Code.GIVEN_UP for problem in scan.refused.get(newest, ()))
+        is_abandoned = any(problem.code is Code.ABANDONED for problem in scan.refused.get(newest, ()))
         if not is_abandoned and (newest.parent.name != FOLDER or is_partial(newest)):
             break
     else:
