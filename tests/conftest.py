@@ -78,8 +78,8 @@ def pytest_collection_finish() -> None:
     """Leave the libraries and the tests out of garbage collections, which trainings ask for all the time."""
     gc.freeze()
     gc.enable()
-    if save := sys.modules.get("llmtailor.background.save"):
-        save.LEAST_BUFFER = MIN_HOST_BUFFER  # type: ignore[attr-defined]
+    if arena := sys.modules.get("llmtailor.background.arena"):
+        arena.LEAST_BUFFER = MIN_HOST_BUFFER  # type: ignore[attr-defined]
 
 
 def names_in(value: object) -> Iterator[str]:

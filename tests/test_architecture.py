@@ -305,7 +305,7 @@ OPENS_FILES = {
     "cli/options.py": "a log of updates may be a pipe, and is read up to a limit",
     "cli/main.py": "the null device, in place of a closed stream",
     "model/mergekit_data.py": "files of an installed package",
-    "background/save.py": "the kernel's files, which have no size",
+    "background/arena.py": "the kernel's files, which have no size",
 }
 """The files outside of storage/ that open a file to read it, and why; all others use the readers there, which open
 regular files of bounded sizes."""

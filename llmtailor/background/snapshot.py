@@ -8,13 +8,11 @@ to write and what is not copied yet.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +20,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from llmtailor.background.arena import Arena
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
@@ -295,36 +294,6 @@ NOT_ROUNDABLE = Problem(
     Code.NOT_ROUNDABLE,
 )
 CHANGE_EARLIER = "change weights and optimizer states only before a save, or set background=False"
-
-
-class Arena:
-    """A ring of host memory, allocated once and used by one snapshot after another."""
-
-    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
-        size = max(num_bytes // BLOCK_BYTES, 8) * BLOCK_BYTES
-        pages = huge_pages(size)
-        with suppress(OSError, AttributeError):  # else each page would be copied while workers of a loader live
-            pages.obj.madvise(mmap.MADV_DONTFORK)  # type: ignore[attr-defined]
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
-        memory.zero_()  # the kernel hands out pages when they are first written: not during a save
-        if pinned:
-            _pin(memory, self)
-        start = -memory.data_ptr() % BLOCK_BYTES
-        self.num_bytes = (size - start) // BLOCK_BYTES * BLOCK_BYTES
-        if not pinned:  # compiled here, not while a step waits for a copy
-            casts.loops()
-        self.memory = memory[start : start + self.num_bytes]
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
-        """Those that copy from GPUs: the same in all saves, because torch keeps memory for each stream"""
-
-
-def _pin(memory: torch.Tensor, owner: object) -> None:
-    """Let GPUs copy straight to memory until its owner is gone. torch's own pinned memory is rounded up to a power of
-    2, and kept for good. Raises RuntimeError."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
-    release = weakref.finalize(owner, lambda kept: runtime.cudaHostUnregister(kept.data_ptr()), memory)
-    release.atexit = False  # CUDA may be gone by then
 
 
 @dataclass(frozen=True, slots=True)

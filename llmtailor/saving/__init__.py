@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llmtailor.background.options import SavingOptions as SavingOptions
-    from llmtailor.background.save import PendingSave as PendingSave
-    from llmtailor.background.save import SaveFailed as SaveFailed
-    from llmtailor.background.save import SaveReport as SaveReport
+    from llmtailor.background.pending import PendingSave as PendingSave
+    from llmtailor.background.report import SaveFailed as SaveFailed
+    from llmtailor.background.report import SaveReport as SaveReport
     from llmtailor.dcp_saving.saver import DcpSaver as DcpSaver
     from llmtailor.policies import Adaptive as Adaptive
     from llmtailor.policies import Filter as Filter
@@ -41,7 +41,8 @@ _NAMES = {
     "llmtailor.dcp_saving.saver": "DcpSaver",
     "llmtailor.background.options": "SavingOptions",
     "llmtailor.saving.restart": "newest_checkpoint",
-    "llmtailor.background.save": "PendingSave SaveFailed SaveReport",
+    "llmtailor.background.pending": "PendingSave",
+    "llmtailor.background.report": "SaveFailed SaveReport",
     "llmtailor.saving.saver": "PartialSaver",
     "llmtailor.stock_saving.accelerate": "attach_accelerator",
 }

@@ -21,7 +21,8 @@ from llmtailor.background.options import (
     SavingOptions,
     from_environment,
 )
-from llmtailor.background.save import PendingSave, SaveFailed
+from llmtailor.background.pending import PendingSave
+from llmtailor.background.report import SaveFailed
 from llmtailor.background.writing import owners_of
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError

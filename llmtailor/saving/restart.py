@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtailor.background.save import abandon_after
+from llmtailor.background.report import abandon_after
 from llmtailor.checkpoint.lineage import Ledger, lost_parts
 from llmtailor.errors import TargetError
 from llmtailor.formats.partial.manifest import read_manifest

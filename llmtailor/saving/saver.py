@@ -23,21 +23,14 @@ from typing import Any
 
 from llmtailor import attestation
 from llmtailor.attestation.compare import OFF
+from llmtailor.background.arena import Arena, allocate_arenas, needed_by
 from llmtailor.background.frozen import FrozenParams
 from llmtailor.background.options import SAME_FIX, SavingOptions
-from llmtailor.background.save import (
-    PartialWork,
-    PendingSave,
-    RunRecord,
-    SaveFailed,
-    SaveReport,
-    allocate_arenas,
-    finish_at_end,
-    needed_by,
-    release,
-    save_error,
-)
-from llmtailor.background.snapshot import ANY_STEP, Arena, DeltaBases, Snapshot, StepBarrier
+from llmtailor.background.pending import PartialWork, PendingSave, save_error
+from llmtailor.background.process_exit import finish_at_end, release
+from llmtailor.background.report import SaveFailed, SaveReport
+from llmtailor.background.run_record import RunRecord
+from llmtailor.background.snapshot import ANY_STEP, DeltaBases, Snapshot, StepBarrier
 from llmtailor.background.writing import carried_files, check_trees, describe_rounding, files_of, lay_out_share, publish
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.codes import Code

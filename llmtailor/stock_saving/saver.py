@@ -1,7 +1,7 @@
 """Saves stock checkpoints in the background: what a framework would write with ``torch.save``, in its own files.
 
 The framework builds its state dicts, which refer to live tensors; only the writing is replaced. As in a save of parts,
-tensors are copied until the next optimizer step and written while training continues (`background.save`).
+tensors are copied until the next optimizer step and written while training continues (`background.pending`).
 
 All files of a checkpoint go to a hidden folder beside it, which rank 0 moves there once all ranks have written
 theirs. So a checkpoint is there completely or not at all, and one of the same name stays until then.
@@ -27,16 +27,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 
+from llmtailor.background.arena import allocate_arenas
 from llmtailor.background.options import SAME_FIX, SavingOptions
-from llmtailor.background.save import (
-    PendingSave,
-    SaveReport,
-    Work,
-    allocate_arenas,
-    finish_at_end,
-    release,
-    save_error,
-)
+from llmtailor.background.pending import PendingSave, Work, save_error
+from llmtailor.background.process_exit import finish_at_end, release
+from llmtailor.background.report import SaveReport
 from llmtailor.background.snapshot import LiveTensors, Snapshot, StepBarrier
 from llmtailor.background.writing import Share, check_written
 from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
@@ -108,7 +103,7 @@ class _Open:
 
 
 class _Record:
-    """Implements `background.save.SaveRecord`."""
+    """Implements `background.pending.SaveRecord`."""
 
     def __init__(self, ranks: Ranks, write_timeout: float, mirror: StockMirror | None) -> None:
         self.ranks, self.store, self.write_timeout = ranks, ranks.store(), write_timeout

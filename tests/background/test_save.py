@@ -27,10 +27,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from helpers.cases import diagonal, mostly_long
 from helpers.commands import call
 from helpers.states import in_8_bits, in_24_bits
-from llmtailor.background import save as shutdown
+from llmtailor.background import arena, process_exit, writing
 from llmtailor.background import snapshot as snapshots
-from llmtailor.background import writing
-from llmtailor.background.snapshot import ANY_STEP, Arena, LiveTensor, LiveTensors, Snapshot, StepBarrier
+from llmtailor.background.arena import Arena
+from llmtailor.background.snapshot import ANY_STEP, LiveTensor, LiveTensors, Snapshot, StepBarrier
 from llmtailor.background.writing import Share, write_share
 from llmtailor.checkpoint.layout import BLOCK_BYTES
 from llmtailor.copying import streams
@@ -126,7 +126,7 @@ def test_several_saves_may_be_in_flight(tmp_path, disk, loop, caplog):
 
 def test_a_buffer_of_automatic_size_holds_a_whole_save(disk, loop, monkeypatch):
     """So that no step waits for the disk, with step counts, and what alignment leaves free."""
-    monkeypatch.setattr(shutdown, "LEAST_BUFFER", 0)
+    monkeypatch.setattr(arena, "LEAST_BUFFER", 0)
     monkeypatch.setattr(streams, "BUFFER_BYTES", BLOCK_BYTES)  # else the writer takes all of it out
     run = loop(policy="full")
     run.make_saves()
@@ -259,7 +259,7 @@ def test_a_save_that_hangs_at_the_end_is_given_up(disk, loop, caplog):
 
 def test_a_save_that_the_end_of_the_process_cuts_off_says_so(disk, loop, caplog, monkeypatch):
     """Nothing is wrong with the disk."""
-    monkeypatch.setattr("llmtailor.background.save._LAST_S", 0.1)
+    monkeypatch.setattr("llmtailor.background.pending._LAST_S", 0.1)
     run = loop(policy="full", host_buffer=SMALLEST, hidden=256)
     run.train()
     disk.hang()
@@ -432,7 +432,7 @@ def test_everything_is_durable_before_the_manifest_names_it(tmp_path, monkeypatc
 
 
 def test_a_policy_that_is_not_deterministic_is_found_out():
-    from llmtailor.background.save import check_chosen
+    from llmtailor.background.pending import check_chosen
 
     check_chosen([["norm"], ["norm"]])
     with pytest.raises(UsageError, match="rank 1: not the same choice of parts by the policy as on rank 0"):
@@ -682,7 +682,7 @@ def test_options_out_of_range_are_refused(wrong):
 @pytest.mark.parametrize("own", [signal.SIG_DFL, lambda number, frame: None], ids=["none", "a handler of the user's"])
 def test_signals_and_hooks_are_given_back(loop, monkeypatch, own):
     """A user's own handler is left alone."""
-    monkeypatch.setattr(shutdown, "_open", {})  # an earlier test may have left a saver open
+    monkeypatch.setattr(process_exit, "_open", {})  # an earlier test may have left a saver open
     earlier = signal.signal(signal.SIGTERM, own)
     try:
         hooks = len(_global_optimizer_pre_hooks)

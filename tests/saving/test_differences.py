@@ -18,7 +18,8 @@ from helpers.cases import mostly_long
 from helpers.commands import call
 from helpers.files import flip
 from helpers.states import in_24_bits
-from llmtailor.background.snapshot import Arena, LiveTensors, Snapshot
+from llmtailor.background.arena import Arena
+from llmtailor.background.snapshot import LiveTensors, Snapshot
 from llmtailor.background.writing import Share, lay_out_compressed, write_share
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.errors import SourceError, TailorError

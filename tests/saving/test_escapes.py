@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from llmtailor.background.save import RunRecord
+from llmtailor.background.run_record import RunRecord
 from llmtailor.codes import Code
 from llmtailor.saving import SaveFailed
 from saving.loop import Disk, Loop

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from helpers.commands import call
-from llmtailor.background import save as shutdown
-from llmtailor.background import tiers
+from llmtailor.background import process_exit, tiers
 from llmtailor.codes import Code
 from llmtailor.copying import streams
 from llmtailor.errors import PathIn, TailorError, UnsafePickle, UsageError
@@ -99,7 +98,7 @@ def end(how: str, run: Path) -> None:
 
 def die(run: Path) -> None:
     """Two ranks, of which one dies in the middle of a write."""
-    shutdown.GRACE_S = 1.0
+    process_exit.GRACE_S = 1.0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

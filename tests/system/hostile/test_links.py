@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import call
-from llmtailor.background.save import abandon_after
+from llmtailor.background.report import abandon_after
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import TargetError
 from llmtailor.ranks.group import FileBoard

@@ -12,7 +12,7 @@ import pytest
 from helpers.checkpoints import make
 from helpers.commands import call
 from llmtailor.attestation.check import open_index
-from llmtailor.background.save import abandon_after
+from llmtailor.background.report import abandon_after
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import SourceError
 from llmtailor.frameworks.files import tag_in
