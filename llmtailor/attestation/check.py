@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor import attestation
 from llmtailor.attestation.compare import (
     STOP,
     Findings,
@@ -29,6 +28,7 @@ from llmtailor.attestation.compare import (
     expected_states,
     rates_in,
 )
+from llmtailor.attestation.hooks import PROCESS_HOOKS
 from llmtailor.attestation.read import Live, compare_copies, compare_states, digest_copies, lost_states
 from llmtailor.attestation.report import Attestation, headline, lacking, lines_of, other_params, summarize
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
@@ -246,8 +246,8 @@ def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
 
 def announce(found: Attestation, ranks: Ranks, on_mismatch: str) -> None:
     """Say on rank 0 what was found; raise NotTheSame on every rank if it differs and ``on_mismatch`` is ``stop``."""
-    if attestation.take is not None:
-        attestation.take(found, ranks)
+    if PROCESS_HOOKS.take is not None:
+        PROCESS_HOOKS.take(found, ranks, on_mismatch)
     lines = lines_of(found)
     if ranks.is_first:
         if found.is_same:

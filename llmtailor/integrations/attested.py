@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from llmtailor import attestation
+from llmtailor.attestation.hooks import PROCESS_HOOKS
 from llmtailor.errors import TailorError, UsageError
 from llmtailor.patching import patch_method, replaced
 
@@ -125,7 +125,7 @@ def _hook_scaler(module: ModuleType) -> None:
 def _hook_optimizer(module: ModuleType) -> None:
     module.register_optimizer_step_pre_hook(_before_update)
     if task().checkpoint is not None:
-        attestation.take, attestation.before_saving = _take, _before_step
+        PROCESS_HOOKS.take, PROCESS_HOOKS.before_saving = _take, _before_step
 
 
 def _before_update(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -153,7 +153,7 @@ def _hook_state_dict(module: ModuleType) -> None:
             return make(*args, **kwargs)
 
 
-def _take(found: Attestation, _: Ranks) -> None:
+def _take(found: Attestation, *_: object) -> None:
     """End the program with what it has attested itself."""
     attest_and_end(Path(found.checkpoint), lambda: found)
 

@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmtailor import attestation
+from llmtailor.attestation.check import announce
 from llmtailor.attestation.compare import OFF
+from llmtailor.attestation.hooks import PROCESS_HOOKS, AttestHooks
 from llmtailor.background.arena import Arena, allocate_arenas, needed_by
 from llmtailor.background.frozen import FrozenParams
 from llmtailor.background.options import SAME_FIX, SavingOptions
@@ -139,6 +140,7 @@ class PartialSaver:
         carried: objects whose ``save_pretrained`` is called at the first save: config, tokenizer.
         options: how to save.
         is_tested: whether `check_policy` was called for this model before.
+        hooks: what ``llmtailor attest`` does in this process.
 
     Raises, the same on every rank:
         UsageError: the policy cannot guarantee that every saved step is composable, or an option is out of range.
@@ -156,7 +158,9 @@ class PartialSaver:
         carried: Iterable[object] = (),
         options: SavingOptions | None = None,
         is_tested: bool = False,
+        hooks: AttestHooks = PROCESS_HOOKS,
     ) -> None:
+        self._hooks = hooks
         self.options = options or SavingOptions()
         self.folder = RunFolder(Path(output_dir).absolute())
         self.live = training
@@ -242,8 +246,8 @@ class PartialSaver:
         named = f"{resumed_from}" if isinstance(resumed_from, (str, Path)) else None
         if self.options.attest != OFF and (checkpoint := self.ranks.broadcast(named)) is not None:
             self._attest(step, as_path(checkpoint))
-        if attestation.before_saving is not None:
-            attestation.before_saving()
+        if self._hooks.before_saving is not None:
+            self._hooks.before_saving()
         lineage, self._begun_at = self._new_id(), step
         copier = self.record.copier
         if copier is not None and copier.is_staging:  # what it brings may be the save to continue
@@ -274,7 +278,8 @@ class PartialSaver:
         """Compare the training with the checkpoint that its loop names, before the first step."""
         held = TrainingObjects(scheduler=self._client.scheduler)
         attest = partial(attest_training, self.live, checkpoint, self.options.attest, held)
-        attest_loop(attest, checkpoint, self.options.on_mismatch, step, self.record.append)
+        say = self._hooks.take or announce
+        attest_loop(attest, checkpoint, self.options.on_mismatch, step, self.record.append, say)
 
     def has_state(self, step: int | None = None) -> bool:
         """Return whether the optimizer has made a step on all ranks, so that there are moments to save.

@@ -23,7 +23,7 @@ import transformers.trainer  # noqa: E402
 from attestation.resuming import ATTACHED, STEP, NoOptimizer, NoRandom  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import call  # noqa: E402
-from llmtailor import attestation  # noqa: E402
+from llmtailor.attestation.hooks import PROCESS_HOOKS  # noqa: E402
 from llmtailor.integrations import attested  # noqa: E402
 from llmtailor.integrations.attested import ATTESTING, Task  # noqa: E402
 from llmtailor.integrations.launched import LaunchedAttest, LaunchedSaving  # noqa: E402
@@ -318,7 +318,7 @@ def test_lightning_is_ended_before_its_first_step(tmp_path, lightning, monkeypat
     of_optimizers = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(of_optimizers, "_global_optimizer_pre_hooks", OrderedDict())
     for name in ("take", "before_saving"):
-        monkeypatch.setattr(attestation, name, getattr(attestation, name))
+        monkeypatch.setattr(PROCESS_HOOKS, name, None)
 
     def fit(how):
         attested.HOOKS[of_optimizers.__name__](of_optimizers)
