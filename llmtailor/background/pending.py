@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmtailor.background.arena import Arena
 from llmtailor.background.report import SaveFailed, SaveReport
 from llmtailor.background.snapshot import STUCK, Snapshot
 from llmtailor.background.writing import Share, write_share
@@ -62,14 +63,25 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaverState:
+    """What a saver knew before a save, and knows again if that fails."""
+
+    ledger: Ledger
+    samples: Samples
+    policy: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartialWork(Work):
     """A partial checkpoint, and what becomes true once it is published."""
 
     ledger: Ledger
     """The record of saves that includes this one"""
-    policy_state: Mapping[str, Any] | None
-    """The policy's state before the save, which is restored if it fails"""
+    previous: SaverState
+    linked: Path | None
+    """The earlier save that it takes files of"""
     samples: Samples = field(default_factory=dict)
+    """Of the masters that it holds"""
 
 
 class SaveRecord(Protocol):
@@ -140,6 +152,11 @@ class PendingSave:
         else:
             # a daemon: a write that never returns must not keep the process from ending
             threading.Thread(target=self._run, name="llmtailor-save", daemon=True).start()
+
+    @property
+    def arena(self) -> Arena | None:
+        """The host memory that it uses"""
+        return self._snapshot.arena if self._snapshot is not None else None
 
     @property
     def is_done(self) -> bool:

@@ -38,7 +38,7 @@ class RunRecord:
     """
 
     def __init__(
-        self, folder: RunFolder, ranks: Ranks, options: SavingOptions, carried: Callable[[], Collection[str]]
+        self, folder: RunFolder, ranks: Ranks, options: SavingOptions, carried: Callable[[], Mapping[str, bytes]]
     ) -> None:
         self.folder, self.ranks, self.board = folder, ranks, ranks.board()
         staging = options.staging_dir
@@ -53,7 +53,7 @@ class RunRecord:
         """Whether the run can be composed with the last save that was tested; rank 0 knows"""
         self.linked: Callable[[], Collection[Path]] = tuple
         """Returns the earlier saves that those in progress take files of"""
-        self._carried = carried
+        self.carried = carried
         self._proof: threading.Thread | None = None
         self._indexes: dict[Path, CheckpointIndex] = {}
         """Of the saves that were tested"""
@@ -145,7 +145,7 @@ class RunRecord:
             self._proof.start()
         if self.keep_composable is None:
             return []
-        folder, made, deleted = self.folder, [*self._carried()], []
+        folder, made, deleted = self.folder, [*self.carried()], []
         try:
             # later saves are not copied yet
             saves = [save for save in folder.saves() if save.step <= (ledger.step or 0)]

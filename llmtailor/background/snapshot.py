@@ -251,8 +251,8 @@ class DeltaBases:
         self._coming[name, begin] = room
         return room
 
-    def settle(self, is_published: bool) -> None:
-        """Take the outcome of that save into account."""
+    def record_outcome(self, is_published: bool) -> None:
+        """Keep those of that save, or drop them if it has failed."""
         self._kept |= self._coming if is_published else {}
         self._coming = {}
 
@@ -335,7 +335,7 @@ class Snapshot:
         self._start = dict(_copies(files))
         self._order = [*self._start]
         self._live = live
-        self._arena = arena
+        self.arena = arena
         self._stuck_after = stuck_after
         self._check = check
         self._last = {live.tensors[number].written_with: at for at, number in enumerate(self._order)}
@@ -498,7 +498,7 @@ class Snapshot:
                 chunk = self._compressed(number, at)
             else:
                 offset, length, taken = self._room(exact, begin, inside + begin)
-                content = self._arena.memory[offset : offset + length]
+                content = self.arena.memory[offset : offset + length]
                 ready = self._streams.copy(exact, begin, content)
                 begin += length
                 stop = begin if exact is live else size_of(live.packed, begin // exact.dtype.itemsize)
@@ -515,7 +515,7 @@ class Snapshot:
     def _compressed(self, number: int, start: int) -> _Chunk:
         """Fill free memory with frames, as many as there is room for. The smallest buffer has room for two, so that one
         fits wherever the ring has to begin again."""
-        live, size, inside = self._live.tensors[number], self._arena.num_bytes, self._frames_at % BLOCK_BYTES
+        live, size, inside = self._live.tensors[number], self.arena.num_bytes, self._frames_at % BLOCK_BYTES
         most = live.frame_room
         skipped = (inside - self._head) % BLOCK_BYTES
         position = (self._head + skipped) % size
@@ -523,19 +523,19 @@ class Snapshot:
             skipped, position = skipped + size - position + inside, inside
         free = self._wait_for(skipped + most) - skipped
         length = min(size - position, free, max(most, min(CHUNK_BYTES, size // 4)))
-        used, stop = live.fill_frames(start, bytes_of(self._arena.memory[position : position + length]))
+        used, stop = live.fill_frames(start, bytes_of(self.arena.memory[position : position + length]))
         self._frames_at += used
-        content = self._arena.memory[position : position + used]
+        content = self.arena.memory[position : position + used]
         return _Chunk(str(number), start, stop, content, skipped + used, None)
 
     def _wait_for(self, num_bytes: int) -> int:
         """Wait until so much of the arena is free; return how much is. Raises what ends the save."""
         with self._state:
-            while self._arena.num_bytes - (self._head - self._tail) < num_bytes and not self._given_up:
+            while self.arena.num_bytes - (self._head - self._tail) < num_bytes and not self._given_up:
                 self._state.wait()
             if self._given_up:
                 raise self._error or StorageError.at("saving", "save aborted", "see the log")
-            return self._arena.num_bytes - (self._head - self._tail)
+            return self.arena.num_bytes - (self._head - self._tail)
 
     def _room(self, live: LiveTensor, start: int, at: int) -> tuple[int, int, int]:
         """Return (offset, length, bytes taken) of free memory for a tensor's bytes from ``start`` on, which come next
@@ -545,7 +545,7 @@ class Snapshot:
         from there. That also aligns it for its dtype.
         """
         left = live.num_bytes - start
-        size = self._arena.num_bytes
+        size = self.arena.num_bytes
         skipped = (at - self._head) % BLOCK_BYTES
         position = (self._head + skipped) % size
         length = min(left, CHUNK_BYTES, size // 4 // BLOCK_BYTES * BLOCK_BYTES, size - position)
@@ -627,13 +627,13 @@ class StepBarrier:
         self._masters = masters
         self._snapshot = snapshot
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         """Wait until everything is copied."""
         if self._snapshot is not None:
             self._snapshot.wait()
             self._snapshot = None
 
-    def settle_frozen(self) -> None:
+    def wait_frozen_copied(self) -> None:
         """Wait until the tensors of `ANY_STEP` are copied."""
         if self._snapshot is not None:
             self._snapshot.wait(())

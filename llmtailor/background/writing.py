@@ -48,8 +48,7 @@ from llmtailor.frameworks.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.frameworks.trainer_state import is_marked, with_mark
 from llmtailor.live.model import is_adapted, saved_adapter
 from llmtailor.live.tensors import DTYPES, bytes_of, storage_of
-from llmtailor.live.training import Constant, LiveShard, StoredElsewhere, TensorPlaceholder, Training
-from llmtailor.model.dtypes import D24, DIFFERENCES, F24, ITEMSIZE
+from llmtailor.live.training import Constant, FrozenFile, LiveShard, Ranks, StoredElsewhere, TensorPlaceholder, Training
 from llmtailor.model.parts import ExpertSlice
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, MASTER, is_moment
@@ -95,105 +94,151 @@ class Share:
         return self.files if self.compressed is None else (*self.files, self.compressed.layout)
 
 
-def lay_out_share(
-    save_id: str,
-    step: int,
-    training: Training,
-    params: Collection[str],
-    masters: Collection[str],
-    trees: Mapping[str, Any],
-    ranks: Ranks,
-    before: Path | None,
-    frozen_params: FrozenParams,
-    precision: Precision = EXACT,
-    bases: DeltaBases | None = None,
-    based: Collection[str] = (),
-    pieces: Mapping[str, ExpertSlice] = MappingProxyType({}),
-) -> Share:
-    """Lay out this rank's files: its fragments of ``params``, and of the masters of ``masters``; its buffers and the
-    object trees of stock files by path; and its frozen params unless the previous save, ``before``, has the same.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareRequest:
+    """What a rank is to write in a save.
 
-    These names may be those of ``pieces`` that the training has fragments of (`model.find_trained_parts`).
-    ``frozen_params`` decides whether they have changed. ``based`` are params of ``masters`` that are stored as
-    differences from what ``bases`` has, which also gets what is saved of ``params``. Small tensors are copied at once,
-    because training may change them at any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not
-    hold.
+    The names of params may be those of ``pieces`` that the training has fragments of (`model.find_trained_parts`).
     """
-    live, bundle = LiveTensors(), Bundle(bundle_name(ranks.rank, ranks.world_size))
-    written_with: dict[str, int] = {}
-    groups: dict[int, int] = {}
-    kinds: dict[str, int] = {}
-    compressed: list[tuple[str, Elements, Copy, memoryview]] = []
-    without_moments = {*masters}
-    fragments = [*training.fragments([*params, *masters])]
-    kinds_of = _kinds_of(fragments)
-    for one in fragments:
-        if is_moment(one.kind) and one.param in without_moments:
-            continue
-        piece = pieces.get(one.param)
-        name, begin = (piece.param, piece.begin + one.begin) if piece else (one.param, one.begin)
-        if one.kind == MASTER:
-            written_with[name] = storage_of(one.tensor)
-        dtype = None
-        if _is_roundable(one):
-            # an expert's master is a piece of a tensor, which has one dtype
-            is_whole = one.param not in without_moments or piece is not None
-            dtype = precision.dtypes(kinds_of[one.param], with_moments=is_whole).get(one.kind)
-        base = None
-        if dtype in DIFFERENCES:
-            base = bases.of(name, begin, one.tensor.numel()) if bases and one.param in based else None
-            dtype = WITHOUT_BASE[dtype] if base is None else dtype
-            if dtype == D24 and not math.prod(training.params[name].shape):
-                dtype = F24  # there is nothing to compress
-            if dtype == D24 and base is not None:
-                how = D24 if one.tensor.device.type == "cpu" else None  # of a GPU, compressed when they are written
-                for content in live.entry(name, one.tensor, how, written_with[name], base=base).content:
-                    assert isinstance(content, Copy), "of a tensor"
-                    elements = one.box or (begin, begin + one.tensor.numel())
-                    compressed.append((name, elements, content, bytes_of(base)))
-                continue
-        elif dtype == F24 and bases is not None and piece is None:
-            base = bases.coming(name, begin, one.tensor.numel())
-        # the states of a sub-group after each other, as the optimizer writes them
-        group = groups.setdefault(written_with[name], len(groups))
-        storage = f"{group:08}.{kinds.setdefault(one.kind, len(kinds)):02}"
-        entry = live.entry(f"{one.kind}/{name}", one.tensor, dtype, written_with[name], storage, base)
-        if one.box is not None:
-            bundle.add_box(entry, one.box)
-        elif one.shape is None:
-            bundle.add_fragment(entry, begin)
-        else:
-            bundle.add_whole(replace(entry, shape=one.shape))
+
+    save_id: str
+    step: int
+    training: Training
+    params: Collection[str]
+    """Those that are saved with all states"""
+    masters: Collection[str]
+    """Those of which only the masters are"""
+    trees: Mapping[str, Any]
+    """The object trees of stock files by path"""
+    ranks: Ranks
+    before: Path | None
+    """The previous save"""
+    frozen_params: FrozenParams
+    """Decides whether these have changed"""
+    precision: Precision = EXACT
+    bases: DeltaBases | None = None
+    """Gets what is saved of ``params``"""
+    based: Collection[str] = ()
+    """Params of ``masters`` that are stored as differences from what ``bases`` has"""
+    pieces: Mapping[str, ExpertSlice] = MappingProxyType({})
+
+
+def lay_out_share(request: ShareRequest) -> Share:
+    """Lay out this rank's files: its states, buffers and object trees, and its frozen params unless the save before has
+    the same.
+
+    Small tensors are copied at once, because training may change them at any time. Raises UnsupportedCheckpoint for an
+    object that a checkpoint must not hold.
+    """
+    training, ranks, before = request.training, request.ranks, request.before
+    layout = _ShareLayout(request)
+    layout.add_states()
+    live, bundle = layout.live, layout.bundle
     for name, tensor in training.buffers().items():
         bundle.entries.append(live.entry(f"{BUFFER}/{name}", tensor.detach().clone()))
-    for stock, tree in trees.items():
+    for stock, tree in request.trees.items():
         bundle.trees[stock] = to_text(_encode(tree, _Special(bundle, live), stock))
     facts = {
-        "save_id": save_id,
-        "step": str(step),
+        "save_id": request.save_id,
+        "step": str(request.step),
         "rank": str(ranks.rank),
         "world_size": str(ranks.world_size),
     }
     files, linked, frozen = [bundle.lay_out(facts)], [], training.frozen()
-    digests, moving = frozen_params.look(frozen)
+    digests, moving = request.frozen_params.look(frozen)
     if frozen:
         fingerprint = f"{crc32(to_text(digests).encode()):08x}"
         if before is not None and (fact := _known(before, frozen.name, fingerprint)) is not None:
             linked.append(fact)
         else:
-            entries = [live.entry(key, tensor, None, ANY_STEP) for key, tensor in frozen.tensors.items()]
-            about = {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint}
-            places = {key: asdict(at) if isinstance(at, Box) else at for key, at in frozen.begin.items()}
-            about |= {"begin": to_text(places)} if places else {}
-            files.insert(0, lay_out_tensors(frozen.name, entries, about))
+            files.insert(0, _lay_out_frozen(frozen, fingerprint, live))
 
     def check() -> None:
         if frozen is not None:
-            frozen_params.check(frozen, digests, is_copied=not linked)
+            request.frozen_params.check(frozen, digests, is_copied=not linked)
 
     path = differences_name(ranks.rank, ranks.world_size)
-    more = lay_out_compressed(path, facts, compressed) if compressed else None
+    more = lay_out_compressed(path, facts, layout.compressed) if layout.compressed else None
     return Share(tuple(files), tuple(linked), live, check, moving, before, more)
+
+
+def _lay_out_frozen(frozen: FrozenFile, fingerprint: str, live: LiveTensors) -> FileLayout:
+    entries = [live.entry(key, tensor, None, ANY_STEP) for key, tensor in frozen.tensors.items()]
+    about = {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint}
+    places = {key: asdict(at) if isinstance(at, Box) else at for key, at in frozen.begin.items()}
+    about |= {"begin": to_text(places)} if places else {}
+    return lay_out_tensors(frozen.name, entries, about)
+
+
+class _ShareLayout:
+    """The states of a share, as they are laid out."""
+
+    def __init__(self, request: ShareRequest) -> None:
+        ranks = request.ranks
+        self.live, self.bundle = LiveTensors(), Bundle(bundle_name(ranks.rank, ranks.world_size))
+        self.compressed: list[tuple[str, Elements, Copy, memoryview]] = []
+        self._request, self._without_moments = request, {*request.masters}
+        self._written_with: dict[str, int] = {}
+        self._groups: dict[int, int] = {}
+        self._kinds: dict[str, int] = {}
+
+    def add_states(self) -> None:
+        request = self._request
+        fragments = [*request.training.fragments([*request.params, *request.masters])]
+        kinds_of = _kinds_of(fragments)
+        for fragment in fragments:
+            if not is_moment(fragment.kind) or fragment.param not in self._without_moments:
+                self._add(fragment, kinds_of[fragment.param])
+
+    def _add(self, fragment: LiveShard, kinds: Collection[str]) -> None:
+        request = self._request
+        piece = request.pieces.get(fragment.param)
+        name, begin = (piece.param, piece.begin + fragment.begin) if piece else (fragment.param, fragment.begin)
+        if fragment.kind == MASTER:
+            self._written_with[name] = storage_of(fragment.tensor)
+        dtype, base = self._dtype(fragment, kinds, name, begin)
+        if dtype == D24 and base is not None:
+            self._compress(fragment, name, begin, base)
+            return
+        # the states of a sub-group after each other, as the optimizer writes them
+        written_with = self._written_with[name]
+        group = self._groups.setdefault(written_with, len(self._groups))
+        storage = f"{group:08}.{self._kinds.setdefault(fragment.kind, len(self._kinds)):02}"
+        entry = self.live.entry(f"{fragment.kind}/{name}", fragment.tensor, dtype, written_with, storage, base)
+        if fragment.box is not None:
+            self.bundle.add_box(entry, fragment.box)
+        elif fragment.shape is None:
+            self.bundle.add_fragment(entry, begin)
+        else:
+            self.bundle.add_whole(replace(entry, shape=fragment.shape))
+
+    def _dtype(
+        self, fragment: LiveShard, kinds: Collection[str], name: str, begin: int
+    ) -> tuple[str | None, torch.Tensor | None]:
+        """Return the dtype in the file, None for that of the tensor, and the base: what the elements are differences
+        from, or where they are kept for later differences."""
+        request = self._request
+        if not _is_roundable(fragment):
+            return None, None
+        # an expert's master is a piece of a tensor, which has one dtype
+        with_moments = fragment.param not in self._without_moments or fragment.param in request.pieces
+        dtype = request.precision.dtypes(kinds, with_moments=with_moments).get(fragment.kind)
+        bases, numel = request.bases, fragment.tensor.numel()
+        if dtype not in DIFFERENCES:
+            is_kept = dtype == F24 and fragment.param not in request.pieces
+            return dtype, bases.coming(name, begin, numel) if bases is not None and is_kept else None
+        base = bases.of(name, begin, numel) if bases is not None and fragment.param in request.based else None
+        dtype = WITHOUT_BASE[dtype] if base is None else dtype
+        if dtype == D24 and not math.prod(request.training.params[name].shape):
+            dtype = F24  # there is nothing to compress
+        return dtype, base
+
+    def _compress(self, fragment: LiveShard, name: str, begin: int, base: torch.Tensor) -> None:
+        how = D24 if fragment.tensor.device.type == "cpu" else None  # of a GPU, compressed when they are written
+        for content in self.live.entry(name, fragment.tensor, how, self._written_with[name], base=base).content:
+            assert isinstance(content, Copy), "of a tensor"
+            elements = fragment.box or (begin, begin + fragment.tensor.numel())
+            self.compressed.append((name, elements, content, bytes_of(base)))
 
 
 def _kinds_of(fragments: Iterable[LiveShard]) -> dict[str, set[str]]:

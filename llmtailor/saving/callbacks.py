@@ -428,7 +428,7 @@ class PartialSaving(SaverCallback, Resuming):
             self._take(control)
 
     def on_epoch_end(self, args: TrainingArguments, _: object, control: TrainerControl, **__: object) -> None:
-        self._settle()
+        self._save_rng()
         if args.save_strategy == SaveStrategy.EPOCH:
             control.should_save = False
             if self.save_steps is None and self.overhead is None:
@@ -440,26 +440,26 @@ class PartialSaving(SaverCallback, Resuming):
             return
         if "train_loss" in logs:  # the final entry, after which the best model may be loaded
             self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
-            self._settle(is_last=True)
+            self._save_rng(is_last=True)
             if self.saver is not None:
                 self.saver.finish()
                 self._log()
         elif "loss" in logs and not control.should_evaluate:
-            self._settle()
+            self._save_rng()
 
     def on_evaluate(self, *_: object, **__: object) -> None:
         if self._pending_rng is not None:
             self._pending_rng = rng_tree()  # another data set may follow
 
     def on_step_begin(self, *_: object, **__: object) -> None:
-        self._settle()
+        self._save_rng()
 
     on_epoch_begin = on_step_begin
 
     def on_train_end(self, *_: object, **__: object) -> None:
         if self._resume is not None:
             self._resume.ended()
-        self._settle(is_last=True)
+        self._save_rng(is_last=True)
         if self.saver is not None:
             self.saver.close()
             if (newest := self.saver.newest) is not None and self.saver.ranks.is_first:
@@ -496,9 +496,9 @@ class PartialSaving(SaverCallback, Resuming):
     def _take(self, control: TrainerControl) -> None:
         self._pending_rng = rng_tree()
         if not (control.should_log or control.should_evaluate):
-            self._settle()
+            self._save_rng()
 
-    def _settle(self, *, is_last: bool = False) -> None:
+    def _save_rng(self, *, is_last: bool = False) -> None:
         rng, self._pending_rng = self._pending_rng, None
         if rng is None:
             return

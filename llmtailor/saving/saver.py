@@ -16,66 +16,55 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from llmtailor.attestation.check import announce
 from llmtailor.attestation.compare import OFF
 from llmtailor.attestation.hooks import PROCESS_HOOKS, AttestHooks
-from llmtailor.background.arena import Arena, allocate_arenas, needed_by
-from llmtailor.background.frozen import FrozenParams
+from llmtailor.background.arena import needed_by
 from llmtailor.background.options import SAME_FIX, SavingOptions
-from llmtailor.background.pending import PartialWork, PendingSave, save_error
-from llmtailor.background.process_exit import finish_at_end, release
+from llmtailor.background.pending import PartialWork, PendingSave
+from llmtailor.background.process_exit import finish_at_end
 from llmtailor.background.report import SaveFailed, SaveReport
 from llmtailor.background.run_record import RunRecord
-from llmtailor.background.snapshot import ANY_STEP, DeltaBases, Snapshot, StepBarrier
-from llmtailor.background.writing import carried_files, check_trees, describe_rounding, files_of, lay_out_share, publish
+from llmtailor.background.saver import STUCK, BackgroundSaver
+from llmtailor.background.snapshot import ANY_STEP
+from llmtailor.background.writing import Share, carried_files, check_trees, describe_rounding
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.codes import Code
-from llmtailor.errors import UnsupportedCheckpoint, UsageError
-from llmtailor.formats.optimizer_objects import UNSAVED_FIX
-from llmtailor.formats.partial.manifest import BundleFact, Manifest
+from llmtailor.errors import UsageError
 from llmtailor.live.attesting import attest_loop, attest_training
 from llmtailor.live.model import (
-    Drift,
     PartChanges,
-    Samples,
     Sums,
-    bias_correction,
+    TrainedModel,
     change_of,
-    copies_of_weights,
-    find_trained_parts,
-    weigh,
 )
-from llmtailor.live.tensors import DTYPES, storage_of
-from llmtailor.live.training import Training, TrainingObjects
-from llmtailor.model.dtypes import D24
-from llmtailor.model.parts import Part
+from llmtailor.live.tensors import DTYPES
+from llmtailor.live.training import Ranks, Training, TrainingObjects
 from llmtailor.model.precision import ADAMS, EXACT
-from llmtailor.model.roles import MASTER
+from llmtailor.model.roles import D24
 from llmtailor.policies import (
     DEFAULT_POLICY,
-    PartChoice,
     Policy,
-    Situation,
     check_policy,
-    choose,
     fitted,
     make_policy,
     precision_of,
     restore_state,
     saves_masters,
-    setbacks,
     state_of,
 )
 from llmtailor.ranks.errors import as_error
 from llmtailor.ranks.team import Ranks, check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.client_state import ClientState
+from llmtailor.saving.planner import SavePlanner, SaveRequest
 from llmtailor.saving.restart import resume
+from llmtailor.saving.trained_parts import MOST_SKIPPED, TrainedParts
 from llmtailor.storage import casts
 from llmtailor.storage.encoder import packer
 from llmtailor.storage.local import as_path
@@ -83,27 +72,7 @@ from llmtailor.storage.local import as_path
 logger = logging.getLogger("llmtailor.saving")
 
 
-_MOST_SKIPPED = 100
-"""Steps that an fp16 training may skip at its beginning, until the scale of the loss fits"""
-
-
-_STUCK = "is stuck; the disk is not accepting writes"
-
-
-@dataclass(frozen=True, slots=True)
-class _RunningSave:
-    """A save in progress, what it leaves if it is published, and what was before it, in case it fails."""
-
-    save: PendingSave
-    work: PartialWork
-    arena: Arena | None
-    ledger: Ledger
-    samples: Samples
-    linked: Path | None
-    """The earlier save that it takes files of"""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Vote:
     """What a rank knows before a save."""
 
@@ -116,21 +85,26 @@ class _Vote:
     sums: Sums
     is_composable: bool
     """Of rank 0: whether the run could be composed with the last save that was tested"""
-    previous: str
+    busy: str
     """What delays the oldest of the saves in progress; empty if there is room for another one"""
     save_id: str
 
 
 def _not_everywhere(votes: Sequence[_Vote]) -> set[str]:
     """Return the saves that are in progress for some ranks, and done for others."""
-    known = [set(vote.in_flight) for vote in votes]
-    return {save_id for one in known for save_id in one if not all(save_id in other for other in known)}
+    first, *others = (set(vote.in_flight) for vote in votes)
+    return first.union(*others) - first.intersection(*others)
 
 
-class PartialSaver:
+def _work_of(save: PendingSave) -> PartialWork:
+    return cast(PartialWork, save.work)
+
+
+class PartialSaver(BackgroundSaver):
     """Writes partial checkpoints of a training to ``<output_dir>/partial``. All ranks make the same calls.
 
-    `saver_for` makes one.
+    1) `saver_for` makes one. 2) `start` an attempt. 3) `save` between two optimizer steps; `reports` says which saves
+    have finished. 4) `close`.
 
     Args:
         output_dir: the run's folder, on a file system that all ranks share.
@@ -161,66 +135,67 @@ class PartialSaver:
         hooks: AttestHooks = PROCESS_HOOKS,
     ) -> None:
         self._hooks = hooks
-        self.options = options or SavingOptions()
+        self.options, self.ranks = options or SavingOptions(), Ranks.here()
         self.folder = RunFolder(Path(output_dir).absolute())
-        self.live = training
-        """The training itself; `training` cuts experts that are parts of their own"""
         self.policy = fitted(make_policy(policy), weights_are_masters=not training.rounds_masters)
-        self.ranks = Ranks.here()
-        self.carried = carried_files([*carried])
-        self.model, self.training = find_trained_parts(training, self.ranks, self.options.experts)
-        self.drift = Drift(self.model.part_of)
-        model, given = self.model, self.options.max_staleness
-        self.max_staleness = check_policy(
+        self._hooks, self._client = hooks, beside
+        self._trained = TrainedParts(training, self.ranks, self.options.experts)
+        model, given = self._trained.model, self.options.max_staleness
+        max_staleness = check_policy(
             self.policy, model.structure, model.parts, model.num_bytes, given, is_tested=is_tested
         )
         weights = DTYPES[training.precision] if training.rounds_masters else "F32"
-        self.precision = precision_of(self.policy, self.options.precision, weights)
-        if self.precision != EXACT:
+        precision = precision_of(self.policy, self.options.precision, weights)
+        if precision != EXACT:
             casts.loops()  # so that they are not compiled during a save
-        if D24 in self.precision.dtypes(with_moments=False).values():
+        if D24 in precision.dtypes(with_moments=False).values():
             packer()
-        differ = self.precision.has_differences and saves_masters(self.policy)
-        self._bases = DeltaBases() if differ else None
-        self._based: dict[Part, str] = {}
-        """Part -> ``save_id`` of the save that `_bases` has its masters of"""
-        self._client = beside
-        self.ledger = Ledger(self._new_id())
-        self._before: Path | None = None
-        self._flights: list[_RunningSave] = []
-        """The saves in progress, oldest first"""
+        keeps_bases = precision.has_differences and saves_masters(self.policy)
+        self._planner = SavePlanner(
+            self._trained,
+            self.policy,
+            precision,
+            beside,
+            Ledger(self._new_id()),
+            max_staleness=max_staleness,
+            ranks=self.ranks,
+            keeps_bases=keeps_bases,
+        )
         self._reports: list[SaveReport] = []
         self._newest: SaveReport | None = None
-        self._frozen = FrozenParams(self.training.frozen())
         self._has_moved = False
         """Whether frozen params have changed, and the cost was logged"""
-        self._is_weighed = self._has_state = all(self.ranks.run_on_all(training.has_state))
-        self._copies: Sequence[str] | None = None
-        """States with the names of moments that are copies of the weights; None until the first save"""
         self._begun_at: int | None = None
         """The step that training began at, if `start` was called"""
-        self.ranks.run_on_all(lambda: check_trees(self._trees(None)))
+        self._trained.begin()
+        self.ranks.run_on_all(lambda: check_trees(self._planner.trees(None)))
         mine = {"attest": self.options.attest, "on_mismatch": self.options.on_mismatch}  # ranks branch on these
         check_same(self.ranks.all_gather(mine), dict.fromkeys(mine, (SAME_FIX, UsageError)))
         self.ranks.run_on_first(self.folder.lock)
-        self.record = RunRecord(self.folder, self.ranks, self.options, self.carried)
-        if self._bases is not None and self.options.in_flight > 1:
+        self.record = RunRecord(self.folder, self.ranks, self.options, carried_files([*carried]))
+        if keeps_bases and self.options.in_flight > 1:
             what = "masters that are differences need the save before to be complete"
             raise UsageError.at("in_flight", what, 'omit it, or use masters="24bit"')
-        self._arenas = allocate_arenas(
-            self.options,
-            self.ranks,
-            training.writes_unseen,
-            lambda: needed_by(training, self.precision),
-            self.options.in_flight,
+        super().__init__(
+            self.options, self.ranks, self.record, training.writes_unseen, lambda: needed_by(training, precision)
         )
-        """None if a save stops training until it is complete"""
-        self.record.linked = lambda: {one.linked for one in [*self._flights] if one.linked is not None}
-        self._masters: frozenset[int] = frozenset()
-        """Storages of the masters, as of a save that had others than known before"""
-        self._barrier = StepBarrier(waits=bool(self._arenas))
+        self.record.linked = lambda: {
+            work.linked for work in map(_work_of, [*self._running]) if work.linked is not None
+        }
         if self._arenas:
             finish_at_end(self, self._finish_until)
+
+    @property
+    def model(self) -> TrainedModel:
+        return self._trained.model
+
+    @property
+    def training(self) -> Training:
+        return self._trained.training
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._planner.ledger
 
     def start(
         self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None, *, is_retry: bool = False
@@ -252,7 +227,7 @@ class PartialSaver:
         copier = self.record.copier
         if copier is not None and copier.is_staging:  # what it brings may be the save to continue
             copier.catch_up(self.folder)
-        self.ledger, self._before = self.ranks.run_on_first(
+        ledger, before = self.ranks.run_on_first(
             lambda: resume(
                 self.folder,
                 self.training,
@@ -267,17 +242,13 @@ class PartialSaver:
         self.record.is_begun = True
         if copier is not None and not copier.is_staging:
             copier.catch_up(self.folder)
-        if not self.ledger.held_by:
-            return False
-        restore_state(self.policy, self.ledger.policy_state)
-        # each part now has the state of its newest save
-        self.drift.remember(self.drift.samples(self.training.masters(), self.ledger.held_by))
-        return True
+        self._planner.resume(ledger, before)
+        return bool(ledger.held_by)
 
     def _attest(self, step: int, checkpoint: Path) -> None:
         """Compare the training with the checkpoint that its loop names, before the first step."""
         held = TrainingObjects(scheduler=self._client.scheduler)
-        attest = partial(attest_training, self.live, checkpoint, self.options.attest, held)
+        attest = partial(attest_training, self._trained.live, checkpoint, self.options.attest, held)
         say = self._hooks.take or announce
         attest_loop(attest, checkpoint, self.options.on_mismatch, step, self.record.append, say)
 
@@ -287,7 +258,7 @@ class PartialSaver:
         Call it after the first step to find out early: it raises UnsupportedCheckpoint, on every rank, if they cannot
         be saved, or if the optimizer has made none although training is at ``step``.
         """
-        return self._find_state(step, _MOST_SKIPPED if self.training.may_skip else 0)
+        return self._find_state(step, MOST_SKIPPED if self.training.may_skip else 0)
 
     def save(
         self,
@@ -317,23 +288,21 @@ class PartialSaver:
             UnsupportedCheckpoint: before the first save, for an optimizer that can't be saved; see `has_state`.
         """
         began, policy_state = time.monotonic(), state_of(self.policy)
-        self._find_state(step, _MOST_SKIPPED)  # the loop may have a scaler that the saver does not know
+        self._find_state(step, MOST_SKIPPED)  # the loop may have a scaler that the saver does not know
         try:
             agreed = self._agree(step, is_last)
             if agreed is None:
                 return None
             policy_state = state_of(self.policy)
-            work = self._lay_out(step, *agreed, write_state, rng, began)
-            used = [one.arena for one in self._flights]
-            arena = next((one for one in self._arenas if not any(one is other for other in used)), None)
-            snapshot, stops_training = self._snapshot(work, arena), not self._arenas
-            after = self._flights[-1].save if self._flights else None
-            save = PendingSave(self.record, work, snapshot, stops_training=stops_training, after=after)
-            self._flights.append(_RunningSave(save, work, arena, self.ledger, self.drift.kept(), self._before))
-            self.ledger = work.ledger
-            self.drift.remember(work.samples)
-            if stops_training:
-                self._settle()
+            save_id, changes = agreed
+            request = SaveRequest(
+                step=step, save_id=save_id, began=began, changes=changes, write_state=write_state, rng=rng
+            )
+            work = self._planner.plan(request, self.record)
+            save = self._start_save(work)
+            self._planner.begun(work)
+            if not self._arenas:
+                self._collect_finished()
                 if save.failure is not None:
                     raise save.failure
             elif work.share is not None and work.share.moving:
@@ -341,7 +310,7 @@ class PartialSaver:
                     what = "each save stops training to copy the frozen params that change: %s, %d in total"
                     logger.warning(what, work.share.moving[0], len(work.share.moving))
                 self._has_moved = True
-                self._barrier.settle_frozen()
+                self._barrier.wait_frozen_copied()
             return save
         except Exception as error:
             restore_state(self.policy, policy_state)
@@ -351,325 +320,116 @@ class PartialSaver:
 
     def reports(self) -> list[SaveReport]:
         """Return the saves that this rank knows to have finished since the last call."""
-        self._settle()
+        self._collect_finished()
         reports, self._reports = self._reports, []
         return reports
 
     @property
     def is_busy(self) -> bool:
         """Whether this rank knows of a save in progress."""
-        return any(not one.save.is_done for one in self._flights)
+        return any(not save.is_done for save in self._running)
 
     @property
     def newest(self) -> SaveReport | None:
         """The newest save of this process that this rank knows to be published"""
-        return next((one.save.report for one in reversed(self._flights) if one.save.report), self._newest)
-
-    def finish(self) -> None:
-        """Wait until no save is in progress. One whose disk is stuck is given up."""
-        if self._flights:
-            self._barrier.settle()
-        for save in [one.save for one in self._flights]:
-            if not save.wait_unless_stuck():
-                logger.warning("the save at step %d was aborted: its disk is stuck", save.step)
-                save.give_up()
+        return next((save.report for save in reversed(self._running) if save.report), self._newest)
 
     def close(self) -> None:
         """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
         self.finish()
-        self._settle()  # a save that is done holds the host buffer
-        self._arenas = []
-        release(self)
+        self._collect_finished()
+        super().close()
         self.record.close()
-        self._barrier.remove()
 
-    def _finish_until(self, until: float) -> None:
-        for one in [*self._flights]:
-            one.save.finish_until(until)
+    def _step_writers(self, share: Share) -> tuple[Collection[object], frozenset[int]]:
+        written_with = frozenset(tensor.written_with for tensor in share.live.tensors) - {0, ANY_STEP}
+        return self._trained.live.optimizers(), self._trained.masters(written_with)
+
+    def _find_state(self, step: int | None, most_skipped: int) -> bool:
+        """Return what `has_state` does; the optimizer may have left out ``most_skipped`` steps of the training."""
+        made = step - self._begun_at if step is not None and self._begun_at is not None else 0
+        return self._trained.find_state(made, most_skipped)
 
     def _agree(self, step: int, is_last: bool) -> tuple[str, PartChanges] | None:
         """Exchange what the ranks know. Return the id of the save to make, and how parts have changed; None if there is
         none."""
-        if self._flights:
-            self._barrier.settle()  # only a save without a step in between is still copied
-            is_full = len(self._flights) >= self.options.in_flight
-            if is_full and (is_last or self.options.when_busy == "wait"):
-                self._flights[0].save.wait_unless_stuck()
-            if any(one.save.failure is not None for one in self._flights):  # what follows would fail, too
-                self._wait_for([one.work.save_id for one in self._flights])
+        self._wait_for_room(may_wait=is_last or self.options.when_busy == "wait")
+        if any(save.failure is not None for save in self._running):  # what follows would fail, too
+            self._wait_for([save.work.save_id for save in self._running])
         votes = self.ranks.run_on_all(self._vote)
-        first = votes[0]
-        if first.previous:
-            logger.warning("step %d: save skipped: the previous save %s", step, first.previous)
-            return None
-        while unlike := _not_everywhere(votes):  # not everybody has heard yet that they are published, or have failed
+        busy = votes[0].busy
+        while not busy and (unlike := _not_everywhere(votes)):
+            # not everybody has heard yet that they are published, or have failed
             self._wait_for(unlike)
             votes = self.ranks.run_on_all(self._vote)
-            first = votes[0]
-            if any(vote.previous == _STUCK for vote in votes):
-                logger.warning("step %d: save skipped: the previous save %s", step, _STUCK)
-                return None
+            busy = STUCK if any(vote.busy == STUCK for vote in votes) else ""
+        if busy:
+            logger.warning("step %d: save skipped: the previous save %s", step, busy)
+            return None
         if changes := [vote.has_changed for vote in votes if vote.has_changed]:
             logger.warning("the model has changed: %s; this save holds every part", changes[0])
             self._forget()
-        if not first.is_composable and self.ledger.held_by and set(self.ledger.steps.values()) != {self.ledger.step}:
+        ledger = self.ledger
+        if not votes[0].is_composable and ledger.held_by and set(ledger.steps.values()) != {ledger.step}:
             logger.warning("the run can't be composed with the last save; this one holds every part")
             self._forget()
         if not all(vote.has_state for vote in votes):
             logger.warning("step %d: save skipped: the optimizer has not made a step yet", step)
             return None
-        if not self._is_weighed:
-            self.model, self._is_weighed = weigh(self.model, self.training, self.ranks), True
-        if self._copies is None:
-            self._copies = copies_of_weights(self.training, self.model.names_in(self.model.parts), self.ranks)
-            if self._copies and self.ranks.is_first:
-                what = "%s of the optimizer is a copy of the weights: each save that holds masters holds it, too"
-                logger.warning(what, ", ".join(self._copies))
-            if not {*ADAMS}.isdisjoint(self._copies):
-                self.precision = replace(self.precision, moments=EXACT.moments)
-            if self.ranks.is_first:
-                fragments = self.training.fragments(self.model.names_in(self.model.parts))
-                if told := describe_rounding(self.precision, fragments):
-                    level = logging.WARNING if self.policy.name == DEFAULT_POLICY else logging.INFO
-                    logger.log(level, "saves hold %s (policy %s)", told, self.policy)
-        return first.save_id, change_of([vote.sums for vote in votes])
+        if self._trained.measure():
+            self._log_rounding()
+        return votes[0].save_id, change_of([vote.sums for vote in votes])
+
+    def _log_rounding(self) -> None:
+        if not {*ADAMS}.isdisjoint(self._trained.copies or ()):
+            self._planner.keep_moments_exact()
+        if self.ranks.is_first:
+            fragments = self.training.fragments(self.model.names_in(self.model.parts))
+            if told := describe_rounding(self._planner.precision, fragments):
+                level = logging.WARNING if self.policy.name == DEFAULT_POLICY else logging.INFO
+                logger.log(level, "saves hold %s (policy %s)", told, self.policy)
 
     def _wait_for(self, save_ids: Collection[str]) -> None:
-        for save in [one.save for one in self._flights if one.work.save_id in save_ids]:
-            save.wait_unless_stuck()
+        for save in self._running:
+            if save.work.save_id in save_ids:
+                save.wait_unless_stuck()
 
     def _vote(self) -> _Vote:
-        self._settle()
-        previous = ""
-        if self._flights and self._flights[0].save.is_stuck:
-            previous = _STUCK
-        elif len(self._flights) >= self.options.in_flight:
-            previous = "is still being written"
-        has_changed, has_state = self.training.refresh(), self._look_for_state()
-        sums: Sums = {}
-        if has_state and not has_changed:
-            fragments = self.training.fragments(self.drift.part_of.keys())
-            sums = self.drift.sums(fragments, bias_correction(self.training.optimizers()))
-        in_flight = tuple(one.work.save_id for one in self._flights if not one.save.is_done)
-        is_composable = self.record.is_composable
-        return _Vote(in_flight, has_changed, has_state, sums, is_composable, previous, uuid.uuid4().hex)
+        self._collect_finished()
+        has_changed, has_state = self.training.refresh(), self._trained.look_for_state()
+        return _Vote(
+            in_flight=tuple(save.work.save_id for save in self._running if not save.is_done),
+            has_changed=has_changed,
+            has_state=has_state,
+            sums=self._trained.sums() if has_state and not has_changed else {},
+            is_composable=self.record.is_composable,
+            busy=self._why_busy(),
+            save_id=uuid.uuid4().hex,
+        )
 
-    def _settle(self) -> None:
+    def _collect_finished(self) -> None:
         """Take the outcomes of earlier saves into account, oldest first."""
-        while self._flights and self._flights[0].save.is_done:
-            self._land(self._flights.pop(0))
+        while self._running and self._running[0].is_done:
+            self._complete(self._running.pop(0))
 
-    def _land(self, flight: _RunningSave) -> None:
-        save, work = flight.save, flight.work
-        if save.failure is None:
-            self._before = save.path
-        else:
-            while self._flights:  # they build on it, and fail with it
-                later = self._flights.pop(0).save
-                if not later.wait_unless_stuck():
-                    later.give_up()
-            if any(problem.code is Code.NOT_ROUNDABLE for problem in save.failure.problems):
-                self.precision = replace(self.precision, moments=EXACT.moments)
-            self.ledger = flight.ledger
-            self.drift.restore(flight.samples)
-            restore_state(self.policy, work.policy_state)
-        if self._bases is not None:
-            self._bases.settle(save.failure is None)
-            held = (part for part, step in work.ledger.steps.items() if step == save.step)
-            self._based |= dict.fromkeys(held, work.save_id) if save.failure is None else {}
+    def _complete(self, save: PendingSave) -> None:
         if save.report is not None:
+            self._planner.published(_work_of(save))
             self._reports.append(save.report)
             self._newest = save.report
-
-    def _lay_out(
-        self,
-        step: int,
-        save_id: str,
-        changes: PartChanges,
-        write_state: Callable[[Path], None] | None,
-        rng: Mapping[str, object] | None,
-        began: float,
-    ) -> PartialWork:
-        """Choose parts, and lay out what this rank writes of them, without exchanging anything.
-
-        The other ranks learn of an error when all have written.
-        """
-        path = self.record.first.at(step)
-        work = PartialWork(
-            save_id=save_id,
-            began=began,
-            report=SaveReport(step=step, path=path),
-            folder=path,
-            ledger=self.ledger,
-            policy_state=state_of(self.policy),
-        )
-        try:
-            choice = self._choose(step, changes)
-            ledger = self.ledger.after(step, choice.parts, self.model.parts, state_of(self.policy))
-            share = lay_out_share(
-                save_id,
-                step,
-                self.training,
-                params=self.model.names_in(choice.parts),
-                masters=self.model.names_in(choice.masters),
-                trees=self._trees(rng),
-                ranks=self.ranks,
-                before=self._before,
-                frozen_params=self._frozen,
-                precision=self.precision,
-                bases=self._bases,
-                based=self.model.names_in([part for part in choice.masters if part in self._based]),
-                pieces=self.model.structure.pieces,
-            )
-            report = replace(
-                work.report,
-                parts={str(part): why for part, why in choice.parts.items()},
-                drift=changes.drift,
-                expected_loss=changes.expected_loss,
-                steps_behind=ledger.steps_behind(),
-                masters=choice.masters,
-                updates_missed=max(ledger.missed.values(), default=0),
-            )
-            samples = self.drift.samples(self.training.masters(), choice.parts)
-            complete = None
-            if self.ranks.is_first:
-                complete = self._publication(save_id, step, choice, ledger, changes, write_state)
-            return replace(work, report=report, ledger=ledger, samples=samples, share=share, publish=complete)
-        except Exception as error:
-            return replace(work, refusal=save_error(error, self.ranks))
-
-    def _snapshot(self, work: PartialWork, arena: Arena | None) -> Snapshot | None:
-        """Return what copies the tensors of a save in the background; the next step of the optimizer waits for it."""
-        share = work.share
-        if share is None or arena is None:
-            return None
-        snapshot = Snapshot(share.live, share.copied, arena, self.options.write_timeout, work.began, share.check)
-        if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
-            self._masters = frozenset(storage_of(one.tensor) for one in self.live.masters())
-        self._barrier.arm(snapshot, self.live.optimizers(), self._masters)
-        return snapshot
-
-    def _choose(self, step: int, changes: PartChanges) -> PartChoice:
-        """Return the parts that the save at a step holds, with the reasons."""
-        ledger, model = self.ledger, self.model
-        if not ledger.held_by:
-            return PartChoice(dict.fromkeys(model.parts, "complete base"), frozenset())
-        situation = Situation(
-            step=step,
-            save=ledger.saves,
-            structure=model.structure,
-            parts=model.parts,
-            num_bytes=model.num_bytes,
-            last=ledger.last,
-            drift=changes.drift if self.policy.needs_drift else None,
-            expected_loss=changes.expected_loss if self.policy.needs_drift else None,
-        )
-        choice = choose(self.policy, situation, self.max_staleness)
-        always = dict(model.always)
-        if self._copies:
-            always |= dict.fromkeys(choice.masters, "the optimizer keeps a copy of the weights")
-        if always.keys() - choice.parts.keys():
-            reasons = {**always, **choice.parts}
-            parts = {part: reasons[part] for part in model.parts if part in reasons}
-            choice = replace(choice, parts=parts, masters=tuple(part for part in choice.masters if part not in parts))
-        for problem in choice.problems if self.ranks.is_first else ():
-            logger.warning("%s", problem)
-        return choice
-
-    def _trees(self, rng: Mapping[str, object] | None) -> dict[str, Any]:
-        """Return the object trees of all stock files that this rank would write."""
-        return self._client.trees(self.training.trees(), self.ranks, rng)
-
-    def _publication(
-        self,
-        save_id: str,
-        step: int,
-        choice: PartChoice,
-        ledger: Ledger,
-        changes: PartChanges,
-        write_state: Callable[[Path], None] | None,
-    ) -> Callable[[Sequence[BundleFact]], None]:
-        """Return what completes the save on rank 0; ``write_state`` writes ``trainer_state.json`` into a folder."""
-        resumed = max(self.ledger.history.values(), default=0)  # what a resumed training has changed is newer
-        changed_in = {str(part): step - max(held, resumed) for part, held in self.ledger.steps.items()}
-        # of stale moments alone there is no estimate
-        setback = setbacks(changes.expected_loss, changed_in) if not choice.masters else {}
-        model, training, pieces = self.model, self.training, self.model.structure.pieces
-        names_of = {part: model.params_of[part] for part in (*choice.parts, *choice.masters)}
-        manifest = Manifest(
-            step=step,
-            save_id=save_id,
-            stage=training.stage,
-            world_size=self.ranks.world_size,
-            precision=DTYPES[training.precision],
-            tag=training.tag,
-            parts=choice.parts,
-            params_of={part: [name for name in names if name not in pieces] for part, names in names_of.items()},
-            params=training.params,
-            tied=training.tied,
-            saved_as=model.saved_as,
-            bundles=(),
-            shards=training.shards(),
-            ledger=ledger.to_json(),
-            setback={Part(part): steps for part, steps in setback.items() if part not in choice.parts},
-            pieces_of={
-                part: {one.param: (one.begin, one.end) for name in names if (one := pieces.get(name))}
-                for part, names in names_of.items()
-            },
-            masters=choice.masters,
-            bases={
-                part: self._based[part]
-                for part in choice.masters
-                if part in self._based and any(name not in pieces for name in model.params_of[part])
-            },
-        )
-        return partial(
-            publish,
-            self.record.first.at(step),
-            manifest,
-            policy={"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness},
-            num_bytes=dict(model.num_bytes),
-            attempt=ledger.past(step),
-            files={**self._client.files(), **(files_of(write_state) if write_state is not None else {})},
-            carried=self.carried(),
-            before=self._before,
-            elsewhere=copier.elsewhere if (copier := self.record.copier) is not None else (),
-        )
-
-    def _new_id(self) -> str:
-        return self.ranks.broadcast(uuid.uuid4().hex[:12])
+            return
+        while self._running:  # they build on it, and fail with it
+            later = self._running.pop(0)
+            if not later.wait_unless_stuck():
+                later.give_up()
+        self._planner.failed(_work_of(save))
+        if save.failure is not None and any(one.code is Code.NOT_ROUNDABLE for one in save.failure.problems):
+            self._planner.keep_moments_exact()
 
     def _forget(self) -> None:
         """Let the next save hold every part, as the first one."""
-        self.model, self.training = find_trained_parts(self.live, self.ranks, self.options.experts)
-        self.drift = Drift(self.model.part_of)
-        self._based = {}
+        self._planner.forget()
         self.record.planned.clear()
-        self.ledger = self.ledger.without(self.ledger.held_by.keys())
 
-    def _find_state(self, step: int | None, most_skipped: int) -> bool:
-        """Return what `has_state` does; the optimizer may have left out ``most_skipped`` steps of the training."""
-        made = step - self._begun_at if step is not None and self._begun_at is not None else 0
-        if not self._has_state:
-            self._has_state = all(self.ranks.run_on_all(lambda: self._look_for_state(made - most_skipped)))
-            if self._has_state and self.ranks.is_first and self._keeps_nothing():
-                logger.info("the optimizer keeps no states of the params, so that saves hold the weights alone")
-        return self._has_state
-
-    def _keeps_nothing(self) -> bool:
-        params = [name for name, fact in self.training.params.items() if fact.role == "trainable"]
-        return {one.kind for one in self.live.fragments(params)} == {MASTER}
-
-    def _look_for_state(self, num_missing: int = 0) -> bool:
-        """Return whether this rank has moments to save. Raises UnsupportedCheckpoint if it can't save any, or if they
-        are ``num_missing`` steps late."""
-        has_state, training = self.training.has_state(), self.training
-        if has_state:
-            return True
-        where = "the optimizer" + "".join(f" {type(one).__name__}" for one in training.optimizers())
-        if training.has_stepped():
-            raise UnsupportedCheckpoint.at(where, "it has made a step but has no moments", UNSAVED_FIX)
-        if num_missing > 0:
-            what = "training never calls its step(), so its states are unknown"
-            raise UnsupportedCheckpoint.at(where, what, UNSAVED_FIX)
-        return False
+    def _new_id(self) -> str:
+        return self.ranks.broadcast(uuid.uuid4().hex[:12])

@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 
-from llmtailor.background.arena import allocate_arenas
 from llmtailor.background.options import SAME_FIX, SavingOptions
 from llmtailor.background.pending import PendingSave, Work, save_error
-from llmtailor.background.process_exit import finish_at_end, release
+from llmtailor.background.process_exit import finish_at_end
 from llmtailor.background.report import SaveReport
-from llmtailor.background.snapshot import LiveTensors, Snapshot, StepBarrier
+from llmtailor.background.saver import BackgroundSaver
+from llmtailor.background.snapshot import LiveTensors
 from llmtailor.background.writing import Share, check_written
 from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
 from llmtailor.errors import StorageError, TailorError, TargetError, UsageError
@@ -86,7 +86,7 @@ def finish_before(owner: Any, name: str) -> None:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenSave:
     """A save whose files are being handed over."""
 
     save_id: str
@@ -147,7 +147,7 @@ class _Record:
         """Nothing: a stock checkpoint has no log."""
 
 
-class StockSaver:
+class StockSaver(BackgroundSaver):
     """Saves what a framework hands over. All ranks make the same calls, between two optimizer steps::
 
         with saver.saving(folder, step) as is_saving:
@@ -170,17 +170,14 @@ class StockSaver:
         writes_unseen: Callable[[], str | None] = lambda: None,
         masters: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
-        self._model, self._held, self._masters, self.options = model, optimizers, masters, options
-        self.ranks = Ranks.here()
+        self._model, self._held, self._masters, ranks = model, optimizers, masters, Ranks.here()
         mirrors: list[StockMirror] = []
         if options.mirror is not None:
-            self.ranks.run_on_first(lambda: mirrors.append(StockMirror(f"{options.mirror}")))
-        self._record = _Record(self.ranks, options.write_timeout, mirrors[0] if mirrors else None)
-        arenas = allocate_arenas(options, self.ranks, lambda: self._why_not() or writes_unseen(), self._needed)
-        self._arena = arenas[0] if arenas else None
-        self._barrier = StepBarrier(waits=self._arena is not None)
+            ranks.run_on_first(lambda: mirrors.append(StockMirror(f"{options.mirror}")))
+        self.record: _Record = _Record(ranks, options.write_timeout, mirrors[0] if mirrors else None)
+        super().__init__(options, ranks, self.record, lambda: self._why_not() or writes_unseen(), self._needed)
         self.is_closed = False
-        self._open: _Open | None = None
+        self._open: _OpenSave | None = None
         self._swept: set[Path] = set()
         self.pending: PendingSave | None = None
         """The newest save of this process"""
@@ -205,7 +202,7 @@ class StockSaver:
         Yields whether there is a save: not if the previous one is still being written and ``when_busy`` is ``skip``, or
         its disk is stuck, or if the hidden folder can't be made. Raises SaveFailed only if saves stop training.
         """
-        if not self._begin(folder.absolute(), step, complete, (near or folder.parent).absolute()):
+        if not self._open_save(folder.absolute(), step, complete, (near or folder.parent).absolute()):
             yield False
             return
         try:
@@ -213,10 +210,10 @@ class StockSaver:
         except BaseException as error:
             assert self._open is not None
             self._open.refusal = save_error(error, self.ranks) if isinstance(error, Exception) else None
-            self._end(is_refused=True)
+            self._close_save(is_refused=True)
             raise
-        save = self._end()
-        if self._arena is None and save.failure is not None:
+        save = self._close_save()
+        if not self._arenas and save.failure is not None:
             raise save.failure
 
     def place(self, path: str | Path) -> Path:
@@ -283,26 +280,12 @@ class StockSaver:
             for module, name, write in stock:
                 setattr(module, name, write)
 
-    def finish(self) -> None:
-        """Wait until no save is in progress. One whose disk is stuck is given up."""
-        if (save := self.pending) is not None:
-            self._barrier.settle()
-            if not save.wait_unless_stuck():
-                logger.warning("the save at step %d was aborted: its disk is stuck", save.step)
-                save.give_up()
-
     def close(self) -> None:
-        """Finish the save in progress, and free the host memory."""
         self.finish()
-        if self._record.mirror is not None and not self.is_closed:
-            self._record.mirror.close(self.options.write_timeout)
-        self._arena, self.is_closed = None, True
-        self._barrier.remove()
-        release(self)
-
-    def _finish_until(self, until: float) -> None:
-        if self.pending is not None:
-            self.pending.finish_until(until)
+        if self.record.mirror is not None and not self.is_closed:
+            self.record.mirror.close(self.options.write_timeout)
+        self.is_closed = True
+        super().close()
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """Return torch's optimizers."""
@@ -327,23 +310,18 @@ class StockSaver:
         room = _ROOM_BYTES + 4 * BLOCK_BYTES * len(sizes)
         return sum(sizes) + room, any(one.is_cuda for one in (*masters.values(), *weights.values()))
 
-    def _begin(self, folder: Path, step: int, complete: Callable[[], None], near: Path) -> bool:
+    def _open_save(self, folder: Path, step: int, complete: Callable[[], None], near: Path) -> bool:
         began = time.monotonic()
-        if self.pending is not None:
-            self._barrier.settle()
-            if self.options.when_busy == "wait":
-                self.pending.wait_unless_stuck()
-        busy = ["", "is still being written", "is stuck; the disk is not accepting writes"]
-        mine = {"folder": str(folder), "busy": busy[self.pending is not None and not self.pending.is_done]}
-        if self.pending is not None and self.pending.is_stuck:
-            mine["busy"] = busy[2]
-        votes = self.ranks.all_gather(mine)
+        self._wait_for_room(may_wait=self.options.when_busy == "wait")
+        self._running = [save for save in self._running if not save.is_done]
+        votes = self.ranks.all_gather({"folder": str(folder), "busy": self._why_busy()})
         check_same(votes, {"folder": (SAME_FIX, UsageError)})
         if why := votes[0]["busy"]:
             logger.warning("step %d: save skipped: the previous save %s", step, why)
             return False
-        if self.pending is not None:
-            self.pending.wait_unless_stuck()  # rank 0 knows already that it is published
+        for save in self._running:
+            save.wait_unless_stuck()  # rank 0 knows already that it is published
+        self._running = []
         staging = near / f".{folder.name}.llmtailor-saving" / folder.name
         try:
             save_id = self.ranks.run_on_first(lambda: self._make_room(staging))
@@ -351,7 +329,7 @@ class StockSaver:
             logger.warning("the save at step %d failed; training continues without it: %s", step, error)
             return False
         stepped = stepped_storages(self._optimizers(), self._model)
-        self._open = _Open(save_id, began, step, folder, staging, stepped, complete)
+        self._open = _OpenSave(save_id, began, step, folder, staging, stepped, complete)
         return True
 
     def _make_room(self, staging: Path) -> str:
@@ -362,11 +340,11 @@ class StockSaver:
                 if not left.is_symlink():
                     _sweep(left)
             self._swept.add(parent)
-        self._record.claim(staging.parent)
+        self.record.claim(staging.parent)
         staging.mkdir()
         return uuid.uuid4().hex
 
-    def _end(self, *, is_refused: bool = False) -> PendingSave:
+    def _close_save(self, *, is_refused: bool = False) -> PendingSave:
         found, self._open = self._open, None
         assert found is not None
         report = SaveReport(step=found.step, path=found.folder)
@@ -377,16 +355,14 @@ class StockSaver:
         else:
             work = replace(work, share=Share(tuple(found.files), (), found.live, lambda: None))
         if self.ranks.is_first:
-            dispose = partial(self._record.dispose, found.staging.parent)
+            dispose = partial(self.record.dispose, found.staging.parent)
             work = replace(work, publish=partial(_publish, found.staging, found.folder, found.complete, dispose))
-        snapshot = None
-        if self._arena is not None and work.share is not None and found.live.tensors:
-            snapshot = Snapshot(found.live, found.files, self._arena, self.options.write_timeout, found.began)
-            optimizers = self._optimizers()
-            masters = frozenset(storage_of(one) for optimizer in optimizers for one in masters_of(optimizer))
-            self._barrier.arm(snapshot, optimizers, masters)
-        self.pending = PendingSave(self._record, work, snapshot, stops_training=self._arena is None)
+        self.pending = self._start_save(work)
         return self.pending
+
+    def _step_writers(self, share: Share) -> tuple[Collection[object], frozenset[int]]:
+        optimizers = self._optimizers()
+        return optimizers, frozenset(storage_of(one) for optimizer in optimizers for one in masters_of(optimizer))
 
 
 def _sweep(hidden: Path) -> bool:

@@ -38,7 +38,7 @@ from llmtailor.errors import StorageError, UsageError
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.live.tensors import storage_of
 from llmtailor.live.torch_training import PlainTraining
-from llmtailor.saving import SaveFailed, SavingOptions, saver
+from llmtailor.saving import SaveFailed, SavingOptions, planner
 from saving.loop import Disk, Loop, log_of
 from trainings.harness import start_ranks
 
@@ -181,7 +181,7 @@ def test_a_save_is_not_published_without_the_one_before(tmp_path, disk, loop, mo
     """Its files are complete, but the record in it names a save that is not there."""
     run = loop(policy="round_robin:4", in_flight=2)
     run.make_saves()
-    publish, waiting = saver.publish, threading.Event()
+    publish, waiting = planner.publish, threading.Event()
 
     def fail_once(folder, *args, **kwargs):
         if folder.name.endswith("2"):
@@ -189,7 +189,7 @@ def test_a_save_is_not_published_without_the_one_before(tmp_path, disk, loop, mo
             raise OSError(errno.EIO, "Input/output error")
         return publish(folder, *args, **kwargs)
 
-    monkeypatch.setattr(saver, "publish", fail_once)
+    monkeypatch.setattr(planner, "publish", fail_once)
     run.train()
     first = run.save()
     run.train()
@@ -364,13 +364,13 @@ def test_a_frozen_param_that_moves_first_while_it_is_copied_costs_one_save(loop,
 
 def test_a_check_that_takes_long_is_awaited(loop, monkeypatch):
     """Also if everything is read and written before it refuses."""
-    lay_out = saver.lay_out_share
+    lay_out = planner.lay_out_share
 
     def refuse():
         time.sleep(0.2)
         raise StorageError.at("saving", "the check refuses", "see the test")
 
-    monkeypatch.setattr(saver, "lay_out_share", lambda *args, **named: replace(lay_out(*args, **named), check=refuse))
+    monkeypatch.setattr(planner, "lay_out_share", lambda request: replace(lay_out(request), check=refuse))
     run = loop(policy="full")
     run.train()
     with pytest.raises(SaveFailed, match="the check refuses"):

@@ -279,9 +279,9 @@ def test_a_failed_save_is_no_base():
     bases = DeltaBases()
     bases.coming("a", 0, 2).fill_(7)
     assert bases.of("a", 0, 2) is None
-    bases.settle(True)
+    bases.record_outcome(True)
     bases.coming("a", 0, 2).fill_(8)
-    bases.settle(False)
+    bases.record_outcome(False)
     assert bases.of("a", 0, 2).tolist() == [7] * 6 and bases.of("a", 0, 3) is None and bases.of("a", 2, 2) is None
 
 
