@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llmtailor.attestation.report import Attestation
-    from llmtailor.ranks.group import Team
+    from llmtailor.ranks.team import Ranks
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class AttestHooks:
     """
 
     before_saving: Callable[[], None] | None = None
-    take: Callable[[Attestation, Team, str], None] | None = None
+    take: Callable[[Attestation, Ranks, str], None] | None = None
 
 
 PROCESS_HOOKS = AttestHooks()

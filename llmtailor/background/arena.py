@@ -17,8 +17,9 @@ from llmtailor.background.options import SavingOptions
 from llmtailor.checkpoint.layout import BLOCK_BYTES
 from llmtailor.copying.streams import huge_pages
 from llmtailor.errors import UsageError
-from llmtailor.live.training import Ranks, Training
+from llmtailor.live.training import Training
 from llmtailor.model.precision import EXACT, Precision
+from llmtailor.ranks.team import Ranks
 from llmtailor.storage import casts
 
 logger = logging.getLogger("llmtailor.saving")

@@ -29,9 +29,9 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import Problem, StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.live.model import Samples
-from llmtailor.live.training import Ranks
-from llmtailor.ranks.board import Pulse, StoreBoard, as_error, await_messages, from_json, merged, to_json, turns
-from llmtailor.ranks.group import check_same
+from llmtailor.ranks.errors import as_error, from_json, merged, to_json
+from llmtailor.ranks.store import KeyValueStore, Pulse, await_messages, turns
+from llmtailor.ranks.team import Ranks, check_same
 
 logger = logging.getLogger("llmtailor.saving")
 _LAST_S = 5.0

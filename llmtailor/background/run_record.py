@@ -18,7 +18,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import StorageError, TailorError, TargetError, Unanswered
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.live.training import Ranks
+from llmtailor.ranks.team import Ranks
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.gc import deletable
 from llmtailor.runs.save_log import LOG
@@ -40,11 +40,11 @@ class RunRecord:
     def __init__(
         self, folder: RunFolder, ranks: Ranks, options: SavingOptions, carried: Callable[[], Mapping[str, bytes]]
     ) -> None:
-        self.folder, self.ranks, self.board = folder, ranks, ranks.board()
+        self.folder, self.ranks, self.store = folder, ranks, ranks.store()
         staging = options.staging_dir
         self.first = folder if staging is None else RunFolder(Path(staging).absolute())
         """Where saves are written"""
-        self.copier = open_tier(folder, self.first, options, ranks, self.board, self.append)
+        self.copier = open_tier(folder, self.first, options, ranks, self.store, self.append)
         self.write_timeout = options.write_timeout
         self.keep_composable = options.keep_composable
         self.is_begun = False

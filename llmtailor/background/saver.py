@@ -12,7 +12,7 @@ from llmtailor.background.pending import PendingSave, SaveRecord, Work
 from llmtailor.background.process_exit import release
 from llmtailor.background.snapshot import Snapshot, StepBarrier
 from llmtailor.background.writing import Share
-from llmtailor.live.training import Ranks
+from llmtailor.ranks.team import Ranks
 
 logger = logging.getLogger("llmtailor.saving")
 STUCK = "is stuck; the disk is not accepting writes"

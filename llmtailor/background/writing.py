@@ -11,11 +11,10 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,8 @@ from llmtailor.frameworks.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.frameworks.trainer_state import is_marked, with_mark
 from llmtailor.live.model import is_adapted, saved_adapter
 from llmtailor.live.tensors import DTYPES, bytes_of, storage_of
-from llmtailor.live.training import Constant, FrozenFile, LiveShard, Ranks, StoredElsewhere, TensorPlaceholder, Training
+from llmtailor.live.training import Constant, FrozenFile, LiveShard, StoredElsewhere, TensorPlaceholder, Training
+from llmtailor.model.dtypes import D24, DIFFERENCES, F24, ITEMSIZE
 from llmtailor.model.parts import ExpertSlice
 from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, MASTER, is_moment
@@ -120,7 +120,7 @@ class ShareRequest:
     """Gets what is saved of ``params``"""
     based: Collection[str] = ()
     """Params of ``masters`` that are stored as differences from what ``bases`` has"""
-    pieces: Mapping[str, ExpertSlice] = MappingProxyType({})
+    pieces: Mapping[str, ExpertSlice] = field(default_factory=dict)
 
 
 def lay_out_share(request: ShareRequest) -> Share:

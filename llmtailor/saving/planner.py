@@ -19,10 +19,10 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.live.model import PartChanges
 from llmtailor.live.tensors import DTYPES
-from llmtailor.live.training import Ranks
 from llmtailor.model.parts import Part
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.policies import PartChoice, Policy, Situation, choose, restore_state, setbacks, state_of
+from llmtailor.ranks.team import Ranks
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.trained_parts import TrainedParts
 

@@ -44,9 +44,9 @@ from llmtailor.live.model import (
     change_of,
 )
 from llmtailor.live.tensors import DTYPES
-from llmtailor.live.training import Ranks, Training, TrainingObjects
+from llmtailor.live.training import Training, TrainingObjects
+from llmtailor.model.dtypes import D24
 from llmtailor.model.precision import ADAMS, EXACT
-from llmtailor.model.roles import D24
 from llmtailor.policies import (
     DEFAULT_POLICY,
     Policy,

@@ -9,8 +9,9 @@ from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.optimizer_objects import UNSAVED_FIX
 from llmtailor.live.model import Drift, Sums, bias_correction, copies_of_weights, find_trained_parts, weigh
 from llmtailor.live.tensors import storage_of
-from llmtailor.live.training import Ranks, Training
+from llmtailor.live.training import Training
 from llmtailor.model.roles import MASTER
+from llmtailor.ranks.team import Ranks
 
 logger = logging.getLogger("llmtailor.saving")
 MOST_SKIPPED = 100
