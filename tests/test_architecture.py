@@ -137,9 +137,9 @@ def test_rooms_import_only_what_they_may(package):
     assert not [f"{path}: {module}" for path, module in pairs if not may_import(path, module)]
 
 
-FORMATS = {"deepspeed", "trainer", "dcp", "megatron", "lightning", "partial"}
+FORMATS = {"deepspeed", "trainer", "fsdp", "dcp", "verl", "megatron", "lightning", "partial"}
 """The folders of formats/: each is a name of ``--to``, or llmtailor's own."""
-BUILT_ON = {"megatron": {"dcp"}, "partial": {"deepspeed"}}
+BUILT_ON = {"fsdp": {"dcp"}, "verl": {"dcp"}, "megatron": {"dcp"}, "partial": {"deepspeed"}}
 """Format -> the formats whose files its own consist of"""
 
 

@@ -15,6 +15,7 @@ from llmtailor.checkpoint.layout import DEFAULT, KEEP, FileLayout, Plan, regroup
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout
 from llmtailor.checkpoint.sources import Linkable, Sources
+from llmtailor.checkpoint.unclear import agree_on_roles
 from llmtailor.codes import Code
 from llmtailor.compose.averages import (
     MissedUpdates,
@@ -41,7 +42,6 @@ from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source
 from llmtailor.copying.moving import Clone, room_to_upload
 from llmtailor.copying.staging import SPARE_BYTES, check_device, check_target, free_bytes, old_output, space_for
 from llmtailor.errors import Problem, Problems, TailorError, TargetError, attempt
-from llmtailor.formats.dcp.read import agree_on_roles
 from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import (
     check_base,

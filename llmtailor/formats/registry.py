@@ -27,6 +27,7 @@ from llmtailor.checkpoint.index import (
 )
 from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout, ParamGroup, lay_out_optimizer
 from llmtailor.checkpoint.placement import without
+from llmtailor.checkpoint.unclear import with_roles
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA
 from llmtailor.errors import (
@@ -41,12 +42,13 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.formats.dcp import read as dcp_reader
-from llmtailor.formats.dcp.read import with_roles
-from llmtailor.formats.dcp.write import DcpWriter
+from llmtailor.formats.dcp import write as dcp_writer
 from llmtailor.formats.deepspeed import read as deepspeed_reader
 from llmtailor.formats.deepspeed import universal
 from llmtailor.formats.deepspeed import write as deepspeed_writer
 from llmtailor.formats.format import Reader, Writer, finish
+from llmtailor.formats.fsdp import read as fsdp_reader
+from llmtailor.formats.fsdp import write as fsdp_writer
 from llmtailor.formats.lightning import read as lightning_reader
 from llmtailor.formats.lightning import write as lightning_writer
 from llmtailor.formats.megatron import read as megatron_reader
@@ -55,6 +57,8 @@ from llmtailor.formats.param_names import describe_model, knows_model
 from llmtailor.formats.partial import read as partial_reader
 from llmtailor.formats.trainer import read as trainer_reader
 from llmtailor.formats.trainer import write as trainer_writer
+from llmtailor.formats.verl import read as verl_reader
+from llmtailor.formats.verl import write as verl_writer
 from llmtailor.frameworks.files import CONFIG, FOLDER, is_rng_file
 from llmtailor.frameworks.framework import FRAMEWORKS, framework_of
 from llmtailor.frameworks.read import read_config
@@ -73,6 +77,8 @@ READERS: tuple[Reader, ...] = (
     partial_reader,
     lightning_reader,
     megatron_reader,
+    fsdp_reader,
+    verl_reader,
     dcp_reader,
     trainer_reader,
     universal,
@@ -85,9 +91,9 @@ _WRITERS: Mapping[str, Writer] = {
     DEEPSPEED: deepspeed_writer.lay_out,
     UNIVERSAL: universal.lay_out,
     TRAINER: trainer_writer.lay_out,
-    FSDP: DcpWriter(FSDP).lay_out,
-    DCP: DcpWriter(DCP).lay_out,
-    VERL: DcpWriter(VERL).lay_out,
+    FSDP: fsdp_writer.lay_out,
+    DCP: dcp_writer.lay_out,
+    VERL: verl_writer.lay_out,
     MEGATRON: megatron_writer.lay_out,
 }
 

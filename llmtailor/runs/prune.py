@@ -54,9 +54,10 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import ERROR
+from llmtailor.formats.dcp.folder import MODEL_FOLDER
 from llmtailor.formats.dcp.links import has_linkable_files
-from llmtailor.formats.dcp.read import MODEL_FOLDER
-from llmtailor.formats.dcp.write import check_states, lay_out_model
+from llmtailor.formats.dcp.target import check_states
+from llmtailor.formats.dcp.write import lay_out_model
 from llmtailor.formats.partial.manifest import IS_THINNED, BundleFact, manifest_json, ranges_of, read_manifest
 from llmtailor.formats.partial.write import (
     PartialLayout,

@@ -22,7 +22,8 @@ from llmtailor.containers.torch_file import list_records
 from llmtailor.documents import document
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, counted
 from llmtailor.findings import ERROR, NOTE, SEVERITIES, WARNING, Finding, folded
-from llmtailor.formats.dcp.folder import check_blobs, is_of_fsdp
+from llmtailor.formats.dcp.folder import check_blobs
+from llmtailor.formats.fsdp.read import is_of_fsdp
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.provenance import read_manifest

@@ -1,1 +1,1 @@
-"""Folders of torch.distributed.checkpoint (DCP): what FSDP trainings save. See `read` for the layouts."""
+"""Folders of torch.distributed.checkpoint (DCP), and what the formats made of them share."""

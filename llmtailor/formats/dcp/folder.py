@@ -6,12 +6,6 @@ row have an empty box, or none. Values that all ranks share (``step``, options) 
 
 `read_shards` reads the other form of such a folder, that of ``HuggingFaceStorageWriter``: safetensors files, one per
 rank, whose headers say where the boxes begin. Checked against torch 2.13.
-
-With FULL_STATE_DICT, the Trainer's default, accelerate (1.15) saves two ``torch.save`` files instead, which are read
-into the same form::
-
-    pytorch_model_fsdp.bin    {param: tensor}                    rank 0 gathers whole tensors
-    optimizer.bin             {state: {param: {step, exp_avg, ..}}, param_groups: [{.., params: [names]}]}
 """
 
 from __future__ import annotations
@@ -46,20 +40,24 @@ from llmtailor.containers.dcp import (
     number_rows,
     read_metadata,
 )
-from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count, read_tensor
+from llmtailor.containers.json import Tensor, is_count, read_tensor
 from llmtailor.containers.safetensors import read_header
-from llmtailor.containers.torch_file import AlikeBlobs, Window, check_torch_file, decode_torch_file, read_torch_file
-from llmtailor.containers.unpickle import as_tensor
+from llmtailor.containers.torch_file import AlikeBlobs, Window, check_torch_file, decode_torch_file
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, counted, some
 from llmtailor.findings import NOTE, WARNING, Finding
-from llmtailor.formats.optimizer_objects import naming_others
 from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
 
-MODEL_FILE = "pytorch_model_fsdp.bin"
-"""All weights, with FULL_STATE_DICT"""
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+"""Of an FSDP checkpoint"""
+
+
 SHARDING = "DCP_SHARDING_INFO"
+
+
 _STALE = "copy the whole folder again; .metadata and the data files come from different saves"
+
+
 _KEEP_ONE = "move the files of the other save away"
 
 
@@ -85,6 +83,8 @@ class DcpCheckpoint:
     has_all_objects: bool = True
     """False if some are in files that can't be read"""
     findings: tuple[Finding, ...] = ()
+    at: str = ""
+    """What messages name as its place in the checkpoint; empty for the checkpoint itself"""
 
 
 def read_folder(
@@ -130,6 +130,7 @@ def read_folder(
         frozenset(blobs.at(path) for path in blobs.bad),
         len(tensors) + len(objects) == len(entries),
         (*_strays(root, prefix, name, blobs.used), *_elsewhere(blobs, name), *blobs.findings),
+        folder,
     )
 
 
@@ -362,19 +363,14 @@ def _placement(
     return Boxes(shape, cuts, Cells(paths, starts, stops, itemsize))
 
 
-def is_of_fsdp(path: str) -> bool:
-    """Return whether a file in the root has weights that only an FSDP run saves, and resumes from."""
-    return path == MODEL_FILE or _is_of_rank(path)
-
-
-def _is_of_rank(path: str) -> bool:
+def is_shard(path: str) -> bool:
     match = SHARD_FILE.fullmatch(path)
     return match is not None and match[1] is not None
 
 
 def list_shards(root: Path) -> list[str]:
     """Return the names of the safetensors files that the ranks have saved."""
-    return sorted(path.name for path in root.iterdir() if _is_of_rank(path.name)) if root.is_dir() else []
+    return sorted(path.name for path in root.iterdir() if is_shard(path.name)) if root.is_dir() else []
 
 
 def read_shards(
@@ -453,49 +449,3 @@ def _path(key: str) -> KeyPath:
     """Return the path of a key in safetensors files, as far as it tells the optimizer from the model."""
     first, _, rest = key.partition(".")
     return (first, rest) if first == "model" or rest.startswith(("state.", "param_groups.")) else (key,)
-
-
-OPTIMIZER_FILE = "optimizer.bin"
-
-
-def read_model_file(root: Path, name: str) -> DcpCheckpoint:
-    """Read the weights. Raises SourceError if the file is missing or damaged."""
-    where = PathIn(name, MODEL_FILE)
-    tree = as_dict(read_torch_file(root, MODEL_FILE, where).tree, "the file", where)
-    tensors, objects = _split(((("model", key), value) for key, value in tree.items()), where)
-    return DcpCheckpoint(tensors, objects, files=(MODEL_FILE,))
-
-
-def read_optimizer_file(root: Path, name: str) -> DcpCheckpoint:
-    """Read the optimizer's states and param groups. Raises SourceError if the file is missing or damaged."""
-    where = PathIn(name, OPTIMIZER_FILE)
-    with naming_others(where):
-        tree = read_torch_file(root, OPTIMIZER_FILE, where).tree
-    tensors, objects = _split(walk_optimizer(tree, where), where)
-    return DcpCheckpoint(tensors, objects, files=(OPTIMIZER_FILE,))
-
-
-def walk_optimizer(tree: Any, where: str) -> Iterator[tuple[KeyPath, Any]]:
-    for param, kinds in get(tree, "state", dict, where).items():
-        if not isinstance(param, str):  # optimizer.pt of the plain Trainer under another name
-            what = "its states have numbers instead of the names of params"
-            raise SourceError.at(where, what, COPY_FILE, Code.FIELD_TYPE)
-        for kind, value in as_dict(kinds, f"the state of {param}", where).items():
-            yield ("optimizer", "state", param, check_name(kind, "a state", where)), value
-    for number, group in enumerate(get(tree, "param_groups", list, where)):
-        for option, value in as_dict(group, "a param group", where).items():
-            yield ("optimizer", "param_groups", number, check_name(option, "an option", where)), value
-
-
-def _split(
-    values: Iterator[tuple[KeyPath, Any]], where: str
-) -> tuple[dict[str, Stored], dict[str, tuple[KeyPath, Any]]]:
-    tensors: dict[str, Stored] = {}
-    objects: dict[str, tuple[KeyPath, Any]] = {}
-    for path, value in values:
-        key = ".".join(str(check_name(word, "a key", where) if isinstance(word, str) else word) for word in path)
-        if as_tensor(value) is None:
-            objects[key] = (path, value)
-            continue
-        tensors[key] = Stored(path, read_tensor(value, key, where).entry)
-    return tensors, objects

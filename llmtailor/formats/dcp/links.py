@@ -19,8 +19,8 @@ from llmtailor.checkpoint.sources import Linkable
 from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, KeyPath, checksum_of_save, read_metadata
 from llmtailor.errors import PathIn
 from llmtailor.formats.dcp.builder import join_key
+from llmtailor.formats.dcp.folder import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.formats.dcp.keys import STATE
-from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.model.roles import State
 from llmtailor.storage.local import open_source
 

@@ -1,0 +1,1 @@
+"""Checkpoints of FSDP trainings of the Trainer and of accelerate."""
