@@ -54,9 +54,9 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
     name, problems, trees = display_name(root), Problems(), FileTrees(root)
     trainer = read_trainer_files(trees, name, problems)
     problems.raise_if_any()
-    path = trainer.client.optimizer
+    path = trainer.framework.optimizer
     where = PathIn(name, path)
-    if trainer.client.holds_all or path not in trainer.files:
+    if trainer.framework.holds_all or path not in trainer.files:
         raise damaged(where, "the file is missing", Code.FILE_MISSING)
     tree = read_torch_file(root, path, where, any_names=True).tree  # nothing of it is written anywhere
     states, groups = get(tree, "state", dict, where), get(tree, "param_groups", list, where)
@@ -105,7 +105,7 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
         ),
         sub_groups=tuple(sub_groups),
         files=trainer.files,
-        client=trainer.client.name,
+        framework=trainer.framework.name,
         train=TrainState(trees=trainer.trees),
     )
     if live.stored is not None:

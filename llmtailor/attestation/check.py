@@ -105,7 +105,7 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Ra
 
     def compare() -> tuple[Findings, dict[str, int], bool]:
         live = lives[0]
-        needs = FRAMEWORKS[index.client].needs_scheduler and live.schedule is not None
+        needs = FRAMEWORKS[index.framework].needs_scheduler and live.schedule is not None
         found = _compare_all(index, live, how)
         found = replace(found, differences=(*found.differences, *compare_copies(index, live, how, unlike)))
         return found, _totals(index, live), needs and saved_schedule(index) is None
@@ -167,7 +167,7 @@ def _totals(index: CheckpointIndex, live: Live) -> dict[str, int]:
 def saved_schedule(index: CheckpointIndex) -> LearningRates | None:
     """Return the scheduler: that of the loader's file, of DeepSpeed's model states, Lightning's one, or the one that a
     loop has saved in a DCP folder, whatever key it gave it."""
-    tree = index.train.trees.get(FRAMEWORKS[index.client].scheduler) or index.train.trees.get(SCHEDULER)
+    tree = index.train.trees.get(FRAMEWORKS[index.framework].scheduler) or index.train.trees.get(SCHEDULER)
     models: list[Mapping[str, Any]] = [model for model in index.train.model[:1] if model]
     listed = [one.get(SCHEDULERS) for one in (index.train.trees.get(CKPT), *models) if isinstance(one, Mapping)]
     of_lightning = [ones[0] for ones in listed if isinstance(ones, list) and len(ones) == 1]
@@ -227,7 +227,7 @@ def saved_scale(index: CheckpointIndex) -> Mapping[str, Any]:
     outer = (index.train.optim[0] or {}).get("optimizer_state_dict") if index.train.optim else None
     scaler = outer.get("loss_scaler") if isinstance(outer, Mapping) else None
     state = scaler.state if isinstance(scaler, Call) else None
-    return state if isinstance(state, Mapping) and index.form.framework == DEEPSPEED else {}
+    return state if isinstance(state, Mapping) and index.form.format == DEEPSPEED else {}
 
 
 ENGINE_COUNTERS = {f"DeepSpeed's {key}": key for key in ("global_steps", "skipped_steps")}

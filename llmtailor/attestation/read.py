@@ -600,7 +600,7 @@ def _differing(mine: Mapping[str, object], saved: Mapping[str, object]) -> list[
 
 def _saved_random(index: CheckpointIndex, rank: int, files: OpenFiles) -> Mapping[str, object] | None:
     """Return the random states of a rank in a comparable form; None if the checkpoint has none."""
-    names = dict.fromkeys((rng_file(rank, index.world_size, index.client), rng_file(rank, index.world_size)))
+    names = dict.fromkeys((rng_file(rank, index.world_size, index.framework), rng_file(rank, index.world_size)))
     tree = next((index.train.trees[name] for name in names if name in index.train.trees), None)
     if not isinstance(tree, dict):
         return None

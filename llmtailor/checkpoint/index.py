@@ -20,12 +20,13 @@ from llmtailor.storage.local import FileFact
 
 DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL = "deepspeed", "universal", "trainer", "fsdp", "dcp", "verl"
 MEGATRON = "megatron"
-"""Families of formats: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's run without
-DeepSpeed and FSDP, its FSDP run, any loop that saves with torch.distributed.checkpoint, verl's FSDP2 run, and
-Megatron-core"""
-FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL, MEGATRON)
+"""Formats, as ``--to`` calls them: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's
+run without DeepSpeed and FSDP, its FSDP run, any loop that saves with torch.distributed.checkpoint, verl's FSDP2 run,
+and Megatron-core"""
+FORMATS = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL, MEGATRON)
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
-"""Clients, beside those named like the families `TRAINER`, `DEEPSPEED`, `DCP` and `VERL`; see `frameworks.framework`"""
+"""Frameworks that resume, as ``--for`` and ``--layout`` call them, beside those that are called like their formats:
+`TRAINER`, `DEEPSPEED`, `DCP`, `VERL` and `MEGATRON`; see `frameworks.framework`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +217,8 @@ FILES, PARTIAL = "files", "partial"
 class Form:
     """What kind of checkpoint it is."""
 
-    framework: str
-    """The family of formats that the full checkpoints of its run have"""
+    format: str
+    """That of its run's full checkpoints, as ``--to`` calls it"""
     stage: int = 0
     """ZeRO stage, of a universal checkpoint that of the run that saved it; 0 without DeepSpeed"""
     variant: str = PLAIN
@@ -229,16 +230,16 @@ class Form:
         return self.container == PARTIAL
 
     @property
-    def family(self) -> str:
-        """The family of its files; a partial checkpoint has the object trees of ZeRO's or of the Trainer's."""
+    def file_format(self) -> str:
+        """That of its files; a partial checkpoint has the object trees of DeepSpeed's or of the Trainer's."""
         if not self.is_partial:
-            return self.framework
+            return self.format
         return DEEPSPEED if self.stage else TRAINER
 
     @property
     def has_masters(self) -> bool:
         """Whether there are masters in addition to the weights; see `OptimizerLayout.has_masters`."""
-        return self.stage > 0 or self.framework == MEGATRON
+        return self.stage > 0 or self.format == MEGATRON
 
     @property
     def has_buffers_by_rank(self) -> bool:
@@ -248,7 +249,7 @@ class Form:
     @property
     def weights_are_whole(self) -> bool:
         """Whether the optimizer's states and the weights that it updates are not cut over the ranks."""
-        return self.family == TRAINER
+        return self.file_format == TRAINER
 
     @property
     def weights_are_states(self) -> bool:
@@ -337,7 +338,7 @@ class CheckpointIndex:
     unreadable: frozenset[str] = frozenset()
     """Files with states that are missing, damaged or from another save than the others. Only ``salvage`` uses such an
     index. Placements still refer to these files: the element ranges are right, the bytes are not valid."""
-    client: str = TRAINER
+    framework: str = TRAINER
     """The framework that resumes from it, see `frameworks.framework`: ``trainer``, ``accelerate``, ``lightning``,
     ``deepspeed`` for an engine in a loop, or ``dcp``"""
     train: TrainState = field(default_factory=TrainState)
@@ -361,17 +362,17 @@ class CheckpointIndex:
     @property
     def format(self) -> str:
         """Its form in one word, e.g. ``deepspeed-zero3``"""
-        name = self.form.family
+        name = self.form.file_format
         if name == DEEPSPEED:
             name = f"deepspeed-zero{self.form.stage}"
-        elif name == TRAINER and self.client in (ACCELERATE, LIGHTNING):
-            name = self.client
+        elif name == TRAINER and self.framework in (ACCELERATE, LIGHTNING):
+            name = self.framework
         return f"partial-{name}" if self.form.is_partial else name
 
     @property
     def has_weight_files(self) -> bool:
         """Whether its weights, if it has any, are in files of the whole model."""
-        has_files = self.form.framework in (DEEPSPEED, UNIVERSAL, TRAINER) and self.client != LIGHTNING
+        has_files = self.form.format in (DEEPSPEED, UNIVERSAL, TRAINER) and self.framework != LIGHTNING
         return has_files and not self.form.is_partial
 
     @property

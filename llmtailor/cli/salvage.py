@@ -145,10 +145,10 @@ def _show_how_to_resume(
     if salvage.composition is None:
         click.echo(f"{salvage.base.name} is {state}, and no newer checkpoint is usable: resume from it", err=as_json)
     base, name = salvage.base.index, display_name(resume_from)
-    if base.client == TRAINER:
+    if base.framework == TRAINER:
         how = f"--resume_from_checkpoint {shlex.quote(name)}"
         how += ", or use auto-resume" if is_replaced else f"; without --replace, auto-resume would take {newest}"
-    elif base.client == DEEPSPEED and resume_from.name == base.zero.tag:
+    elif base.framework == DEEPSPEED and resume_from.name == base.zero.tag:
         how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.zero.tag}")'
     else:
         how = framework_of(base).call.format(name)

@@ -209,14 +209,14 @@ def can_fill(slot: Slot, index: CheckpointIndex) -> bool:
         return False
 
 
-def check_links(plan: Plan, indexes: Sequence[CheckpointIndex], family: str) -> list[Problem]:
+def check_links(plan: Plan, indexes: Sequence[CheckpointIndex], to_format: str) -> list[Problem]:
     """Return a notice on the hard links of a plan made with ``--reference``.
 
     Raises MismatchError if there are none: other formats than FSDP's and DCP's put states in places of their own.
     """
     if not plan.links:
-        if family not in (FSDP, DCP):
-            what = f"files of the format {family} can't be composed of files of the sources"
+        if to_format not in (FSDP, DCP):
+            what = f"files of the format {to_format} can't be composed of files of the sources"
             fix = "leave it out; --clone shares blocks with the sources on XFS and Btrfs"
         else:
             what = "no source has a state in a DCP folder as the output would hold it"

@@ -150,9 +150,9 @@ class MergePlan:
     steps: tuple[StepChoice, ...]
     plan: Plan
     report: Report
-    family: str
-    """The output's family of formats"""
-    client: str
+    format: str
+    """The output's, as ``--to`` calls it"""
+    framework: str
     """Whose loader will resume from the output, see `frameworks.framework`"""
     attempt: Past | None
     """The attempt of the run that it belongs to, if its sources state one"""
@@ -163,8 +163,8 @@ class MergePlan:
     def is_copy(self) -> bool:
         """Whether the output would be a copy of its base."""
         base = self.indexes[self.base]
-        wanted = (self.target.world_size, self.target.tp, self.target.stage, self.family, self.client)
-        changed = wanted != (base.world_size, base.tp, base.form.stage, base.form.family, base.client)
+        wanted = (self.target.world_size, self.target.tp, self.target.stage, self.format, self.framework)
+        changed = wanted != (base.world_size, base.tp, base.form.stage, base.form.file_format, base.framework)
         one_source = all(row.source == base.name for row in self.report.parts)
         is_same = not (changed or base.form.is_partial or self.recipe.dtype)
         return one_source and is_same and self.options.groups == KEEP
@@ -207,13 +207,15 @@ def plan_merge(
     structure = find_structure(reference)
     parts = with_experts(structure, reference)
     replaces = collect(lambda: _check_target(out, [*read, *(index.root for index in indexes)], options))
-    family, stage = choose_format(reference, options.to, options.stage)
-    indexes = collect(lambda: settle_roles(indexes, base, family, stage)) or indexes
+    to_format, stage = choose_format(reference, options.to, options.stage)
+    indexes = collect(lambda: settle_roles(indexes, base, to_format, stage)) or indexes
     reference = indexes[base]
-    client = collect(lambda: choose_framework(reference, family, options.to, options.layout)) or reference.client
-    collect(lambda: check_base(reference, client))
+    framework = (
+        collect(lambda: choose_framework(reference, to_format, options.to, options.layout)) or reference.framework
+    )
+    collect(lambda: check_base(reference, framework))
     how = options.groups
-    if how == KEEP and _lacks_trainers_groups(reference, family, client):
+    if how == KEEP and _lacks_trainers_groups(reference, to_format, framework):
         how = DEFAULT
     collect(lambda: check_fit(indexes, base, how != KEEP))
     apart = {index.root: index.split_layers for index in indexes}
@@ -224,8 +226,8 @@ def plan_merge(
     if choice is not None:
         collect(partial(check_names, choice, reference))
     about_tokenizer = (recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
-    tokenizer = collect(lambda: lay_out_tokenizer(reference, *about_tokenizer, client))
-    collect(lambda: check_options(family, recipe.dtype, options.allow_split))
+    tokenizer = collect(lambda: lay_out_tokenizer(reference, *about_tokenizer, framework))
+    collect(lambda: check_options(to_format, recipe.dtype, options.allow_split))
     regrouping = None
     if how != KEEP:
         regrouping = collect(lambda: regroup(reference, structure, how, find_model_order(reference)))
@@ -238,7 +240,7 @@ def plan_merge(
     reference, about_states = without_later_states(indexes, sources, base)
     indexes = (*indexes[:base], reference, *indexes[base + 1 :])
     groups = regrouping.groups if regrouping else None
-    target = lay_out_target(reference, family, stage, options.world_size, groups, options.mesh)
+    target = lay_out_target(reference, to_format, stage, options.world_size, groups, options.mesh)
     stated = [stated_attempt(index.root) for index in indexes]
     missed = MissedUpdates(stated, parts)
     steps = choose_steps(indexes, sources, base, target, missed)
@@ -256,18 +258,18 @@ def plan_merge(
 
     linkable = Linkable(indexes, unchanged) if options.reference else None
     from_group = regrouping.from_group if regrouping else None
-    wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, client, linkable)
-    layouts, about_weights = writer_of(family, client)(reference, wanted)
+    wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, framework, linkable)
+    layouts, about_weights = writer_of(to_format, framework)(reference, wanted)
     layouts += (*tokenizer, *(opened.files if opened else ()))
     its_attempt, about_attempts = attempt_of(stated, base, reference.global_step)
     if its_attempt is not None:
         its_attempt = replace(its_attempt, missed=missed.by_part(lacking))
     layouts = state_attempt(layouts, reference, its_attempt)
     counted = [one.step for one in target.sub_groups if one.params and one.step is not None]
-    layouts, about_lags = state_lags(layouts, reference, counted, family)
+    layouts, about_lags = state_lags(layouts, reference, counted, to_format)
     plan = plan_composite(layouts, indexes, sources, base, scales)
     check_filled(plan, indexes, sources)
-    about_links = check_links(plan, indexes, family) if options.reference else ()
+    about_links = check_links(plan, indexes, to_format) if options.reference else ()
     check_device(plan, out)
     if options.step == "source":
         check_one_step(steps)
@@ -312,17 +314,17 @@ def plan_merge(
         steps=steps,
         plan=plan,
         report=report,
-        family=family,
-        client=client,
+        format=to_format,
+        framework=framework,
         attempt=its_attempt,
         replaces=replaces,
     )
 
 
-def _lacks_trainers_groups(base: CheckpointIndex, family: str, client: str) -> bool:
+def _lacks_trainers_groups(base: CheckpointIndex, to_format: str, framework: str) -> bool:
     """Return whether DeepSpeed has made the optimizer, with one group, where a resume by the Trainer has two."""
     is_made = "optimizer" in base.train.ds_config and len(base.groups) == 1
-    return is_made and family == client == TRAINER
+    return is_made and to_format == framework == TRAINER
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:

@@ -204,16 +204,16 @@ _WITH = {
     VERL: " and FSDP2",
     MEGATRON: "",
 }
-"""Family of formats -> what the client resumes it with"""
+"""Format -> what its framework resumes it with"""
 
 
-def card(report: Report, tool_version: str, family: str, stage: int, loader: Framework) -> str:
+def card(report: Report, tool_version: str, to_format: str, stage: int, framework: Framework) -> str:
     """Return the README of a composite: a model card with the table of its parts. Stage 0 is without DeepSpeed."""
-    if loader.name == DEEPSPEED:
-        resumes = _UNIVERSAL if family == UNIVERSAL else loader.title
+    if framework.name == DEEPSPEED:
+        resumes = _UNIVERSAL if to_format == UNIVERSAL else framework.title
     else:
-        resumes = ("Hugging Face Trainer" if loader.name == TRAINER else loader.title) + _WITH[family]
-    has_masters = family in (DEEPSPEED, UNIVERSAL, MEGATRON)
+        resumes = ("Hugging Face Trainer" if framework.name == TRAINER else framework.title) + _WITH[to_format]
+    has_masters = to_format in (DEEPSPEED, UNIVERSAL, MEGATRON)
     holds = "weights, fp32 master weights and optimizer moments" if has_masters else "weights and optimizer moments"
     ranks = count_ranks(report.mesh)
     rows = "\n".join(
@@ -232,7 +232,7 @@ tags:
 Composed by llmtailor {tool_version} from {sources} of one training run. It holds {holds},
 and resumes on {ranks} with an unpatched {resumes}:
 
-    {loader.call.format(loader.takes("this folder", stage))}
+    {framework.call.format(framework.takes("this folder", stage))}
 
 | part | source | saved at step | steps behind the base | bytes |
 |---|---|---:|---:|---:|

@@ -106,7 +106,7 @@ def make_manifest(
     what was merged, to recognize the same merge.
     """
     # Skip ZeRO's rounded masters: a digest depends neither on the stage nor on names on disk.
-    rounded = (MODULE, WEIGHT) if composition.target.has_masters or composition.family == MEGATRON else (MODULE,)
+    rounded = (MODULE, WEIGHT) if composition.target.has_masters or composition.format == MEGATRON else (MODULE,)
     crcs: dict[str, list[tuple[State, int, int]]] = defaultdict(list)
     for state, num_bytes, crc in _state_crcs(results, rounded):
         crcs[composition.structure.part_of[state.param]].append((state, num_bytes, crc))
@@ -124,7 +124,7 @@ def make_manifest(
         "world_size": report.world_size,
         "attempt": asdict(composition.attempt) if composition.attempt else None,
         "recipe": {"name": report.recipe, "text": masked(composition.recipe.text)},
-        "is_converted": (composition.family, composition.client) != (base.form.family, base.client),
+        "is_converted": (composition.format, composition.framework) != (base.form.file_format, base.framework),
         **({"unclear": sorted(base.train.unclear)} if base.train.unclear else {}),
         "sources": [
             {
@@ -517,8 +517,8 @@ def write(
                 logger.info("compared the sources with their records in %s", watch.lap())
                 digests = _check_sources(composition, results, before, on_progress, stop, group)
                 logger.info("checked that the sources are unchanged, in %s", watch.lap())
-                loader = FRAMEWORKS[composition.client]
-                about = card(composition.report, __version__, composition.family, composition.target.stage, loader)
+                loader = FRAMEWORKS[composition.framework]
+                about = card(composition.report, __version__, composition.format, composition.target.stage, loader)
                 readme = about.encode()
                 content = make_manifest(composition, results, digests, readme, identity.digest(), now())
                 for name, data in ((MANIFEST, json.dumps(content, indent=2).encode() + b"\n"), (CARD, readme)):

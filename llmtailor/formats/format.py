@@ -52,10 +52,10 @@ class Reader(Protocol):
     def detects(self, root: Path) -> bool:
         """Return whether a folder is, or was, a checkpoint of this format; `read` reports what is missing."""
 
-    def read(self, root: Path, name: str, client: str | None = None) -> Draft:
+    def read(self, root: Path, name: str, framework: str | None = None) -> Draft:
         """Read what is left of a checkpoint, damaged or not; only the tensor bytes of each ``step`` are read.
 
-        ``client`` names the loader to judge it by; None uses the one that its files indicate.
+        ``framework`` is the one to judge it by; None uses the one that its files indicate.
 
         Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
         """
@@ -72,7 +72,7 @@ def finish(draft: Draft, root: Path, name: str) -> Survey:
             index,
             files={**trainer.files, **index.files},
             held={**index.held, **trainer.weights},
-            client=trainer.client.name,
+            framework=trainer.framework.name,
             train=replace(index.train, trees=trainer.trees),
             findings=(*trainer.findings, *index.findings),
         )
@@ -95,8 +95,10 @@ def _compare_loader(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[F
         groups = [group.hyper for group in index.groups]
         # without ZeRO, the format's check compares the steps
         expected = index.global_step - index.zero.skipped_steps if index.form.has_masters else None
-        yield from compare_scheduler(trainer.scheduler, PathIn(index.name, trainer.client.scheduler), groups, expected)
-    yield from find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, index.name, trainer.client)
+        yield from compare_scheduler(
+            trainer.scheduler, PathIn(index.name, trainer.framework.scheduler), groups, expected
+        )
+    yield from find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, index.name, trainer.framework)
 
 
 def _links_outside(index: CheckpointIndex) -> list[Finding]:

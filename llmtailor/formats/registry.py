@@ -98,14 +98,14 @@ _WRITERS: Mapping[str, Writer] = {
 }
 
 
-def writer_of(family: str, client: str = TRAINER) -> Writer:
-    """Return the writer of a family of formats; ``client`` names the loader that will resume from the output."""
-    return lightning_writer.lay_out if family == TRAINER and FRAMEWORKS[client].holds_all else _WRITERS[family]
+def writer_of(to_format: str, framework: str = TRAINER) -> Writer:
+    """Return the writer of a format; ``framework`` will resume from the output."""
+    return lightning_writer.lay_out if to_format == TRAINER and FRAMEWORKS[framework].holds_all else _WRITERS[to_format]
 
 
-def check_options(family: str, dtype: str | None, allow_split: bool) -> None:
-    """Raise MismatchError for options that don't apply if the weights of a family are the master weights."""
-    if family in (DEEPSPEED, UNIVERSAL, MEGATRON):
+def check_options(to_format: str, dtype: str | None, allow_split: bool) -> None:
+    """Raise MismatchError for options that don't apply if the weights of a format are the master weights."""
+    if to_format in (DEEPSPEED, UNIVERSAL, MEGATRON):
         return
     problems = []
     if dtype not in (None, "F32"):
@@ -124,36 +124,38 @@ def is_checkpoint(root: Path) -> bool:
 
 
 def choose_format(base: CheckpointIndex, to: str | None, stage: int | None) -> tuple[str, int]:
-    """Return the family and the ZeRO stage of an output for the options ``--to`` and ``--stage``.
+    """Return the format and the ZeRO stage of an output for the options ``--to`` and ``--stage``.
 
     Raises MismatchError if the options contradict each other.
     """
     if to is None and stage is None:
-        return base.form.framework, base.form.stage
-    family = to or (DEEPSPEED if stage else TRAINER)
-    has_stage = family in (DEEPSPEED, UNIVERSAL)
+        return base.form.format, base.form.stage
+    to_format = to or (DEEPSPEED if stage else TRAINER)
+    has_stage = to_format in (DEEPSPEED, UNIVERSAL)
     chosen = (base.form.stage or 3 if stage is None else stage) if has_stage else stage or 0
     if has_stage != bool(chosen):
-        what = f"{family} {'needs a ZeRO stage' if has_stage else 'has no ZeRO stages'}"
+        what = f"{to_format} {'needs a ZeRO stage' if has_stage else 'has no ZeRO stages'}"
         raise MismatchError.at("--stage", what, "leave out --stage or --to")
-    return family, chosen
+    return to_format, chosen
 
 
-def settle_roles(indexes: Sequence[CheckpointIndex], base: int, family: str, stage: int) -> tuple[CheckpointIndex, ...]:
+def settle_roles(
+    indexes: Sequence[CheckpointIndex], base: int, to_format: str, stage: int
+) -> tuple[CheckpointIndex, ...]:
     """Return the indexes; if the output keeps frozen params and buffers apart, with what the model says of tensors that
     may be either.
 
     Raises UnsupportedCheckpoint if it can't be asked.
     """
-    wanted, of_deepspeed = indexes[base].train.unclear, family == DEEPSPEED
-    if not wanted or not (family == VERL or (of_deepspeed and stage == 3)):
+    wanted, of_deepspeed = indexes[base].train.unclear, to_format == DEEPSPEED
+    if not wanted or not (to_format == VERL or (of_deepspeed and stage == 3)):
         return (*indexes,)
     name, known = indexes[base].name, dict[str, bool]()
     if (asked := next((index for index in indexes if knows_model(index.root)), None)) is not None:
         facts = describe_model(asked.root, asked.name)
         known = dict.fromkeys(facts.params, False) | dict.fromkeys(facts.buffers, True)
     if lost := sorted(wanted - known.keys()):
-        title = "ZeRO-3" if of_deepspeed else family
+        title = "ZeRO-3" if of_deepspeed else to_format
         what = f"{title} keeps frozen params and buffers in different forms, and nothing says which {some(lost)} are"
         fix, other = "put the model's config.json (model.config.save_pretrained) into it", "use --stage 2 or --to dcp"
         if asked is not None:
@@ -170,18 +172,18 @@ def find_model_order(index: CheckpointIndex) -> list[str]:
     return list(index.train.model_order or describe_model(index.root, index.name).params)
 
 
-def index_checkpoint(root: Path, name: str | None = None, client: str | None = None) -> CheckpointIndex:
-    """Index the checkpoint in a folder; messages call it ``name``. See `survey_checkpoint` on ``client``.
+def index_checkpoint(root: Path, name: str | None = None, framework: str | None = None) -> CheckpointIndex:
+    """Index the checkpoint in a folder; messages call it ``name``. See `survey_checkpoint` on ``framework``.
 
     Raises SourceError if it is missing or damaged, UnsupportedCheckpoint for a kind that can't be read.
     """
-    return survey_checkpoint(root, name, client).sound_index()
+    return survey_checkpoint(root, name, framework).sound_index()
 
 
-def survey_checkpoint(root: Path, name: str | None = None, client: str | None = None) -> Survey:
+def survey_checkpoint(root: Path, name: str | None = None, framework: str | None = None) -> Survey:
     """Index what is left of a checkpoint, damaged or not, and report all damage.
 
-    ``client`` names the loader to judge it by, see `frameworks.framework`; None uses the one that its files indicate.
+    ``framework`` is the one to judge it by, see `frameworks.framework`; None uses the one that its files indicate.
 
     Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
     """
@@ -190,7 +192,7 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
         if (root / UPLOADING).is_file():
             raise damaged(name, "its upload was cut off: it is incomplete", Code.FILE_MISSING)
         reader = next((one for one in READERS[:-1] if one.detects(root)), READERS[-1])
-        survey = finish(reader.read(root, name, client), root, name)
+        survey = finish(reader.read(root, name, framework), root, name)
         if survey.index is None:
             logger.info("%s can't be indexed", name)
             return survey
@@ -215,8 +217,8 @@ def display_name(path: Path) -> str:
     return printable(relative if len(relative) < len(absolute) and not relative.startswith("../..") else absolute)
 
 
-def check_base(base: CheckpointIndex, loader: str) -> None:
-    """Raise UnsupportedCheckpoint or SourceError if a checkpoint can't be the base of an output for this loader."""
+def check_base(base: CheckpointIndex, framework: str) -> None:
+    """Raise UnsupportedCheckpoint or SourceError if a checkpoint can't be the base of an output for this framework."""
     if base.form.variant == ELASTIC:
         raise UnsupportedCheckpoint.at(
             base.name,
@@ -224,7 +226,7 @@ def check_base(base: CheckpointIndex, loader: str) -> None:
             "use another checkpoint of the run as base_model, saved without elastic_checkpoint",
         )
     own = framework_of(base)
-    if own.state and own.state not in base.files and loader == own.name:
+    if own.state and own.state not in base.files and framework == own.name:
         raise SourceError.at(
             PathIn(base.name, own.state),
             f"the file is missing, and {own.title} can't resume without it",
@@ -234,7 +236,7 @@ def check_base(base: CheckpointIndex, loader: str) -> None:
 
 def lay_out_target(
     base: CheckpointIndex,
-    family: str,
+    to_format: str,
     stage: int,
     world_size: int | None,
     groups: Sequence[ParamGroup] | None,
@@ -248,9 +250,13 @@ def lay_out_target(
     if mesh.dp_replicate:
         what = "replicas save no files of their own, so an output has none"
         raise MismatchError.at("--mesh", what, "omit dp_replicate")
-    tp = mesh.tp or (base.tp if family == DEEPSPEED else 1)
-    if tp > 1 and (tp != base.tp or family != DEEPSPEED):
-        has = f"the base {base.name} has tp={base.tp}" if family == DEEPSPEED else f"{family} has no tensor parallelism"
+    tp = mesh.tp or (base.tp if to_format == DEEPSPEED else 1)
+    if tp > 1 and (tp != base.tp or to_format != DEEPSPEED):
+        has = (
+            f"the base {base.name} has tp={base.tp}"
+            if to_format == DEEPSPEED
+            else f"{to_format} has no tensor parallelism"
+        )
         what = f"tp={tp} can't be written: {has}"
         fix = "use tp=1, or the base's; with load_universal, a run with any tp resumes from --to universal"
         raise MismatchError.at("--mesh", what, fix)
@@ -267,14 +273,14 @@ def lay_out_target(
         elements = f"; its params have {mean:,} elements on average" if most < MAX_RANKS else ""
         what = f"{ranks:,} ranks are more than the {most:,} that this model is cut for at most{elements}"
         raise MismatchError.at("--num-gpu", what, "give the number of GPUs of the run that resumes")
-    if family == MEGATRON:
+    if to_format == MEGATRON:
         return megatron_writer.arrange(base, world_size)
     settings = base.zero.settings
-    if family == UNIVERSAL:  # which has no sub-groups
+    if to_format == UNIVERSAL:  # which has no sub-groups
         settings = replace(settings, sub_group_size=sys.maxsize)
-    if family == TRAINER and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
+    if to_format == TRAINER and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
         world_size = 1  # without random states, nothing in this format is of a rank
-    if groups is None and (UNIVERSAL in (family, base.form.family) or tp != base.tp):
+    if groups is None and (UNIVERSAL in (to_format, base.form.file_format) or tp != base.tp):
         groups = base.groups  # whose sub-groups are laid out again
     numels = {name: param.numel for name, param in base.params.items()}
     if tp > 1 and base.zero.tensor_parallel:  # the first rank's, which has the most elements

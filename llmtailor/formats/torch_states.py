@@ -134,7 +134,7 @@ def index_with_weights(
         fix = "if they were trained, their states are lost: leave this checkpoint out"
         what = f"it has no state of {some(frozen)}: assumed to be frozen"
         findings.append(Finding(where, what, fix, Code.STATE_MISSING))
-    ranks = [rank_of(path) for path in trainer.files] if trainer.client.saves_rng else []
+    ranks = [rank_of(path) for path in trainer.files] if trainer.framework.saves_rng else []
     world_size = max((rank + 1 for rank in ranks if rank is not None), default=1)
     index = replace(
         index,
@@ -167,22 +167,22 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
     state has made none. Some optimizers skip steps of all params. Raises SourceError if the steps lag unevenly, or run
     ahead.
     """
-    client, name = trainer.client, index.name
+    framework, name = trainer.framework, index.name
     counted = trainer.scheduler.num_steps if trainer.scheduler is not None else None
     lacking = {state.param for state, held in index.held.items() if held.is_all_zero}
     of_step: dict[float, list[str]] = {}
     for param, step in index.steps().items():
         if param not in lacking:
             of_step.setdefault(step, []).append(param)
-    if not client.counts_steps and (of_step or trainer.global_step is not None):
+    if not framework.counts_steps and (of_step or trainer.global_step is not None):
         counted = index.global_step
-    elif not client.counts_steps:  # before the first step, no schedule has counted any
-        counted = read_scheduler(trainer.trees.get(client.scheduler)).num_steps
+    elif not framework.counts_steps:  # before the first step, no schedule has counted any
+        counted = read_scheduler(trainer.trees.get(framework.scheduler)).num_steps
     if counted is None or MANIFEST in trainer.files:
         return
     usual = {counted - lag for lag in trainer.step_lags}
-    where = PathIn(name, client.optimizer)
-    fix = f"copy {client.optimizer} and {client.scheduler} again; they come from different saves"
+    where = PathIn(name, framework.optimizer)
+    fix = f"copy {framework.optimizer} and {framework.scheduler} again; they come from different saves"
     if not of_step:
         has_states = any(is_optimizer_state(one.kind) and not held.is_all_zero for one, held in index.held.items())
         if counted > 0 and not (keeps_nothing(index) or has_states):

@@ -230,12 +230,12 @@ def is_shard_name(name: str) -> bool:
     return owner_of(name) == DEEPSPEED and holds(name, Holds.STATES)
 
 
-def rng_file(rank: int, world_size: int, client: str = TRAINER) -> str:
+def rng_file(rank: int, world_size: int, framework: str = TRAINER) -> str:
     """Return the name of a rank's random number states. The Trainer's one process has ``rng_state.pth``.
 
     As ``Trainer._save_rng_state`` of transformers, and ``save_accelerator_state`` of accelerate.
     """
-    if client == ACCELERATE:
+    if framework == ACCELERATE:
         return f"random_states_{rank}.pkl"
     return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
 

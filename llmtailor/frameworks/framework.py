@@ -171,7 +171,7 @@ FRAMEWORKS = {
 
 def framework_of(index: CheckpointIndex) -> Framework:
     """Return the loader of a checkpoint."""
-    return FRAMEWORKS[index.client]
+    return FRAMEWORKS[index.framework]
 
 
 def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bool) -> Framework:
@@ -191,37 +191,37 @@ def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bo
     return FRAMEWORKS[DEEPSPEED if is_engines else TRAINER]
 
 
-def choose_framework(base: CheckpointIndex, family: str, to: str | None, layout: str | None = None) -> str:
+def choose_framework(base: CheckpointIndex, to_format: str, to: str | None, layout: str | None = None) -> str:
     """Return the loader of an output: ``layout`` if it is given, else the base's where it can read the format.
 
-    ``family`` is the output's family of formats, ``to`` and ``layout`` the options ``--to`` and ``--layout``. Raises
+    ``to_format`` is the output's format, ``to`` and ``layout`` the options ``--to`` and ``--layout``. Raises
     MismatchError for a format that another loader reads, or for a loader that can't resume from the base's states: only
     Lightning takes the names of a LightningModule.
     """
-    if layout is not None and not base.client == layout == LIGHTNING:
-        _check_layout(base, family, layout)
+    if layout is not None and not base.framework == layout == LIGHTNING:
+        _check_layout(base, to_format, layout)
         return layout
-    if base.client == LIGHTNING:
+    if base.framework == LIGHTNING:
         own = (DEEPSPEED, UNIVERSAL) if base.form.stage else (TRAINER,)
-        if family not in own or to == TRAINER:
+        if to_format not in own or to == TRAINER:
             what = "its parameters are named after a LightningModule, so only Lightning can resume from it"
             fix = "leave out --to and --stage" if not base.form.stage else "stay with DeepSpeed: --stage 1, 2 or 3"
             raise MismatchError.at("--stage" if to is None else "--to", f"{base.name}: {what}", fix)
         return LIGHTNING
-    if family in (DCP, VERL, MEGATRON):
-        return family
-    if base.client == ACCELERATE and to != TRAINER:
+    if to_format in (DCP, VERL, MEGATRON):
+        return to_format
+    if base.framework == ACCELERATE and to != TRAINER:
         return ACCELERATE
-    return DEEPSPEED if base.client == DEEPSPEED and family in (DEEPSPEED, UNIVERSAL) else TRAINER
+    return DEEPSPEED if base.framework == DEEPSPEED and to_format in (DEEPSPEED, UNIVERSAL) else TRAINER
 
 
-def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
-    able = [TRAINER, ACCELERATE, *([DEEPSPEED] if family in (DEEPSPEED, UNIVERSAL) else [])]
+def _check_layout(base: CheckpointIndex, to_format: str, layout: str) -> None:
+    able = [TRAINER, ACCELERATE, *([DEEPSPEED] if to_format in (DEEPSPEED, UNIVERSAL) else [])]
     fix = f"use --layout {', '.join(able[:-1])} or {able[-1]}, or leave it out"
-    if base.client == LIGHTNING:
+    if base.framework == LIGHTNING:
         what, fix = "only Lightning resumes from the names of a LightningModule's params", "leave out --layout"
-    elif family in (DCP, VERL, MEGATRON):
-        title = "verl's checkpoint" if family == VERL else "a folder of torch.distributed.checkpoint"
+    elif to_format in (DCP, VERL, MEGATRON):
+        title = "verl's checkpoint" if to_format == VERL else "a folder of torch.distributed.checkpoint"
         what = f"{title} has no files of another loader"
         fix = "leave out --layout, or name another format with --to: deepspeed, universal, trainer or fsdp"
     elif layout == LIGHTNING:
@@ -239,8 +239,8 @@ def is_tag_alone(folder: Path) -> bool:
         return False
     above = folder.absolute().parent
     beside = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in above.iterdir()]
-    client = detect_loader(beside, True if TRAINER_STATE in beside else None, is_engines=True)
-    return client.name == DEEPSPEED and above.suffix != ".ckpt"
+    framework = detect_loader(beside, True if TRAINER_STATE in beside else None, is_engines=True)
+    return framework.name == DEEPSPEED and above.suffix != ".ckpt"
 
 
 def is_partial(root: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ _OPENED = (TRAINER_STATE, SCALER, CONFIG, *(one.scheduler for one in FRAMEWORKS.
 class TrainerFiles:
     """The content of the files in the checkpoint's root."""
 
-    client: Framework
+    framework: Framework
     """The loader that resumes from the checkpoint"""
     files: Mapping[str, FileFact]
     """Every regular file in the root"""
@@ -77,91 +77,128 @@ class TrainerFiles:
 
 
 def read_trainer_files(
-    trees: Trees, name: str, problems: Problems, client: str | None = None, *, is_engines: bool = False
+    trees: Trees, name: str, problems: Problems, framework: str | None = None, *, is_engines: bool = False
 ) -> TrainerFiles:
     """Read the files in the root. Damaged ones are added to ``problems``, missing ones become findings.
 
-    ``client`` names the loader to judge them by; None uses the detected one, see `loader.detect_loader`. Raises
+    ``framework`` is the one to judge them by; None uses the detected one, see `framework.detect_loader`. Raises
     UnsupportedCheckpoint if accelerate saved several models.
     """
-    root, inside = trees.root, trees.inside
-    there = sorted(root.iterdir())
+    there = sorted(trees.root.iterdir())
     files = files_among(there)
-    for entry in there:  # folders, pipes and the like under names that a resume opens, and may block on
-        if (entry.name in _OPENED or is_rng_file(entry.name)) and entry.exists():
-            attempt(lambda: check_regular(entry.stat().st_mode, PathIn(name, entry.name)), problems)  # noqa: B023
-    findings: list[Finding] = []
-    weights: dict[State, TensorEntry] = {}
+    _check_openable(there, name, problems)
     sound = len(problems.errors)
-    for file in survey_weights(root, name, problems):
-        weights.update({State(tensor, WEIGHT): held for tensor, held in file.tensors.items()})
+    held = [file.tensors for file in survey_weights(trees.root, name, problems)]
+    weights = {State(tensor, WEIGHT): entry for tensors in held for tensor, entry in tensors.items()}
     has_all_weights = len(problems.errors) == sound
-    scales_loss = read_scales_loss(root, PathIn(name, TRAINING_ARGS))
+    scales_loss = read_scales_loss(trees.root, PathIn(name, TRAINING_ARGS))
     where = PathIn(name, TRAINER_STATE)
-    content = attempt(lambda: read_json(root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
-    is_the_trainers = content is None or is_of_trainer(content)
+    content = attempt(lambda: read_json(trees.root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
+    is_trainers = content is None or is_of_trainer(content)
     entries = [f"{path.name}/" if path.is_dir() else path.name for path in there]
-    below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
-    is_stated = is_the_trainers if TRAINER_STATE in files else None
-    loader = FRAMEWORKS[client] if client else detect_loader([*entries, *below], is_stated, is_engines)
-    if loader.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
-        what = f"accelerate has saved several models or optimizers: {some(others)}"
-        fix = "leave it out; checkpoints of one model and one optimizer can be composed"
-        raise UnsupportedCheckpoint.at(name, what, fix)
-    if not weights and has_all_weights and not inside and not adapters_among(files) and loader.saves_model:
-        what = "there are no weights in safetensors form (ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
-        if any(map(is_pickled_weights, files)):
-            what = "the weights are in pytorch_model.bin form, which is left out"
-        fix = "no action needed: resuming does not read them, and llmtailor rebuilds them from the master weights"
-        findings.append(Finding(name, what, fix, Code.WEIGHTS_MISSING))
-    global_step, scheduler = None, None
+    below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in trees.inside]
+    is_stated = is_trainers if TRAINER_STATE in files else None
+    own = FRAMEWORKS[framework] if framework else detect_loader([*entries, *below], is_stated, is_engines)
+    _refuse_several(own, entries, name)
+    findings = []
+    if not weights and has_all_weights and not (trees.inside or adapters_among(files)) and own.saves_model:
+        findings.append(_without_weights(files, name))
+    global_step = None
     if TRAINER_STATE in files and content is not None:
         global_step = attempt(lambda: read_global_step(content, where), problems)
-        if global_step is not None:
-            findings += check_trainer_state(content, where)
-    saved_as: dict[str, str] = {}
-    known: dict[str, Any] = {}
-    whole, optimizer = (loader.optimizer, "") if loader.holds_all else ("", loader.optimizer)
-    in_root = [path for path in inside if "/" not in path and path != optimizer]
-    for path in (*files, *in_root):
-        where, is_rng = PathIn(name, path), is_rng_file(path)
-        try:
-            if path == CONFIG:
-                read_json(root / path, where)
-            elif path in inside or is_rng or path in (loader.scheduler, SCALER, whole):
-                decoded = trees.read(path, where)
-                known[path] = decoded.tree
-                if is_rng and decoded.archive is not None:
-                    saved_as[path] = f"{decoded.archive}{Path(path).suffix}"
-                if is_rng and (is_the_trainers or path.endswith(".pkl")):
-                    findings += check_rng(root, decoded.tree, where, is_accelerates=path.endswith(".pkl"))
-                elif path == loader.scheduler:
-                    findings += check_scheduler(decoded.tree, where)
-                    facts = read_scheduler(decoded.tree)
-                    if not facts.lengths:
-                        raise damaged(where, "the scheduler state holds no learning rates", Code.FIELD_MISSING)
-                    scheduler = facts if loader.counts_steps else replace(facts, num_steps=None)
-                elif path == SCALER:
-                    findings += check_scaler(decoded.tree, scales_loss, where)
-        except TailorError as error:
-            problems.add(error)
-    if loader.state and loader.state not in files:
-        fix = f"copy it back; {loader.title} can't resume without it"
-        findings.append(Finding(PathIn(name, loader.state), "the file is missing", fix, Code.FILE_MISSING, ERROR))
-    findings += find_swapped(saved_as, name, may_repeat=MANIFEST in files)
+        findings += check_trainer_state(content, where) if global_step is not None else ()
+    read = _RootFiles(trees, name, own, is_trainers, scales_loss, findings)
+    optimizer = "" if own.holds_all else own.optimizer
+    for path in (*files, *(path for path in trees.inside if "/" not in path and path != optimizer)):
+        attempt(lambda: read.read(path), problems, TailorError)  # noqa: B023
+    if own.state and own.state not in files:
+        fix = f"copy it back; {own.title} can't resume without it"
+        findings.append(Finding(PathIn(name, own.state), "the file is missing", fix, Code.FILE_MISSING, ERROR))
+    findings += find_swapped(read.saved_as, name, may_repeat=MANIFEST in files)
     return TrainerFiles(
-        client=loader,
+        framework=own,
         files=files,
-        inside=frozenset(inside),
-        trees=known,
+        inside=frozenset(trees.inside),
+        trees=read.trees_by_path,
         weights=weights,
         global_step=global_step,
         step_lags=read_lags(content or {}),
-        scheduler=scheduler,
+        scheduler=read.scheduler,
         scales_loss=scales_loss,
         findings=tuple(findings),
         has_all_weights=has_all_weights,
     )
+
+
+def _check_openable(there: Iterable[Path], name: str, problems: Problems) -> None:
+    """Report folders, pipes and the like under names that a resume opens, and may block on."""
+    for entry in there:
+        if (entry.name in _OPENED or is_rng_file(entry.name)) and entry.exists():
+            attempt(lambda: check_regular(entry.stat().st_mode, PathIn(name, entry.name)), problems)  # noqa: B023
+
+
+def _refuse_several(framework: Framework, entries: Iterable[str], name: str) -> None:
+    if framework.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
+        what = f"accelerate has saved several models or optimizers: {some(others)}"
+        fix = "leave it out; checkpoints of one model and one optimizer can be composed"
+        raise UnsupportedCheckpoint.at(name, what, fix)
+
+
+def _without_weights(files: Iterable[str], name: str) -> Finding:
+    what = "there are no weights in safetensors form (ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
+    if any(map(is_pickled_weights, files)):
+        what = "the weights are in pytorch_model.bin form, which is left out"
+    fix = "no action needed: resuming does not read them, and llmtailor rebuilds them from the master weights"
+    return Finding(name, what, fix, Code.WEIGHTS_MISSING)
+
+
+@dataclass(slots=True)
+class _RootFiles:
+    """Reads one file after another."""
+
+    trees: Trees
+    name: str
+    framework: Framework
+    is_trainers: bool
+    scales_loss: bool | None
+    findings: list[Finding]
+    trees_by_path: dict[str, Any] = field(default_factory=dict)
+    scheduler: SchedulerFacts | None = None
+    saved_as: dict[str, str] = field(default_factory=dict)
+    """File of random states -> the name that it was saved under"""
+
+    def read(self, path: str) -> None:
+        """Read one file, if it is one that a resume opens. Raises TailorError for a damaged one."""
+        where, own = PathIn(self.name, path), self.framework
+        if path == CONFIG:
+            read_json(self.trees.root / path, where)
+        elif is_rng_file(path):
+            self._read_rng(path, where)
+        elif path == own.scheduler:
+            self._read_scheduler(self._tree(path, where), where)
+        elif path == SCALER:
+            self.findings += check_scaler(self._tree(path, where), self.scales_loss, where)
+        elif path in self.trees.inside or (own.holds_all and path == own.optimizer):
+            self._tree(path, where)
+
+    def _tree(self, path: str, where: PathIn) -> Any:
+        self.trees_by_path[path] = self.trees.read(path, where).tree
+        return self.trees_by_path[path]
+
+    def _read_rng(self, path: str, where: PathIn) -> None:
+        decoded, is_accelerates = self.trees.read(path, where), path.endswith(".pkl")
+        self.trees_by_path[path] = decoded.tree
+        if decoded.archive is not None:
+            self.saved_as[path] = f"{decoded.archive}{Path(path).suffix}"
+        if self.is_trainers or is_accelerates:
+            self.findings += check_rng(self.trees.root, decoded.tree, where, is_accelerates=is_accelerates)
+
+    def _read_scheduler(self, tree: Any, where: PathIn) -> None:
+        self.findings += check_scheduler(tree, where)
+        facts = read_scheduler(tree)
+        if not facts.lengths:
+            raise damaged(where, "the scheduler state holds no learning rates", Code.FIELD_MISSING)
+        self.scheduler = facts if self.framework.counts_steps else replace(facts, num_steps=None)
 
 
 def files_among(there: Sequence[Path]) -> dict[str, FileFact]:
@@ -205,5 +242,5 @@ def compare_global_step(trainer: TrainerFiles, root: Path, name: str, step: floa
 
 def read_config(index: CheckpointIndex) -> dict[str, Any]:
     """Return the content of ``config.json``; empty without the file. Raises SourceError for a damaged one."""
-    path = FRAMEWORKS[index.client].settings + CONFIG
+    path = FRAMEWORKS[index.framework].settings + CONFIG
     return read_json(index.root / path, PathIn(index.name, path)) if path in index.files else {}

@@ -151,10 +151,10 @@ def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> It
             yield Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING)
 
 
-def find_lost_rng(there: Collection[str], world_size: int, name: str, client: Framework) -> list[Finding]:
+def find_lost_rng(there: Collection[str], world_size: int, name: str, framework: Framework) -> list[Finding]:
     """Return findings on ranks without a random number state; ``there`` are the files that exist."""
-    files = [rng_file(rank, world_size, client.name) for rank in range(world_size)]
-    if not client.saves_rng and not set(files) & set(there):
+    files = [rng_file(rank, world_size, framework.name) for rank in range(world_size)]
+    if not framework.saves_rng and not set(files) & set(there):
         return []
     lost = [file for file in files if file not in there]
     where: list[str] = [PathIn(name, file) for file in lost]

@@ -200,7 +200,7 @@ def state_attempt(layouts: Sequence[FileLayout], reference: CheckpointIndex, att
 
 
 def state_lags(
-    layouts: Sequence[FileLayout], reference: CheckpointIndex, steps: Iterable[float], family: str
+    layouts: Sequence[FileLayout], reference: CheckpointIndex, steps: Iterable[float], to_format: str
 ) -> tuple[list[FileLayout], list[Problem]]:
     """Return the files of a composite, with a record of how far its optimizer's ``steps`` are behind it, and notices.
 
@@ -218,7 +218,7 @@ def state_lags(
         changed = {**content, CALLBACKS: callbacks}
         return _with_content(layouts, changed, "the base's, with Adam's steps behind it"), []
     # elsewhere each param has a step of its own, and those without gradients lag behind in any training
-    is_usual = lags == {0} or (family not in (DEEPSPEED, UNIVERSAL) and 0 in found and min(found) == 0)
+    is_usual = lags == {0} or (to_format not in (DEEPSPEED, UNIVERSAL) and 0 in found and min(found) == 0)
     if content is not None or is_usual:
         return list(layouts), []
     what = (

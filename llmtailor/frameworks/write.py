@@ -66,14 +66,14 @@ def lay_out_trainer_files(
     weights are among them. Floating-point weights are cast to ``dtype``, None keeps theirs. ``leave_out`` are files of
     the base that the format does not have. `lay_out_tokenizer` lays out the tokenizer's files.
     """
-    made, scheduler = list(made), FRAMEWORKS[base.client].scheduler
-    is_same_client = wanted.client == base.client
+    made, scheduler = list(made), FRAMEWORKS[base.framework].scheduler
+    is_same_client = wanted.framework == base.framework
     if wanted.from_group is not None and is_same_client and base.offers(scheduler):
         where, groups = PathIn(base.name, scheduler), len(base.groups)
         tree = regroup_scheduler(base.train.trees[scheduler], where, groups, wanted.from_group)
         made.append(lay_out_torch_file(scheduler, tree))
-    paths = {".", FRAMEWORKS[base.client].optimizer, *(layout.path for layout in made)}
-    others = {ACCELERATE, base.client} & {ACCELERATE, TRAINER, VERL}
+    paths = {".", FRAMEWORKS[base.framework].optimizer, *(layout.path for layout in made)}
+    others = {ACCELERATE, base.framework} & {ACCELERATE, TRAINER, VERL}
     in_folders = tuple(filter(None, adapters_of(base).values()))
 
     def is_left(path: str) -> bool:
@@ -84,15 +84,15 @@ def lay_out_trainer_files(
             return path in paths or is_weight_file(path.rpartition("/")[2])
         return "/" in path or is_ours or is_laid_out or is_others or is_tokenizer_file(path) or path in leave_out
 
-    layouts = _lay_out_rng(base, wanted.layout.world_size, wanted.client)
+    layouts = _lay_out_rng(base, wanted.layout.world_size, wanted.framework)
     layouts += [lay_out_torch_file(path, base.train.trees[path]) for path in base.partial.inside if not is_left(path)]
     for path, fact in base.files.items():
         if not is_left(path):
             is_cast = path == CONFIG and dtype
             layouts.append(_config_with_dtype(base.root, dtype) if is_cast and dtype else carry(path, fact))
-    if FRAMEWORKS[base.client].settings:
+    if FRAMEWORKS[base.framework].settings:
         layouts += lay_out_settings(base)
-    if not has_weights and (is_same_client or FRAMEWORKS[wanted.client].saves_model):
+    if not has_weights and (is_same_client or FRAMEWORKS[wanted.framework].saves_model):
         layouts += _lay_out_base_weights(base, wanted.layout.stage, dtype)
     return [*layouts, *made]
 
@@ -108,7 +108,7 @@ def lay_out_settings(base: CheckpointIndex, folder: str = "") -> list[FileLayout
 
 def _settings(base: CheckpointIndex) -> Iterator[tuple[str, str, FileFact]]:
     """Yield name, path and size of the files in the folder where a base has config.json and the tokenizer."""
-    own = FRAMEWORKS[base.client].settings
+    own = FRAMEWORKS[base.framework].settings
     for path, fact in base.files.items():
         if path.startswith(own):
             yield path.removeprefix(own), path, fact
@@ -149,17 +149,17 @@ def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
     }
 
 
-def _lay_out_rng(base: CheckpointIndex, new: int, client: str) -> list[FileLayout]:
+def _lay_out_rng(base: CheckpointIndex, new: int, framework: str) -> list[FileLayout]:
     """Return layouts of random number states, one per rank; with more ranks than the base has, they repeat."""
     layouts: list[FileLayout] = []
-    if client != base.client and not FRAMEWORKS[client].saves_rng:
+    if framework != base.framework and not FRAMEWORKS[framework].saves_rng:
         return layouts
     old = base.world_size
     for rank in range(new):
-        source = rng_file(rank % old, old, base.client)
-        path = rng_file(rank, new, client)
-        if ACCELERATE in (base.client, client) and base.client != client:
-            convert = to_trainer if base.client == ACCELERATE else to_accelerate
+        source = rng_file(rank % old, old, base.framework)
+        path = rng_file(rank, new, framework)
+        if ACCELERATE in (base.framework, framework) and base.framework != framework:
+            convert = to_trainer if base.framework == ACCELERATE else to_accelerate
             if source in base.train.trees:
                 layouts.append(lay_out_torch_file(path, convert(base.train.trees[source])))
         elif source in base.files:
@@ -197,7 +197,7 @@ def saved_scheduler(base: CheckpointIndex) -> Any:
         if framework_of(base).counts_steps or read_scheduler(tree).num_steps is None:
             return tree
         return {**tree, "last_epoch": base.global_step, "_step_count": base.global_step + 1}
-    if base.client == DEEPSPEED:
+    if base.framework == DEEPSPEED:
         return base.train.engine_scheduler
     entries = (entry for entry in base.train.others.values() if is_of_scheduler(base, entry) and not entry.is_tensor)
     return {str(entry.path[-1]): entry.content for entry in entries} or None
@@ -239,32 +239,34 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
 
     Raises UnsupportedCheckpoint for an adapter, and SourceError for a base that has lost its scheduler.
     """
-    if wanted.client == base.client:
+    if wanted.framework == base.framework:
         notices = [*_other_ranks(base, wanted.layout.world_size)]
-        if wanted.layout.stage or base.offers(SCHEDULER) or not FRAMEWORKS[base.client].needs_scheduler:
+        if wanted.layout.stage or base.offers(SCHEDULER) or not FRAMEWORKS[base.framework].needs_scheduler:
             return [], notices
         if base.train.engine_scheduler is None:
             what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
             raise SourceError.at(PathIn(base.name, SCHEDULER), what, COPY_BACK, Code.SCHEDULER_MISSING)
         scheduler, more = _scheduler(base, wanted)  # DeepSpeed kept its own
         return [scheduler], [*notices, *more]
-    if wanted.client != TRAINER and adapters_of(base):
+    if wanted.framework != TRAINER and adapters_of(base):
         what = "it is a PEFT adapter, and other loaders than the Trainer's miss the frozen params"
         raise UnsupportedCheckpoint.at(base.name, what, "leave out --layout")
     made: list[FileLayout] = []
     notices = []
     own = base.train.engine_scheduler
     is_engines = bool(wanted.layout.stage and own) and not is_torch_scheduler(own)  # made from the DeepSpeed config
-    if wanted.client == TRAINER or (wanted.client == ACCELERATE and not is_engines):
+    if wanted.framework == TRAINER or (wanted.framework == ACCELERATE and not is_engines):
         scheduler, notices = _scheduler(base, wanted)
         made.append(scheduler)
-    if lost := [*_without_counterpart(base, wanted.client)]:
-        what = f"its {'values under ' if base.client == DCP else ''}{some(lost)} have no counterpart, and are left out"
+    if lost := [*_without_counterpart(base, wanted.framework)]:
+        what = (
+            f"its {'values under ' if base.framework == DCP else ''}{some(lost)} have no counterpart, and are left out"
+        )
         notices.append(Problem(base.name, what, "no action needed if the run that resumes does not need them"))
-    if wanted.client == ACCELERATE and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
+    if wanted.framework == ACCELERATE and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
         what = "it has no random states; accelerate logs that, and draws other numbers"
         notices.append(Problem(base.name, what, "no action needed if the run that resumes seeds its processes"))
-    if wanted.client == TRAINER:
+    if wanted.framework == TRAINER:
         size = base.train.ds_config.get("train_micro_batch_size_per_gpu")
         what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
         fix = (
@@ -300,8 +302,8 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
             "_last_lr": last,
             "lr_lambdas": [None] * len(first),
         }
-        in_file = wanted.client != DEEPSPEED
-        made = FRAMEWORKS[wanted.client].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
+        in_file = wanted.framework != DEEPSPEED
+        made = FRAMEWORKS[wanted.framework].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
         made = made or LR_SCHEDULER  # verl keeps it beside the random states
         what = f"{why}; {made} is made for step {step}, from the rates in the param groups"
         fix = "linear, cosine and the Trainer's other lambda schedules continue; any other schedule restarts"
@@ -312,24 +314,24 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Prob
 
 
 def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[Problem]]:
-    client, step = FRAMEWORKS[wanted.client], base.global_step
+    framework, step = FRAMEWORKS[wanted.framework], base.global_step
     tree, notices = scheduler_for(base, wanted)
-    if not client.counts_steps and read_scheduler(tree).num_steps is not None:
+    if not framework.counts_steps and read_scheduler(tree).num_steps is not None:
         count = step * wanted.layout.world_size
         tree = {**tree, "last_epoch": count, "_step_count": count + 1}
         if count != step:
             what = f"the schedule is set to {count} for step {step}, because accelerate steps it once per process"
             fix = f"if the loop that resumes steps it once, set its last_epoch to {step} after load_state"
-            notices.append(Problem(PathIn(base.name, client.scheduler), what, fix))
-    return lay_out_torch_file(client.scheduler, tree), notices
+            notices.append(Problem(PathIn(base.name, framework.scheduler), what, fix))
+    return lay_out_torch_file(framework.scheduler, tree), notices
 
 
-def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
+def _without_counterpart(base: CheckpointIndex, framework: str) -> list[str]:
     """Return the files, or values, of a base's loader that another loader does not have."""
-    if base.client in (ACCELERATE, TRAINER):
-        own = [path for path in base.files if owner_of(path) == base.client]
+    if base.framework in (ACCELERATE, TRAINER):
+        own = [path for path in base.files if owner_of(path) == base.framework]
         known = {framework_of(base).scheduler, framework_of(base).optimizer}
-        has_rng = FRAMEWORKS[client].saves_rng
+        has_rng = FRAMEWORKS[framework].saves_rng
         return [path for path in own if path not in known and not (is_rng_file(path) and has_rng)]
     others = [entry.path for entry in base.train.others.values() if not is_of_scheduler(base, entry)]
     root = base.train.dcp.root if base.train.dcp else ()
@@ -339,13 +341,13 @@ def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
 
 def random_states(base: CheckpointIndex) -> list[str]:
     """Return the files of random states; of verl, which has more in these files, with the key there."""
-    of_verl = [path for path, tree in base.train.trees.items() if base.client == VERL and "rng" in tree]
+    of_verl = [path for path, tree in base.train.trees.items() if base.framework == VERL and "rng" in tree]
     return [path for path in base.files if is_rng_file(path)] + [f"rng in {path}" for path in of_verl]
 
 
 def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
     """Yield notices on files of accelerate that depend on the number of processes."""
-    if base.client != ACCELERATE or ranks == base.world_size:
+    if base.framework != ACCELERATE or ranks == base.world_size:
         return
     scheduler = framework_of(base).scheduler
     counted = read_scheduler(base.train.trees.get(scheduler)).num_steps
@@ -397,11 +399,11 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def lay_out_tokenizer(
-    base: CheckpointIndex, source: Path | None, chat_template: str | None, copy: bool, client: str
+    base: CheckpointIndex, source: Path | None, chat_template: str | None, copy: bool, framework: str
 ) -> list[FileLayout]:
     """Return the layouts of the tokenizer files: the base's, or another folder's; none unless ``copy``.
 
-    ``client`` names the loader, whose checkpoints may have them in a folder of their own.
+    ``framework`` is the one that will resume, whose checkpoints may have them in a folder of their own.
     ``chat_template`` (a Jinja text, or the name of one that mergekit includes) replaces the tokenizer's.
     Raises SourceError if the folder has no tokenizer files, or mergekit has no such template.
     """
@@ -415,7 +417,7 @@ def lay_out_tokenizer(
     if chat_template is not None:
         text = Bytes(_template(chat_template).encode(), "chat_template of the recipe")
         layouts = [layout for layout in layouts if layout.path != CHAT_TEMPLATE] + [FileLayout(CHAT_TEMPLATE, (text,))]
-    folder = FRAMEWORKS[client].settings
+    folder = FRAMEWORKS[framework].settings
     return [FileLayout(folder + layout.path, layout.pieces) for layout in layouts] if folder else layouts
 
 
@@ -455,7 +457,7 @@ class Wanted:
     """For each param group, the base's group whose place in the scheduler's lists it takes; None keeps the base's"""
     is_alone: bool = False
     """Whether the base is the only source"""
-    client: str = TRAINER
+    framework: str = TRAINER
     """The loader that will resume from it; see `frameworks.framework`"""
     linkable: Linkable | None = None
     """What the output may hold as hard links; None for nothing"""

@@ -207,9 +207,11 @@ def kept_files(index: CheckpointIndex) -> list[str]:
 
 def _is_kept(path: str, index: CheckpointIndex) -> bool:
     if "/" in path:
-        folders = [f"{MODEL_FOLDER}/"] if index.form.family == FSDP else [*filter(None, adapters_of(index).values())]
+        folders = (
+            [f"{MODEL_FOLDER}/"] if index.form.file_format == FSDP else [*filter(None, adapters_of(index).values())]
+        )
         return path.startswith(tuple(folders))
-    if index.form.family == DCP and (path == METADATA or path.endswith(".distcp")):
+    if index.form.file_format == DCP and (path == METADATA or path.endswith(".distcp")):
         return False  # its weights are written to other files
     is_of_accelerate = owner_of(path) == ACCELERATE
     return path not in _OF_A_RESUME and not (is_rng_file(path) or is_of_accelerate or _SCRIPT.fullmatch(path))
@@ -217,7 +219,7 @@ def _is_kept(path: str, index: CheckpointIndex) -> bool:
 
 def plan_weights(index: CheckpointIndex) -> Plan:
     """Return the plan of the files to be written: none, but for a DCP folder."""
-    return _copied_from(index, lay_out_model(index)) if index.form.family == DCP else Plan((), ())
+    return _copied_from(index, lay_out_model(index)) if index.form.file_format == DCP else Plan((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,9 +611,9 @@ def _best_model(newest: CheckpointIndex) -> str | None:
 def _why_untouchable(index: CheckpointIndex) -> str:
     if index.root.is_symlink():
         return "it is a symbolic link"
-    if index.client == LIGHTNING and not index.form.stage:
+    if index.framework == LIGHTNING and not index.form.stage:
         return "Lightning's one file has no partial form"
-    if index.form.framework == MEGATRON:
+    if index.form.format == MEGATRON:
         return "Megatron-core's checkpoints have no partial form"
     contents = survey_contents(index.root)
     lost = [path for path in contents.known if not path.endswith("/") and path not in index.files]

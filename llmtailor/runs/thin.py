@@ -284,7 +284,7 @@ def write_links(
     made = plan_links(action, structure, full, linked, clone)
     made = replace(made, out=full.root, report=replace(made.report, out=full.name))
     with _writing(made.indexes, full.root, made.plan, stop, clone, on_progress) as (staging, results, crcs):
-        readme = card(made.report, __version__, made.family, made.target.stage, FRAMEWORKS[made.client]).encode()
+        readme = card(made.report, __version__, made.format, made.target.stage, FRAMEWORKS[made.framework]).encode()
         write_durably(staging / MANIFEST, manifest_of_links(made, action.ledger, results, readme, now()))
         write_durably(staging / CARD, readme)
         for folder, _, _ in os.walk(staging):

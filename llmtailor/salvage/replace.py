@@ -103,7 +103,7 @@ def _last_change(path: Path) -> float:
 def _point_at(base: CheckpointIndex, run: Path, tag: str) -> tuple[str, str] | None:
     """Return the change of ``latest`` where the run's checkpoints are tags of one folder; None if there is none."""
     path = run / LATEST
-    if base.client != DEEPSPEED or not path.is_file():
+    if base.framework != DEEPSPEED or not path.is_file():
         return None
     current = tag_in(path)
     return None if current == tag else (current, tag)

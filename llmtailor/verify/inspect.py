@@ -94,7 +94,7 @@ def inspect_checkpoint(root: str | Path, client: str | None = None) -> Inspectio
 
     Raises SourceError with everything damaged or missing, or UnsupportedCheckpoint.
     """
-    return describe(index_checkpoint(as_path(root), client=client))
+    return describe(index_checkpoint(as_path(root), framework=client))
 
 
 def describe(index: CheckpointIndex) -> Inspection:
@@ -124,7 +124,7 @@ def describe(index: CheckpointIndex) -> Inspection:
         "mesh": index.layout.mesh,
         "global_step": index.global_step,
         "skipped_steps": index.zero.skipped_steps,
-        "client": index.client,
+        "client": index.framework,
         "tag": index.zero.tag,
         "precision": index.precision,
         "weights_dtype": sorted({held.dtype for state, held in index.held.items() if state.kind == WEIGHT}),

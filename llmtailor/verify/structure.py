@@ -41,7 +41,7 @@ Elements = tuple[State, tuple[int, int]]
 def check_index(index: CheckpointIndex) -> list[Finding]:
     """Return the problems in the states of a full checkpoint that could be indexed."""
     fix, severity = "rename the folder: scripts and the Trainer's rotation rely on its name", WARNING
-    if index.client in (ACCELERATE, LIGHTNING, DEEPSPEED):  # a loop may count batches, epochs or saves
+    if index.framework in (ACCELERATE, LIGHTNING, DEEPSPEED):  # a loop may count batches, epochs or saves
         fix = "none needed if the loop counts something else; merge --run and thin rely on the name"
         severity = NOTE
     step = check_step(index, step_of(index.root), fix, severity)
@@ -150,7 +150,7 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
-    is_whole = index.form.family in (DEEPSPEED, UNIVERSAL, TRAINER)
+    is_whole = index.form.file_format in (DEEPSPEED, UNIVERSAL, TRAINER)
     if is_whole and framework_of(index).saves_model and not (CONFIG in index.files or adapters_of(index)):
         fix = "a resume does not need it, but from_pretrained does: copy it back"
         yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)

@@ -166,7 +166,7 @@ def to_text(verdict: Verdict) -> str:
     lines = [f"{verdict.name}: {verdict.level}" + (f" ({counts})" if counts else "")]
     if (index := verdict.index) is not None:
         read = "every byte was read" if verdict.is_deep else "structure only, no tensor was read"
-        by = "" if index.client in (TRAINER, DCP) else f", resumed by {framework_of(index).title}"
+        by = "" if index.framework in (TRAINER, DCP) else f", resumed by {framework_of(index).title}"
         ranks = count_ranks(index.layout.mesh)
         lines.append(f"{index.format}, step {index.global_step}, for {ranks}{by}; {read}")
         if verdict.holding is not None:

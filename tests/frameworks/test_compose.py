@@ -50,7 +50,7 @@ def test_a_composite_holds_the_states_of_its_sources(name: str, ranks: int, runs
     assert_same_states(index_checkpoint(out), base, odd)
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.is_resumable and not verdict.findings and verdict.index is not None
-    assert (verdict.index.client, verdict.index.global_step) == (base.client, 4)
+    assert (verdict.index.framework, verdict.index.global_step) == (base.framework, 4)
     if base.form.stage:
         assert (verdict.index.world_size, verdict.index.zero.tag) == (ranks, base.zero.tag)
 
@@ -79,7 +79,7 @@ def test_any_format_can_be_made_of_them(pair: str, runs: Runs, tmp_path: Path) -
     assert index is not None
     own = LOOPS[name].client
     client = {"trainer": "trainer", "dcp": "dcp", "fsdp": "trainer" if own == "deepspeed" else own}.get(to, own)
-    assert (index.client, index.form.family) == (client, to)
+    assert (index.framework, index.form.file_format) == (client, to)
     assert FILES.get(client, set()) <= index.files.keys()
     masters = [state for state in index.held if state.kind == MASTER]
     base = index_checkpoint(runs.checkpoint(name, 4))
@@ -189,14 +189,14 @@ def test_merge_run_composes_what_thin_leaves(name: str, runs: Runs, tmp_path: Pa
     told = call("thin", run, "--strategy", "full", "--keep-full-last", "1", "--yes")
     assert told["composable_after"] == [2, 4]
     assert folders(run) == ["checkpoint-4", "partial/step-00000002"]
-    assert index_checkpoint(run / "partial/step-00000002").client == LOOPS[name].client
+    assert index_checkpoint(run / "partial/step-00000002").framework == LOOPS[name].client
     made = compose_run(run, 2, tmp_path / "checkpoint-2")
     wanted = convert(runs.checkpoint(name), tmp_path / "wanted" / "checkpoint-2")
     assert {path for path in names(wanted) if not path.startswith("zero_to_")} <= names(made)
     verdict = verify_checkpoint(made, deep=True)
     assert verdict.is_resumable and not verdict.findings and verdict.index is not None
     before = index_checkpoint(wanted)
-    assert (verdict.index.client, verdict.index.zero.tag) == (before.client, before.zero.tag)
+    assert (verdict.index.framework, verdict.index.zero.tag) == (before.framework, before.zero.tag)
     assert_same_states(verdict.index, before)
 
 
@@ -208,4 +208,4 @@ def test_a_run_is_recovered_without_a_trainer_state(runs: Runs, tmp_path: Path) 
     call("salvage", run)
     (out,) = run.glob("salvaged-checkpoint-*")
     verdict = verify_checkpoint(out)
-    assert verdict.is_resumable and verdict.index is not None and verdict.index.client == "accelerate"
+    assert verdict.is_resumable and verdict.index is not None and verdict.index.framework == "accelerate"

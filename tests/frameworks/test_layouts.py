@@ -47,7 +47,7 @@ DIRECT = {
 
 def checked(out: Path, client: str) -> Path:
     verdict = verify_checkpoint(out, deep=True)
-    assert verdict.is_resumable and verdict.index is not None and verdict.index.client == client, verdict.findings
+    assert verdict.is_resumable and verdict.index is not None and verdict.index.framework == client, verdict.findings
     return out
 
 

@@ -40,7 +40,7 @@ def tags(runs: Runs, tmp_path: Path) -> Path:
 
 def assert_same(out: Path, source: Path) -> None:
     made, saved = index_checkpoint(out), index_checkpoint(source)
-    assert (made.client, made.global_step, made.zero.tag) == ("deepspeed", saved.global_step, saved.zero.tag)
+    assert (made.framework, made.global_step, made.zero.tag) == ("deepspeed", saved.global_step, saved.zero.tag)
     assert_same_states(made, saved)
 
 

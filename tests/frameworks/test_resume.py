@@ -121,7 +121,7 @@ def test_training_goes_on(case: Case, runs: Runs, resumed: dict[str, Run]) -> No
         assert run.losses == pytest.approx(wanted, rel=RELATIVE)
     saved = verify_checkpoint(run.checkpoint(4), deep=True)  # what the client has saved back
     assert saved.level == RESUMABLE and not saved.findings
-    assert saved.index is not None and saved.index.client == LOOPS[case.source].client
+    assert saved.index is not None and saved.index.framework == LOOPS[case.source].client
     # the output has the files that the client would have saved on that many ranks
     out = Path(run.spec.resume_from)
     verdict = verify_checkpoint(out, deep=True)
@@ -132,7 +132,7 @@ def test_training_goes_on(case: Case, runs: Runs, resumed: dict[str, Run]) -> No
         "llmtailor.json",
     }
     source, index = index_checkpoint(runs.checkpoint(case.source)), index_checkpoint(out)
-    assert (index.client, index.world_size, index.global_step) == (source.client, case.ranks, STEP)
+    assert (index.framework, index.world_size, index.global_step) == (source.framework, case.ranks, STEP)
 
 
 @pytest.mark.parametrize("name", LOOPS_SAVED)
@@ -143,10 +143,10 @@ def test_the_client_resumes_from_partial_checkpoints_of_its_loop(
     assert run.losses == runs[name].after(STEP)
     for partial in sorted(runs[name].folder.glob("partial/step-*")):
         assert not verify_checkpoint(partial).findings
-        assert index_checkpoint(partial).client == spec.client
+        assert index_checkpoint(partial).framework == spec.client
     verdict = verify_checkpoint(Path(run.spec.resume_from), deep=True)
     assert verdict.level == RESUMABLE and not verdict.findings
-    assert verdict.index is not None and verdict.index.client == spec.client
+    assert verdict.index is not None and verdict.index.framework == spec.client
 
 
 def test_gradients_are_clipped_as_the_config_says_or_deepspeed_does(runs: Runs, resumed: dict[str, Run]) -> None:

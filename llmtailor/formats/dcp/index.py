@@ -134,7 +134,7 @@ def compare_steps(
     counted = trainer.scheduler.num_steps if trainer and trainer.scheduler else None
     if trainer and counted is not None and counted != newest:
         what = f"the schedule is at step {counted}, the optimizer's states are from step {newest:g}"
-        yield Finding(PathIn(name, trainer.client.scheduler), what, _MIXED, Code.STEPS_DIFFER, ERROR)
+        yield Finding(PathIn(name, trainer.framework.scheduler), what, _MIXED, Code.STEPS_DIFFER, ERROR)
     if trainer:
         yield from compare_global_step(trainer, root, name, newest)
 
@@ -238,7 +238,7 @@ class _DcpIndexing:
             ),
             files={path: fact for path in paths if (fact := file_fact(self.root / path))},
             unreadable=self.folders.unreadable,
-            client=self.folders.framework,
+            framework=self.folders.framework,
             train=TrainState(
                 all("step" in optimizer.tensors.get(param, {}) for param in counted),
                 tuple(weights) if self._are_in_order(weights, trained) else (),
@@ -431,10 +431,10 @@ class _DcpIndexing:
             yield from folder.findings
         if self.folders.form != FULL:  # torch fills in what is missing from that
             yield from check_options(optimizer, self.optimizer_where)
-        client = self.trainer.client if self.trainer else None
-        if self.trainer and client and client.needs_scheduler and client.scheduler not in self.trainer.files:
+        framework = self.trainer.framework if self.trainer else None
+        if self.trainer and framework and framework.needs_scheduler and framework.scheduler not in self.trainer.files:
             what = "the file is missing; without it a resume silently loads neither schedule nor optimizer"
-            yield Finding(PathIn(self.name, client.scheduler), what, COPY_BACK, Code.SCHEDULER_MISSING, ERROR)
+            yield Finding(PathIn(self.name, framework.scheduler), what, COPY_BACK, Code.SCHEDULER_MISSING, ERROR)
         for path, tree in [*self.folders.extra.items()][
             :1
         ]:  # verl counts its steps as it likes, so only rates are compared

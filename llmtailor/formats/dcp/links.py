@@ -30,7 +30,7 @@ _IN_FOLDERS = {True: (FOLDERS,), False: (FOLDERS, SHARDS)}
 
 def has_linkable_files(index: CheckpointIndex, *, is_model: bool = False) -> bool:
     """Return whether composites can link to a checkpoint's files with the optimizer's states, or with weights."""
-    is_dcp = index.form.framework in (FSDP, DCP) and not index.form.is_partial
+    is_dcp = index.form.format in (FSDP, DCP) and not index.form.is_partial
     return is_dcp and index.train.dcp is not None and index.train.dcp.form in _IN_FOLDERS[is_model]
 
 
@@ -76,7 +76,7 @@ class Links:
             return None
         path: KeyPath = (*layout.model, name) if name else (*layout.optimizer, STATE, state.param, state.kind)
         inside = MODEL_FOLDER if name else OPTIMIZER_FOLDER
-        prefix = f"{inside}/" if index.form.framework == FSDP else ""
+        prefix = f"{inside}/" if index.form.format == FSDP else ""
         entry = self._entries(source, prefix).get(join_key(path))
         if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
             return None

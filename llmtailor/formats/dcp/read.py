@@ -30,7 +30,7 @@ def detects(root: Path) -> bool:
     return is_listed or any(DATA_FILE.fullmatch(name) or _RANK_METADATA.fullmatch(name) for name in names)
 
 
-def read(root: Path, name: str, client: str | None = None) -> Draft:
+def read(root: Path, name: str, framework: str | None = None) -> Draft:
     """Read a DCP folder; of its tensors only the 4 bytes of each ``step`` are read, and samples of tensors that may be
     tied.
 

@@ -84,7 +84,7 @@ class DcpTarget:
         is_quantized = any(isinstance(value, Quantized) for one in base.sub_groups for value in one.scalars.values())
         if (framework != DCP or is_quantized) and (problems := refuse_cuts(base, f"--to {framework}")):
             raise MismatchError(problems)
-        style = base.train.dcp if base.train.dcp and base.form.framework == framework else usual
+        style = base.train.dcp if base.train.dcp and base.form.format == framework else usual
         if style.is_flat and len(merge_alike(wanted.layout.groups)) != len(wanted.layout.groups):
             what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
             raise MismatchError.at("--groups", what, "leave --groups out")
@@ -156,7 +156,7 @@ class DcpTarget:
             return dict(group.hyper)
         own = {}
         # torch's loader asks for it if the run that resumes has a scheduler, which adds it to the groups
-        if FRAMEWORKS[self.wanted.client].needs_scheduler or saved_scheduler(self.base) is not None:
+        if FRAMEWORKS[self.wanted.framework].needs_scheduler or saved_scheduler(self.base) is not None:
             first = first_rates(self.base, self.wanted)[number]
             own["initial_lr"] = group.hyper.get("lr") if first is None else first
         return {**own, **self._defaults(), **group.hyper}

@@ -25,7 +25,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     target.add_roles(folder)
     notices = target.notices()
     lost = [*random_states(base), *(path for path in base.files if path == TRAINER_STATE)]
-    if base.form.framework != DCP and (lost or base.partial.inside):
+    if base.form.format != DCP and (lost or base.partial.inside):
         files = some(lost) if lost else "the trainer state"
         what = f"{files}, config and the like have no place in a DCP folder, and are left out"
         fix = "no action needed: a loop has its own data order and random states; keep the base if you need them"

@@ -99,24 +99,26 @@ def detects(root: Path) -> bool:
     return (root / LATEST).exists() or any(root.glob("global_step*")) or is_tag_alone(root)
 
 
-def read(root: Path, name: str, client: str | None = None) -> Draft:
+def read(root: Path, name: str, framework: str | None = None) -> Draft:
     """Read a checkpoint with DeepSpeed shards of any ZeRO stage; see `Reader`."""
     problems = Problems()
     files = survey_shard_files(root, name, problems)
-    return read_shards(FileTrees(root), files, name, problems, client)
+    return read_shards(FileTrees(root), files, name, problems, framework)
 
 
 def read_shards(
-    trees: Trees, files: ShardFiles | None, name: str, problems: Problems, client: str | None = None
+    trees: Trees, files: ShardFiles | None, name: str, problems: Problems, framework: str | None = None
 ) -> Draft:
     """Read shards, wherever they are; ``files`` is None if nothing is known of them.
 
     No tensor byte is read except the 4 bytes of each ``step``. Every problem of every file is added to ``problems``.
     """
-    trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
+    trainer = read_trainer_files(trees, name, problems, framework, is_engines=True)
     if files is None:
         return Draft(problems)
-    read_rank = partial(_read_tp_rank, trees, name=name, problems=problems, client=client, trainer=trainer, known={})
+    read_rank = partial(
+        _read_tp_rank, trees, name=name, problems=problems, framework=framework, trainer=trainer, known={}
+    )
     draft, known, facts = read_rank(files)
     if known is None or known.tensor_parallel == 1 + len(files.peers) == 1:
         return draft
@@ -148,7 +150,7 @@ def _read_tp_rank(
     *,
     name: str,
     problems: Problems,
-    client: str | None,
+    framework: str | None,
     trainer: TrainerFiles,
     known: Known,
     of_first: ModelShard | None = None,
@@ -182,8 +184,8 @@ def _read_tp_rank(
     sample, usual = first_of(optim), first_of(model)
     if sample is None or usual is None:
         return Draft(problems), None, {}
-    if client is None and trainer.client.name == DEEPSPEED and is_from_lightning(usual.rest):
-        trainer = replace(trainer, client=FRAMEWORKS[LIGHTNING])
+    if framework is None and trainer.framework.name == DEEPSPEED and is_from_lightning(usual.rest):
+        trainer = replace(trainer, framework=FRAMEWORKS[LIGHTNING])
     draft = draft_of_engine(
         DEEPSPEED,
         trees.root,
@@ -267,7 +269,7 @@ def draft_of_engine(
     def check(index: CheckpointIndex) -> Iterator[Finding]:
         first = PathIn(name, files.model[0])
         yield from _check_folder(index, files, trainer, config)
-        if trainer.client.name == LIGHTNING:
+        if trainer.framework.name == LIGHTNING:
             yield from check_engine(usual.rest, first)
         yield from attempt(lambda: [*_check_steps(index, trainer.step_lags)], problems) or ()
         yield from _find_contradictions(index, files, config, optim.facts)
@@ -596,16 +598,18 @@ def _find_strays(index: CheckpointIndex, files: ShardFiles) -> Iterator[Finding]
 def _check_folder(
     index: CheckpointIndex, files: ShardFiles, trainer: TrainerFiles, config: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    place, client = PathIn(index.name, files.tag), trainer.client
+    place, framework = PathIn(index.name, files.tag), trainer.framework
     is_there = (index.root / files.tag).is_dir()
-    if is_there and not any(client.finds(path.name) for path in index.root.iterdir()):
-        begins = "whose name begins with" if client.tag.endswith("*") else "with the name"
-        what = f"the tag folder is {files.tag}, but {client.title} looks for one {begins} {client.tag.rstrip('*')}"
-        fix = f"rename it to {client.default_tag.format(index.global_step)}, and write that into latest"
+    if is_there and not any(framework.finds(path.name) for path in index.root.iterdir()):
+        begins = "whose name begins with" if framework.tag.endswith("*") else "with the name"
+        what = (
+            f"the tag folder is {files.tag}, but {framework.title} looks for one {begins} {framework.tag.rstrip('*')}"
+        )
+        fix = f"rename it to {framework.default_tag.format(index.global_step)}, and write that into latest"
         yield Finding(place, what, fix, Code.FILE_NAME, ERROR)
-    is_accelerates = client.name == ACCELERATE and files.tag == client.tag
+    is_accelerates = framework.name == ACCELERATE and files.tag == framework.tag
     if is_there and is_accelerates and not {LATEST, LATEST_UNIVERSAL} & trainer.files.keys():
-        what = f"the file is missing; {client.title} does not need it, but DeepSpeed's tools do"
+        what = f"the file is missing; {framework.title} does not need it, but DeepSpeed's tools do"
         fix = f"write the tag into it: {write_latest(index.root / LATEST, files.tag)}"
         yield Finding(PathIn(index.name, LATEST), what, fix, Code.FILE_NAME, WARNING)
     if SCALER in trainer.files:
@@ -623,17 +627,17 @@ def _check_folder(
 def _check_schedulers(
     index: CheckpointIndex, trainer: TrainerFiles, inside: PathIn, engines: SchedulerFacts | None, is_set: bool
 ) -> Iterator[Finding]:
-    """Yield findings on DeepSpeed's own scheduler in the model states, and if the client's file is missing."""
-    client = trainer.client
+    """Yield findings on DeepSpeed's own scheduler in the model states, and if the framework's file is missing."""
+    framework = trainer.framework
     if engines is not None:
         groups = [group.hyper for group in index.groups]
         yield from compare_scheduler(engines, inside, groups, index.global_step - index.zero.skipped_steps)
     elif is_set:
         what = "the run had a DeepSpeed scheduler, but the model states hold none"
         yield Finding(inside, what, "a resume fails; copy them again", Code.SCHEDULER_MISSING, ERROR)
-    elif client.needs_scheduler and client.scheduler not in {*trainer.files, *trainer.inside}:
+    elif framework.needs_scheduler and framework.scheduler not in {*trainer.files, *trainer.inside}:
         fix = "a resume with a Trainer scheduler will fail; copy the file back"
-        where = PathIn(index.name, client.scheduler)
+        where = PathIn(index.name, framework.scheduler)
         yield Finding(where, "there is no scheduler state", fix, Code.SCHEDULER_MISSING, ERROR)
 
 

@@ -151,11 +151,11 @@ class _StoredParam:
     step_is_tensor: bool
 
 
-def read(root: Path, name: str, client: str | None = None) -> Draft:
+def read(root: Path, name: str, framework: str | None = None) -> Draft:
     """Read a universal checkpoint; see `Reader`."""
     problems, trees, findings = Problems(), FileTrees(root), list[Finding]()
     tag = read_tag(root, name, LATEST_UNIVERSAL, _tags(root), problems)
-    trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
+    trainer = read_trainer_files(trees, name, problems, framework, is_engines=True)
     if tag is None:
         return Draft(problems)
     facts = dict(_files_in(root, f"{tag}/"))
@@ -358,7 +358,7 @@ def _check_base(base: CheckpointIndex) -> None:
 
 def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
     tag = f"{target.tag}{UNIVERSAL_SUFFIX}"
-    if target.client.finds(target.tag) and not target.client.finds(tag):
+    if target.framework.finds(target.tag) and not target.framework.finds(tag):
         tag = target.tag
     yield FileLayout(LATEST_UNIVERSAL, (Bytes(tag.encode(), "the tag"),))
     models = RankFiles(target, train).layouts(tag, (model_states,))

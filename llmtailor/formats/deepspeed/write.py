@@ -136,15 +136,15 @@ class ZeroTarget:
     """Dtype of the weights in training"""
     kinds: Mapping[str, tuple[str, ...]]
     """Trained param -> the optimizer's states of it; none in fp16 while every step so far has overflowed"""
-    client: Framework
+    framework: Framework
     """The loader that will look for the tag folder"""
     tp_rank: int = 0
     """Of AutoTP: whose files these are; the base has the params of this rank then"""
 
     @classmethod
-    def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str, client: str) -> ZeroTarget:
+    def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str, framework: str) -> ZeroTarget:
         kinds = {param: (*states,) for param, states in kinds_by_param(base).items()}
-        return cls(base, layout, precision, kinds, FRAMEWORKS[client])
+        return cls(base, layout, precision, kinds, FRAMEWORKS[framework])
 
     def kinds_in(self, one: SubGroup) -> tuple[str, ...]:
         """Return the states that the optimizer keeps of a sub-group, the same of each of its params."""
@@ -192,9 +192,9 @@ class ZeroTarget:
     @property
     def tag(self) -> str:
         kept = self.base.zero.tag.removesuffix(UNIVERSAL_SUFFIX)
-        if kept and (self.client.name == self.base.client or (self.client.tag and self.client.finds(kept))):
+        if kept and (self.framework.name == self.base.framework or (self.framework.tag and self.framework.finds(kept))):
             return kept
-        return self.client.default_tag.format(self.base.global_step)
+        return self.framework.default_tag.format(self.base.global_step)
 
     def slices(self, params: Iterable[str]) -> Slices:
         """Return the layout of params under ZeRO-3."""
@@ -531,7 +531,7 @@ def lay_out_engine(
     own = replace(base, world_size=base.world_size // base.tp)  # that of the states
     if base.tp > wanted.layout.tp:
         own = without_tensor_parallel(own)
-    target, train = ZeroTarget.of(own, wanted.layout, precision, wanted.client), own.train
+    target, train = ZeroTarget.of(own, wanted.layout, precision, wanted.framework), own.train
     if not train.optim:
         train = new_engine(base, target.layout.stage, precision)
     if wanted.from_group is not None:
@@ -540,20 +540,22 @@ def lay_out_engine(
         train = replace(train, model=each(train.model, lambda tree: _with_scheduler(tree, where, old, from_group)))
     notices: list[Problem] = []
     is_without = any(tree is not None and not tree.get("lr_scheduler") for tree in train.model)
-    if wanted.client != base.client and is_without:  # an engine that has a scheduler can't load None; others don't look
+    if (
+        wanted.framework != base.framework and is_without
+    ):  # an engine that has a scheduler can't load None; others don't look
         scheduler, about = scheduler_for(base, wanted)
-        notices += about if wanted.client == DEEPSPEED else []
+        notices += about if wanted.framework == DEEPSPEED else []
         given = {"lr_scheduler": scheduler}
         model = each(train.model, lambda tree: tree if tree.get("lr_scheduler") else {**tree, **given})
         train = replace(train, model=model)
     states = [*lay_out_states(target, train)]
     weights: list[FileLayout] = []
-    if target.client.saves_model or base.form.is_partial:
+    if target.framework.saves_model or base.form.is_partial:
         weights, missing = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
         notices += missing
     made, about = synthesize_files(base, wanted)
     notices += [*about, *_rounded_twice(base, wanted.dtype), *_rounded_momentum(target)]
-    if base.form.family in (FSDP, DCP, VERL) and wanted.dtype is None:
+    if base.form.file_format in (FSDP, DCP, VERL) and wanted.dtype is None:
         what = f"the run that resumes has to train in {precision}, the dtype of the params"
         notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
     return lay_out_trainer_files(base, wanted, [*states, *weights, *made], dtype, leave_out), notices

@@ -67,7 +67,7 @@ def detects(root: Path) -> bool:
     return has_model or (root / OPTIMIZER_FOLDER).is_dir() or _is_full(root) or _has_rank_files(root)
 
 
-def read(root: Path, name: str, client: str | None = None) -> Draft:
+def read(root: Path, name: str, framework: str | None = None) -> Draft:
     """Read a checkpoint; of its tensors only the 4 bytes of each ``step`` are read, and samples of tensors that may be
     tied."""
     problems = Problems()
@@ -75,7 +75,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     folders = _read_folders(root, name, problems, manifest.links if manifest is not None else {})
     if folders is None or not folders.have_all_objects:
         return Draft(problems)
-    trainer = read_trainer_files(FileTrees(root), name, problems, client)
+    trainer = read_trainer_files(FileTrees(root), name, problems, framework)
     # the weights are in no safetensors file
     findings = tuple(finding for finding in trainer.findings if finding.code is not Code.WEIGHTS_MISSING)
     return draft_of(root, name, folders, manifest, problems, replace(trainer, weights={}, findings=findings))

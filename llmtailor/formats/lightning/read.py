@@ -42,7 +42,7 @@ def detects(root: Path) -> bool:
     return (root.suffix == _SUFFIX and root.is_file()) or (root / CKPT).is_file()
 
 
-def read(root: Path, name: str, client: str | None = None) -> Draft:
+def read(root: Path, name: str, framework: str | None = None) -> Draft:
     """Read a checkpoint; see `Reader`."""
     problems, trees = Problems(), FileTrees(root)
     if root.is_file():
@@ -52,8 +52,8 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     else:
         trainer, where = read_trainer_files(trees, name, problems, LIGHTNING), PathIn(name, CKPT)
         tree = trainer.trees.get(CKPT)
-    if client not in (None, LIGHTNING):
-        what = f"the file is Lightning's, and {FRAMEWORKS[client].title} does not read it"
+    if framework not in (None, LIGHTNING):
+        what = f"the file is Lightning's, and {FRAMEWORKS[framework].title} does not read it"
         finding = Finding(where, what, "resume with Lightning", Code.FILE_NAME, ERROR)
         trainer = replace(trainer, findings=(*trainer.findings, finding))
     draft = attempt(lambda: _draft(root, where, tree, trainer, problems), problems) if tree is not None else None

@@ -91,7 +91,7 @@ def detects(root: Path) -> bool:
     return BACKEND in names or METADATA in names or any(map(DATA_FILE.fullmatch, names))
 
 
-def read(root: Path, name: str, client: str | None = None) -> Draft:
+def read(root: Path, name: str, framework: str | None = None) -> Draft:
     """Read a checkpoint; see `Reader`."""
     problems = Problems()
     if (root / BACKEND).is_file():
@@ -197,7 +197,7 @@ class _MegatronIndexing:
             files={path.name: fact for path in sorted(self.root.iterdir()) if (fact := file_fact(path))},
             findings=(*self.folder.findings, *self._notes(dropped)),
             unreadable=self.folder.unreadable,
-            client=MEGATRON,
+            framework=MEGATRON,
             train=TrainState(
                 model_order=tuple(one.param for one in selections),
                 megatron=MegatronLayout(

@@ -296,22 +296,22 @@ def _runs(begin: Any, num_bytes: int, dtype: str) -> Runs:
     return tuple((first, last) for first, last in runs)
 
 
-def read(root: Path, name: str, client: str | None = None) -> Draft:
+def read(root: Path, name: str, framework: str | None = None) -> Draft:
     """Read a partial checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
     problems = Problems()
-    return attempt(lambda: _draft(root, name, client), problems) or Draft(problems)
+    return attempt(lambda: _draft(root, name, framework), problems) or Draft(problems)
 
 
-def _draft(root: Path, name: str, client: str | None) -> Draft:
+def _draft(root: Path, name: str, framework: str | None) -> Draft:
     partial = open_partial(root, name)
     manifest = partial.manifest
     if manifest.stage:
         shards = manifest.shards
         optim, model = tuple(shards["optim"]), tuple(shards["model"])
         files = ShardFiles(manifest.tag, shards["is_bf16"], optim, model, manifest.stage == 3)
-        draft = read_shards(partial, files, name, Problems(), client)
+        draft = read_shards(partial, files, name, Problems(), framework)
     else:
-        draft = _read_plain(partial, client)
+        draft = _read_plain(partial, framework)
     draft.problems.raise_if_any()
     index = draft.index
     assert index is not None, "a checkpoint without an index has problems"
@@ -334,7 +334,7 @@ def _draft(root: Path, name: str, client: str | None) -> Draft:
     )
     index = replace(
         index,
-        form=replace(index.form, framework=_framework(manifest) or index.form.family, container=PARTIAL),
+        form=replace(index.form, format=_framework(manifest) or index.form.file_format, container=PARTIAL),
         held=held,
         findings=(*index.findings, *rounded),
         files=files_among(sorted(root.iterdir())),
@@ -423,14 +423,14 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
     return placed
 
 
-def _read_plain(partial: Partial, client: str | None) -> Draft:
+def _read_plain(partial: Partial, framework: str | None) -> Draft:
     manifest, name, problems = partial.manifest, partial.name, Problems()
-    if client is None and _framework(manifest) == DCP:  # none of its files would say so
-        client = DCP
-    trainer = read_trainer_files(partial, name, problems, client)
+    if framework is None and _framework(manifest) == DCP:  # none of its files would say so
+        framework = DCP
+    trainer = read_trainer_files(partial, name, problems, framework)
     style = attempt(lambda: _read_key_layout(partial), problems)
-    where = PathIn(name, trainer.client.optimizer)
-    if trainer.client.holds_all and (tree := trainer.trees.get(where.path)) is not None:
+    where = PathIn(name, trainer.framework.optimizer)
+    if trainer.framework.holds_all and (tree := trainer.trees.get(where.path)) is not None:
         optimizer = parse_optimizer(partial.root, read_optimizer_tree(tree, where), where)
         read_names(tree, where)  # `without_states` assumes that they are valid
         trainer = replace(trainer, trees={**trainer.trees, where.path: without_states(tree)})

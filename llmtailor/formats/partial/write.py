@@ -227,8 +227,8 @@ def describe_partial(
     ``params_of`` the trained params of each.
     """
     tag, shards = "plain", dict[str, Any]()
-    if index.form.family in (UNIVERSAL, FSDP, DCP):
-        shards["framework"] = index.form.family
+    if index.form.file_format in (UNIVERSAL, FSDP, DCP):
+        shards["framework"] = index.form.file_format
     if index.form.has_masters:
         tag = _zero_target(index).tag
         shards |= describe_shards(tag, index.form.stage, index.world_size, index.precision)
@@ -253,7 +253,7 @@ def describe_partial(
 
 
 def _zero_target(index: CheckpointIndex) -> ZeroTarget:
-    return ZeroTarget.of(index, index.layout, index.precision, index.client)
+    return ZeroTarget.of(index, index.layout, index.precision, index.framework)
 
 
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
@@ -286,8 +286,8 @@ def _live_dtype(index: CheckpointIndex, param: Param) -> str:
 
 
 def _is_carried(path: str, index: CheckpointIndex) -> bool:
-    client = framework_of(index)
-    made = {LATEST, CARD, PARTIAL_MANIFEST, client.optimizer, client.scheduler, SCALER}
+    framework = framework_of(index)
+    made = {LATEST, CARD, PARTIAL_MANIFEST, framework.optimizer, framework.scheduler, SCALER}
     is_ours = path in made or is_of_states(path) or is_weight_file(path) or is_rng_file(path)
     if path.startswith(tuple(filter(None, adapters_of(index).values()))):
         return not is_weight_file(path.rpartition("/")[2])
@@ -309,7 +309,7 @@ def _add_fragments(
     rank_of = {name: rank for rank, name in enumerate(names)}
 
     def cut(held: TensorEntry) -> Iterator[tuple[int, int, int]]:
-        if index.form.family in (UNIVERSAL, FSDP, DCP) or isinstance(held.place, Boxes):
+        if index.form.file_format in (UNIVERSAL, FSDP, DCP) or isinstance(held.place, Boxes):
             rows = held.shape[0] if held.shape else 1
             of_rank = cut_rows(rows, index.world_size) if held.numel else ()
             row = held.numel // max(rows, 1)
@@ -385,7 +385,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
     if index.train.dcp is not None:
         add(0, KEY_LAYOUT, _key_layout_tree(index.train.dcp))
     owners = {framework_of(index).scheduler: 0, **({} if index.form.has_masters else {SCALER: 0})}
-    owners |= {rng_file(rank, index.world_size, index.client): rank for rank in range(index.world_size)}
+    owners |= {rng_file(rank, index.world_size, index.framework): rank for rank in range(index.world_size)}
     for path, rank in owners.items():
         if path in index.train.trees:
             add(rank, path, index.train.trees[path])

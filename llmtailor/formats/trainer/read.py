@@ -63,13 +63,13 @@ def detects(root: Path) -> bool:
     )
 
 
-def read(root: Path, name: str, client: str | None = None) -> Draft:
+def read(root: Path, name: str, framework: str | None = None) -> Draft:
     """Read a checkpoint without DeepSpeed; see `Reader`."""
     problems, trees = Problems(), FileTrees(root)
-    trainer = read_trainer_files(trees, name, problems, client)
-    optimizer = attempt(lambda: read_optimizer(trees, PathIn(name, trainer.client.optimizer)), problems)
+    trainer = read_trainer_files(trees, name, problems, framework)
+    optimizer = attempt(lambda: read_optimizer(trees, PathIn(name, trainer.framework.optimizer)), problems)
     if optimizer and trainer.has_adapters and not has_names(optimizer):
-        what = f"a PEFT run without DeepSpeed, whose {trainer.client.optimizer} does not say which params it holds"
+        what = f"a PEFT run without DeepSpeed, whose {trainer.framework.optimizer} does not say which params it holds"
         fix = "leave it out; the partial checkpoints of such a run can be composed, and full ones with DeepSpeed"
         raise UnsupportedCheckpoint.at(name, what, fix)
     weights = attempt(lambda: _weights(root, name, optimizer, trainer), problems)
@@ -101,7 +101,7 @@ def _weights(
     if not has_weights and (pickled := next(filter(is_pickled_weights, sorted(trainer.files)), None)):
         what = "the only weights are in this file, which a resume reads, but llmtailor does not"
         raise UnsupportedCheckpoint.at(PathIn(name, pickled), what, _AS_SAFETENSORS)
-    if not has_weights and trainer.client.name == ACCELERATE and (others := _other_weights(root)):
+    if not has_weights and trainer.framework.name == ACCELERATE and (others := _other_weights(root)):
         what = f"its weights are not accelerate's own, but may be in {some(others)}, as a save hook writes them"
         fix = "leave it out: only the program that registers the hooks can read them; without hooks it can be composed"
         raise UnsupportedCheckpoint.at(name, what, fix, Code.WEIGHTS_MISSING)
@@ -143,7 +143,7 @@ def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
 def _index(
     root: Path, name: str, optimizer: SavedOptimizer, trainer: TrainerFiles, weights: Mapping[str, TensorEntry]
 ) -> CheckpointIndex:
-    where = PathIn(name, trainer.client.optimizer)
+    where = PathIn(name, trainer.framework.optimizer)
     findings: list[Finding] = []
     ties = listed_ties(root, name) if has_names(optimizer) and not trainer.has_adapters else None
     model = _ask_model(root, name, optimizer, trainer, findings) if ties is None else None
@@ -174,7 +174,7 @@ def _transformers() -> str:
 def _check_complete(trainer: TrainerFiles, weights: Mapping[str, TensorEntry] | None, name: str) -> None:
     """Raise SourceError for missing files without which a resume fails or silently drops the optimizer."""
     problems = []
-    if trainer.client.needs_scheduler and trainer.client.scheduler not in trainer.files:
+    if trainer.framework.needs_scheduler and trainer.framework.scheduler not in trainer.files:
         what = "the file is missing; without it a resume silently loads neither the schedule nor the optimizer"
         problems.append(Problem(PathIn(name, SCHEDULER), what, COPY_BACK, Code.FILE_MISSING))
     if weights is not None and not weights:

@@ -24,15 +24,15 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     """Lay out a composite's files; see `Writer`."""
     if not (kinds_by_param(base) or keeps_nothing(base)):
         raise SourceError.at(base.name, NO_STATES, "use a later checkpoint as base")
-    if wanted.client == ACCELERATE and (skipped := base.zero.skipped_steps):
+    if wanted.framework == ACCELERATE and (skipped := base.zero.skipped_steps):
         what = f"{skipped} of its steps were skipped, and accelerate counts steps as Adam does, without these"
         raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
     beside, notices = synthesize_files(base, wanted)
     weights = lay_out_master_weights(base)
-    if wanted.client == ACCELERATE and [one.path for one in weights] != [SINGLE]:
+    if wanted.framework == ACCELERATE and [one.path for one in weights] != [SINGLE]:
         what = f"accelerate reads its weights from {SINGLE} only, and they take {len(weights) - 1} files"
         raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
-    optimizer = lay_out_torch_file(FRAMEWORKS[wanted.client].optimizer, optimizer_tree(base, wanted.layout))
+    optimizer = lay_out_torch_file(FRAMEWORKS[wanted.framework].optimizer, optimizer_tree(base, wanted.layout))
     made = [optimizer, *weights, *beside]
     dtype = "F32" if base.form.has_masters else None  # config.json follows the weights, which are the master weights
     return lay_out_trainer_files(base, wanted, made, dtype, ENGINE_FILES, has_weights=True), notices

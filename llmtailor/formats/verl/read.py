@@ -71,7 +71,7 @@ def detects(root: Path) -> bool:
     return root.is_dir() and (_has_rank_files(root) or bool(_models_in(root)))
 
 
-def read(root: Path, name: str, client: str | None = None) -> Draft:
+def read(root: Path, name: str, framework: str | None = None) -> Draft:
     """Read a checkpoint; see `Reader`. Raises UnsupportedCheckpoint for the folder of several models."""
     if models := _models_in(root):
         what = f"it is a step of verl with the checkpoints of {some(models)}"

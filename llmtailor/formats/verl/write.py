@@ -27,7 +27,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     check_mesh(base, wanted.layout.world_size)
     ranks, notices = wanted.layout.world_size, target.notices()
     schedule = scheduler_tree(base, wanted.from_group)
-    if base.form.framework != VERL:
+    if base.form.format != VERL:
         schedule, more = scheduler_for(base, wanted)
         what = "random states and other files of its loader have no counterpart in verl, and are left out"
         notices += [*more, Problem(base.name, what, "no action needed: the run draws other numbers")]

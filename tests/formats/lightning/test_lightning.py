@@ -149,7 +149,7 @@ def test_partial_checkpoints_hold_what_lightning_saves(name: str, runs: Runs, tm
     run = runs[name].folder
     for step in (1, 2, 3, 4):
         partial = runs[name].partial(step)
-        assert findings_of(partial, deep=True) == [] and index_checkpoint(partial).client == "lightning"
+        assert findings_of(partial, deep=True) == [] and index_checkpoint(partial).framework == "lightning"
     out, stock = compose(run, 4, tmp_path / "checkpoint-4"), runs.checkpoint(name, 4)
     assert findings_of(out, deep=True) == []
     attempt = stated_attempt(stock)

@@ -106,7 +106,7 @@ def test_a_plan_holds_no_pieces_of_ranks(large, tmp_path):
 def test_a_rank_gets_the_file_that_its_own_tree_makes(small, tmp_path, world):
     base = index_checkpoint(small)
     composition = plan_merge(Recipe("test", "", small, (), None, None), tmp_path / "out", Options(world_size=world))
-    target = ZeroTarget.of(base, composition.target, base.precision, base.client)
+    target = ZeroTarget.of(base, composition.target, base.precision, base.framework)
     alike = [*RankFiles(target, base.train).layouts(target.tag)]
     own = [lay_out_torch_file(path, tree) for _, path, tree in make_shards(target, base.train)]
     sources = Sources(dict.fromkeys([*base.params, *base.tied], 0))
