@@ -3,10 +3,11 @@
     python benchmarks/bench_rounding.py                          # 67 M params
     python benchmarks/bench_rounding.py --params 256 --rounds 3  # 268 M
 
-A save is the saver's own path for states in host memory: one thread rounds them into the arena, another computes
-checksums and writes, and the file is made durable. CPU time is that of the whole process, so the kernel's share counts.
-``compute`` is what the first thread does, alone. The copy is into memory that is in use already. In each round, all of
-this runs once for each case; ratios are of the same round, and each run begins when the disk has settled.
+A save is the saver's own path for states in host memory: one thread copies them into the arena, another rounds or
+compresses them, computes checksums and writes, and the file is made durable. CPU time is that of the whole process, so
+the kernel's share counts. ``compute`` is rounding or compressing alone. The copy is into memory that is in use already.
+In each round, all of this runs once for each case; ratios are of the same round, and each run begins when the disk has
+settled.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from llmtailor.model.dtypes import D24, DIFFERENCES, F24
 from llmtailor.model.precision import Precision
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.storage import casts
+from llmtailor.storage.frames import ELEMENTS, encode
 
 TENSOR = 1 << 22
 """Elements of each tensor: 4096 x 1024"""
@@ -101,7 +103,7 @@ class Bench:
                     base.copy_(self.bases[number])
                 read += [tensor] if dtype not in DIFFERENCES else [tensor, base.view(torch.float32)]
                 if dtype == D24:
-                    [piece] = live.entry(f"{number}", tensor, D24, base=base).content
+                    [piece] = live.entry(f"{number}", tensor).content
                     compressed.append((f"{number}", (0, TENSOR), piece, bytes_of(base)))
                 else:
                     entries.append(live.entry(f"{kind}.{number}", tensor, dtype, base=base))
@@ -113,18 +115,19 @@ class Bench:
         for room, tensor in zip(self.room, read, strict=False):
             room[: len(tensor)].copy_(tensor)
 
-    def compute(self, live: LiveTensors) -> None:
-        """What the thread that copies does."""
+    def compute(self, share: Share) -> None:
+        """Round or compress everything."""
         room = self.arena.memory[: 8 << 20]
-        for one in live.tensors:
-            at = one.num_bytes if one.packed != D24 else 0
-            while at < one.num_bytes:
-                _, at = one.fill_frames(at, bytes_of(room))
-            if one.packed == D24:
-                continue
-            for at in range(0, one.num_bytes, len(room)):
-                end = min(at + len(room), one.num_bytes)
-                one.fill(at, end, room[: end - at])
+        compressed = dict(share.compressed.tensors) if share.compressed else {}
+        for piece, older in compressed.items():
+            values = share.live.tensors[int(piece.extent.path)].flat.numpy()
+            for at in range(0, len(values), ELEMENTS):
+                encode(values[at : at + ELEMENTS], older[3 * at : 3 * (at + ELEMENTS)])
+        numbers = {int(piece.extent.path) for piece in compressed}
+        for live in (live for number, live in enumerate(share.live.tensors) if number not in numbers):
+            for at in range(0, live.num_bytes, len(room)):
+                end = min(at + len(room), live.num_bytes)
+                live.fill(at, end, room[: end - at])
 
     def save(self, share: Share, folder: Path) -> None:
         snapshot = Snapshot(share.live, share.copied, self.arena, 600, time.monotonic())
@@ -150,7 +153,7 @@ def main() -> None:
         for case in CASES:
             casts.loops = loops if case.numba else lambda: None
             share, read = bench.live(case)
-            copied, computed = cpu_of(bench.copy, read), cpu_of(bench.compute, share.live)
+            copied, computed = cpu_of(bench.copy, read), cpu_of(bench.compute, share)
             with tempfile.TemporaryDirectory(dir=options.work) as folder:
                 saved = cpu_of(bench.save, share, Path(folder))
                 written = sum(path.stat().st_size for path in Path(folder).iterdir())

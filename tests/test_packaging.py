@@ -33,7 +33,7 @@ def test_the_minimum_versions_are_those_declared():
     extras = PROJECT["optional-dependencies"]
     optional = ("train", "report", "remote")
     named = [*PROJECT["dependencies"], *(line for extra in optional for line in extras[extra])]
-    declared = dict(line.split(">=") for line in named)
+    declared = dict(line.partition(";")[0].split(">=") for line in named)
     text = (ROOT / "scripts" / "constraints-minimum.txt").read_text()
     pinned = {name.lower(): version for name, version in re.findall(r"^([\w-]+)==(\S+)$", text, re.MULTILINE)}
     assert pinned.keys() == declared.keys()

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from llmtailor.storage import casts
-from llmtailor.storage.encoder import pack_frame
-from llmtailor.storage.frames import ELEMENTS, decode, room_for
+from llmtailor.storage.frames import ELEMENTS, decode, encode
 from study.precision import SETTINGS
 from study.train import Training
 
@@ -46,12 +45,11 @@ def _measure(masters: dict[int, torch.Tensor], age: int) -> tuple[float, ...]:
     time per param to compress and to decompress them."""
     newest, older = (casts.pack(masters[at].numpy(), "F24") for at in (0, age))
     numel, step = masters[0].numel(), 3 * ELEMENTS
-    starts, room = range(0, len(newest), step), memoryview(bytearray(room_for(ELEMENTS)))
+    starts = range(0, len(newest), step)
 
     def compress() -> list[bytes]:
         values = masters[0].numpy()
-        both = ((values[at // 3 :][:ELEMENTS], older.data[at : at + step]) for at in starts)
-        return [bytes(room[: pack_frame(*one, room)]) for one in both]
+        return [encode(values[at // 3 :][:ELEMENTS], older.data[at : at + step]) for at in starts]
 
     def decompress() -> list[np.ndarray]:
         patterns = [casts.widen(older.data[at : at + step], "F24").view("<u4") for at in starts]

@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -28,10 +27,8 @@ from llmtailor.copying.streams import Store, huge_pages
 from llmtailor.errors import Problem, StorageError
 from llmtailor.formats.partial.json_trees import BundleEntry
 from llmtailor.live.tensors import DTYPES, TORCH, bytes_of, not_compiled, storage_of
-from llmtailor.model.dtypes import BLOCKS, D16, D24, F24, ITEMSIZE, PACKED, Q8, Q8_ROOT, numel_of, size_of
+from llmtailor.model.dtypes import BLOCKS, D16, F24, ITEMSIZE, PACKED, Q8, Q8_ROOT, numel_of, size_of
 from llmtailor.storage import casts
-from llmtailor.storage.encoder import pack_frame
-from llmtailor.storage.frames import ELEMENTS, room_for
 
 SOURCE = "live"
 """The name of the source in plans"""
@@ -53,13 +50,12 @@ class LiveTensor:
     dtype: torch.dtype
     """Dtype in the file; elements of another dtype are cast"""
     packed: str
-    """One of `dtypes.PACKED`, or `dtypes.D24`, that its fp32 elements are written as; empty if they are not. ``dtype``
-    is uint8 then"""
+    """One of `dtypes.PACKED` that its fp32 elements are written as, empty if they are not; ``dtype`` is uint8 then"""
     written_with: int
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
     params, which a user's code may change at each step; 0 for a private copy."""
     base: torch.Tensor | None = None
-    """In host memory, of `dtypes.DIFFERENCES`: the bytes of the masters that it differs from, as `dtypes.F24`; of
+    """In host memory, of `dtypes.D16`: the bytes of the masters that it differs from, as `dtypes.F24`; of
     `dtypes.F24`: where to keep its bytes, see `BaseRecordingStore`"""
 
     @property
@@ -75,28 +71,8 @@ class LiveTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of `dtypes.D24`, before they are compressed, as `dtypes.F24`"""
         numel = self.flat.numel()
-        packed = F24 if self.packed == D24 else self.packed
-        return size_of(packed, numel) if packed else numel * self.dtype.itemsize
-
-    @property
-    def frame_room(self) -> int:
-        """The bytes that a frame is made in"""
-        return room_for(min(ELEMENTS, self.flat.numel()))
-
-    def fill_frames(self, start: int, room: memoryview) -> tuple[int, int]:
-        """Fill ``room`` with as many frames as fit, of `dtypes.D24`, of the elements from byte ``start`` of their
-        `dtypes.F24` on. Return their bytes, and where their elements end."""
-        assert self.base is not None, "what it differs from"
-        values, base, size = self.flat.numpy(), bytes_of(self.base), ITEMSIZE[F24]
-        used, most = 0, self.frame_room
-        while start < self.num_bytes and used + most <= len(room):
-            some = np.ascontiguousarray(values[start // size :][:ELEMENTS])
-            stop = start + len(some) * size
-            used += pack_frame(some, base[start:stop], room[used:])
-            start = stop
-        return used, start
+        return size_of(self.packed, numel) if self.packed else numel * self.dtype.itemsize
 
     def fill(self, start: int, stop: int, room: torch.Tensor, *, non_blocking: bool = False) -> None:
         """Fill ``room`` with a range of bytes, whose ends are multiples of the item size."""
@@ -171,7 +147,7 @@ class LiveTensors:
         the file. ``base`` is that of `LiveTensor`.
         """
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
-        packed = dtype if dtype in (*PACKED, D24) else ""
+        packed = dtype if dtype in PACKED else ""
         live = LiveTensor(
             flat, torch.uint8 if packed else TORCH.get(dtype or "", flat.dtype), packed, written_with, base
         )
@@ -190,12 +166,8 @@ class LiveTensors:
         return (Copy(Extent(str(len(self.tensors) - 1), 0, live.num_bytes), source=0),)
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
-        """Return bytes of a tensor, without a copy if it is on the CPU and not cast; of `dtypes.D24`, a frame."""
+        """Return bytes of a tensor, without a copy if it is on the CPU and not cast."""
         live = self.tensors[int(path)]
-        if live.packed == D24:
-            frame = memoryview(bytearray(live.frame_room))
-            length, _ = live.fill_frames(start, frame)
-            return frame[:length]
         stop = min(stop, start + STORE_BYTES)
         if live.packed or live.flat.dtype != live.dtype or live.flat.device.type != "cpu":
             room = torch.empty(stop - start, dtype=torch.uint8)
@@ -340,8 +312,6 @@ class Snapshot:
         self._check = check
         self._last = {live.tensors[number].written_with: at for at, number in enumerate(self._order)}
         self._checked_at = self._last.get(ANY_STEP, len(self._order) - 1)
-        self._frames_at = min((self._start[one] for one in self._order if live.tensors[one].packed == D24), default=0)
-        """Where the next frame will be in its file"""
         self._versions = [_version(one.flat) for one in live.tensors]
         self._unsure = deque(
             at for at, number in enumerate(self._order) if copies_asynchronously(live.tensors[number].flat)
@@ -395,7 +365,7 @@ class Snapshot:
         self.stall_s += time.monotonic() - began
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
-        """Return the next bytes, at most up to ``stop``, of `dtypes.D24` frames; the previous ones become invalid.
+        """Return the next bytes, at most up to ``stop``; the previous ones become invalid.
 
         Raises StorageError if the save was given up, or what the copying raised.
         """
@@ -494,15 +464,12 @@ class Snapshot:
         inside = self._start[number] if exact is live else 0
         at = begin = 0
         while at < live.num_bytes:
-            if live.packed == D24:
-                chunk = self._compressed(number, at)
-            else:
-                offset, length, taken = self._room(exact, begin, inside + begin)
-                content = self.arena.memory[offset : offset + length]
-                ready = self._streams.copy(exact, begin, content)
-                begin += length
-                stop = begin if exact is live else size_of(live.packed, begin // exact.dtype.itemsize)
-                chunk = _Chunk(str(number), at, stop, content, taken, ready)
+            offset, length, taken = self._room(exact, begin, inside + begin)
+            content = self.arena.memory[offset : offset + length]
+            ready = self._streams.copy(exact, begin, content)
+            begin += length
+            stop = begin if exact is live else size_of(live.packed, begin // exact.dtype.itemsize)
+            chunk = _Chunk(str(number), at, stop, content, taken, ready)
             with self._state:
                 self._ready.append(chunk)
                 self._head += chunk.taken
@@ -512,30 +479,13 @@ class Snapshot:
             at = chunk.stop
         self._check_version(number)
 
-    def _compressed(self, number: int, start: int) -> _Chunk:
-        """Fill free memory with frames, as many as there is room for. The smallest buffer has room for two, so that one
-        fits wherever the ring has to begin again."""
-        live, size, inside = self._live.tensors[number], self.arena.num_bytes, self._frames_at % BLOCK_BYTES
-        most = live.frame_room
-        skipped = (inside - self._head) % BLOCK_BYTES
-        position = (self._head + skipped) % size
-        if size - position < most:
-            skipped, position = skipped + size - position + inside, inside
-        free = self._wait_for(skipped + most) - skipped
-        length = min(size - position, free, max(most, min(CHUNK_BYTES, size // 4)))
-        used, stop = live.fill_frames(start, bytes_of(self.arena.memory[position : position + length]))
-        self._frames_at += used
-        content = self.arena.memory[position : position + used]
-        return _Chunk(str(number), start, stop, content, skipped + used, None)
-
-    def _wait_for(self, num_bytes: int) -> int:
-        """Wait until so much of the arena is free; return how much is. Raises what ends the save."""
+    def _wait_for(self, num_bytes: int) -> None:
+        """Wait until ``num_bytes`` of the arena are free. Raises the error that ended the save."""
         with self._state:
             while self.arena.num_bytes - (self._head - self._tail) < num_bytes and not self._given_up:
                 self._state.wait()
             if self._given_up:
                 raise self._error or StorageError.at("saving", "save aborted", "see the log")
-            return self.arena.num_bytes - (self._head - self._tail)
 
     def _room(self, live: LiveTensor, start: int, at: int) -> tuple[int, int, int]:
         """Return (offset, length, bytes taken) of free memory for a tensor's bytes from ``start`` on, which come next

@@ -54,15 +54,14 @@ from llmtailor.model.precision import EXACT, WITHOUT_BASE, Precision
 from llmtailor.model.roles import BUFFER, MASTER, is_moment
 from llmtailor.ranks.team import Ranks
 from llmtailor.runs.folder import files_in, link_or_copy
+from llmtailor.storage import frames
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.encoder import pack_frame
-from llmtailor.storage.frames import ELEMENTS, lengths_in, room_for
 from llmtailor.storage.local import fsync_folder, read_source, replace_durably
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedMasters:
-    """The masters of one rank that are compressed when they are copied or, if they are on a GPU, when written."""
+    """The masters of one rank that are copied as they are, and compressed when they are written."""
 
     layout: FileLayout
     """The file, with the bytes of the masters in place of the frames: more than is written"""
@@ -234,8 +233,7 @@ class _ShareLayout:
         return dtype, base
 
     def _compress(self, fragment: LiveShard, name: str, begin: int, base: torch.Tensor) -> None:
-        how = D24 if fragment.tensor.device.type == "cpu" else None  # of a GPU, compressed when they are written
-        for content in self.live.entry(name, fragment.tensor, how, self._written_with[name], base=base).content:
+        for content in self.live.entry(name, fragment.tensor, None, self._written_with[name]).content:
             assert isinstance(content, Copy), "of a tensor"
             elements = fragment.box or (begin, begin + fragment.tensor.numel())
             self.compressed.append((name, elements, content, bytes_of(base)))
@@ -337,10 +335,9 @@ def _write_compressed(
             output = Output(fd, on_progress, None, direct_bytes(1) if is_large else 0)
             crc, lengths = output.put(head.data), []
             for piece, older in share.compressed.tensors:
-                is_packed = share.live.tensors[int(piece.extent.path)].packed == D24
-                for frames in _packed(store, piece) if is_packed else _pack(store, piece, older):
-                    crc = output.put(frames, crc)
-                    lengths += [length for length, _ in lengths_in(frames)]
+                for frame in _frames(store, piece, older):
+                    crc = output.put(frame, crc)
+                    lengths.append(len(frame))
             crc = output.put(index_of(lengths), crc)
             output.end()
             os.fsync(fd)
@@ -351,20 +348,10 @@ def _write_compressed(
     return BundleFact(layout.path, output.at, crc)
 
 
-def _packed(store: Store, piece: Copy) -> Iterator[memoryview]:
-    """Yield the frames of a tensor, some at a time, from a store that has frames."""
+def _frames(store: Store, piece: Copy, older: memoryview) -> Iterator[bytes]:
+    """Yield the frames of a tensor, given the bytes of the masters that its fp32 elements differ from."""
     path, at, stop = piece.extent
-    while at < stop:
-        frames = store.read(path, at, stop)
-        at += ITEMSIZE[F24] * sum(numel for _, numel in lengths_in(frames))
-        yield frames
-
-
-def _pack(store: Store, piece: Copy, older: memoryview) -> Iterator[memoryview]:
-    """Yield the frames of a tensor, one at a time, from a store that has its fp32 elements."""
-    path, at, stop = piece.extent
-    size = ITEMSIZE["F32"]
-    values, frame = memoryview(bytearray(min(ELEMENTS * size, stop))), memoryview(bytearray(room_for(ELEMENTS)))
+    values, base_bytes = memoryview(bytearray(min(frames.ELEMENTS * ITEMSIZE["F32"], stop))), ITEMSIZE[F24]
     begin = filled = 0
     while at < stop:
         some = store.read(path, at, stop)
@@ -374,9 +361,8 @@ def _pack(store: Store, piece: Copy, older: memoryview) -> Iterator[memoryview]:
             values[filled : filled + len(part)] = part
             some, filled = some[len(part) :], filled + len(part)
             if filled == len(values) or (at == stop and not some):
-                end = begin + filled // size
-                base = older[ITEMSIZE[F24] * begin : ITEMSIZE[F24] * end]
-                yield frame[: pack_frame(np.frombuffer(values[:filled], "<f4"), base, frame)]
+                end = begin + filled // ITEMSIZE["F32"]
+                yield frames.encode(np.frombuffer(values[:filled], "<f4"), older[base_bytes * begin : base_bytes * end])
                 begin, filled = end, 0
 
 

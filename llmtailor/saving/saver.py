@@ -65,8 +65,7 @@ from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.planner import SavePlanner, SaveRequest
 from llmtailor.saving.restart import resume
 from llmtailor.saving.trained_parts import MOST_SKIPPED, TrainedParts
-from llmtailor.storage import casts
-from llmtailor.storage.encoder import packer
+from llmtailor.storage import casts, zstd
 from llmtailor.storage.local import as_path
 
 logger = logging.getLogger("llmtailor.saving")
@@ -149,7 +148,7 @@ class PartialSaver(BackgroundSaver):
         if precision != EXACT:
             casts.loops()  # so that they are not compiled during a save
         if D24 in precision.dtypes(with_moments=False).values():
-            packer()
+            zstd.check_installed("masters")
         keeps_bases = precision.has_differences and saves_masters(self.policy)
         self._planner = SavePlanner(
             self._trained,

@@ -257,13 +257,22 @@ def _to_differences(rows: npt.NDArray[Any], base: npt.NDArray[Any], records: npt
     records[:, 1:] = codes
 
 
+def subtract_codes(newest: npt.NDArray[Any], older: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the codes of the differences of patterns of ``F24``, in the upper bits, from those of another save: modulo
+    2 ** 24, with the sign in the lowest bit."""
+    difference = newest - older
+    codes: npt.NDArray[Any] = (difference << np.uint32(1) ^ (difference.view("<i4") >> 31).view("<u4")) >> np.uint32(8)
+    return codes
+
+
 def add_codes(codes: npt.NDArray[Any], older: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the patterns of fp32 masters, given what `frames.decode` returns and the patterns of the other save."""
-    off = codes >> np.uint32(1)
-    off ^= -(codes & np.uint32(1))
-    off <<= np.uint32(8)
-    off += older & np.uint32(0xFFFFFF00)
-    return off
+    """Return the patterns that `subtract_codes` was given, as of fp32, from the codes and the patterns of the other
+    save."""
+    difference = codes >> np.uint32(1)
+    difference ^= -(codes & np.uint32(1))
+    difference <<= np.uint32(8)
+    difference += older & np.uint32(0xFFFFFF00)
+    return difference
 
 
 def _to_records(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> None:

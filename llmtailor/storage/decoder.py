@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtailor.model.dtypes import BLOCKS, D24, Encoding, size_of
-from llmtailor.storage import frames
+from llmtailor.storage import frames, zstd
 from llmtailor.storage.casts import from_blocks
 
 
@@ -15,6 +15,8 @@ class Decoder:
     def __init__(self, encoding: Encoding):
         self._dtype, self._skip, self._left, frames = encoding
         self._frames = [*reversed(frames)]
+        if self._dtype == D24:
+            zstd.check_installed("masters")
         self._rest = b""
         """The start of a block that the last chunk cut"""
 

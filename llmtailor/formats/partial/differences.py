@@ -2,13 +2,14 @@
 
 Its size is known only once it is written, so its index comes last::
 
-    8 bytes     ``llmt-d24``
+    8 bytes     ``llmt-z24``
     8 bytes     the length of the JSON
-    JSON        facts like those of a rank shard, and ``masters``: which elements, in order
+    JSON        facts like those of a rank shard, and ``masters``: which elements, in order. Spaces follow, up to a
+                multiple of 8 bytes of the file
     frames      see `storage.frames`; those of each of ``masters`` begin with a new one
     4 bytes for each frame: its length
     8 bytes     the number of frames
-    8 bytes     ``llmt-d24``
+    8 bytes     ``llmt-z24``
 
 All integers are little-endian.
 """
@@ -27,13 +28,15 @@ from llmtailor.checkpoint.placement import Box, Bundled
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_count, is_name, read_strict_json
 from llmtailor.containers.safetensors import MAX_HEADER_BYTES
-from llmtailor.errors import damaged
+from llmtailor.errors import UnsupportedCheckpoint, damaged
 from llmtailor.formats.partial.json_trees import to_text
 from llmtailor.model.dtypes import BLOCKS, D24
 from llmtailor.storage.local import open_source
 
-_MAGIC = b"llmt-d24"
+_MAGIC, _OLD_MAGIC = b"llmt-z24", b"llmt-d24"
 _BEGIN, _LENGTH, _END = struct.Struct("<8sQ"), struct.Struct("<I"), struct.Struct("<Q8s")
+_OLD_CODER = "its masters are compressed by the coder of an earlier development version, which is gone"
+_WITH_OLD = "compose the run with the llmtailor that saved it, and resume the training from the composite"
 Elements = Box | tuple[int, int]
 """Of a param: a box, or the first and the last + 1"""
 
@@ -57,6 +60,7 @@ def head_of(facts: Mapping[str, str], masters: Iterable[tuple[str, Elements]]) -
         for param, one in masters
     ]
     text = to_text({**facts, "masters": rows}).encode()
+    text += b" " * (-(_BEGIN.size + len(text)) % 8)  # so that a buffer that is cut into blocks cuts no element
     return _BEGIN.pack(_MAGIC, len(text)) + text
 
 
@@ -71,6 +75,8 @@ def read_differences(root: Path, path: str, where: str) -> DifferencesFile:
         with open_source(root / path, where) as file:
             size = file.num_bytes
             magic, length = _BEGIN.unpack(file.read(0, min(_BEGIN.size, size)))
+            if magic == _OLD_MAGIC:
+                raise UnsupportedCheckpoint.at(where, _OLD_CODER, _WITH_OLD)
             if magic != _MAGIC or length > min(size, MAX_HEADER_BYTES):
                 raise ValueError("it does not begin with what it holds")
             first = _BEGIN.size + length
@@ -84,7 +90,10 @@ def read_differences(root: Path, path: str, where: str) -> DifferencesFile:
         raise damaged(where, f"the file is damaged ({error})", Code.FILE_DAMAGED) from error
     try:
         listed = [_elements(row) for row in head.pop("masters")]
-        edges = [*accumulate((one for (one,) in _LENGTH.iter_unpack(text)), initial=first)]
+        lengths = [length for (length,) in _LENGTH.iter_unpack(text)]
+        if max(lengths, default=0) > BLOCKS[D24].num_bytes:
+            raise ValueError("its index lists a frame that is too large")
+        edges = [*accumulate(lengths, initial=first)]
         if edges[-1] != size - index or sum(-(-numel // BLOCKS[D24].elements) for *_, numel in listed) != count:
             raise ValueError("its index lists other frames than it holds")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
