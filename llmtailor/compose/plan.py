@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmtailor.checkpoint.index import TRAINER, CheckpointIndex
-from llmtailor.checkpoint.layout import DEFAULT, KEEP, FileLayout, Plan, regroup
+from llmtailor.checkpoint.layout import DEFAULT, KEEP, FileLayout, Plan, Regrouping, regroup
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.optimizer import Mesh, OptimizerLayout
 from llmtailor.checkpoint.sources import Linkable, Sources
 from llmtailor.checkpoint.unclear import agree_on_roles
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.codes import Code
 from llmtailor.compose.averages import (
     MissedUpdates,
@@ -59,7 +60,7 @@ from llmtailor.formats.registry import (
 )
 from llmtailor.frameworks.framework import check_replaceable, choose_framework, is_partial
 from llmtailor.frameworks.trainer_state import attempt_of, state_attempt, state_lags
-from llmtailor.frameworks.write import Wanted, lay_out_tokenizer
+from llmtailor.frameworks.write import lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.roles import MASTER, State
 from llmtailor.recipe import Recipe
@@ -71,11 +72,11 @@ from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import Stopwatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSources:
     """Sources of a recipe that are open already."""
 
-    indexes: Mapping[Path, CheckpointIndex]
+    indexes: Mapping[Path, CheckpointIndex] = field(default_factory=dict)
     """Root -> index"""
     others: Mapping[Path, CheckpointIndex] = field(default_factory=dict)
     """Further checkpoints of the run, from which masters of the sources may differ"""
@@ -187,137 +188,265 @@ def plan_merge(
 
     Raises a `TailorError` with every problem found; the earliest failed stage decides its class.
     """
-    options = options or Options()
-    read = [] if isinstance(recipe, Recipe) else [as_path(recipe)]
-    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(*read)
-    out = None if out is None else as_path(out)
+    options, opened, watch = options or Options(), opened or OpenedSources(), Stopwatch()
     problems = Problems()
+    read = read_sources(recipe, None if out is None else as_path(out), options, opened, problems)
+    parts = choose_parts(read, options, problems)
+    states = choose_states(read, parts, options, opened)
+    files = lay_out(read, parts, states, options, opened)
+    plan = plan_composite(files.layouts, states.indexes, states.sources, read.base, states.scales)
+    about_links = check(plan, read, states, options)
+    special = [
+        *opened.notices,
+        *_about_many_files(len(plan.files), states.target.world_size, read.reference.world_size),
+        *files.notices,
+        *states.notices,
+        *about_links,
+        *parts.notices,
+    ]
+    special += step_notices(states.steps, read.reference.name, bool(states.scales))
+    logger.info("planned %d files, %s bytes, in %s", len(plan.files), f"{plan.num_bytes:,}", watch.lap())
+    return MergePlan(
+        recipe=read.recipe,
+        out=read.out,
+        options=options,
+        indexes=states.indexes,
+        base=read.base,
+        structure=read.structure,
+        target=states.target,
+        steps=states.steps,
+        plan=plan,
+        report=_report(plan, read, parts, states, options, special),
+        format=read.format,
+        framework=read.framework,
+        attempt=files.attempt,
+        replaces=read.replaces,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSources:
+    """The first stage: the checkpoints of a recipe, and what the options say of the output."""
+
+    recipe: Recipe
+    """With the weights of ``ema``"""
+    indexes: tuple[CheckpointIndex, ...]
+    base: int
+    structure: ModelStructure
+    out: Path
+    format: str
+    stage: int
+    framework: str
+    replaces: Entries | None
+
+    @property
+    def reference(self) -> CheckpointIndex:
+        """The base"""
+        return self.indexes[self.base]
+
+
+def read_sources(
+    recipe: Recipe | str | Path, out: Path | None, options: Options, opened: OpenedSources, problems: Problems
+) -> ReadSources:
+    """Read the checkpoints. What does not prevent the next stage is added to ``problems``."""
 
     def collect(call: Callable[[], _T]) -> _T | None:
         return attempt(call, problems, TailorError)
 
-    indexes, base = open_sources(recipe, problems, opened)
-    written, step_of = recipe, {index.root: index.global_step for index in indexes}
-    recipe = collect(lambda: weigh(written, step_of)) or recipe
-    reference, watch = indexes[base], Stopwatch()
-    logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
-    out = (out or recipe.output or default_output(reference)).absolute()
-    if isinstance(out, RemotePath) and not out.is_inside:
+    path = None if isinstance(recipe, Recipe) else as_path(recipe)
+    parsed = recipe if isinstance(recipe, Recipe) else load_recipe(as_path(recipe))
+    unsettled, base = open_sources(parsed, problems, opened)
+    reference, step_of = unsettled[base], {index.root: index.global_step for index in unsettled}
+    weighed = collect(lambda: weigh(parsed, step_of)) or parsed
+    logger.info("the base is %s, %s", reference.name, "as the recipe says" if parsed.base else "the newest source")
+    target = (out or weighed.output or default_output(reference)).absolute()
+    if isinstance(target, RemotePath) and not target.is_inside:
         raise TargetError.at(reference.name, "the base is in an object store, and no output is named", "name one")
     structure = find_structure(reference)
-    parts = with_experts(structure, reference)
-    replaces = collect(lambda: _check_target(out, [*read, *(index.root for index in indexes)], options))
+    sources = [*([path] if path is not None else ()), *(index.root for index in unsettled)]
+    replaces = collect(lambda: _check_target(target, sources, options))
     to_format, stage = choose_format(reference, options.to, options.stage)
-    indexes = collect(lambda: settle_roles(indexes, base, to_format, stage)) or indexes
-    reference = indexes[base]
-    framework = (
-        collect(lambda: choose_framework(reference, to_format, options.to, options.layout)) or reference.framework
+    indexes = collect(lambda: settle_roles(unsettled, base, to_format, stage)) or unsettled
+    chosen = collect(lambda: choose_framework(indexes[base], to_format, options.to, options.layout))
+    framework = chosen or reference.framework
+    collect(lambda: check_base(indexes[base], framework))
+    return ReadSources(
+        recipe=weighed,
+        indexes=indexes,
+        base=base,
+        structure=structure,
+        out=target,
+        format=to_format,
+        stage=stage,
+        framework=framework,
+        replaces=replaces,
     )
-    collect(lambda: check_base(reference, framework))
-    how = options.groups
-    if how == KEEP and _lacks_trainers_groups(reference, to_format, framework):
-        how = DEFAULT
-    collect(lambda: check_fit(indexes, base, how != KEEP))
-    apart = {index.root: index.split_layers for index in indexes}
-    params = set(reference.params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenParts:
+    """The second stage: the source of each param, the tokenizer's files, and the param groups."""
+
+    choice: Choice
+    structure: ModelStructure
+    """With experts as parts"""
+    tokenizer: Sequence[FileLayout]
+    regrouping: Regrouping | None
+    """None keeps the base's groups"""
+
+    @property
+    def notices(self) -> Sequence[Problem]:
+        return self.regrouping.notices if self.regrouping else ()
+
+
+def choose_parts(read: ReadSources, options: Options, problems: Problems) -> ChosenParts:
+    """Resolve the recipe, and compare the checkpoints. Raises a `TailorError` with all problems so far."""
+
+    def collect(call: Callable[[], _T]) -> _T | None:
+        return attempt(call, problems, TailorError)
+
+    recipe, reference = read.recipe, read.reference
+    structure = with_experts(read.structure, reference)
+    lacks_groups = options.groups == KEEP and _lacks_trainers_groups(reference, read.format, read.framework)
+    groups = DEFAULT if lacks_groups else options.groups
+    collect(lambda: check_fit(read.indexes, read.base, groups != KEEP))
+    apart, params = {index.root: index.split_layers for index in read.indexes}, set(reference.params)
     choice = collect(
-        lambda: resolve(recipe, parts, reference.root, params, allow_split=options.allow_split, apart=apart)
+        lambda: resolve(recipe, structure, reference.root, params, allow_split=options.allow_split, apart=apart)
     )
     if choice is not None:
         collect(partial(check_names, choice, reference))
     about_tokenizer = (recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
-    tokenizer = collect(lambda: lay_out_tokenizer(reference, *about_tokenizer, framework))
-    collect(lambda: check_options(to_format, recipe.dtype, options.allow_split))
+    tokenizer = collect(lambda: lay_out_tokenizer(reference, *about_tokenizer, read.framework))
+    collect(lambda: check_options(read.format, recipe.dtype, options.allow_split))
     regrouping = None
-    if how != KEEP:
-        regrouping = collect(lambda: regroup(reference, structure, how, find_model_order(reference)))
+    if groups != KEEP:
+        regrouping = collect(lambda: regroup(reference, read.structure, groups, find_model_order(reference)))
     problems.raise_if_any()
     assert choice is not None and tokenizer is not None
+    return ChosenParts(choice=choice, structure=structure, tokenizer=tokenizer, regrouping=regrouping)
 
-    number_of = {index.root: number for number, index in enumerate(indexes)}
-    sources = number_sources(choice, indexes, base)
-    indexes, sources = with_bases(indexes, sources, opened.others.values() if opened else ())
-    reference, about_states = without_later_states(indexes, sources, base)
-    indexes = (*indexes[:base], reference, *indexes[base + 1 :])
-    groups = regrouping.groups if regrouping else None
-    target = lay_out_target(reference, to_format, stage, options.world_size, groups, options.mesh)
-    stated = [stated_attempt(index.root) for index in indexes]
-    missed = MissedUpdates(stated, parts)
-    steps = choose_steps(indexes, sources, base, target, missed)
-    target = with_steps(target, steps)
-    sources = with_sums(sources, indexes, base, target, steps)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenStates:
+    """The third stage: the source of each state, the optimizer's layout, and its steps."""
+
+    indexes: tuple[CheckpointIndex, ...]
+    """With the saves that masters of sources differ from"""
+    sources: Sources
+    target: OptimizerLayout
+    steps: tuple[StepChoice, ...]
+    scales: Mapping[tuple[State, int], float]
+    """See `averages.rebase_scales`"""
+    attempts: Sequence[Past | None]
+    """That of each checkpoint"""
+    missed: Mapping[str, int]
+    """Part -> the updates that its moments lack"""
+    notices: Sequence[Problem]
+
+
+def choose_states(read: ReadSources, parts: ChosenParts, options: Options, opened: OpenedSources) -> ChosenStates:
+    """Choose the source of each state. Raises a `TailorError` if the states or the steps don't fit together."""
+    base, numbered = read.base, number_sources(parts.choice, read.indexes, read.base)
+    with_older, of_states = with_bases(read.indexes, numbered, opened.others.values())
+    reference, notices = without_later_states(with_older, of_states, base)
+    indexes = (*with_older[:base], reference, *with_older[base + 1 :])
+    groups = parts.regrouping.groups if parts.regrouping else None
+    layout = lay_out_target(reference, read.format, read.stage, options.world_size, groups, options.mesh)
+    attempts = [stated_attempt(index.root) for index in indexes]
+    missed = MissedUpdates(attempts, parts.structure)
+    steps = choose_steps(indexes, of_states, base, layout, missed)
+    target = with_steps(layout, steps)
+    sources = with_sums(of_states, indexes, base, target, steps)
     rebases = options.step == "rebase" or (options.step == "auto" and matters(steps))
     scales = rebase_scales(indexes, sources, target, steps, missed) if rebases else {}
     lacking = updates_missed(indexes, sources, target, steps, scales.keys(), missed)
+    return ChosenStates(
+        indexes=indexes,
+        sources=sources,
+        target=target,
+        steps=steps,
+        scales=scales,
+        attempts=attempts,
+        missed=missed.by_part(lacking),
+        notices=notices,
+    )
 
-    copied = {number_of[root] for root in opened.copied} if opened else set()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaidOut:
+    """The fourth stage: the layouts of all files."""
+
+    layouts: Sequence[FileLayout]
+    attempt: Past | None
+    notices: Sequence[Problem]
+
+
+def lay_out(
+    read: ReadSources, parts: ChosenParts, states: ChosenStates, options: Options, opened: OpenedSources
+) -> LaidOut:
+    """Lay out the output's files. Raises a `TailorError` for a base that the format can't hold."""
+    reference, sources = states.indexes[read.base], states.sources
+    copied = {number for number, index in enumerate(read.indexes) if index.root in opened.copied}
 
     def unchanged(state: State) -> int | None:
         source = sources.only(state)
-        return None if source is None or source in copied or (state, source) in scales else source
+        return None if source is None or source in copied or (state, source) in states.scales else source
 
-    linkable = Linkable(indexes, unchanged) if options.reference else None
-    from_group = regrouping.from_group if regrouping else None
-    wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, framework, linkable)
-    layouts, about_weights = writer_of(to_format, framework)(reference, wanted)
-    layouts += (*tokenizer, *(opened.files if opened else ()))
-    its_attempt, about_attempts = attempt_of(stated, base, reference.global_step)
-    if its_attempt is not None:
-        its_attempt = replace(its_attempt, missed=missed.by_part(lacking))
-    layouts = state_attempt(layouts, reference, its_attempt)
-    counted = [one.step for one in target.sub_groups if one.params and one.step is not None]
-    layouts, about_lags = state_lags(layouts, reference, counted, to_format)
-    plan = plan_composite(layouts, indexes, sources, base, scales)
-    check_filled(plan, indexes, sources)
-    about_links = check_links(plan, indexes, to_format) if options.reference else ()
-    check_device(plan, out)
+    wanted = Wanted(
+        layout=states.target,
+        dtype=read.recipe.dtype,
+        from_group=parts.regrouping.from_group if parts.regrouping else None,
+        is_alone=len(states.indexes) == 1,
+        framework=read.framework,
+        linkable=Linkable(states.indexes, unchanged) if options.reference else None,
+    )
+    own, about_weights = writer_of(read.format, read.framework)(reference, wanted)
+    stated, about_attempts = attempt_of(states.attempts, read.base, reference.global_step)
+    output_attempt = None if stated is None else replace(stated, missed=states.missed)
+    with_attempt = state_attempt([*own, *parts.tokenizer, *opened.files], reference, output_attempt)
+    counted = [one.step for one in states.target.sub_groups if one.params and one.step is not None]
+    layouts, about_lags = state_lags(with_attempt, reference, counted, read.format)
+    return LaidOut(layouts=layouts, attempt=output_attempt, notices=[*about_weights, *about_attempts, *about_lags])
+
+
+def check(plan: Plan, read: ReadSources, states: ChosenStates, options: Options) -> list[Problem]:
+    """Return notices on hard links. Raises a `TailorError` if sources lack states, or the output can't be there."""
+    check_filled(plan, states.indexes, states.sources)
+    notices = check_links(plan, states.indexes, read.format) if options.reference else []
+    check_device(plan, read.out)
     if options.step == "source":
-        check_one_step(steps)
-    special = [
-        *(opened.notices if opened else ()),
-        *_about_many_files(len(plan.files), target.world_size, reference.world_size),
-        *about_weights,
-        *about_attempts,
-        *about_lags,
-        *about_states,
-        *about_links,
-        *(regrouping.notices if regrouping else ()),
-        *step_notices(steps, reference.name, bool(scales)),
-    ]
-    logger.info("planned %d files, %s bytes, in %s", len(plan.files), f"{plan.num_bytes:,}", watch.lap())
-    report = Report(
-        recipe=recipe.name,
+        check_one_step(states.steps)
+    return notices
+
+
+def _report(
+    plan: Plan,
+    read: ReadSources,
+    parts: ChosenParts,
+    states: ChosenStates,
+    options: Options,
+    special: Sequence[Problem],
+) -> Report:
+    out, target = read.out, states.target
+    needed = space_for(plan, options.clone)
+    if isinstance(out, RemotePath):
+        needed = room_to_upload(file.num_bytes for file in plan.files) + SPARE_BYTES
+    return Report(
+        recipe=read.recipe.name,
         out=display_name(out),
-        base=reference.name,
-        global_step=reference.global_step,
+        base=read.reference.name,
+        global_step=read.reference.global_step,
         world_size=target.world_size,
         mesh=target.mesh,
-        parts=part_rows(plan, choice.structure, indexes, sources, base),
-        sources=source_rows(plan, indexes, base),
-        steps=tuple(StepRow(one.flat_id, one.step, one.others) for one in steps if one.step is not None),
+        parts=part_rows(plan, parts.choice.structure, states.indexes, states.sources, read.base),
+        sources=source_rows(plan, states.indexes, read.base),
+        steps=tuple(StepRow(one.flat_id, one.step, one.others) for one in states.steps if one.step is not None),
         files=tuple(FileRow(file.path, file.num_bytes) for file in plan.files),
         num_bytes=plan.num_bytes,
-        needed_bytes=room_to_upload(file.num_bytes for file in plan.files) + SPARE_BYTES
-        if isinstance(out, RemotePath)
-        else space_for(plan, options.clone),
+        needed_bytes=needed,
         free_bytes=free_bytes(out),
-        notices=tuple(_notices(recipe, indexes, base, choice, special)),
-    )
-    return MergePlan(
-        recipe=recipe,
-        out=out,
-        options=options,
-        indexes=indexes,
-        base=base,
-        structure=structure,
-        target=target,
-        steps=steps,
-        plan=plan,
-        report=report,
-        format=to_format,
-        framework=framework,
-        attempt=its_attempt,
-        replaces=replaces,
+        notices=tuple(_notices(read.recipe, states.indexes, read.base, parts.choice, special)),
     )
 
 
@@ -344,12 +473,10 @@ def open_sources(
     The base is the recipe's, or the newest source if it names none. Unreadable checkpoints are added to ``problems``
     and left out. Raises at once if the base is unreadable, because nothing else can be checked without it.
     """
-    if opened is None:
-        found = [attempt(partial(index_checkpoint, root), problems, TailorError) for root in recipe.sources()]
-        indexes = tuple(index for index in found if index is not None)
-    else:
-        indexes = tuple(opened.indexes[root] for root in recipe.sources())
-    indexes = agree_on_roles(indexes)
+    known = opened.indexes if opened else {}
+    roots = recipe.sources()
+    found = [known.get(root) or attempt(partial(index_checkpoint, root), problems, TailorError) for root in roots]
+    indexes = agree_on_roles([index for index in found if index is not None])
     numbers = [number for number, index in enumerate(indexes) if recipe.base in (None, index.root)]
     base = max(numbers, key=lambda number: indexes[number].global_step, default=None)
     if base is None:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from llmtailor.checkpoint.index import CheckpointIndex, PartSteps, Survey
 from llmtailor.checkpoint.layout import FileLayout
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problem, Problems, attempt
 from llmtailor.findings import NOTE, Finding
@@ -23,7 +24,6 @@ from llmtailor.formats.provenance import read_part_steps
 from llmtailor.frameworks.read import TrainerFiles
 from llmtailor.frameworks.rng import find_lost_rng
 from llmtailor.frameworks.scheduler import compare_scheduler
-from llmtailor.frameworks.write import Wanted
 
 Writer = Callable[[CheckpointIndex, Wanted], tuple[list[FileLayout], list[Problem]]]
 """Returns the layouts of all files except the tokenizer's, based on a base's, and notices. Raises SourceError,

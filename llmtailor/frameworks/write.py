@@ -10,15 +10,14 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, VERL, CheckpointIndex, DcpEntry
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
-from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.checkpoint.sources import Linkable
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_count, read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE, lay_out_index, lay_out_weights, list_tied, read_weights
@@ -443,21 +442,3 @@ def _template(value: str) -> str:
         fix = "write the template itself (Jinja), or install mergekit, which has the named ones"
         raise SourceError.at("chat_template", f"there is no template named {value!r}", fix)
     return read_source(path, path.name, MAX_BYTES).decode()
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The properties of a composite that its base does not decide."""
-
-    layout: OptimizerLayout
-    """The optimizer's layout, with the step of each sub-group"""
-    dtype: str | None = None
-    """The weights' safetensors dtype; None keeps the base's"""
-    from_group: Sequence[int] | None = None
-    """For each param group, the base's group whose place in the scheduler's lists it takes; None keeps the base's"""
-    is_alone: bool = False
-    """Whether the base is the only source"""
-    framework: str = TRAINER
-    """The loader that will resume from it; see `frameworks.framework`"""
-    linkable: Linkable | None = None
-    """What the output may hold as hard links; None for nothing"""

@@ -568,7 +568,7 @@ def plan_links(
         recipe,
         staged(full.root, FolderKind.THINNING),
         Options(reference=True, reuse=True, clone=clone, allow_errors=True),  # as resumable as the full one
-        OpenedSources({full.root: full, linked.root: linked}, copied=[full.root]),
+        OpenedSources(indexes={full.root: full, linked.root: linked}, copied=[full.root]),
     )
 
 

@@ -303,7 +303,7 @@ def choose_for_run(
         output = output_in(run, assignment.base.step)
     text = write_recipe(assignment, scan.structure, folder, _header(scan, assignment), output)
     recipe = Recipe.of(assignment, name, text, scan.skipped, output)
-    return recipe, OpenedSources({root: scan.indexes[root] for root in recipe.sources()}, others=scan.indexes)
+    return recipe, OpenedSources(indexes={root: scan.indexes[root] for root in recipe.sources()}, others=scan.indexes)
 
 
 def _check_complete(scan: Scan, at: int | None, scan_all: Callable[[], Scan]) -> None:

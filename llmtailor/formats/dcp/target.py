@@ -20,6 +20,7 @@ from llmtailor.checkpoint.layout import LinkLayout
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Placement
 from llmtailor.checkpoint.schema import kinds_by_param, refuse_cuts
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.containers.dcp import KeyPath
 from llmtailor.containers.unpickle import Quantized
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
@@ -29,14 +30,7 @@ from llmtailor.formats.dcp.links import Links
 from llmtailor.formats.torch_states import NO_STATES, is_adam, keeps_nothing, step_node, written_dtype
 from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.frameworks.read import adapters_of
-from llmtailor.frameworks.write import (
-    LR_SCHEDULER,
-    Wanted,
-    first_rates,
-    is_of_scheduler,
-    saved_scheduler,
-    scheduler_tree,
-)
+from llmtailor.frameworks.write import LR_SCHEDULER, first_rates, is_of_scheduler, saved_scheduler, scheduler_tree
 from llmtailor.model.roles import BUFFER, KIND_OF_ROLE, State
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from llmtailor.checkpoint.index import DCP, CheckpointIndex, DcpKeyLayout
 from llmtailor.checkpoint.layout import FileLayout
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.errors import Problem, some
 from llmtailor.formats.dcp.builder import FolderBuilder
 from llmtailor.formats.dcp.target import DcpTarget
 from llmtailor.frameworks.files import TRAINER_STATE
-from llmtailor.frameworks.write import Wanted, random_states
+from llmtailor.frameworks.write import random_states
 
 _USUAL = DcpKeyLayout(("model",), ("optim",))
 
@@ -35,7 +36,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
 
 def lay_out_model(base: CheckpointIndex) -> list[FileLayout]:
     """Return the layouts of a DCP folder's files with its model alone, cut for as many ranks."""
-    target = DcpTarget(base, Wanted(base.layout), base.train.dcp or _USUAL)
+    target = DcpTarget(base, Wanted(layout=base.layout), base.train.dcp or _USUAL)
     folder = FolderBuilder("", base.world_size)
     target.add_model(folder)
     return folder.finish()

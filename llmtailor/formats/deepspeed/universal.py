@@ -30,6 +30,7 @@ from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout, differing, without_names
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.codes import Code
 from llmtailor.containers.json import FileTrees, Tensor, Trees, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.containers.torch_file import lay_out_torch_file
@@ -81,7 +82,6 @@ from llmtailor.formats.format import Draft
 from llmtailor.frameworks.files import ENGINE_FILES, LATEST, LATEST_UNIVERSAL, MANIFEST
 from llmtailor.frameworks.read import file_fact, read_trainer_files
 from llmtailor.frameworks.stock_fields import check_fields, facts_of_rank
-from llmtailor.frameworks.write import Wanted
 from llmtailor.model.parts import Param
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, State
 from llmtailor.storage.local import FileFact, list_entries

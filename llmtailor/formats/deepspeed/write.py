@@ -38,6 +38,7 @@ from llmtailor.checkpoint.optimizer import (
 )
 from llmtailor.checkpoint.schema import kinds_by_param, refuse_cuts
 from llmtailor.checkpoint.step_names import UNIVERSAL_SUFFIX
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_file import Content, TorchLayout, pickle_content
 from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor, state_tensor
@@ -52,7 +53,7 @@ from llmtailor.frameworks.framework import FRAMEWORKS, Framework
 from llmtailor.frameworks.read import adapters_of
 from llmtailor.frameworks.scheduler import regroup_scheduler
 from llmtailor.frameworks.stock_fields import is_muons
-from llmtailor.frameworks.write import Wanted, lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
+from llmtailor.frameworks.write import lay_out_trainer_files, params_on_disk, scheduler_for, synthesize_files
 from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 

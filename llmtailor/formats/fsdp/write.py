@@ -7,6 +7,7 @@ import json
 from llmtailor.checkpoint.index import FSDP, FULL, RANKS, SHARDS, CheckpointIndex, DcpKeyLayout, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Absent
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.containers.dcp import cut_rows
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_file import lay_out_torch_file
@@ -19,7 +20,7 @@ from llmtailor.formats.dcp.target import DcpTarget
 from llmtailor.formats.fsdp.read import MODEL_FILE, MODEL_OF_RANK, OPTIMIZER_FILE, OPTIMIZER_OF_RANK
 from llmtailor.formats.torch_states import lay_out_master_weights, state_nodes
 from llmtailor.frameworks.files import ENGINE_FILES, SCALER
-from llmtailor.frameworks.write import Wanted, lay_out_trainer_files, synthesize_files
+from llmtailor.frameworks.write import lay_out_trainer_files, synthesize_files
 
 _USUAL = DcpKeyLayout(("model",), ("optimizer",))
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.containers.unpickle import Ordered, state_tensor
 from llmtailor.errors import Problem
 from llmtailor.formats.lightning_tree import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
 from llmtailor.formats.torch_states import optimizer_tree
 from llmtailor.frameworks.files import CKPT
-from llmtailor.frameworks.write import Wanted, lay_out_trainer_files
+from llmtailor.frameworks.write import lay_out_trainer_files
 from llmtailor.model.roles import KIND_OF_ROLE, State
 
 

@@ -18,6 +18,7 @@ from llmtailor.checkpoint.layout import Bytes, Cast, Copy, FileLayout, Segment, 
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, without_names
 from llmtailor.checkpoint.placement import Box
 from llmtailor.checkpoint.schema import kinds_by_param, refuse_cuts
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.containers.dcp import cut_rows
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, counted, some
@@ -37,7 +38,7 @@ from llmtailor.formats.megatron.read import RESHARDABLE, SHARDING, find_optimize
 from llmtailor.formats.torch_states import step_node
 from llmtailor.frameworks.files import BACKEND, COMMON, CONFIG
 from llmtailor.frameworks.read import read_config
-from llmtailor.frameworks.write import Wanted, carry
+from llmtailor.frameworks.write import carry
 from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.schema import kinds_by_param
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.containers.safetensors import SINGLE
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.torch_states import NO_STATES, keeps_nothing, lay_out_master_weights, optimizer_tree
 from llmtailor.frameworks.files import ENGINE_FILES
 from llmtailor.frameworks.framework import FRAMEWORKS
-from llmtailor.frameworks.write import Wanted, lay_out_trainer_files, synthesize_files
+from llmtailor.frameworks.write import lay_out_trainer_files, synthesize_files
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:

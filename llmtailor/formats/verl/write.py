@@ -9,6 +9,7 @@ from typing import Any
 from llmtailor.checkpoint.index import RANKS, VERL, CheckpointIndex, DcpKeyLayout
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import ParamGroup
+from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint
 from llmtailor.formats.dcp.rank_layout import check_mesh, lay_out_ranks
@@ -16,7 +17,7 @@ from llmtailor.formats.dcp.target import DcpTarget
 from llmtailor.formats.verl.read import EXTRA, MODEL, OPTIMIZER, verl_file
 from llmtailor.frameworks.files import VERL_CONFIG
 from llmtailor.frameworks.framework import FRAMEWORKS
-from llmtailor.frameworks.write import Wanted, lay_out_settings, scheduler_for, scheduler_tree
+from llmtailor.frameworks.write import lay_out_settings, scheduler_for, scheduler_tree
 
 _USUAL = DcpKeyLayout(("model",), ("optimizer",), form=RANKS)
 
