@@ -22,7 +22,7 @@ from bench_merge import SYNTHETIC, tree_bytes
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import write
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.scan import choose_for_run
+from llmtailor.runs.choose import choose_for_run
 
 STEPS = (100, 200, 300)
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from llmtailor.errors import TailorError as TailorError
     from llmtailor.findings import Finding as Finding
     from llmtailor.param_groups import layer_param_groups as layer_param_groups
+    from llmtailor.runs.composing import merge_run as merge_run
     from llmtailor.runs.scan import Latest as Latest
     from llmtailor.runs.scan import find_latest as find_latest
-    from llmtailor.runs.scan import merge_run as merge_run
     from llmtailor.saving.api import attest as attest
     from llmtailor.verify.diff import Diff as Diff
     from llmtailor.verify.diff import diff as diff
@@ -46,7 +46,8 @@ _NAMES = {
     "llmtailor.compose.write": "merge write",
     "llmtailor.errors": "Problem TailorError",
     "llmtailor.findings": "Finding",
-    "llmtailor.runs.scan": "Latest find_latest merge_run",
+    "llmtailor.runs.composing": "merge_run",
+    "llmtailor.runs.scan": "Latest find_latest",
     "llmtailor.saving.api": "attest",
     "llmtailor.param_groups": "layer_param_groups",
     "llmtailor.verify.diff": "Diff diff",

@@ -11,14 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from llmtailor.policies import make_policy
-from llmtailor.runs.scan import compose_newest
+from llmtailor.runs.composing import compose_newest
 from llmtailor.saving import saver_for
 from study.composites import ask, composite, parts_of
 from study.train import Setting, Size, State, Training
 
 SETTING = Setting("check", Size(16, 4, 32), "sources", 2e-3, 18, 3, crash=15)
-
-
 EXPERTS = replace(SETTING, size=replace(SETTING.size, experts=4))
 
 

@@ -19,10 +19,10 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import StorageError, TailorError, TargetError, Unanswered
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.ranks.team import Ranks
+from llmtailor.runs.composing import prove_step
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
-from llmtailor.runs.gc import deletable
+from llmtailor.runs.retention import deletable
 from llmtailor.runs.save_log import LOG
-from llmtailor.runs.scan import prove_step
 from llmtailor.storage.local import append_line
 
 logger = logging.getLogger("llmtailor.saving")

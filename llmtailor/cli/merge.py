@@ -64,14 +64,14 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
       llmtailor merge recipe.yaml runs/x/checkpoint-400-merged --num-gpu 8
       llmtailor merge recipe.yaml --json | jq '.parts[] | {part, source, step}'
     """
-    from llmtailor.runs.folder import explain_deletions
+    from llmtailor.runs.guards import explain_deletions
 
     choosing = {name: options.pop(name) for name in [*options] if name in CHOOSING}
     options["step"] = options["step"] or ("base" if run is None else "auto")
     if run is not None:
         if out is not None:
             raise UsageError.at("--run", "it can't be combined with CONFIG", f"omit {config}")
-        from llmtailor.runs.scan import without_damaged
+        from llmtailor.runs.composing import without_damaged
 
         options |= {"allow_split": allow_split, "reuse": config is None}
 
@@ -255,7 +255,7 @@ def recipe(
       llmtailor recipe --explain configs/llmtailor-original.yaml
     """
     from llmtailor.compose.plan import explain_recipe
-    from llmtailor.runs.folder import explain_deletions
+    from llmtailor.runs.guards import explain_deletions
     from llmtailor.storage.local import replace_durably
 
     if (run is None) == (explain is None):

@@ -257,13 +257,13 @@ def given(options: dict[str, Any]) -> list[str]:
 def choose(
     run: Path, options: dict[str, Any], folder: Path | None = None, index: Index | None = None
 ) -> tuple[Recipe, OpenedSources]:
-    """Return the recipe that the options choose, see `runs.scan.choose_for_run`; reads the files they name.
+    """Return the recipe that the options choose, see `runs.choose.choose_for_run`; reads the files they name.
 
     Raises UsageError for options that can't be combined and RecipeError for unreadable files.
     """
     from llmtailor.formats.registry import index_checkpoint
     from llmtailor.recipe.strategies import StrategyOptions
-    from llmtailor.runs.scan import UpdateLog, choose_for_run
+    from llmtailor.runs.choose import UpdateLog, choose_for_run
 
     how: StrategyOptions | UpdateLog
     log = options["from_flags"]

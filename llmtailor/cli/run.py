@@ -160,7 +160,7 @@ def is_first_launcher(environ: MutableMapping[str, str]) -> bool:
 
 
 def _compose(folder: Path) -> None:
-    from llmtailor.runs.scan import compose_newest
+    from llmtailor.runs.composing import compose_newest
 
     newest = compose_newest(folder)
     if newest is None:

@@ -14,7 +14,7 @@ from llmtailor.model.parts import condense, group_shares
 from llmtailor.model.roles import MASTER
 
 if TYPE_CHECKING:
-    from llmtailor.runs.gc import Age, StepAge
+    from llmtailor.runs.retention import Age, StepAge
     from llmtailor.salvage.plan import Salvage
     from llmtailor.verify.inspect import Inspection, PartFacts
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from llmtailor.copying.moving import Clone
     from llmtailor.model.precision import Masters, Moments
     from llmtailor.runs.gc import GcPlan
-    from llmtailor.runs.prune import PruneAction, ThinOptions, ThinPlan
+    from llmtailor.runs.prune import PruneAction, ThinOptions
+    from llmtailor.runs.thin_plan import ThinPlan
 
 
 @command(
@@ -87,9 +88,9 @@ def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bo
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
     from llmtailor.frameworks.files import FOLDER
-    from llmtailor.runs.folder import only_writer
-    from llmtailor.runs.prune import bytes_to_move, plan_thinning
+    from llmtailor.runs.guards import only_writer
     from llmtailor.runs.thin import thin as carry_out
+    from llmtailor.runs.thin_plan import bytes_to_move, plan_thinning
 
     wanted = _options(**options)
     if yes and not (run / FOLDER).is_dir():  # a refusal leaves no new folder behind
@@ -130,8 +131,8 @@ def gc(run: Path, keep: int | None, trust_unrecorded: bool, yes: bool, as_json: 
       llmtailor gc runs/x
       llmtailor gc runs/x --keep 2 --yes
     """
-    from llmtailor.runs.folder import only_writer
     from llmtailor.runs.gc import collect, plan_gc
+    from llmtailor.runs.guards import only_writer
 
     with only_writer(run) if yes else nullcontext():
         plan = plan_gc(run, keep, trust_unrecorded=trust_unrecorded)

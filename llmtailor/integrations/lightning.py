@@ -36,7 +36,7 @@ from llmtailor.live.training import TrainingObjects
 from llmtailor.patching import next_call
 from llmtailor.policies import Policy
 from llmtailor.ranks.team import Ranks
-from llmtailor.runs.scan import compose_newest
+from llmtailor.runs.composing import compose_newest
 from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, make_saver
 from llmtailor.saving.client_state import LightningClient
 from llmtailor.storage.local import as_path

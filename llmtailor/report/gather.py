@@ -21,9 +21,11 @@ from llmtailor.errors import Interrupted, Problem, SourceError, TailorError
 from llmtailor.formats.registry import display_name, survey_checkpoint
 from llmtailor.model.parts import Part
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.folder import AttemptFilter, FolderKind, RunFolder, log_entries
+from llmtailor.runs.attempts import AttemptFilter
+from llmtailor.runs.choose import choose_for_run
+from llmtailor.runs.folder import FolderKind, RunFolder, log_entries
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
-from llmtailor.runs.scan import Scan, choose_for_run, scan_run
+from llmtailor.runs.scan import Scan, scan_run
 from llmtailor.storage.local import absolute
 from llmtailor.verify.diff import Compared, diff_parts
 from llmtailor.verify.verify import Verdict, refused, verify_surveyed
@@ -57,7 +59,7 @@ class LossCurve:
 class Checked:
     verdict: Verdict
     foreign: Code | None
-    """Why commands that choose checkpoints skip it, whatever the verdict: see `runs.folder.AttemptFilter`"""
+    """Why commands that choose checkpoints skip it, whatever the verdict: see `runs.attempts.AttemptFilter`"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,6 @@
     RUN/partial/step-00000100.abandoned             one of an abandoned attempt
     RUN/partial/.step-00000100.llmtailor-thinning   a partial checkpoint while ``thin`` writes it
     RUN/partial/attempts.json                       the record of attempts, see `RunFolder.attempts`
-
-Which attempt of a run a checkpoint belongs to, and whether that attempt was abandoned.
-
-A run is a chain of attempts: each start of the training is one, and records which step of which earlier attempt it
-continues. Resuming at step 400 abandons everything saved after that step. A composite never mixes abandoned states
-with those that replaced them.
-
-There are two sources. ``partial/attempts.json`` lists every start, including one that died before its first save.
-Each checkpoint also states its own attempt (`frameworks.trainer_state`), wherever it is copied to.
 """
 
 from __future__ import annotations
@@ -33,24 +24,21 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.lineage import UNRECORDED, Past, RunCheckpoint, read_past
+from llmtailor.checkpoint.lineage import Past, RunCheckpoint, read_past
 from llmtailor.checkpoint.step_names import ABANDONED, NAMES, step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
-from llmtailor.errors import PathIn, Problem, SourceError, StorageError, TailorError, TargetError, some
+from llmtailor.errors import PathIn, SourceError, TailorError, TargetError
 from llmtailor.formats.partial.manifest import folder_name, read_manifest, step_in_name
-from llmtailor.formats.provenance import stated_attempt
 from llmtailor.formats.registry import display_name, is_checkpoint
 from llmtailor.frameworks.files import FOLDER, PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.frameworks.framework import is_or_may_be_partial, is_partial, survey_contents
@@ -70,8 +58,12 @@ from llmtailor.storage.local import (
 )
 
 _LOCK = ".lock"
+
+
 _locks: dict[Path, Lock] = {}
 """The locks that this process holds"""
+
+
 ATTEMPTS = "attempts.json"
 Start = tuple[Past, str]
 """Where an attempt began, and when (ISO 8601)"""
@@ -407,167 +399,3 @@ def link_or_copy(source: Path, target: Path) -> None:
         check_regular(source.stat().st_mode, f"{source}")
         shutil.copyfile(source, target)
         fsync_file(target)
-
-
-@contextmanager
-def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
-    """Keep a training that saves partial checkpoints, and other llmtailor processes, out of a run's folder.
-
-    The lock file is in the folder of partial checkpoints, which ``make`` creates; without that folder no process has to
-    be kept out. Raises SourceError if there are no checkpoints, TargetError if another process holds the lock.
-    """
-    folder = RunFolder(run)
-    folder.checkpoints_until(None)
-    try:
-        if make or folder.partial.is_dir():
-            folder.lock()
-    except TargetError as error:
-        what = "a training is saving partial checkpoints here, or another llmtailor is running"
-        fix = "wait until it ends; nothing was changed"
-        raise TargetError.at(display_name(folder.partial), what, fix) from error
-    try:
-        folder.restore()
-        yield
-    finally:
-        folder.unlock()
-
-
-@contextmanager
-def explain_deletions(run: Path, also: Sequence[Path] = ()) -> Iterator[None]:
-    """Say so if reading fails because checkpoints of a run are deleted meanwhile, as a training with a limit does."""
-    folder = RunFolder(run, also)
-
-    def there() -> list[Path]:
-        partial = (path for one in (folder, *folder.also) for path in one.complete().values())
-        return [*folder.full().values(), *partial]
-
-    before = there()
-    try:
-        yield
-    except (SourceError, OSError) as error:
-        left = {*there()}
-        if not (gone := [display_name(path) for path in before if path not in left]):
-            raise
-        what = f"deleted while they were read: {some(gone)}; a running training does that with keep_composable"
-        again = SourceError.at(display_name(run), what, "rerun the same command")
-        again.is_reported = isinstance(error, TailorError) and error.is_reported
-        raise again from error
-
-
-@contextmanager
-def mark_errors_as_late(run: Path, what: str, fix: str) -> Iterator[None]:
-    """Mark errors as late: files may already have been written or removed.
-
-    Turns an OSError into a StorageError with ``what`` and ``fix``.
-    """
-    try:
-        yield
-    except TailorError as error:
-        error.came_late = True
-        raise
-    except OSError as error:
-        late = StorageError.at(error.filename or run, f"{what}: {error.strerror or error}", fix)
-        late.came_late = True
-        raise late from error
-
-
-FOREVER = sys.maxsize
-"""The last step of a lineage that may still continue"""
-
-
-@dataclass(frozen=True)
-class AttemptFilter:
-    """Decides which checkpoints of a run do not belong to its current attempt."""
-
-    folder: RunFolder
-    present: Past | None
-    """The current attempt, open-ended; None: no attempts are known, and every checkpoint belongs to the run"""
-    begins_at: int
-    """Checkpoints up to this step may be older than the attempt record, and need not state their attempt."""
-    trust_unrecorded: bool = False
-
-    @classmethod
-    def of(cls, folder: RunFolder, at: int | None, trust_unrecorded: bool = False) -> AttemptFilter:
-        """Read the record of attempts or, without one, what the checkpoints up to step ``at`` state.
-
-        Without a record, as in a folder assembled by hand, the current attempt is that of the newest checkpoint that no
-        other one abandons. Raises SourceError for a damaged record, and for saves of several runs.
-        """
-        if recorded := folder.attempts():
-            last = recorded[-1]
-            own = [one for one in recorded if one.lineage == last.lineage or one.lineage in last.history]
-            present = Past(FOREVER, last.lineage, last.history)
-            return cls(folder, present, min(one.step for one in own), trust_unrecorded)
-        until = [path for step, path in folder.checkpoints() if at is None or step <= at]
-        stated = {path: past for path in until if (past := stated_attempt(path)) is not None}
-        _check_one_run({path: past for path, past in stated.items() if path.parent.name == FOLDER}, folder.partial)
-        return cls(folder, _newest_alive(stated.values()), FOREVER, trust_unrecorded)
-
-    def why_not(self, path: Path, step: int) -> Problem | None:
-        """Return why a checkpoint must not be used with those of the current attempt, or None."""
-        code, name = self._judge(path, step), display_name(path)
-        if code is Code.ABANDONED:
-            what = "it belongs to an abandoned attempt: the run has since resumed from an earlier step"
-            return Problem(name, what, "to use it anyway, name it in a recipe", code)
-        if code is Code.UNRECORDED and not self.trust_unrecorded:
-            what = "it does not record its attempt, although this run records attempts"
-            fix = "if the run continues from it, use --trust-unrecorded or name it in a recipe"
-            return Problem(name, what, fix, code)
-        return None
-
-    def _judge(self, path: Path, step: int) -> Code | None:
-        """Return how a checkpoint relates to the current attempt; None: it belongs to it.
-
-        ABANDONED: it belongs to an attempt that another one replaced. UNRECORDED: it states no attempt and is later
-        than the start of the attempt record, or it belongs to a training that resumed from the current attempt without
-        the saver.
-        """
-        stated = stated_attempt(path)
-        if self._is_own(step, stated):
-            return None
-        root = self._root(stated) if stated else None
-        if root is not None and root >= self._newest_recorded:  # nothing else continues from there
-            return None
-        return Code.ABANDONED if stated and root is None else Code.UNRECORDED
-
-    def _is_own(self, step: int, stated: Past | None) -> bool:
-        if self.present is None:
-            return True
-        return step <= self.begins_at if stated is None else self.present.includes(stated)
-
-    def _root(self, stated: Past) -> int | None:
-        """Return the step of the current attempt that an unrecorded training resumed from, or None.
-
-        A training that resumed from a step of an earlier attempt is the current attempt itself.
-        """
-        if self.present is None or not stated.lineage.startswith(UNRECORDED):
-            return None
-        step = stated.history.get(self.present.lineage)
-        return step if stated.lineage == f"{UNRECORDED}{self.present.lineage}@{step}" else None
-
-    @cached_property
-    def _newest_recorded(self) -> int:
-        """The newest step that the current attempt is known to have saved"""
-        there = self.folder.checkpoints()
-        return next((step for step, path in there if self._is_own(step, stated_attempt(path))), -1)
-
-
-def _check_one_run(stated: Mapping[Path, Past], where: Path) -> None:
-    """Raise SourceError unless all partial checkpoints go back to one training. A mirror or a copy has no lock."""
-    runs: list[tuple[set[str], list[str]]] = []
-    for path, past in stated.items():
-        kin = [one for one in runs if not one[0].isdisjoint(past.lineages)]
-        runs = [one for one in runs if one not in kin]
-        runs.append(
-            (past.lineages.union(*(one[0] for one in kin)), [path.name, *(name for one in kin for name in one[1])])
-        )
-    if len(runs) > 1:
-        what = f"it holds saves of {len(runs)} runs: {'; '.join(some(sorted(names)) for _, names in runs)}"
-        fix = f"move those of all runs but one to another folder; or restore {ATTEMPTS}, if it is one run"
-        raise SourceError.at(display_name(where), what, fix)
-
-
-def _newest_alive(stated: Iterable[Past]) -> Past | None:
-    known = list(stated)
-    alive = [one for one in known if not any(other.abandons(one) for other in known)]
-    return max(alive, key=lambda past: past.step, default=None)

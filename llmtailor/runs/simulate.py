@@ -1,7 +1,7 @@
 """Simulates what a policy would save of a model, how often to save, and what saves and failures would cost.
 
 The saves are those of a training: `policies.choose` decides what each holds, `Ledger` remembers it, and
-`runs.gc.deletable` deletes. The costs are formulas over their bytes; docs/policies.md explains them.
+`runs.retention.deletable` deletes. The costs are formulas over their bytes; docs/policies.md explains them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.model.roles import ADAM_BYTES
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
-from llmtailor.runs.gc import deletable
+from llmtailor.runs.retention import deletable
 from llmtailor.runs.spread import Spread, axes_of, check_mesh, spread
 
 MASTER_BYTES = 4

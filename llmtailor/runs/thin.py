@@ -42,22 +42,13 @@ from llmtailor.model.dtypes import ITEMSIZE
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.roles import WEIGHT, State, is_moment
 from llmtailor.recipe import Assignment, Recipe
-from llmtailor.runs.folder import FolderKind, link_or_copy, mark_errors_as_late, remove_partial, remove_replaced, staged
-from llmtailor.runs.gc import BUG
-from llmtailor.runs.prune import (
-    LINKED,
-    PARTIAL,
-    WEIGHTS,
-    Conversion,
-    PruneAction,
-    ThinPlan,
-    compared,
-    kept_files,
-    manifest_of_links,
-    plan_links,
-    plan_weights,
-)
+from llmtailor.runs.conversion import Conversion, compared, kept_files, plan_weights
+from llmtailor.runs.folder import FolderKind, link_or_copy, remove_partial, remove_replaced, staged
+from llmtailor.runs.guards import mark_errors_as_late
+from llmtailor.runs.prune import LINKED, PARTIAL, WEIGHTS, PruneAction
+from llmtailor.runs.retention import BUG
 from llmtailor.runs.scan import describe_checkpoint
+from llmtailor.runs.thin_plan import ThinPlan, manifest_of_links, plan_links
 from llmtailor.storage.casts import cast
 from llmtailor.storage.local import (
     OpenFiles,

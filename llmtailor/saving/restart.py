@@ -24,8 +24,9 @@ from llmtailor.patching import patch_method
 from llmtailor.ranks.errors import as_error, from_json, to_json
 from llmtailor.ranks.store import await_messages
 from llmtailor.ranks.team import Ranks
+from llmtailor.runs.composing import compose_newest
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.scan import compose_newest, continues
+from llmtailor.runs.scan import continues
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.errors import SourceError, TailorError, TargetError, UsageError, VerificationError
 from llmtailor.runs import thin as service
-from llmtailor.runs.prune import ThinOptions, plan_thinning
+from llmtailor.runs.prune import ThinOptions
 from llmtailor.runs.scan import scan_run
+from llmtailor.runs.thin_plan import plan_thinning
 from thin.scene import call, compose, folders, make_run, save_partial, sources, taken
 
 ODD = {"layer 1", "layer 3", "lm_head"}

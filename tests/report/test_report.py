@@ -22,8 +22,8 @@ from helpers.files import edit_json
 from llmtailor.report import chart
 from llmtailor.report.gather import Attempt, LossCurve, RunFacts
 from llmtailor.report.page import page
+from llmtailor.runs.composing import compose_newest
 from llmtailor.runs.save_log import FailedSave, LoggedSave, SaveLog
-from llmtailor.runs.scan import compose_newest
 from report.parsing import Page
 
 HOSTILE = '</style><script>alert("x")</script>\x1b[31m\x00\u202e&'

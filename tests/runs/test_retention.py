@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, is_complete, lost_parts, partial_sources, present_of
 from llmtailor.model.parts import Part
-from llmtailor.runs.gc import deletable, needed
+from llmtailor.runs.retention import deletable, needed
 
 
 @dataclass

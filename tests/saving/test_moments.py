@@ -19,8 +19,9 @@ from llmtailor.errors import SourceError
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.model.parts import Part
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.gc import find_reachable, needed
-from llmtailor.runs.scan import choose_for_run, describe_checkpoint
+from llmtailor.runs.choose import choose_for_run
+from llmtailor.runs.retention import find_reachable, needed
+from llmtailor.runs.scan import describe_checkpoint
 from llmtailor.verify.inspect import describe
 from llmtailor.verify.verify import verify_checkpoint
 from report.parsing import Page

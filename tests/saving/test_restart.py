@@ -15,7 +15,7 @@ from helpers.cases import mostly_long
 from helpers.composing import compose
 from llmtailor.background.options import VARIABLES, SavingArguments, from_environment
 from llmtailor.errors import SourceError, TargetError, UsageError
-from llmtailor.runs.scan import Newest, compose_newest
+from llmtailor.runs.composing import Newest, compose_newest
 from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint
 from llmtailor.storage.local import Lock
 from saving.loop import Loop, read_states

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.commands import call
-from llmtailor.runs.scan import compose_newest
+from llmtailor.runs.composing import compose_newest
 from llmtailor.saving import SaveFailed
 from saving.loop import Loop, log_of, manifests, rounded
 

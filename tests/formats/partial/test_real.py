@@ -23,7 +23,7 @@ from helpers.states import in_8_bits, in_24_bits, of_16_bits, read, refined
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.scan import choose_for_run
+from llmtailor.runs.choose import choose_for_run
 from oracle.any import load
 from oracle.zero3 import MOMENTS, differ
 from saving.loop import KINDS, States, fold, log_of

@@ -16,7 +16,8 @@ from llmtailor.checkpoint import layout
 from llmtailor.formats.partial.json_trees import PADDING
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.runs import thin as service
-from llmtailor.runs.prune import ThinOptions, plan_thinning
+from llmtailor.runs.prune import ThinOptions
+from llmtailor.runs.thin_plan import plan_thinning
 from synthetic import SHAPES
 from thin.scene import call, compose, make_run
 

@@ -16,9 +16,10 @@ from helpers.commands import run_here
 from helpers.composing import convert
 from helpers.dcp import RUNS, assert_loads_alike
 from llmtailor.errors import MismatchError, UsageError
-from llmtailor.runs.folder import only_writer
-from llmtailor.runs.prune import ThinOptions, plan_thinning
+from llmtailor.runs.guards import only_writer
+from llmtailor.runs.prune import ThinOptions
 from llmtailor.runs.thin import thin
+from llmtailor.runs.thin_plan import plan_thinning
 from llmtailor.saving import DcpSaver
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from saving.dcp_checks import check, oracle, read, tiny, train

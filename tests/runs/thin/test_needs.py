@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from helpers.cases import examples
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, newer_masters, sources_at
 from llmtailor.errors import SourceError
-from llmtailor.runs.gc import find_reachable
 from llmtailor.runs.prune import LINKED, PARTIAL, STAYS, WEIGHTS, Chooser, FullFacts, Pruner, ThinOptions
+from llmtailor.runs.retention import find_reachable
 from recipe.structures import llama
 
 ANATOMY = llama(2)

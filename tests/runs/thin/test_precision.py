@@ -17,7 +17,8 @@ from llmtailor.errors import UsageError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.precision import PrecisionOptions
 from llmtailor.model.roles import State
-from llmtailor.runs.prune import ThinOptions, plan_thinning
+from llmtailor.runs.prune import ThinOptions
+from llmtailor.runs.thin_plan import plan_thinning
 from oracle import any as oracle_any
 from oracle.zero3 import MOMENTS
 from thin.scene import call, compose, make_run

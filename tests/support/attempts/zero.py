@@ -12,7 +12,7 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.copying.pool import Stop
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.registry import find_structure, index_checkpoint
-from llmtailor.runs.prune import Conversion
+from llmtailor.runs.conversion import Conversion
 from llmtailor.runs.thin import write_conversion
 
 

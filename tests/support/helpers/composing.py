@@ -11,7 +11,7 @@ import llmtailor
 from llmtailor.compose.report import Report
 from llmtailor.recipe import Recipe, Select
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.scan import choose_for_run
+from llmtailor.runs.choose import choose_for_run
 
 Taken = Mapping[str | int, Path]
 """Selector -> the checkpoint that what it names comes from"""

@@ -21,7 +21,7 @@ import llmtailor
 from helpers.states import in_8_bits
 from llmtailor.copying import streams
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.scan import choose_for_run
+from llmtailor.runs.choose import choose_for_run
 from llmtailor.saving import PendingSave, saver_for
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")

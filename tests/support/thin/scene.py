@@ -19,9 +19,9 @@ from llmtailor.cli.main import cli
 from llmtailor.copying.pool import Stop
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.recipe.strategies import StrategyOptions
+from llmtailor.runs.choose import choose_for_run
+from llmtailor.runs.conversion import Conversion
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.prune import Conversion
-from llmtailor.runs.scan import choose_for_run
 from llmtailor.runs.thin import write_conversion
 from trainings.harness import Runs
 

@@ -14,7 +14,7 @@ from attempts.world import MOMENTS, PARTS, World, read_full, step_of
 from helpers.cases import diagonal, mostly_long
 from helpers.commands import call, run_here
 from llmtailor.formats.provenance import stated_attempt
-from llmtailor.runs import scan as newest
+from llmtailor.runs import composing as newest
 from llmtailor.saving import SaveFailed
 
 
