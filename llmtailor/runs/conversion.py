@@ -34,9 +34,9 @@ _SCRIPT = re.compile(r"zero_to_\w+\.py")
 _OF_A_RESUME = (LATEST, LATEST_UNIVERSAL, OPTIMIZER, SCHEDULER, SCALER)
 
 
-def compared(one: CheckpointIndex) -> list[State]:
-    """Return the states that `check_same` compares."""
-    return [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
+def compared(save: CheckpointIndex) -> list[State]:
+    """Return the states that are compared before a partial checkpoint that exists replaces a full one."""
+    return [state for state, entry in save.held.items() if entry.is_here and state.kind != WEIGHT]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from llmtailor.recipe import Assignment, Recipe
 from llmtailor.runs.conversion import Conversion, compared, kept_files, plan_weights
 from llmtailor.runs.folder import FolderKind, link_or_copy, remove_partial, remove_replaced, staged
 from llmtailor.runs.guards import mark_errors_as_late
-from llmtailor.runs.prune import LINKED, PARTIAL, WEIGHTS, PruneAction
+from llmtailor.runs.prune import LINKED, PARTIAL, STAYS, WEIGHTS, PruneAction
 from llmtailor.runs.retention import BUG
 from llmtailor.runs.scan import describe_checkpoint
 from llmtailor.runs.thin_plan import ThinPlan, manifest_of_links, plan_links
@@ -117,14 +117,14 @@ def check_places(
         raise VerificationError(Problem(made.name, what, _DISK_OR_BUG) for what in wrong)
 
 
-def check_same(save: CheckpointIndex, full: CheckpointIndex, stop: Stop, on_progress: OnProgress) -> None:
-    """Compare every state of a partial checkpoint with the full one of its step, rounded as it is stored there.
-
-    Raises VerificationError for those that differ, OSError, or Interrupted.
-    """
+def find_difference(
+    save: CheckpointIndex, full: CheckpointIndex, stop: Stop, on_progress: OnProgress
+) -> Problem | None:
+    """Return which states of a partial checkpoint differ from the full one of its step, rounded as they are stored
+    there; None if none do. Raises OSError, or Interrupted."""
     if save.partial.differences:
         fix = "both stay; with a higher --keep-full-last it is not tried"
-        raise VerificationError.at(save.name, f"it holds only differences, so {full.name} is not removed", fix)
+        return Problem(save.name, f"it holds only differences, so {full.name} is not removed", fix)
     states = compared(save)
     with OpenFiles(save.root) as files, OpenFiles(full.root) as files_of_full:
         reader = StateReader(files_of_full)
@@ -150,10 +150,11 @@ def check_same(save: CheckpointIndex, full: CheckpointIndex, stop: Stop, on_prog
         alike = run_all((partial(is_same, *chunk) for chunk in chunks), num_workers(), stop)
     differing = dict.fromkeys(state for (state, _), is_alike in zip(chunks, alike, strict=True) if not is_alike)
     differing |= dict.fromkeys(state for state in states if state not in full.held)
-    if differing:
-        names = some(f"{state.kind} of {state.param}" for state in differing)
-        fix = "they belong to different attempts: move one of them out of the run's folder"
-        raise VerificationError.at(save.name, f"its values differ from those of {full.name}: {names}", fix)
+    if not differing:
+        return None
+    names = some(f"{state.kind} of {state.param}" for state in differing)
+    fix = "they belong to different attempts: move one of them out of the run's folder"
+    return Problem(save.name, f"its values differ from those of {full.name}: {names}", fix)
 
 
 def check_unchanged(index: CheckpointIndex) -> None:
@@ -324,23 +325,21 @@ def thin(
         for action in plan.actions:
             stop.check()
             full, successor = indexes[action.checkpoint.path], action.successor
-            if action.becomes == WEIGHTS:
+            if action.becomes == STAYS:
+                logger.info("%s stays: %s", action.checkpoint.name, action.why or "it is one of the newest")
+                continue
+            if successor is not None and not action.is_written:
+                if (problem := find_difference(indexes[successor.path], full, stop, on_progress)) is not None:
+                    differing.append(problem)
+                    continue
+            elif action.becomes == WEIGHTS:
                 moved += reduce_to_weights(full, stop, clone, on_progress)
             elif action.becomes == LINKED:
                 moved += write_links(action, full, scan.structure, stop, clone, on_progress)
-            elif successor is None:
-                logger.info("%s stays: %s", action.checkpoint.name, action.why or "it is one of the newest")
-                continue
             elif action.conversion is not None:
                 moved += write_conversion(action.conversion, stop, on_progress, clone)
-            else:
-                try:
-                    check_same(indexes[successor.path], full, stop, on_progress)
-                except VerificationError as error:
-                    differing += error.problems
-                    continue
             if action.becomes == PARTIAL and successor is not None:
-                _put_in_place(plan, action, successor, there)
+                _remove_full(plan, action, successor, there)
             there = action.applied_to(there)
             notify(action)
         if differing:
@@ -348,9 +347,7 @@ def thin(
     return moved
 
 
-def _put_in_place(
-    plan: ThinPlan, action: PruneAction, successor: RunCheckpoint, there: Sequence[RunCheckpoint]
-) -> None:
+def _remove_full(plan: ThinPlan, action: PruneAction, successor: RunCheckpoint, there: Sequence[RunCheckpoint]) -> None:
     """Remove a full checkpoint whose partial one is on the disk, once its step can be composed without it."""
     scan, full = plan.scan, plan.scan.indexes[action.checkpoint.path]
     try:

@@ -21,14 +21,12 @@ from llmtailor.checkpoint.elements import read_stored
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Extent, Grid, Runs, StoredRange, arrange
 from llmtailor.codes import Code
-from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import read_json
-from llmtailor.containers.torch_file import ZipRecord, is_torch_file, list_records
+from llmtailor.containers.torch_file import ZipRecord
 from llmtailor.copying.pool import Stop, num_workers, run_all, stoppable
-from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
+from llmtailor.errors import PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.provenance import ManifestFacts
-from llmtailor.formats.registry import find_structure
 from llmtailor.frameworks.files import CONFIG
 from llmtailor.frameworks.framework import is_resumed_from
 from llmtailor.model.dtypes import DTYPES, F24, FLOATING, ITEMSIZE
@@ -36,9 +34,10 @@ from llmtailor.model.mergekit_data import naming_of, on_disk
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, KIND_OF_ROLE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast, roundings, widen
-from llmtailor.storage.checksums import Intervals, crc32, part_digest
+from llmtailor.storage.checksums import Intervals, crc32
 from llmtailor.storage.local import OpenFiles
-from llmtailor.verify.structure import ON_PURPOSE, Elements, Spans, elements_in, held_of, join, lost_elements
+from llmtailor.verify.checksums import compare_digests, stated_checksums, wrong_checksum
+from llmtailor.verify.structure import Elements, Spans, elements_in, held_of, join, lost_elements
 
 NOT_FINITE, NOT_A_NUMBER, NEGATIVE, DIFFERS, SPLIT = "not finite", "not a number", "negative", "differs", "split"
 UNLIKE = "unlike"
@@ -494,7 +493,8 @@ def read_everything(
 
     ``on_progress`` gets the number of bytes read, from several threads. Raises Interrupted on Ctrl-C.
     """
-    saved_as, sums = _saved_as(index), _stated_sums(index, unreadable, manifest)
+    saved_as = _saved_as(index)
+    sums = stated_checksums(index, manifest, index.files.keys() - unreadable, skip_damaged=True)
     with stoppable() as stop:
         summed = {path for path, stated in sums.items() if stated}
         sum_states = bool(manifest and manifest.digests)
@@ -517,11 +517,11 @@ def read_everything(
 
         inside = [*elements_in(index, overlaps)] if record.name else []
         damaged += inside
-        about_sums.append(_wrong_sum(index, path, record, {state for state, _ in inside}))
+        about_sums.append(wrong_checksum(index, path, record, {state for state, _ in inside}))
     findings = (
         *_unread(index, reading),
         *sorted(about_sums, key=str),
-        *(_digests(index, reading, manifest, lost) if manifest else ()),
+        *(compare_digests(index, reading.by_state, manifest, lost) if manifest else ()),
         *(find_zeroed(index, reading.not_zero) if form.has_masters and not (lost or form.is_partial) else ()),
         *_not_compared(index, saved_as),
     )
@@ -531,28 +531,6 @@ def read_everything(
         if path not in reading.unreadable
     }
     return Deep(findings, tuple(find_bad_values(index, reading.bad_values, is_split)), join(damaged), intact)
-
-
-def _stated_sums(
-    index: CheckpointIndex, unreadable: frozenset[str], manifest: ManifestFacts | None
-) -> dict[str, list[ZipRecord]]:
-    """Return the checksums stated in torch files and the manifest, by path; one without a name is the whole file's."""
-    sums: dict[str, list[ZipRecord]] = {}
-    for path in index.files:
-        if is_torch_file(path) and path not in unreadable:
-            with suppress(SourceError):  # reported by the structure checks
-                records = list_records(index.root, path, PathIn(index.name, path))
-                sums[path] = [record for record in records if record.crc is not None]
-        if path.rpartition("/")[2] == METADATA:
-            with suppress(SourceError):
-                for file, listed in list_data_records(index.root, path, PathIn(index.name, path)).items():
-                    if file not in unreadable:
-                        sums[file] = [record for record in listed if record.crc is not None]
-    for path, (num_bytes, crc) in manifest.files.items() if manifest else ():
-        is_same = path in index.files and path not in unreadable and index.files[path].num_bytes == num_bytes
-        if is_same and crc is not None:
-            sums.setdefault(path, []).append(ZipRecord("", 0, num_bytes, crc))
-    return sums
 
 
 def _compare_sums(reading: Reading, path: str, stated: list[ZipRecord]) -> list[tuple[str, ZipRecord]]:
@@ -568,42 +546,11 @@ def _compare_sums(reading: Reading, path: str, stated: list[ZipRecord]) -> list[
     return wrong
 
 
-def _wrong_sum(index: CheckpointIndex, path: str, record: ZipRecord, inside: Collection[State]) -> Finding:
-    where, severity = PathIn(index.name, path), ERROR if is_resumed_from(path, index) else WARNING
-    if record.name:
-        names = some(sorted({f"{state.kind} of {state.param}" for state in inside}))
-        what = f"{record.name} does not match its checksum in the file{f'; it holds {names}' if names else ''}"
-        return Finding(where, what, COPY_OR_ANOTHER, Code.CHECKSUM, severity)
-    fix = ON_PURPOSE if severity == WARNING else COPY_OR_ANOTHER
-    what = f"the file is not the one that the {'save' if index.form.is_partial else 'merge'} wrote"
-    return Finding(where, what, fix, Code.MANIFEST, severity)
-
-
 def _unread(index: CheckpointIndex, reading: Reading) -> Iterator[Finding]:
     for path, why in sorted(reading.unreadable.items()):
         severity = ERROR if is_resumed_from(path, index) else WARNING
         what = f"the file can't be read: {why}"
         yield Finding(PathIn(index.name, path), what, "check the disk", Code.FILE_UNREADABLE, severity)
-
-
-def _digests(index: CheckpointIndex, reading: Reading, manifest: ManifestFacts, lost: Spans) -> Iterator[Finding]:
-    """Compare the digests of the parts.
-
-    Parts with unreadable states are skipped, because these are reported. In ZeRO-3, parts with buffers are skipped too:
-    a digest counts the ranks' buffers as often as the sources had them. The files' checksums cover these.
-    """
-    part_of = find_structure(index).part_of
-    parts: dict[str, list[tuple[State, int, int]]] = {}
-    for state in reading.by_state:
-        if state.kind != MODULE and not (state.kind == WEIGHT and index.form.has_masters):
-            parts.setdefault(part_of[state.param], []).append((state, *reading.by_state.whole(state)))
-    not_whole = {part_of[state.param] for state in lost}
-    if index.form.has_buffers_by_rank:
-        not_whole |= {part_of[param.name] for param in index.params.values() if param.role == "buffer"}
-    for part, digest in manifest.digests.items():
-        if part not in not_whole and part_digest(parts.get(part, ())) != digest:
-            what = f"the states of {part} are not those that the merge wrote"
-            yield Finding(index.name, what, "merge again, or copy the checkpoint again", Code.DIGEST, ERROR)
 
 
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]]:
