@@ -61,11 +61,11 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
     tree = read_torch_file(root, path, where, any_names=True).tree  # nothing of it is written anywhere
     states, groups = get(tree, "state", dict, where), get(tree, "param_groups", list, where)
     numbers = [get(group, "params", list, where) for group in groups]
-    if [len(ones) for ones in numbers] != [len(names) for names in live.groups]:
+    if [len(ids) for ids in numbers] != [len(names) for names in live.groups]:
         what = f"its param groups have {_counts(numbers)} params, those of the training {_counts(live.groups)}"
         fix = "give the optimizer the params that it was saved with; torch refuses to load others"
         raise SourceError.at(where, what, fix, Code.RESUME_DIFFERS)
-    held: dict[State, TensorEntry] = {}
+    entries_of: dict[State, TensorEntry] = {}
     sub_groups: list[SubGroup] = []
     for group, (names, ids) in enumerate(zip(live.groups, numbers, strict=True)):
         for param, number in zip(names, ids, strict=True):
@@ -74,34 +74,34 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
             entries = states.get(number, {})
             step = entries.get("step", 0.0)
             is_known = as_number(step) is not None or as_tensor(step) is not None
-            scalars = {kind: one for kind, one in entries.items() if kind != "step" and as_number(one) is not None}
+            scalars = {kind: node for kind, node in entries.items() if kind != "step" and as_number(node) is not None}
             at = read_step(root, step, number, where) if is_known else 0.0
             sub_groups.append(SubGroup(group, (param,), at, scalars=scalars))
-            held |= {State(param, kind): entry for kind, entry in _entries(entries, where)}
-    whole = {state.param: one for state, one in trainer.weights.items()}
-    held |= dict(_weights(root, name, live, whole))
+            entries_of |= {State(param, kind): entry for kind, entry in _entries(entries, where)}
+    weights = {state.param: entry for state, entry in trainer.weights.items()}
+    entries_of |= dict(_weights(root, name, live, weights))
     # what the model has not, unless the file may only have other names for it
     saved_as = None if live.stored is not None else live.saved_as
-    known = {*live.params, *live.tied, *(one.name for ones in (saved_as or {}).values() for one in ones)}
-    others = {
-        key: Param(key, one.shape, "frozen" if one.dtype in FLOATING else "buffer")
-        for key, one in whole.items()
+    known = {*live.params, *live.tied, *(piece.name for pieces in (saved_as or {}).values() for piece in pieces)}
+    not_live = {
+        key: Param(key, entry.shape, "frozen" if entry.dtype in FLOATING else "buffer")
+        for key, entry in weights.items()
         if key not in known and saved_as is not None
     }
-    held |= {State(key, KIND_OF_ROLE[one.role]): whole[key] for key, one in others.items()}
+    entries_of |= {State(key, KIND_OF_ROLE[param.role]): weights[key] for key, param in not_live.items()}
     index = CheckpointIndex(
         root,
         name,
         Form(TRAINER),
-        world_size=max((rank + 1 for one in trainer.files if (rank := rank_of(one)) is not None), default=1),
+        world_size=max((rank + 1 for path in trainer.files if (rank := rank_of(path)) is not None), default=1),
         global_step=trainer.global_step if trainer.global_step is not None else _step_of(sub_groups),
         precision="F32",
-        params={**live.params, **others},
+        params={**live.params, **not_live},
         tied=live.tied,
-        held=held,
+        held=entries_of,
         groups=tuple(
-            ParamGroup(tuple(name for name in names if name is not None), one)
-            for names, one in zip(live.groups, groups, strict=True)
+            ParamGroup(tuple(name for name in names if name is not None), hyper)
+            for names, hyper in zip(live.groups, groups, strict=True)
         ),
         sub_groups=tuple(sub_groups),
         files=trainer.files,
@@ -109,8 +109,8 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
         train=TrainState(trees=trainer.trees),
     )
     if live.stored is not None:
-        lost = {one for one, param in live.params.items() if param.role == "trainable" and one not in live.stored}
-        return index, frozenset(lost)
+        trained = {name for name, param in live.params.items() if param.role == "trainable"}
+        return index, frozenset(trained - live.stored.keys())
     return with_pieces(index, live.params, live.tied, lambda: live.saved_as)
 
 
@@ -119,7 +119,7 @@ def _counts(groups: Sequence[Sequence[Any]]) -> str:
 
 
 def _step_of(groups: Sequence[SubGroup]) -> int:
-    return int(max((one.step for one in groups if one.step is not None), default=0))
+    return int(max((group.step for group in groups if group.step is not None), default=0))
 
 
 def _entries(state: Any, where: str) -> Iterator[tuple[str, TensorEntry]]:

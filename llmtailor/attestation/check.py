@@ -69,8 +69,10 @@ def open_index(checkpoint: Path) -> CheckpointIndex:
     if inside.name and (checkpoint / inside).is_dir():
         checkpoint = checkpoint / inside
     survey = survey_checkpoint(checkpoint)
-    problems = [one for error in survey.problems.errors for one in error.problems]
-    if survey.index is not None and all(one.path == SCHEDULER and one.code is Code.FILE_MISSING for one in problems):
+    problems = [problem for error in survey.problems.errors for problem in error.problems]
+    if survey.index is not None and all(
+        problem.path == SCHEDULER and problem.code is Code.FILE_MISSING for problem in problems
+    ):
         return survey.index
     return survey.sound_index()
 
@@ -78,9 +80,9 @@ def open_index(checkpoint: Path) -> CheckpointIndex:
 def judged(error: SourceError, name: str, how: str) -> Attestation | None:
     """Return the attestation of a checkpoint that can't be read for a reason which shows that a resume of it is another
     training: files are missing, or the optimizer has other params. None for any other reason."""
-    codes = {one.code for one in error.problems}
+    codes = {problem.code for problem in error.problems}
     if codes == {Code.FILE_MISSING}:
-        return lacking(name, [one.path or one.where for one in error.problems], how)
+        return lacking(name, [problem.path or problem.where for problem in error.problems], how)
     if codes == {Code.RESUME_DIFFERS}:
         return other_params(name, error.problems[0].what, how)
     return None
@@ -100,25 +102,25 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Ra
         lives.append(find_live())
         return digest_copies(lives[0], how)
 
-    first, *others = ranks.run_on_all(begin)
-    unlike = {name for name in first if any(one.get(name) != first[name] for one in others)}
+    first, *digests_of_others = ranks.run_on_all(begin)
+    unlike = {name for name in first if any(digests.get(name) != first[name] for digests in digests_of_others)}
 
     def compare() -> tuple[Findings, dict[str, int], bool]:
         live = lives[0]
         needs = FRAMEWORKS[index.framework].needs_scheduler and live.schedule is not None
-        found = _compare_all(index, live, how)
-        found = replace(found, differences=(*found.differences, *compare_copies(index, live, how, unlike)))
-        return found, _totals(index, live), needs and saved_schedule(index) is None
+        findings = _compare_all(index, live, how)
+        differences = (*findings.differences, *compare_copies(index, live, how, unlike))
+        return replace(findings, differences=differences), _totals(index, live), needs and saved_schedule(index) is None
 
     results = ranks.run_on_all(compare)
     _, totals, lacks_scheduler = results[0]
-    found = [one for one, _, _ in results]
+    findings = [of_rank for of_rank, _, _ in results]
     seconds = time.monotonic() - began
-    made = summarize(index, found, how, totals, lacks_scheduler=lacks_scheduler, seconds=seconds)
-    if made.is_same and not made.num_states:
+    result = summarize(index, findings, how, totals, lacks_scheduler=lacks_scheduler, seconds=seconds)
+    if result.is_same and not result.num_states:
         fix = "see the notes; states of this kind of training can't be compared"
         raise UnsupportedCheckpoint.at(index.name, "not one of its states can be compared", fix)
-    return made
+    return result
 
 
 def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
@@ -169,13 +171,14 @@ def saved_schedule(index: CheckpointIndex) -> LearningRates | None:
     loop has saved in a DCP folder, whatever key it gave it."""
     tree = index.train.trees.get(FRAMEWORKS[index.framework].scheduler) or index.train.trees.get(SCHEDULER)
     models: list[Mapping[str, Any]] = [model for model in index.train.model[:1] if model]
-    listed = [one.get(SCHEDULERS) for one in (index.train.trees.get(CKPT), *models) if isinstance(one, Mapping)]
-    of_lightning = [ones[0] for ones in listed if isinstance(ones, list) and len(ones) == 1]
-    for one in (tree, *(model.get("lr_scheduler") for model in models), *of_lightning, _scheduler_in_dcp(index)):
-        if isinstance(one, Mapping):
+    listed = [state.get(SCHEDULERS) for state in (index.train.trees.get(CKPT), *models) if isinstance(state, Mapping)]
+    of_lightning = [schedulers[0] for schedulers in listed if isinstance(schedulers, list) and len(schedulers) == 1]
+    for state in (tree, *(model.get("lr_scheduler") for model in models), *of_lightning, _scheduler_in_dcp(index)):
+        if isinstance(state, Mapping):
             options = next((options_of(model.get("ds_config")) for model in models), {})
-            rates = one.get("_last_lr") or [group.hyper.get("lr") for group in index.groups]  # DeepSpeed's has no rates
-            return LearningRates(one, options, rates_in(rates))
+            in_groups = [group.hyper.get("lr") for group in index.groups]  # DeepSpeed's has no rates
+            rates = state.get("_last_lr") or in_groups
+            return LearningRates(state, options, rates_in(rates))
     return None
 
 
@@ -190,18 +193,18 @@ def _saved_arguments(index: CheckpointIndex, wanted: Collection[str]) -> Mapping
     with suppress(SourceError):  # the arguments may state epochs
         if MAX_STEPS in wanted and (steps := read_json(index.root / TRAINER_STATE, index.name).get(MAX_STEPS)):
             values[MAX_STEPS] = steps
-    return {key: one.args[0] if isinstance(one, Call) and one.args else one for key, one in values.items()}
+    return {key: value.args[0] if isinstance(value, Call) and value.args else value for key, value in values.items()}
 
 
 MAX_STEPS = "max_steps"
 
 
 def _scheduler_in_dcp(index: CheckpointIndex) -> Mapping[str, Any] | None:
-    found: dict[tuple[str | int, ...], dict[str, Any]] = {}
+    entries: dict[tuple[str | int, ...], dict[str, Any]] = {}
     for entry in index.train.others.values():
         if not entry.is_tensor:
-            found.setdefault(entry.path[:-1], {})[str(entry.path[-1])] = entry.content
-    states = {path: state for path, state in found.items() if path and "last_epoch" in state}
+            entries.setdefault(entry.path[:-1], {})[str(entry.path[-1])] = entry.content
+    states = {path: state for path, state in entries.items() if path and "last_epoch" in state}
     outer = [state for path, state in states.items() if not any(path[:at] in states for at in range(1, len(path)))]
     return outer[0] if len(outer) == 1 else None
 
@@ -244,26 +247,26 @@ def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
     return counters
 
 
-def announce(found: Attestation, ranks: Ranks, on_mismatch: str) -> None:
+def announce(result: Attestation, ranks: Ranks, on_mismatch: str) -> None:
     """Say on rank 0 what was found; raise NotTheSame on every rank if it differs and ``on_mismatch`` is ``stop``."""
     if PROCESS_HOOKS.take is not None:
-        PROCESS_HOOKS.take(found, ranks, on_mismatch)
-    lines = lines_of(found)
+        PROCESS_HOOKS.take(result, ranks, on_mismatch)
+    lines = lines_of(result)
     if ranks.is_first:
-        if found.is_same:
+        if result.is_same:
             for line in lines:
                 logger.warning("%s", line)
         else:
             warn_prominently(lines)
-    if not found.is_same and on_mismatch == STOP:
-        raise not_the_same(found)
+    if not result.is_same and on_mismatch == STOP:
+        raise not_the_same(result)
 
 
-def not_the_same(found: Attestation) -> NotTheSame:
-    what = headline(found)
-    if found.cause is not None:
-        what += f"; {found.cause.what}"
-    return NotTheSame(Problem(found.checkpoint, what, _FIX, Code.RESUME_DIFFERS))
+def not_the_same(result: Attestation) -> NotTheSame:
+    what = headline(result)
+    if result.cause is not None:
+        what += f"; {result.cause.what}"
+    return NotTheSame(Problem(result.checkpoint, what, _FIX, Code.RESUME_DIFFERS))
 
 
 def warn_prominently(lines: list[str]) -> None:

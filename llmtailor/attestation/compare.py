@@ -144,9 +144,9 @@ def all_runs(numel: int, itemsize: int) -> list[Runs]:
     return [((begin, min(begin + size, numel)),) for begin in range(0, numel, size)]
 
 
-def same_bytes(one: Buffer, other: Buffer) -> bool:
+def same_bytes(a: Buffer, b: Buffer) -> bool:
     """Return whether two buffers are equal, without copies: memoryviews compare their items one by one."""
-    return len(one) == len(other) and (not len(one) or not memcmp(address_of(one), address_of(other), len(one)))
+    return len(a) == len(b) and (not len(a) or not memcmp(address_of(a), address_of(b), len(a)))
 
 
 memcmp = ctypes.CDLL(None).memcmp
@@ -186,11 +186,11 @@ def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> Mis
 
 def has_vanished(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> bool:
     """Return whether elements are zero that are not so in the checkpoint: too small for the training's dtype."""
-    mine, other = (
+    live_values, saved_values = (
         np.frombuffer(cast(data, dtype, "F32"), np.float32)
         for data, dtype in ((live, live_dtype), (saved, saved_dtype))
     )
-    return bool(((mine == 0) & (other != 0)).any())
+    return bool(((live_values == 0) & (saved_values != 0)).any())
 
 
 def entry_of(index: CheckpointIndex, state: State, aliases: Mapping[str, Sequence[str]]) -> TensorEntry | None:
@@ -208,17 +208,17 @@ def entry_of(index: CheckpointIndex, state: State, aliases: Mapping[str, Sequenc
     names |= dict.fromkeys([index.tied[name] for name in names if name in index.tied])
     for kind in kinds:
         for name in names:
-            held = index.held.get(State(name, kind))
-            if held is not None and held.is_here:
-                return held
+            entry = index.held.get(State(name, kind))
+            if entry is not None and entry.is_here:
+                return entry
     return None
 
 
 def expected_states(index: CheckpointIndex) -> dict[str, list[str]]:
     """Return the kinds of states that a resume loads of each param in the checkpoint."""
     expected: dict[str, list[str]] = {}
-    for state, held in index.held.items():
-        if state.kind != WEIGHT and held.is_here and held.numel and state.param in index.params:
+    for state, entry in index.held.items():
+        if state.kind != WEIGHT and entry.is_here and entry.numel and state.param in index.params:
             expected.setdefault(state.param, []).append(state.kind)
     return expected
 
@@ -249,19 +249,21 @@ def compare_groups(index: CheckpointIndex, groups: Sequence[LiveGroup]) -> tuple
         return [], ["param groups: the checkpoint does not state them"] if groups else []
     notes = []
     known = {frozenset(group.params) for group in index.groups}
-    mine = [frozenset(group.params) for group in groups]
-    if any(one & saved.keys() and one not in known for one in mine):
+    live_groups = [frozenset(group.params) for group in groups]
+    if any(difference & saved.keys() and difference not in known for difference in live_groups):
         notes.append(f"params are in {counted(len(groups), 'group')}, and in {len(index.groups)} in the checkpoint")
-    found: dict[tuple[str, str, str], list[Mismatch]] = {}
+    by_difference: dict[tuple[str, str, str], list[Mismatch]] = {}
     for group in groups:
         for param in group.params:
             if param not in saved:
                 continue
-            for one in _compare_group(group, saved[param]):
-                found.setdefault((one.what, repr(one.live), repr(one.saved)), []).append(one)
+            for difference in _compare_group(group, saved[param]):
+                by_difference.setdefault((difference.what, repr(difference.live), repr(difference.saved)), []).append(
+                    difference
+                )
     mismatches = [
-        replace(ones[0], is_alarm=ones[0].is_alarm or (what, before, live) in found, count=len(ones))
-        for (what, live, before), ones in found.items()
+        replace(same[0], is_alarm=same[0].is_alarm or (what, before, live) in by_difference, count=len(same))
+        for (what, live, before), same in by_difference.items()
     ]
     return mismatches, notes
 
@@ -275,10 +277,10 @@ def _compare_group(group: LiveGroup, saved: Mapping[str, Any]) -> Iterable[Misma
             yield Mismatch(Subject.RATE, "learning rate", live, before, not is_explained)
     for key in group.hyper.keys() & saved.keys() - _NOT_COMPARED:
         mine, number = plain(group.hyper[key]), as_number(saved[key])
-        other = plain(saved[key]) if number is None else number
-        if _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
+        before_value = plain(saved[key]) if number is None else number
+        if _is_plain(mine) and _is_plain(before_value) and not _alike(mine, before_value):
             is_counter = key in COUNTERS
-            yield Mismatch(Subject.NUMBER if is_counter else Subject.OPTION, key, mine, other, is_counter)
+            yield Mismatch(Subject.NUMBER if is_counter else Subject.OPTION, key, mine, before_value, is_counter)
 
 
 def compare_steps(
@@ -287,12 +289,12 @@ def compare_steps(
     """Compare the optimizer's step of each param; ``steps`` are those of this rank, None for a param that has other
     states only."""
     saved = index.steps()
-    found: dict[tuple[float | None, float], int] = {}
+    counts: dict[tuple[float | None, float], int] = {}
     for param, live in steps.items():
         names = [name for name in (param, *aliases.get(param, ())) if name in saved]
         before = float(saved[names[0]]) if names else 0.0
         if names and (live or 0.0) != before:
-            found[live, before] = found.get((live, before), 0) + 1
+            counts[live, before] = counts.get((live, before), 0) + 1
     return [
         Mismatch(
             Subject.STEP,
@@ -303,7 +305,7 @@ def compare_steps(
             MismatchKind.CHANGED if live is not None else MismatchKind.MISSING,
             count,
         )
-        for (live, before), count in found.items()
+        for (live, before), count in counts.items()
     ]
 
 
@@ -322,20 +324,20 @@ def compare_numbers(
     """Compare the states of each param that are single numbers, but for the step; ``numbers`` are those of this rank,
     of each trained param. A number that its dtype has rounded is no alarm."""
     saved = index.scalars()
-    found: dict[tuple[str, MismatchKind, bool], list[Mismatch]] = {}
+    by_kind: dict[tuple[str, MismatchKind, bool], list[Mismatch]] = {}
     for param, live in numbers.items():
         name = next((name for name in (param, *aliases.get(param, ())) if name in saved), None)
         for kind, node in saved[name].items() if name is not None else ():
             if (before := as_number(node)) is None:
                 continue
-            one = Mismatch(Subject.NUMBER, kind, None, before, True, MismatchKind.MISSING)
+            mismatch = Mismatch(Subject.NUMBER, kind, None, before, True, MismatchKind.MISSING)
             if (mine := live.get(kind)) is not None:
                 if mine.value == before or (math.isnan(mine.value) and math.isnan(before)):
                     continue
                 is_rounded = math.isclose(mine.value, before, rel_tol=mine.precision)
-                one = replace(one, live=mine.value, is_alarm=not is_rounded, kind=MismatchKind.CHANGED)
-            found.setdefault((kind, one.kind, one.is_alarm), []).append(one)
-    return [replace(ones[0], count=len(ones)) for ones in found.values()]
+                mismatch = replace(mismatch, live=mine.value, is_alarm=not is_rounded, kind=MismatchKind.CHANGED)
+            by_kind.setdefault((kind, mismatch.kind, mismatch.is_alarm), []).append(mismatch)
+    return [replace(same[0], count=len(same)) for same in by_kind.values()]
 
 
 def compare_ties(
@@ -343,7 +345,7 @@ def compare_ties(
 ) -> list[Mismatch]:
     """Compare which names are those of one param. ``params`` are those of the training. A file may hold a tied param by
     each of its names, but the optimizer's states are those of one."""
-    found = [
+    mismatches = [
         Mismatch(Subject.TIE, f"{name} and {stored}", None, None, True, MismatchKind.UNTIED)
         for name, stored in index.tied.items()
         if name in params and stored in params
@@ -351,10 +353,10 @@ def compare_ties(
     trained = {state.param for state in index.held if is_optimizer_state(state.kind)}
     for stored, names in aliases.items():
         of_both = [name for name in names if name in trained and stored in trained]
-        found += [
+        mismatches += [
             Mismatch(Subject.TIE, f"{name} and {stored}", None, None, True, MismatchKind.TIED) for name in of_both
         ]
-    return found
+    return mismatches
 
 
 def compare_strays(count: int) -> list[Mismatch]:
@@ -397,20 +399,23 @@ def compare_schedule(live: LearningRates | None, saved: LearningRates | None) ->
         if saved is not None:
             return [], ["schedule: the checkpoint has one, but the training gives none to compare"]
         return [], ["schedule: the checkpoint has none to compare with"] if live is not None else []
-    found = list(_compare_scheduler("schedule", live, saved))
-    if any(one.is_alarm for one in found):
-        return [one for one in found if one.is_alarm], []
+    mismatches = list(_compare_scheduler("schedule", live, saved))
+    if any(mismatch.is_alarm for mismatch in mismatches):
+        return [mismatch for mismatch in mismatches if mismatch.is_alarm], []
     if live.options and saved.options:
-        found += _compare_plain("schedule", live.options, saved.options, live.options.keys() | saved.options.keys())
-    found += _compare_plain("schedule", live.arguments, saved.arguments, live.arguments.keys() & saved.arguments.keys())
-    if found:
-        return found, []
+        options = live.options.keys() | saved.options.keys()
+        mismatches += _compare_plain("schedule", live.options, saved.options, options)
+    arguments = live.arguments.keys() & saved.arguments.keys()
+    mismatches += _compare_plain("schedule", live.arguments, saved.arguments, arguments)
+    if mismatches:
+        return mismatches, []
     # The Trainer logs the rate of before the step; with DeepSpeed, and in older versions, that of after it.
     pairs = [[(step, rates[at], rates[0]) for step, rates in live.logged.items()] for at in (1, 2)]
-    off = min(([one for one in ones if not _is_rate(*one[1:])] for ones in pairs), key=len)
+    off = min(([row for row in rows if not _is_rate(*row[1:])] for rows in pairs), key=len)
     for step, mine, logged in off[:1]:
-        found.append(Mismatch(Subject.SCHEDULE, f"schedule: the learning rate of step {step}", mine, logged, False))
-    return found, []
+        what = f"schedule: the learning rate of step {step}"
+        mismatches.append(Mismatch(Subject.SCHEDULE, what, mine, logged, False))
+    return mismatches, []
 
 
 def rates_in(values: Any) -> list[float]:
@@ -426,17 +431,17 @@ def _is_rate(live: float, saved: float) -> bool:
 def _compare_scheduler(what: str, schedule: LearningRates, before: LearningRates) -> Iterator[Mismatch]:
     live, saved = schedule.state, before.state
     for key in _POSITION:
-        mine, other = float_of(live.get(key)), float_of(saved.get(key))
-        if mine is not None and other is not None and mine != other:
+        value, before_value = float_of(live.get(key)), float_of(saved.get(key))
+        if value is not None and before_value is not None and value != before_value:
             kind = MismatchKind.ANOTHER_STEP if key in _COUNTS else MismatchKind.CHANGED
-            yield Mismatch(Subject.SCHEDULE, f"{what}: {key}", _whole(mine), _whole(other), True, kind)
-    ours, others = schedule.inner, saved.get(_INNER)
-    if ours and isinstance(others, (list, tuple)):
-        if len(ours) != len(others):
-            yield Mismatch(Subject.SCHEDULE, f"{what}: number of schedulers", len(ours), len(others), False)
-        for number, (inner, other) in enumerate(zip(ours, others, strict=False)):
+            yield Mismatch(Subject.SCHEDULE, f"{what}: {key}", _whole(value), _whole(before_value), True, kind)
+    ours, stored_inner = schedule.inner, saved.get(_INNER)
+    if ours and isinstance(stored_inner, (list, tuple)):
+        if len(ours) != len(stored_inner):
+            yield Mismatch(Subject.SCHEDULE, f"{what}: number of schedulers", len(ours), len(stored_inner), False)
+        for number, (inner, stored) in enumerate(zip(ours, stored_inner, strict=False)):
             yield from _compare_scheduler(
-                f"{what} {number}", inner, LearningRates(other, rates=rates_in(other.get(_RATES)))
+                f"{what} {number}", inner, LearningRates(stored, rates=rates_in(stored.get(_RATES)))
             )
     if more := sorted(key for key in live.keys() - saved.keys() if key[0] != "_" and key not in _NOT_OF_SCHEDULES):
         yield Mismatch(Subject.SCHEDULE, f"{what}: {', '.join(more)}", "of this scheduler", "another one", False)
@@ -448,10 +453,10 @@ def _compare_scheduler(what: str, schedule: LearningRates, before: LearningRates
             yield from _compare_plain(f"{what}: rule {number}", attributes, stored, attributes.keys() | stored.keys())
     if live.get("last_epoch") == -1:  # of SequentialLR, and not its turn yet
         return
-    for number, (mine, other) in enumerate(zip(schedule.rates, before.rates, strict=False)):
-        if not _is_rate(mine, other):
+    for number, (value, before_value) in enumerate(zip(schedule.rates, before.rates, strict=False)):
+        if not _is_rate(value, before_value):
             name = f"{what}: the learning rate of param group {number} at its step"
-            yield Mismatch(Subject.SCHEDULE, name, mine, other, False)
+            yield Mismatch(Subject.SCHEDULE, name, value, before_value, False)
             break
 
 
@@ -463,9 +468,9 @@ def _compare_plain(
     what: str, live: Mapping[str, Any], saved: Mapping[str, Any], keys: Iterable[str]
 ) -> Iterator[Mismatch]:
     for key in sorted(keys):
-        mine, other = plain(live.get(key)), plain(saved.get(key))
-        if _is_plain(mine) and _is_plain(other) and not _alike(mine, other):
-            yield Mismatch(Subject.SCHEDULE, f"{what}: {key}", mine, other, False)
+        live_value, saved_value = plain(live.get(key)), plain(saved.get(key))
+        if _is_plain(live_value) and _is_plain(saved_value) and not _alike(live_value, saved_value):
+            yield Mismatch(Subject.SCHEDULE, f"{what}: {key}", live_value, saved_value, False)
 
 
 def compare_counters(subject: Subject, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Mismatch]:
@@ -480,9 +485,9 @@ def compare_counters(subject: Subject, live: Mapping[str, Any], saved: Mapping[s
 def rates_off_schedule(live: Sequence[float | None], scheduled: Sequence[float]) -> str | None:
     """Return what is to be said of the learning rates after a step, by group, if they are not what the scheduler
     computes; None if they are, or that is unknown."""
-    for number, (mine, other) in enumerate(zip(live, scheduled, strict=False)):
-        if mine is not None and not _alike(mine, other):
-            return f"the learning rate of param group {number} is {mine:g}, and the scheduler's is {other:g}"
+    for number, (rate, scheduled_rate) in enumerate(zip(live, scheduled, strict=False)):
+        if rate is not None and not _alike(rate, scheduled_rate):
+            return f"the learning rate of param group {number} is {rate:g}, and the scheduler's is {scheduled_rate:g}"
     return None
 
 
@@ -494,7 +499,7 @@ def float_of(value: Any) -> float | None:
 def plain(value: Any) -> Any:
     """Return tensors and numpy scalars as numbers, tuples as lists."""
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(element) for element in value]
     if hasattr(value, "item") and getattr(value, "numel", lambda: getattr(value, "size", 0))() == 1:
         return value.item()
     return value
@@ -506,12 +511,12 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=1e-6)
-    return bool(one == other)
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
 
 
 def _whole(value: float) -> float | int:

@@ -36,16 +36,17 @@ def with_pieces(
     ``find_names`` returns what each param is saved as, None if that is unknown; it is called only if needed.
     """
     lost, aliases = [], aliases_of(tied)
-    for name, one in live.items():
-        entry = entry_of(index, State(name, KIND_OF_ROLE[one.role]), aliases)
-        if entry is None or (one.role != "buffer" and entry.shape != one.shape):
+    for name, param in live.items():
+        entry = entry_of(index, State(name, KIND_OF_ROLE[param.role]), aliases)
+        if entry is None or (param.role != "buffer" and entry.shape != param.shape):
             lost.append(name)
     if not lost:
         return index, frozenset()
     names = find_names()
-    files = {state.param: held for state, held in index.held.items() if state.kind == WEIGHT}
-    found, converted = join({name: live[name].shape for name in lost}, files, names)
-    return replace(index, held={**index.held, **{State(name, WEIGHT): held for name, held in found.items()}}), converted
+    files = {state.param: entry for state, entry in index.held.items() if state.kind == WEIGHT}
+    joined, converted = join({name: live[name].shape for name in lost}, files, names)
+    weights = {State(name, WEIGHT): entry for name, entry in joined.items()}
+    return replace(index, held={**index.held, **weights}), converted
 
 
 def join(
@@ -56,34 +57,35 @@ def join(
     A param that is stored as itself, or has some of its pieces only, is in neither: the file lacks it. Without
     safetensors files, weights are in torch's form.
     """
-    found, converted = {}, set()
+    joined, converted = {}, set()
     for name, shape in shapes.items():
-        ones = () if names is None else names.get(name, ())
-        if files and [one.name for one in ones] == [name] and ones[0].shape == shape:
+        pieces = () if names is None else names.get(name, ())
+        if files and [piece.name for piece in pieces] == [name] and pieces[0].shape == shape:
             continue
-        if (entry := _joined(shape, ones, files)) is not None:
-            found[name] = entry
-        elif not _is_cut_off(ones, files):
+        if (entry := _joined(shape, pieces, files)) is not None:
+            joined[name] = entry
+        elif not _is_cut_off(pieces, files):
             converted.add(name)
-    return found, frozenset(converted)
+    return joined, frozenset(converted)
 
 
-def _is_cut_off(ones: Sequence[SavedAs], files: Collection[str]) -> bool:
-    there = [one.name in files for one in ones]
+def _is_cut_off(pieces: Sequence[SavedAs], files: Collection[str]) -> bool:
+    there = [piece.name in files for piece in pieces]
     return any(there) and not all(there)
 
 
-def _joined(shape: tuple[int, ...], ones: Sequence[SavedAs], files: Mapping[str, TensorEntry]) -> TensorEntry | None:
-    pieces = [(one, files[one.name]) for one in sorted(ones, key=lambda one: one.begin) if one.name in files]
+def _joined(shape: Sequence[int], saved_as: Sequence[SavedAs], files: Mapping[str, TensorEntry]) -> TensorEntry | None:
+    there = [piece for piece in sorted(saved_as, key=lambda piece: piece.begin) if piece.name in files]
+    pieces = [(piece, files[piece.name]) for piece in there]
     at, dtype = 0, pieces[0][1].dtype if pieces else ""
-    for one, held in pieces:
-        is_contiguous = isinstance(held.place, Contiguous) and held.dtype == dtype
-        if not is_contiguous or one.begin != at or held.numel != math.prod(one.shape):
+    for piece, entry in pieces:
+        is_contiguous = isinstance(entry.place, Contiguous) and entry.dtype == dtype
+        if not is_contiguous or piece.begin != at or entry.numel != math.prod(piece.shape):
             return None
-        at += held.numel
-    if len(pieces) != len(ones) or not pieces or at != math.prod(shape):
+        at += entry.numel
+    if len(pieces) != len(saved_as) or not pieces or at != math.prod(shape):
         return None
-    extents = [held.place.extent for _, held in pieces if isinstance(held.place, Contiguous)]
-    cuts = (*(one.begin for one, _ in pieces), at)
-    paths, starts = tuple(one.path for one in extents), tuple(one.start for one in extents)
-    return TensorEntry(dtype, shape, Bundled(paths, starts, cuts, ITEMSIZE[dtype]))
+    extents = [entry.place.extent for _, entry in pieces if isinstance(entry.place, Contiguous)]
+    cuts = (*(piece.begin for piece in there), at)
+    paths, starts = tuple(extent.path for extent in extents), tuple(extent.start for extent in extents)
+    return TensorEntry(dtype, tuple(shape), Bundled(paths, starts, cuts, ITEMSIZE[dtype]))

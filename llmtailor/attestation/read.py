@@ -123,7 +123,7 @@ class Live:
 
 def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
     """Compare the states of this rank with those of the checkpoint. Raises SourceError, OSError."""
-    found: list[ElementDiff] = []
+    differences: list[ElementDiff] = []
     notes: dict[str, None] = {}
     converted: list[str] = []
     has_kinds: dict[str, set[str]] = {}
@@ -134,34 +134,38 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
         search = Search(index, live, reader)
         held_here: dict[tuple[str, int], set[str]] = {}
         masters: list[LiveFragment] = []
-        for one in live.fragments():
-            held_here.setdefault((one.param, one.begin), set()).add(one.kind)
-            if one.kind == MASTER:
-                masters.append(one)
-            state = State(one.param, one.kind)
+        for fragment in live.fragments():
+            held_here.setdefault((fragment.param, fragment.begin), set()).add(fragment.kind)
+            if fragment.kind == MASTER:
+                masters.append(fragment)
+            state = State(fragment.param, fragment.kind)
             entry = entry_of(index, state, live.aliases)
-            if one.param in live.converted and (entry is None or _sizes(entry.shape) != _sizes(one.shape)):
-                converted.append(one.param)
+            if fragment.param in live.converted and (entry is None or _sizes(entry.shape) != _sizes(fragment.shape)):
+                converted.append(fragment.param)
                 continue
             if entry is None:
-                difference, note = _unsaved(one, live)
-                if one.kind == FROZEN and one.param not in live.without_gradient and (twin := search.twin(one)):
+                difference, note = _unsaved(fragment, live)
+                if (
+                    fragment.kind == FROZEN
+                    and fragment.param not in live.without_gradient
+                    and (twin := search.twin(fragment))
+                ):
                     difference, note = ElementDiff(state, MismatchKind.UNTIED, twin), ""
-                found += [difference] if difference else []
+                differences += [difference] if difference else []
                 notes |= {note: None} if note else {}
                 continue
-            difference = _compare(one, entry, reader, search, how, index.world_size)
+            difference = _compare(fragment, entry, reader, search, how, index.world_size)
             if difference is not None:
-                found.append(difference)
-            if one.forward is not None and difference is None:
-                found += _compare_forward(one, one.forward, how)
-        for one in masters:
-            found += _missing(one, index, live, reader, held_here[one.param, one.begin], has_kinds)
+                differences.append(difference)
+            if fragment.forward is not None and difference is None:
+                differences += _compare_forward(fragment, fragment.forward, how)
+        for fragment in masters:
+            differences += _missing(fragment, index, live, reader, held_here[fragment.param, fragment.begin], has_kinds)
         different, more = compare_trained(index, live, lambda entry: not _is_zero_at(reader, entry, 0, entry.numel))
-        found += different
+        differences += different
         notes |= dict.fromkeys(more)
     for param, kinds in lost_states(index, live).items():
-        found += [ElementDiff(State(param, kind), MismatchKind.MISSING, "not in the model") for kind in kinds]
+        differences += [ElementDiff(State(param, kind), MismatchKind.MISSING, "not in the model") for kind in kinds]
     if live.may_be_others:
         what = f"tensors beside the params may not be the model's, and were not compared: {some(live.may_be_others)}"
         notes[what] = None
@@ -170,7 +174,7 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
         notes[f"{what}: {some(converted)}"] = None
     if search.gave_up:
         notes["where the other values come from was looked up for some states only"] = None
-    return Findings(tuple(found), (), tuple(notes))
+    return Findings(tuple(differences), (), tuple(notes))
 
 
 def lost_states(index: CheckpointIndex, live: Live) -> dict[str, list[str]]:
@@ -189,16 +193,16 @@ def lost_states(index: CheckpointIndex, live: Live) -> dict[str, list[str]]:
     return lost
 
 
-def _unsaved(one: LiveFragment, live: Live) -> tuple[ElementDiff | None, str]:
-    if one.kind == MASTER:
-        return ElementDiff(State(one.param, MASTER), MismatchKind.UNSAVED), ""
-    if one.kind == FROZEN and one.param not in live.without_gradient:
+def _unsaved(fragment: LiveFragment, live: Live) -> tuple[ElementDiff | None, str]:
+    if fragment.kind == MASTER:
+        return ElementDiff(State(fragment.param, MASTER), MismatchKind.UNSAVED), ""
+    if fragment.kind == FROZEN and fragment.param not in live.without_gradient:
         return None, "params that require a gradient are neither in the optimizer nor in the checkpoint: not compared"
-    if one.kind == FROZEN:
+    if fragment.kind == FROZEN:
         return None, "frozen params are not in the checkpoint, so they were not compared"
-    if one.kind == BUFFER:
+    if fragment.kind == BUFFER:
         return None, "buffers are not in the checkpoint, so they were not compared"
-    return None, f"{one.kind} is not in the checkpoint, so it was not compared"
+    return None, f"{fragment.kind} is not in the checkpoint, so it was not compared"
 
 
 def _missing(
@@ -238,7 +242,7 @@ def compare_trained(
     A param that has no state in the checkpoint, or only zeros, never had a gradient (``is_used`` tells). One that has
     taken fewer steps than others was frozen before the save, or is used now and then.
     """
-    found, late = list[ElementDiff](), list[str]()
+    differences, late = list[ElementDiff](), list[str]()
     stored = {name: param for param, names in live.aliases.items() for name in names}
     steps, expected = index.steps(), expected_states(index)
     for name, param in index.params.items():
@@ -246,7 +250,7 @@ def compare_trained(
         role = live.roles.get(mine)
         if role == "trainable" and mine not in live.without_gradient:
             if param.role == "frozen":
-                found.append(ElementDiff(State(mine, MASTER), MismatchKind.UNFROZEN))
+                differences.append(ElementDiff(State(mine, MASTER), MismatchKind.UNFROZEN))
             continue
         if role not in ("trainable", "frozen") or param.role != "trainable":
             continue
@@ -256,49 +260,49 @@ def compare_trained(
         if steps and steps.get(name, 0) < max(steps.values()):
             late.append(mine)
             continue
-        found.append(ElementDiff(State(mine, MASTER), MismatchKind.UNTRAINED))
-        found += [ElementDiff(State(mine, kind), MismatchKind.MISSING) for kind in kinds if role == "frozen"]
+        differences.append(ElementDiff(State(mine, MASTER), MismatchKind.UNTRAINED))
+        differences += [ElementDiff(State(mine, kind), MismatchKind.MISSING) for kind in kinds if role == "frozen"]
     if not late:
-        return found, []
-    return found, [f"{counted(len(late), 'param')} without gradients now had some before the save: {some(late)}"]
+        return differences, []
+    return differences, [f"{counted(len(late), 'param')} without gradients now had some before the save: {some(late)}"]
 
 
 def _compare(
-    one: LiveFragment, entry: TensorEntry, reader: StateReader, search: Search, how: str, at_least: int
+    fragment: LiveFragment, entry: TensorEntry, reader: StateReader, search: Search, how: str, at_least: int
 ) -> ElementDiff | None:
-    state, offset = State(one.param, one.kind), one.begin
-    if one.kind == BUFFER and entry.numel > one.numel:  # those of each rank
-        offset += (search.live.rank % max(1, entry.numel // one.numel)) * one.numel
-    is_beyond = one.box is None and offset + one.numel > entry.numel
-    if is_beyond or (one.kind != BUFFER and _sizes(one.shape) != _sizes(entry.shape)):
-        shapes = (_shape_text(shape) for shape in (entry.shape, one.shape))
+    state, offset = State(fragment.param, fragment.kind), fragment.begin
+    if fragment.kind == BUFFER and entry.numel > fragment.numel:  # those of each rank
+        offset += (search.live.rank % max(1, entry.numel // fragment.numel)) * fragment.numel
+    is_beyond = fragment.box is None and offset + fragment.numel > entry.numel
+    if is_beyond or (fragment.kind != BUFFER and _sizes(fragment.shape) != _sizes(entry.shape)):
+        shapes = (_shape_text(shape) for shape in (entry.shape, fragment.shape))
         return ElementDiff(state, MismatchKind.CHANGED, "{} in the checkpoint, {} in the training".format(*shapes))
-    if one.box is not None:
-        entry, offset = one.among(entry)
+    if fragment.box is not None:
+        entry, offset = fragment.among(entry)
     worst: MismatchKind | None = None
-    itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
-    for runs in _runs_of(one, how, itemsize, at_least):
-        mine, at = one.read(runs, one.dtype), _shift(runs, offset)
-        if one.dtype == entry.stored_as and _holds(reader, entry, at, mine):
+    itemsize = max(ITEMSIZE[fragment.dtype], ITEMSIZE[entry.dtype])
+    for runs in _runs_of(fragment, how, itemsize, at_least):
+        mine, at = fragment.read(runs, fragment.dtype), _shift(runs, offset)
+        if fragment.dtype == entry.stored_as and _holds(reader, entry, at, mine):
             continue
         saved = reader.read(entry, *at)
-        kind = judge(mine, one.dtype, saved, entry.dtype)
+        kind = judge(mine, fragment.dtype, saved, entry.dtype)
         if kind is None:
             continue
         if kind is MismatchKind.CHANGED:
-            if one.box is not None:
+            if fragment.box is not None:
                 return ElementDiff(state, kind)
-            break_at = _narrow(runs, mine, one, saved, entry)
-            return search.explain(one, entry, break_at, offset)
+            break_at = _narrow(runs, mine, fragment, saved, entry)
+            return search.explain(fragment, entry, break_at, offset)
         if kind is MismatchKind.ZERO:
             return ElementDiff(state, kind)
-        if is_moment(one.kind) and has_vanished(mine, one.dtype, saved, entry.dtype):
-            return ElementDiff(state, MismatchKind.ZERO, f"rounded to zero in {one.dtype}")
+        if is_moment(fragment.kind) and has_vanished(mine, fragment.dtype, saved, entry.dtype):
+            return ElementDiff(state, MismatchKind.ZERO, f"rounded to zero in {fragment.dtype}")
         worst = kind
     if worst is None:
         return None
-    is_cast = one.dtype != entry.dtype
-    how_rounded = f"{entry.dtype} in the checkpoint, {one.dtype} in the training" if is_cast else _REBUILT
+    is_cast = fragment.dtype != entry.dtype
+    how_rounded = f"{entry.dtype} in the checkpoint, {fragment.dtype} in the training" if is_cast else _REBUILT
     return ElementDiff(state, worst, how_rounded)
 
 
@@ -329,15 +333,15 @@ def _shape_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a scalar"
 
 
-def _narrow(runs: Runs, mine: Buffer, one: LiveFragment, saved: Buffer, entry: TensorEntry) -> Runs:
+def _narrow(runs: Runs, mine: Buffer, fragment: LiveFragment, saved: Buffer, entry: TensorEntry) -> Runs:
     """Return few elements that differ, to look for elsewhere."""
-    size, other, at = ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype], 0
+    size, saved_size, at = ITEMSIZE[fragment.dtype], ITEMSIZE[entry.dtype], 0
     for begin, end in runs:
         for low in range(begin, end, RUN_ELEMENTS):
             count = min(RUN_ELEMENTS, end - low)
-            a, b = mine[at * size : (at + count) * size], saved[at * other : (at + count) * other]
+            a, b = mine[at * size : (at + count) * size], saved[at * saved_size : (at + count) * saved_size]
             at += count
-            if judge(a, one.dtype, b, entry.dtype) is not None and not is_zero(a):
+            if judge(a, fragment.dtype, b, entry.dtype) is not None and not is_zero(a):
                 return ((low, low + count),)
     return runs[:1]
 
@@ -356,36 +360,36 @@ def digest_copies(live: Live, how: str) -> dict[str, bytes]:
     Each rank compares those at the elements of its own masters; so all are right if they are also alike on all ranks.
     """
     digests = {}
-    for one in live.copies() if live.world_size > 1 else ():
+    for fragment in live.copies() if live.world_size > 1 else ():
         digest = new_digest()
-        for runs in _runs_of(one, how, ITEMSIZE[one.dtype]):
-            digest.update(one.read(runs, one.dtype))
-        digests[one.param] = digest.digest()
+        for runs in _runs_of(fragment, how, ITEMSIZE[fragment.dtype]):
+            digest.update(fragment.read(runs, fragment.dtype))
+        digests[fragment.param] = digest.digest()
     return digests
 
 
 def compare_copies(index: CheckpointIndex, live: Live, how: str, unlike: Collection[str]) -> list[ElementDiff]:
     """Compare weights of the forward pass that differ between ranks with the rounded masters of the checkpoint."""
-    found = []
+    differences = []
     with OpenFiles(index.root, index.files) as files:
         reader = StateReader(files)
-        for one in live.copies() if unlike else ():
-            entry = entry_of(index, State(one.param, MASTER), live.aliases)
-            if one.param not in unlike or entry is None or entry.numel != one.numel:
+        for fragment in live.copies() if unlike else ():
+            entry = entry_of(index, State(fragment.param, MASTER), live.aliases)
+            if fragment.param not in unlike or entry is None or entry.numel != fragment.numel:
                 continue
-            itemsize = max(ITEMSIZE[one.dtype], ITEMSIZE[entry.dtype])
-            for runs in _runs_of(one, how, itemsize):
+            itemsize = max(ITEMSIZE[fragment.dtype], ITEMSIZE[entry.dtype])
+            for runs in _runs_of(fragment, how, itemsize):
                 saved = reader.read(entry, *runs)
-                if not same_bytes(one.read(runs, one.dtype), _as_live(saved, entry.dtype, one.dtype)):
-                    found.append(ElementDiff(State(one.param, MASTER), MismatchKind.FORWARD))
+                if not same_bytes(fragment.read(runs, fragment.dtype), _as_live(saved, entry.dtype, fragment.dtype)):
+                    differences.append(ElementDiff(State(fragment.param, MASTER), MismatchKind.FORWARD))
                     break
-    return found
+    return differences
 
 
-def _runs_of(one: LiveFragment, how: str, itemsize: int, at_least: int = 0) -> list[Runs]:
+def _runs_of(fragment: LiveFragment, how: str, itemsize: int, at_least: int = 0) -> list[Runs]:
     if how == FULL:
-        return all_runs(one.numel, itemsize)
-    return [sample_runs(one.numel, at_least)] if one.numel else []
+        return all_runs(fragment.numel, itemsize)
+    return [sample_runs(fragment.numel, at_least)] if fragment.numel else []
 
 
 def _shift(runs: Runs, by: int) -> Runs:
@@ -400,9 +404,9 @@ class Search:
         self.gave_up = False
         """Whether it no longer looks for states of some kind"""
         self._alike: dict[tuple[str, tuple[int, ...]], list[tuple[str, TensorEntry]]] = {}
-        for state, held in index.held.items():
-            if held.is_here and not held.is_all_zero:
-                self._alike.setdefault((state.kind, held.shape), []).append((state.param, held))
+        for state, entry in index.held.items():
+            if entry.is_here and not entry.is_all_zero:
+                self._alike.setdefault((state.kind, entry.shape), []).append((state.param, entry))
         self._others: list[tuple[str, CheckpointIndex, StateReader]] | None = None
         self._by_value: dict[tuple[object, ...], dict[bytes, str]] = {}
         self._finders = [self._in_other_checkpoints, self._in_other_ranks, self._in_other_params]
@@ -411,103 +415,107 @@ class Search:
         self._misses: dict[str, int] = {}
         self._num_reads = 0
 
-    def explain(self, one: LiveFragment, entry: TensorEntry, runs: Runs, offset: int) -> ElementDiff:
+    def explain(self, fragment: LiveFragment, entry: TensorEntry, runs: Runs, offset: int) -> ElementDiff:
         """Return the difference of a fragment, with the place that its other values are of, if that is found.
 
         ``runs`` are elements that differ, counted from the fragment's first, ``offset``, in the state.
         """
-        state, mine, at = State(one.param, one.kind), bytes(one.read(runs, one.dtype)), _shift(runs, offset)
+        state, at = State(fragment.param, fragment.kind), _shift(runs, offset)
+        mine = bytes(fragment.read(runs, fragment.dtype))
         if not is_zero(mine):
             for find in [*self._finders]:
-                if self._num_reads >= MAX_READS or self._misses.get(one.kind, 0) >= MAX_MISSES:
+                if self._num_reads >= MAX_READS or self._misses.get(fragment.kind, 0) >= MAX_MISSES:
                     self.gave_up = True
                     break
-                if (found := find(one, entry, at, mine)) is not None:
-                    self._misses[one.kind] = 0
-                    self._finders.sort(key=lambda other: other != find)
-                    return ElementDiff(state, *found)
+                if (source := find(fragment, entry, at, mine)) is not None:
+                    self._misses[fragment.kind] = 0
+                    self._finders.sort(key=lambda finder: finder != find)
+                    return ElementDiff(state, *source)
             else:
-                self._misses[one.kind] = self._misses.get(one.kind, 0) + 1
+                self._misses[fragment.kind] = self._misses.get(fragment.kind, 0) + 1
         return ElementDiff(state, MismatchKind.CHANGED)
 
-    def twin(self, one: LiveFragment) -> str | None:
+    def twin(self, fragment: LiveFragment) -> str | None:
         """Return the param of the checkpoint that has the values of one that the checkpoint does not have."""
-        runs = sample_runs(one.numel)
-        if one.box is not None or not runs or is_zero(mine := bytes(one.read(runs, one.dtype))):
+        runs = sample_runs(fragment.numel)
+        if fragment.box is not None or not runs or is_zero(mine := bytes(fragment.read(runs, fragment.dtype))):
             return None
-        alike = [held for kind in (MASTER, WEIGHT) for held in self._alike.get((kind, one.shape), ())]
-        at = _shift(runs, one.begin)
-        return next((name for name, held in alike if self._is_of(one, mine, self._reader, held, at)), None)
+        candidates = [entry for kind in (MASTER, WEIGHT) for entry in self._alike.get((kind, fragment.shape), ())]
+        at = _shift(runs, fragment.begin)
+        return next((name for name, entry in candidates if self._is_of(fragment, mine, self._reader, entry, at)), None)
 
-    def _is_of(self, one: LiveFragment, mine: bytes, reader: StateReader, held: TensorEntry, runs: Runs) -> bool:
-        saved = self._try(reader, held, runs)
-        is_cast = one.dtype != held.dtype
-        return bool(saved) and judge(mine, one.dtype, saved, held.dtype) in (
+    def _is_of(self, fragment: LiveFragment, mine: bytes, reader: StateReader, entry: TensorEntry, runs: Runs) -> bool:
+        saved = self._try(reader, entry, runs)
+        is_cast = fragment.dtype != entry.dtype
+        return bool(saved) and judge(mine, fragment.dtype, saved, entry.dtype) in (
             None,
             MismatchKind.ROUNDED if is_cast else None,
         )
 
-    def _try(self, reader: StateReader, held: TensorEntry, runs: Runs) -> Buffer:
+    def _try(self, reader: StateReader, entry: TensorEntry, runs: Runs) -> Buffer:
         self._num_reads += 1
         try:
-            return reader.read(held, *runs)
+            return reader.read(entry, *runs)
         except (OSError, LookupError, IndexError):
             return b""
 
     def _in_other_checkpoints(
-        self, one: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
+        self, fragment: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
     ) -> tuple[MismatchKind, str] | None:
         if self._others is None:
-            others = other_checkpoints(self.index, self.live.open_other)
+            checkpoints = other_checkpoints(self.index, self.live.open_other)
             self._others = [
-                (f"step {other.global_step}, {name}", other, StateReader(OpenFiles(other.root)))
-                for name, other in others
+                (f"step {checkpoint.global_step}, {name}", checkpoint, StateReader(OpenFiles(checkpoint.root)))
+                for name, checkpoint in checkpoints
             ]
-        for name, other, reader in sorted(self._others, key=lambda other: other[0] != self._last):
-            held = entry_of(other, State(one.param, one.kind), self.live.aliases)
-            if held is not None and held.shape == entry.shape and self._is_of(one, mine, reader, held, runs):
+        for name, checkpoint, reader in sorted(self._others, key=lambda checkpoint: checkpoint[0] != self._last):
+            theirs = entry_of(checkpoint, State(fragment.param, fragment.kind), self.live.aliases)
+            is_alike = theirs is not None and theirs.shape == entry.shape
+            if theirs is not None and is_alike and self._is_of(fragment, mine, reader, theirs, runs):
                 self._last = name
                 return MismatchKind.ANOTHER_STEP, name
         return None
 
     def _in_other_ranks(
-        self, one: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
+        self, fragment: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
     ) -> tuple[MismatchKind, str] | None:
-        shares = [(f"rank {rank}'s", held, at) for rank, held, at in self._shares(one, entry, runs)]
-        for name, held, at in sorted(shares, key=lambda share: share[0] != self._last):
+        shares = [(f"rank {rank}'s", theirs, at) for rank, theirs, at in self._shares(fragment, entry, runs)]
+        for name, theirs, at in sorted(shares, key=lambda share: share[0] != self._last):
             if self._num_reads >= MAX_READS:
                 break
-            if self._is_of(one, mine, self._reader, held, at):
+            if self._is_of(fragment, mine, self._reader, theirs, at):
                 self._last = name
                 return MismatchKind.OTHER_RANK, name
         return None
 
     def _in_other_params(
-        self, one: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
+        self, fragment: LiveFragment, entry: TensorEntry, runs: Runs, mine: bytes
     ) -> tuple[MismatchKind, str] | None:
         """Find the param, of those of its shape, by the values that all have at these elements; they are read once."""
-        kind = next((kind for kind in (one.kind, FROZEN) if (kind, entry.shape) in self._alike), one.kind)
-        key = (kind, entry.shape, runs, one.dtype)
+        kind = next((kind for kind in (fragment.kind, FROZEN) if (kind, entry.shape) in self._alike), fragment.kind)
+        key = (kind, entry.shape, runs, fragment.dtype)
         if key not in self._by_value:
             known = self._by_value[key] = {}
-            for param, held in self._alike.get((kind, entry.shape), ()):
+            for param, other_entry in self._alike.get((kind, entry.shape), ()):
                 if self._num_reads >= MAX_READS:
                     break
-                if saved := self._try(self._reader, held, runs):
-                    known.setdefault(_as_live(saved, held.dtype, one.dtype), param)
-        found = self._by_value[key].get(mine)
-        if found is None or found == one.param:
+                if saved := self._try(self._reader, other_entry, runs):
+                    known.setdefault(_as_live(saved, other_entry.dtype, fragment.dtype), param)
+        name = self._by_value[key].get(mine)
+        if name is None or name == fragment.param:
             return None
-        is_part = _without_numbers(found) == _without_numbers(one.param)
-        return MismatchKind.OTHER_PART if is_part else MismatchKind.PERMUTED, found
+        is_part = _without_numbers(name) == _without_numbers(fragment.param)
+        return MismatchKind.OTHER_PART if is_part else MismatchKind.PERMUTED, name
 
-    def _shares(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[int, TensorEntry, Runs]]:
+    def _shares(
+        self, fragment: LiveFragment, entry: TensorEntry, runs: Runs
+    ) -> Iterator[tuple[int, TensorEntry, Runs]]:
         """Yield where the same elements of the shares of other ranks are: rank, state and elements."""
         for rank, extent in self._other_shards(entry, runs):
             numel = extent.num_bytes // ITEMSIZE[entry.dtype]
-            held = replace(entry, shape=(numel,), place=Contiguous(extent, ITEMSIZE[entry.dtype]))
-            yield rank, held, ((0, numel),)
-        for rank, moved in self._other_rows(one, entry, runs):
+            shard = replace(entry, shape=(numel,), place=Contiguous(extent, ITEMSIZE[entry.dtype]))
+            yield rank, shard, ((0, numel),)
+        for rank, moved in self._other_rows(fragment, entry, runs):
             yield rank, entry, moved
 
     def _other_shards(self, entry: TensorEntry, runs: Runs) -> Iterator[tuple[int, Extent]]:
@@ -517,23 +525,24 @@ class Search:
         if len(parts) != 1:
             return
         extent = parts[0].extent
-        own = next((n for n, one in enumerate(shards) if one.path == extent.path and one.start <= extent.start), None)
+        before = (n for n, shard in enumerate(shards) if shard.path == extent.path and shard.start <= extent.start)
+        own = next(before, None)
         for number, shard in enumerate(shards):
             if own is not None and number != own:
                 start = shard.start + extent.start - shards[own].start
                 yield number, Extent(shard.path, start, start + extent.num_bytes)
 
-    def _other_rows(self, one: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[int, Runs]]:
+    def _other_rows(self, fragment: LiveFragment, entry: TensorEntry, runs: Runs) -> Iterator[tuple[int, Runs]]:
         """Yield the same elements of the shares that other ranks have of the param, if it is cut into rows."""
         world_size = self.live.world_size
-        if one.numel == entry.numel or not entry.shape or world_size == 1:
+        if fragment.numel == entry.numel or not entry.shape or world_size == 1:
             return
         row = entry.numel // entry.shape[0]
         chunk = -(-entry.shape[0] // world_size) * row
         for begin_of in dict.fromkeys((chunk, -(-entry.numel // world_size))):
             for rank in range(world_size):
-                moved = _shift(runs, rank * begin_of - one.begin)
-                if rank * begin_of != one.begin and moved[-1][1] <= entry.numel and moved[0][0] >= 0:
+                moved = _shift(runs, rank * begin_of - fragment.begin)
+                if rank * begin_of != fragment.begin and moved[-1][1] <= entry.numel and moved[0][0] >= 0:
                     yield rank, moved
 
 
@@ -543,28 +552,28 @@ def _as_live(saved: Buffer, dtype: str, live_dtype: str) -> bytes:
 
 
 def _without_numbers(name: str) -> str:
-    return "".join(one for one in name if not one.isdigit())
+    return "".join(character for character in name if not character.isdigit())
 
 
 def other_checkpoints(
     index: CheckpointIndex, open_other: Callable[[Path], CheckpointIndex]
 ) -> Iterator[tuple[str, CheckpointIndex]]:
     """Yield other checkpoints of the run, the nearest steps first; those that can't be read are left out."""
-    found: dict[Path, int] = {}
+    steps: dict[Path, int] = {}
     for folder in (index.root.parent, index.root):
         try:
             run = RunFolder(folder)
-            found |= {path: step for step, path in [*run.complete().items(), *run.full().items()]}
+            steps |= {path: step for step, path in [*run.complete().items(), *run.full().items()]}
         except (TailorError, OSError):
             continue
-    paths = [path for path in found if path.absolute() != index.root.absolute()]
-    for path in sorted(paths, key=lambda path: abs(found[path] - index.global_step))[:MAX_OTHERS]:
+    paths = [path for path in steps if path.absolute() != index.root.absolute()]
+    for path in sorted(paths, key=lambda path: abs(steps[path] - index.global_step))[:MAX_OTHERS]:
         try:
-            other = open_other(path)
+            checkpoint = open_other(path)
         except (TailorError, OSError):
             continue
-        if other.global_step != index.global_step:
-            yield path.name, other
+        if checkpoint.global_step != index.global_step:
+            yield path.name, checkpoint
 
 
 def compare_random(
@@ -587,15 +596,15 @@ def compare_random(
             return [], "random states: the checkpoint has none of this rank"
         if not (differing := _differing(mine, own)):
             return [], ""
-        for other in range(world_size):
-            saved = _saved_random(index, other, files)
-            if other != rank and saved is not None and not _differing({name: mine[name] for name in differing}, saved):
-                return [Mismatch(Subject.RANDOM, "random states", other, rank, True, MismatchKind.OTHER_RANK)], ""
+        for other_rank in range(world_size):
+            saved = None if other_rank == rank else _saved_random(index, other_rank, files)
+            if saved is not None and not _differing({name: mine[name] for name in differing}, saved):
+                return [Mismatch(Subject.RANDOM, "random states", other_rank, rank, True, MismatchKind.OTHER_RANK)], ""
     return [Mismatch(Subject.RANDOM, f"random state of {name}", "another", "its own", True) for name in differing], ""
 
 
 def _differing(mine: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
-    return [name for name, one in mine.items() if one is not None and saved[name] is not None and one != saved[name]]
+    return [name for name, state in mine.items() if None not in (state, saved[name]) and state != saved[name]]
 
 
 def _saved_random(index: CheckpointIndex, rank: int, files: OpenFiles) -> Mapping[str, object] | None:

@@ -25,10 +25,10 @@ class Cause:
 def find_cause(facts: Facts) -> Cause:
     """Return the likeliest cause of the alarms; without one, nothing is the same."""
     kinds = facts.kinds
-    moments = {kind for state_kind, found in kinds.items() if is_moment(state_kind) for kind in found}
+    moments = {kind for state_kind, mismatch_kinds in kinds.items() if is_moment(state_kind) for kind in mismatch_kinds}
     masters = kinds.get(MASTER, {}).keys()
-    others = {kind for found in kinds.values() for kind in found}
-    if any(one.kind is MismatchKind.STRAY for one in facts.mismatches):
+    other_kinds = {kind for mismatch_kinds in kinds.values() for kind in mismatch_kinds}
+    if any(mismatch.kind is MismatchKind.STRAY for mismatch in facts.mismatches):
         return Cause(
             "the optimizer was made before the model got other params (assign=True, resize_token_embeddings, "
             "fully_shard): it updates those that were replaced",
@@ -46,24 +46,24 @@ def find_cause(facts: Facts) -> Cause:
         elif facts.schedule == _RESTARTED:
             what = "optimizer.pt and scheduler.pt were not loaded, only the weights"
         return Cause(what, "the optimizer restarts: its next steps are too large or too small")
-    if MismatchKind.UNTRAINED in others:
+    if MismatchKind.UNTRAINED in other_kinds:
         return Cause(
             "params that the checkpoint trains are not trained: frozen, or left out of the optimizer",
             _UNTRAINED,
         )
-    if MismatchKind.UNFROZEN in others:
+    if MismatchKind.UNFROZEN in other_kinds:
         return Cause(
             "params that were frozen when the checkpoint was saved are trained",
             "they leave the values of the checkpoint",
         )
-    if MismatchKind.OTHER_RANK in others:
+    if MismatchKind.OTHER_RANK in other_kinds:
         return Cause(
             "states of another rank were loaded: shards were swapped, or one was loaded twice",
             "weights and moments belong to other params or other elements of them",
         )
     if steps := facts.other_steps:
         return Cause(f"states are of another checkpoint: {some(steps)}", "part of the training goes back to that step")
-    if {MismatchKind.PERMUTED, MismatchKind.OTHER_PART} & others:
+    if {MismatchKind.PERMUTED, MismatchKind.OTHER_PART} & other_kinds:
         return Cause(
             "states were given to other params: the order of the params differs from that of the checkpoint",
             "the optimizer scales each update by another param's gradients",
@@ -87,18 +87,18 @@ def find_cause(facts: Facts) -> Cause:
         )
     if facts.schedule is not None:
         return Cause(facts.schedule, "the learning rates of the next steps are those of another step")
-    if MismatchKind.FORWARD in others:
+    if MismatchKind.FORWARD in other_kinds:
         return Cause(
             "the weights of the forward pass and the optimizer's masters are of different saves",
             "the first step computes gradients at other weights than those that it updates",
         )
-    if MismatchKind.UNTIED in others:
+    if MismatchKind.UNTIED in other_kinds:
         return Cause(_CAUSES[Subject.TIE], _TIED)
     if moments or masters:
         return Cause("states have other values than the checkpoint's", "training continues from a different state")
-    if others:
+    if other_kinds:
         return Cause("frozen params or buffers are not the checkpoint's", "the forward pass is another one")
-    alarms = [one for one in facts.mismatches if one.is_alarm]
+    alarms = [mismatch for mismatch in facts.mismatches if mismatch.is_alarm]
     if alarms:
         first = alarms[0]
         return Cause(
@@ -144,13 +144,13 @@ class Facts:
     @property
     def masters_gone(self) -> bool:
         """Whether most masters have values of their own"""
-        other = self.kinds.get(MASTER, {}).get(MismatchKind.CHANGED, 0)
-        return other > 0 and other * 2 >= self.totals.get(MASTER, 0)
+        num_changed = self.kinds.get(MASTER, {}).get(MismatchKind.CHANGED, 0)
+        return num_changed > 0 and num_changed * 2 >= self.totals.get(MASTER, 0)
 
     @property
     def schedule(self) -> str | None:
         """Where the schedule stands, if not where the checkpoint's stood"""
-        alarms = [one for one in self.mismatches if one.subject is Subject.SCHEDULE and one.is_alarm]
+        alarms = [bad for bad in self.mismatches if bad.subject is Subject.SCHEDULE and bad.is_alarm]
         if not alarms:
             return None
         live, saved = alarms[0].live, alarms[0].saved
@@ -197,7 +197,7 @@ class Attestation:
     @property
     def is_same(self) -> bool:
         """Whether nothing that was compared is an alarm, and some of it is exactly the checkpoint's"""
-        has_alarm = any(row.is_alarm for row in self.rows) or any(one.is_alarm for one in self.mismatches)
+        has_alarm = any(row.is_alarm for row in self.rows) or any(mismatch.is_alarm for mismatch in self.mismatches)
         return not has_alarm and (self.num_same > 0 or not self.num_states)
 
     @property
@@ -234,8 +234,8 @@ class Attestation:
                 for row in self.rows
             ],
             "others": [
-                {"what": str(one), "kind": one.kind.value, "is_alarm": one.is_alarm, "ranks": list(one.ranks)}
-                for one in self.mismatches
+                {"what": str(bad), "kind": bad.kind.value, "is_alarm": bad.is_alarm, "ranks": list(bad.ranks)}
+                for bad in self.mismatches
             ],
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
@@ -260,10 +260,10 @@ def summarize(
     """
     params: dict[tuple[str, MismatchKind, str], dict[str, None]] = {}
     by_rank: dict[tuple[str, MismatchKind, str], set[int]] = {}
-    for rank, found in enumerate(ranks):
-        for one in found.differences:
-            key = (one.state.kind, one.kind, one.detail)
-            params.setdefault(key, {})[one.state.param] = None
+    for rank, findings in enumerate(ranks):
+        for difference in findings.differences:
+            key = (difference.state.kind, difference.kind, difference.detail)
+            params.setdefault(key, {})[difference.state.param] = None
             by_rank.setdefault(key, set()).add(rank)
     rows = tuple(
         MismatchGroup(
@@ -276,8 +276,8 @@ def summarize(
         )
         for (kind, how_, detail), names in params.items()
     )
-    mismatches = with_ranks([found.mismatches for found in ranks])
-    notes = tuple(dict.fromkeys(note for found in ranks for note in found.notes))
+    mismatches = with_ranks([findings.mismatches for findings in ranks])
+    notes = tuple(dict.fromkeys(note for findings in ranks for note in findings.notes))
     kinds: dict[str, dict[MismatchKind, int]] = {}
     for row in rows:
         if row.is_alarm:
@@ -285,32 +285,34 @@ def summarize(
             of_kind[row.kind] = of_kind.get(row.kind, 0) + len(row.params)
     steps = dict.fromkeys(row.detail for row in rows if row.kind is MismatchKind.ANOTHER_STEP)
     facts = Facts(kinds, totals, mismatches, list(steps), lacks_scheduler)
-    made = Attestation(
+    attestation = Attestation(
         *(index.name, index.global_step, how, sum(totals.values()), rows, mismatches, notes, None, seconds, len(ranks))
     )
-    return made if made.is_same else replace(made, cause=find_cause(facts))
+    return attestation if attestation.is_same else replace(attestation, cause=find_cause(facts))
 
 
-def with_ranks(found: Sequence[Sequence[Mismatch]]) -> tuple[Mismatch, ...]:
+def with_ranks(by_rank: Sequence[Sequence[Mismatch]]) -> tuple[Mismatch, ...]:
     """Join what each rank has found."""
     by_text: dict[str, tuple[Mismatch, list[int]]] = {}
-    for rank, mismatches in enumerate(found):
-        for one in mismatches:
-            by_text.setdefault(str(one), (one, []))[1].append(rank)
-    return tuple(replace(one, ranks=tuple(where)) for one, where in by_text.values())
+    for rank, mismatches in enumerate(by_rank):
+        for mismatch in mismatches:
+            by_text.setdefault(str(mismatch), (mismatch, []))[1].append(rank)
+    return tuple(replace(mismatch, ranks=tuple(where)) for mismatch, where in by_text.values())
 
 
-def with_random_states(found: Attestation, ranks: Sequence[tuple[Sequence[Mismatch], str]]) -> Attestation:
+def with_random_states(attestation: Attestation, ranks: Sequence[tuple[Sequence[Mismatch], str]]) -> Attestation:
     """Add what each rank has found of its random states: differences, and a note if they can't be compared."""
     where = [rank for rank, (mismatches, _) in enumerate(ranks) if mismatches]
     mismatches = with_ranks([mismatches for mismatches, _ in ranks])
     notes = dict.fromkeys(note for _, note in ranks if note)
-    cause = found.cause
+    cause = attestation.cause
     if where and cause is None:
-        how = "exchanged" if any(one.kind is MismatchKind.OTHER_RANK for one in mismatches) else "not restored"
+        kinds = {mismatch.kind for mismatch in mismatches}
+        how = "exchanged" if MismatchKind.OTHER_RANK in kinds else "not restored"
         what = f"the random states were {how} on {len(where)} of {len(ranks)} ranks"
         cause = Cause(what, "dropout and the order of the data differ")
-    return replace(found, mismatches=(*found.mismatches, *mismatches), notes=(*found.notes, *notes), cause=cause)
+    mismatches = (*attestation.mismatches, *mismatches)
+    return replace(attestation, mismatches=mismatches, notes=(*attestation.notes, *notes), cause=cause)
 
 
 def lacking(name: str, files: Sequence[str], how: str) -> Attestation:
@@ -328,35 +330,35 @@ def other_params(name: str, what: str, how: str) -> Attestation:
     return Attestation(name, 0, how, 0, (), (mismatch,), (), cause)
 
 
-def headline(found: Attestation) -> str:
+def headline(attestation: Attestation) -> str:
     """Return the one line that says whether the training is the one that was saved."""
-    how = "sampled" if found.how == SAMPLE else "every byte"
-    counts = f"{found.num_same:,} of {found.num_states:,} states are the checkpoint's ({how})"
-    if found.is_same:
-        return f"resumed from {found.checkpoint}: {counts}"
-    wrong = f"NOT THE TRAINING THAT WAS SAVED: resumed from {found.checkpoint}"
-    if found.num_same < found.num_states or not found.num_states:
+    how = "sampled" if attestation.how == SAMPLE else "every byte"
+    counts = f"{attestation.num_same:,} of {attestation.num_states:,} states are the checkpoint's ({how})"
+    if attestation.is_same:
+        return f"resumed from {attestation.checkpoint}: {counts}"
+    wrong = f"NOT THE TRAINING THAT WAS SAVED: resumed from {attestation.checkpoint}"
+    if attestation.num_same < attestation.num_states or not attestation.num_states:
         return f"{wrong}, but only {counts}"
-    return f"{wrong}; all {found.num_states:,} states of it are the same ({how}), but other things differ"
+    return f"{wrong}; all {attestation.num_states:,} states of it are the same ({how}), but other things differ"
 
 
-def lines_of(found: Attestation) -> list[str]:
+def lines_of(attestation: Attestation) -> list[str]:
     """Return the report: the headline, the cause, what differs, and the notes."""
-    lines = [headline(found)]
-    if found.cause is not None:
-        lines += [f"  cause: {found.cause.what}", f"  effect: {found.cause.meaning}"]
+    lines = [headline(attestation)]
+    if attestation.cause is not None:
+        lines += [f"  cause: {attestation.cause.what}", f"  effect: {attestation.cause.meaning}"]
     for is_alarm, mark in ((True, ""), (False, "note: ")):
-        both: list[MismatchGroup | Mismatch] = [*found.rows, *found.mismatches]
-        ones = [one for one in both if one.is_alarm == is_alarm]
-        lines += [f"  {mark}{one}{_times(one)}{_where(one, found.world_size)}" for one in ones]
-    return [*lines, *(f"  note: {note}" for note in found.notes)]
+        both: list[MismatchGroup | Mismatch] = [*attestation.rows, *attestation.mismatches]
+        chosen = [item for item in both if item.is_alarm == is_alarm]
+        lines += [f"  {mark}{item}{_times(item)}{_where(item, attestation.world_size)}" for item in chosen]
+    return [*lines, *(f"  note: {note}" for note in attestation.notes)]
 
 
-def _where(one: MismatchGroup | Mismatch, world_size: int) -> str:
-    if not 0 < len(one.ranks) < world_size:
+def _where(item: MismatchGroup | Mismatch, world_size: int) -> str:
+    if not 0 < len(item.ranks) < world_size:
         return ""
-    return f" (on {'rank' if len(one.ranks) == 1 else 'ranks'} {some(map(str, one.ranks))})"
+    return f" (on {'rank' if len(item.ranks) == 1 else 'ranks'} {some(map(str, item.ranks))})"
 
 
-def _times(one: MismatchGroup | Mismatch) -> str:
-    return f" ({one.count:,} params)" if isinstance(one, Mismatch) and one.count > 1 else ""
+def _times(item: MismatchGroup | Mismatch) -> str:
+    return f" ({item.count:,} params)" if isinstance(item, Mismatch) and item.count > 1 else ""

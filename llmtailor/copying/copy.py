@@ -132,7 +132,7 @@ def _strided(piece: Strided, sources: SourceFiles, stop: Stop) -> Iterator[bytes
     at_once = min(count, max(1, streams.BUFFER_BYTES // row_bytes // step) * step)
     rows = memoryview(bytearray(at_once * row_bytes))
     is_same = piece.dtype == piece.source_dtype and piece.scale == 1
-    reads = {one.extent.path: one for one in piece.reads}
+    reads = {term.extent.path: term for term in piece.reads}
     for first in range(0, count, at_once):
         stop.check()
         number = min(at_once, count - first)
@@ -142,8 +142,8 @@ def _strided(piece: Strided, sources: SourceFiles, stop: Stop) -> Iterator[bytes
         if is_same:
             yield data
         else:
-            made = cast(data, piece.source_dtype, piece.dtype, piece.scale)
-            yield _roundable(made, piece, sources.where(piece.reads[0]))
+            rounded = cast(data, piece.source_dtype, piece.dtype, piece.scale)
+            yield _roundable(rounded, piece, sources.where(piece.reads[0]))
 
 
 def _blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
@@ -167,14 +167,14 @@ def _blended(piece: Blend, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
 
 
 def gather_again(
-    plan: Plan, made: Sequence[Sequence[tuple[Strided | Blend, int]]], files: Collection[tuple[int, str]], stop: Stop
+    plan: Plan, groups: Sequence[Sequence[tuple[Strided | Blend, int]]], files: Collection[tuple[int, str]], stop: Stop
 ) -> None:
     """Make pieces again, and compare them with the CRC-32 of what was written.
 
-    The lists in ``made`` are read in parallel. ``files``, positions in `Plan.sources` with paths, may have changed.
+    The lists in ``groups`` are read in parallel. ``files``, positions in `Plan.sources` with paths, may have changed.
     Raises SourceError if one has, or StorageError.
     """
-    run_all([partial(_gather_again, plan, pieces, files, stop) for pieces in made], num_workers(), stop)
+    run_all([partial(_gather_again, plan, pieces, files, stop) for pieces in groups], num_workers(), stop)
 
 
 def _gather_again(
@@ -186,7 +186,7 @@ def _gather_again(
         for some in gathered(piece, sources, stop):
             crc = crc32(some, crc)
         if crc != wanted:
-            suspects = {sources.where(one) for one in piece.reads if (one.source, one.extent.path) in files}
+            suspects = {sources.where(term) for term in piece.reads if (term.source, term.extent.path) in files}
             raise SourceError(problem for where in sorted(suspects) for problem in changed(where).problems)
 
 
@@ -305,7 +305,7 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
     except OSError as error:
         raise cannot_write(staging, error) from error
     # a store answers late, so its requests wait for each other less than a disk's
-    workers = STORE_WORKERS if any(isinstance(one, RemotePath) for one in plan.sources) else num_writers()
+    workers = STORE_WORKERS if any(isinstance(source, RemotePath) for source in plan.sources) else num_writers()
     num_large = sum(file.num_bytes >= MIN_DIRECT_BYTES for file in plan.files)
     direct = direct_bytes(1 if context.inline else min(workers, num_large)) if context.direct else 0
     work = _Work(plan, staging, context, direct, BoundedSemaphore(workers), RangeCopier(context.clone))
@@ -374,7 +374,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
                 filled, output = _take_over(file.made(), fd, marks, work)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
-                kept = output.at
+                kept_bytes = output.at
                 _fill(filled, output, sources, work.copier, marker, context)
             if context.upload is None:
                 os.fsync(fd)
@@ -385,7 +385,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     except OSError as error:
         raise cannot_write(target, error) from error
     logger.info("%s: %s bytes, CRC-32 %08x, in %s", file.path, f"{file.num_bytes:,}", filled.crc, watch.lap())
-    moved = CopyStats(output.cloned, file.num_bytes - kept - output.cloned, kept)
+    moved = CopyStats(output.cloned, file.num_bytes - kept_bytes - output.cloned, kept_bytes)
     return FileResult(file, filled.crc, filled.crcs, filled.spread, output.hexdigest(), moved)
 
 
@@ -460,10 +460,10 @@ def _write(
     else:
         assert not isinstance(piece, Slot), "a plan has no slots"
         store = sources.stores.get(str(sources.plan.sources[piece.source]))
-        copies = [one for one in run if isinstance(one, Copy)]
+        copies = [copy for copy in run if isinstance(copy, Copy)]
         if store is not None:
-            for one in copies:
-                yield (output.put_all(_from_store(store, one, stop)),)
+            for copy in copies:
+                yield (output.put_all(_from_store(store, copy, stop)),)
         else:
             moved = copier.move(piece, copies[-1].extent.stop, sources, output)
             yield from ((crc,) for crc in _checksums(copies, moved, stop))
@@ -477,14 +477,14 @@ def _row_by_row(piece: Strided, output: Output, sources: SourceFiles, stop: Stop
         yield from (crc32(rows[at : at + size]) for at in range(0, len(rows), size))
 
 
-def _roundable(made: bytes, piece: Cast | Strided, where: str) -> bytes:
+def _roundable(rounded: bytes, piece: Cast | Strided, where: str) -> bytes:
     """Return what was rounded. Raises SourceError for moments that 8 bits can't hold."""
     from llmtailor.storage.casts import has_lost_blocks
 
-    if piece.dtype in (Q8, Q8_ROOT) and piece.source_dtype != piece.dtype and has_lost_blocks(made, piece.dtype):
+    if piece.dtype in (Q8, Q8_ROOT) and piece.source_dtype != piece.dtype and has_lost_blocks(rounded, piece.dtype):
         what = "a moment has an element that is infinite, not a number, or a negative second moment"
         raise SourceError.at(where, what, "omit --moments 8bit, or the policy that rounds", Code.NOT_ROUNDABLE)
-    return made
+    return rounded
 
 
 def _casted(piece: Cast, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
@@ -492,8 +492,8 @@ def _casted(piece: Cast, sources: SourceFiles, stop: Stop) -> Iterator[bytes]:
 
     for data in sources.chunks(piece, streams.BUFFER_BYTES // 16 * ITEMSIZE[piece.source_dtype]):
         stop.check()
-        made = cast(data, piece.source_dtype, piece.dtype, piece.scale)
-        yield _roundable(made, piece, sources.where(piece))
+        rounded = cast(data, piece.source_dtype, piece.dtype, piece.scale)
+        yield _roundable(rounded, piece, sources.where(piece))
 
 
 def _from_store(store: Store, piece: Copy, stop: Stop) -> Iterator[memoryview]:

@@ -89,14 +89,15 @@ class Unfinished:
     marks: Mapping[str, tuple[Mark, ...]]
     """By relative path, ascending"""
 
-    def with_marks_of(self, others: Iterable[Unfinished | None]) -> Unfinished:
+    def with_marks_of(self, journals: Iterable[Unfinished | None]) -> Unfinished:
         """Return it with the marks in the journals of other ranks, if they are of the same merge."""
-        found = dict(self.marks)
-        for one in others:
-            for path, marks in one.marks.items() if one and one.identity.digest() == self.identity.digest() else ():
-                before = (mark for mark in found.get(path, ()) if mark.num_bytes < marks[0].num_bytes)
-                found[path] = (*before, *marks)
-        return Unfinished(self.identity, found)
+        joined = dict(self.marks)
+        for journal in journals:
+            is_same = journal and journal.identity.digest() == self.identity.digest()
+            for path, marks in journal.marks.items() if journal and is_same else ():
+                before = (mark for mark in joined.get(path, ()) if mark.num_bytes < marks[0].num_bytes)
+                joined[path] = (*before, *marks)
+        return Unfinished(self.identity, joined)
 
     @property
     def num_bytes(self) -> int:
@@ -162,7 +163,7 @@ def read_journal(fd: int) -> Unfinished | None:
             continue
         if isinstance(path, str) and isinstance(mark.num_bytes, int):
             # a file that was cut and rewritten has later lines with fewer bytes
-            marks[path] = (*(one for one in marks.get(path, ()) if one.num_bytes < mark.num_bytes), mark)
+            marks[path] = (*(earlier for earlier in marks.get(path, ()) if earlier.num_bytes < mark.num_bytes), mark)
     return Unfinished(identity, marks)
 
 

@@ -53,7 +53,7 @@ def read_again(
     asked = files if of_all is None else of_all
     taken: dict[SourcePath, list[_Range]] = defaultdict(list)
     for name, ranges in (stated or {}).items():
-        taken[name] += [_Range(one.start, one.stop, one.crc, one.what) for one in ranges if one.start < one.stop]
+        taken[name] += [_Range(span.start, span.stop, span.crc, span.what) for span in ranges if span.start < span.stop]
     gathered: list[list[tuple[Strided | Blend, int]]] = []
     for result in results:
         gathered.append([])
@@ -61,7 +61,7 @@ def read_again(
             if isinstance(piece, (Copy, Cast)) and piece.num_bytes and (piece.source, piece.extent.path) in files:
                 taken[(piece.source, piece.extent.path)].append(_Taken(piece, crc))
             elif isinstance(piece, (Strided, Blend)):
-                read = [name for one in piece.reads if (name := (one.source, one.extent.path)) in asked]
+                read = [name for term in piece.reads if (name := (term.source, term.extent.path)) in asked]
                 if read and min(read) in files:
                     gathered[-1].append((piece, crc))
     names = sorted(files)
@@ -91,7 +91,7 @@ def differing_files(root: Path, wanted: Mapping[str, int], on_progress: Callable
 
 def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], stop: Stop) -> str:
     digest, at = new_digest(), 0
-    waiting = sorted(taken, key=lambda one: one.at, reverse=True)
+    waiting = sorted(taken, key=lambda span: span.at, reverse=True)
     reached: list[_Range] = []
     try:
         file = OpenFile(where)
@@ -100,19 +100,19 @@ def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], 
             digest.update(data)
             while waiting and waiting[-1].at < at + len(data):
                 reached.append(waiting.pop())
-            for one in reached:
-                one.feed(data[one.at - at : one.stop - at])
-            wrong = [one.what for one in reached if one.at == one.stop and one.crc != one.wanted]
+            for span in reached:
+                span.feed(data[span.at - at : span.stop - at])
+            wrong = [span.what for span in reached if span.at == span.stop and span.crc != span.wanted]
             if wrong:
                 if not all(wrong):
                     raise changed(where)
                 fix = f"llmtailor verify --deep lists the damage; {COPY_FILE}"
                 raise SourceError.at(where, f"{wrong[-1]} does not match its checksum", fix)
-            reached = [one for one in reached if one.at < one.stop]
+            reached = [span for span in reached if span.at < span.stop]
             at += len(data)
             on_progress(len(data))
         if reached or waiting:
-            raise EndsEarly(max(one.stop for one in (*reached, *waiting)))
+            raise EndsEarly(max(span.stop for span in (*reached, *waiting)))
     except OSError as error:
         raise cannot_read(where, error) from error
     return digest.hexdigest()
@@ -155,5 +155,5 @@ class _Taken(_Range):
         self.rest = whole[end:]
         from llmtailor.storage.casts import cast  # numpy takes a while
 
-        made = cast(whole[:end], self.convert.source_dtype, self.convert.dtype, self.convert.scale)
-        self.crc = crc32(made, self.crc)
+        converted = cast(whole[:end], self.convert.source_dtype, self.convert.dtype, self.convert.scale)
+        self.crc = crc32(converted, self.crc)

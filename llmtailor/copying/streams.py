@@ -79,14 +79,15 @@ class SourceFiles:
 
     def chunks(self, piece: Cast | Term, size: int) -> Iterator[memoryview]:
         """Yield the bytes of a piece in order, ``size`` at a time. Raises as `read_into`."""
-        rest = memoryview(b"")
+        unread = memoryview(b"")
         for some in self._decoded(piece, size):
-            rest = memoryview(bytes(rest) + some) if rest or len(some) < size else some  # the next one overwrites it
-            while len(rest) >= size:
-                yield rest[:size]
-                rest = rest[size:]
-        if rest:
-            yield rest
+            # what comes next overwrites it
+            unread = memoryview(bytes(unread) + some) if unread or len(some) < size else some
+            while len(unread) >= size:
+                yield unread[:size]
+                unread = unread[size:]
+        if unread:
+            yield unread
 
     def _decoded(self, piece: Cast | Term, size: int) -> Iterator[memoryview]:
         read = self.stream(piece, piece.extent.stop, size)

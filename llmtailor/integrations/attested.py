@@ -202,13 +202,13 @@ def _before_step() -> None:
         attest_and_end(loaded, attest)
 
 
-def announce_or_leave(found: Attestation, ranks: Ranks, on_mismatch: str) -> None:
+def announce_or_leave(result: Attestation, ranks: Ranks, on_mismatch: str) -> None:
     """Say what was found; if that is to stop the training, end this process as a command of llmtailor ends, without a
     traceback on every rank."""
     from llmtailor.attestation.check import NotTheSame, announce
 
     try:
-        announce(found, ranks, on_mismatch)
+        announce(result, ranks, on_mismatch)
     except NotTheSame as error:
         if ranks.is_first:
             print(f"error: {error}", file=sys.stderr, flush=True)

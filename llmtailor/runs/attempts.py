@@ -48,9 +48,9 @@ class AttemptFilter:
         """
         if recorded := folder.attempts():
             last = recorded[-1]
-            own = [one for one in recorded if one.lineage == last.lineage or one.lineage in last.history]
+            own = [past for past in recorded if past.lineage == last.lineage or past.lineage in last.history]
             present = Past(FOREVER, last.lineage, last.history)
-            return cls(folder, present, min(one.step for one in own), trust_unrecorded)
+            return cls(folder, present, min(past.step for past in own), trust_unrecorded)
         until = [path for step, path in folder.checkpoints() if at is None or step <= at]
         stated = {path: past for path in until if (past := stated_attempt(path)) is not None}
         _check_one_run({path: past for path, past in stated.items() if path.parent.name == FOLDER}, folder.partial)
@@ -109,11 +109,10 @@ def _check_one_run(stated: Mapping[Path, Past], where: Path) -> None:
     """Raise SourceError unless all partial checkpoints go back to one training. A mirror or a copy has no lock."""
     runs: list[tuple[set[str], list[str]]] = []
     for path, past in stated.items():
-        kin = [one for one in runs if not one[0].isdisjoint(past.lineages)]
-        runs = [one for one in runs if one not in kin]
-        runs.append(
-            (past.lineages.union(*(one[0] for one in kin)), [path.name, *(name for one in kin for name in one[1])])
-        )
+        kin = [run for run in runs if not run[0].isdisjoint(past.lineages)]
+        runs = [run for run in runs if run not in kin]
+        lineages = past.lineages.union(*(run[0] for run in kin))
+        runs.append((lineages, [path.name, *(name for run in kin for name in run[1])]))
     if len(runs) > 1:
         what = f"it holds saves of {len(runs)} runs: {'; '.join(some(sorted(names)) for _, names in runs)}"
         fix = f"move those of all runs but one to another folder; or restore {ATTEMPTS}, if it is one run"
@@ -122,5 +121,5 @@ def _check_one_run(stated: Mapping[Path, Past], where: Path) -> None:
 
 def _newest_alive(stated: Iterable[Past]) -> Past | None:
     known = list(stated)
-    alive = [one for one in known if not any(other.abandons(one) for other in known)]
-    return max(alive, key=lambda past: past.step, default=None)
+    alive = [past for past in known if not any(later.abandons(past) for later in known)]
+    return max(alive, key=lambda attempt: attempt.step, default=None)

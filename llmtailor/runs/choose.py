@@ -55,7 +55,7 @@ def choose_for_run(
     relative to ``folder`` where it is close by. ``index`` is that of `scan_run`. Raises RecipeError or SourceError with
     every problem found.
     """
-    name, run, also = f"the recipe for {run}", absolute(run), [absolute(one) for one in also]
+    name, run, also = f"the recipe for {run}", absolute(run), [absolute(staging) for staging in also]
     if isinstance(how, StrategyOptions):
         scan_all = partial(scan_run, run, also=also, trust_unrecorded=trust_unrecorded, index=index)
         steps = [step for step, _ in RunFolder(run, also).checkpoints()]
@@ -74,17 +74,17 @@ def choose_for_run(
             problems.add(error)
         base = how.base.absolute() if how.base else None
         scan = scan_run(run, at, base, also=also, trust_unrecorded=trust_unrecorded, index=index)
-        found = next((checkpoint for checkpoint in scan.usable if checkpoint.path == base), None)
-        if base is not None and found is None:
+        base_checkpoint = next((checkpoint for checkpoint in scan.usable if checkpoint.path == base), None)
+        if base is not None and base_checkpoint is None:
             reason = scan.refused.get(base, ())
             fix = "name another base, or fix it"
             problems.add(SourceError(reason or [Problem("--base", f"{base} is later than step {at}", fix)]))
         problems.raise_if_any()
         step = at if at is not None else scan.usable[-1].step
-        assignment = assign_flags(lines, step, found, scan.usable, scan.structure, how.total_layers, how.name)
+        assignment = assign_flags(lines, step, base_checkpoint, scan.usable, scan.structure, how.total_layers, how.name)
     _log_choice(assignment)
     output, base_path = None, assignment.base.path
-    if base_path.parent in [one / FOLDER for one in also]:  # by default, it would be written there
+    if base_path.parent in [staging / FOLDER for staging in also]:  # by default, it would be written there
         output = output_in(run, assignment.base.step)
     text = write_recipe(assignment, scan.structure, folder, _header(scan, assignment), output)
     recipe = Recipe.of(assignment, name, text, scan.skipped, output)
@@ -123,7 +123,7 @@ def _log_choice(assignment: Assignment) -> None:
 
 
 def _header(scan: Scan, assignment: Assignment) -> list[str]:
-    steps = ", ".join(f"{one.step}{' (partial)' if one.parts is not None else ''}" for one in scan.usable)
+    steps = ", ".join(f"{source.step}{' (partial)' if source.parts is not None else ''}" for source in scan.usable)
     lines = [f"{assignment.title}, from {display_name(scan.run)}", f"usable checkpoints: {steps}"]
     base = scan.indexes[assignment.base.path]
     parts = assignment.source_of.items()

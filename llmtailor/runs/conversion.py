@@ -91,7 +91,7 @@ class Conversion:
 
     def manifest(self, results: Iterable[FileResult]) -> bytes:
         """Return the manifest with the checksums of the files; its size does not depend on them."""
-        of = {one.path: one for one in results}
+        of = {result.path: result for result in results}
         own = {file.path for file in (*self.layout.bundles, *self.layout.frozen)}
         facts, carried = [], {}
         for file in self.plan.files:
@@ -101,11 +101,11 @@ class Conversion:
                 facts.append(BundleFact(file.path, file.num_bytes, crc, ranges_of(checked)))
             else:
                 carried[file.path] = file.num_bytes, crc
-        made = describe_partial(
+        description = describe_partial(
             self.source, self.save_id, self.parts, self.params_of, tuple(facts), self.ledger.to_json(), self.masters
         )
         return manifest_json(
-            replace(made, carried=carried),
+            replace(description, carried=carried),
             policy=self.policy,
             num_bytes=part_bytes(self.source, self.structure),
             tool_version=__version__,
@@ -121,11 +121,11 @@ def _copied_from(index: CheckpointIndex, files: Iterable[FileLayout]) -> Plan:
 
 def part_bytes(index: CheckpointIndex, structure: ModelStructure) -> dict[str, int]:
     """Return the bytes of each part's trained states; parts without trained params are left out."""
-    found: dict[str, int] = {}
+    num_bytes: dict[str, int] = {}
     for param, states in trained_states(index).items():
         part = structure.part_of[param]
-        found[part] = found.get(part, 0) + sum(index.held[state].num_bytes for state in states)
-    return {part: found[part] for part in structure.parts if part in found}
+        num_bytes[part] = num_bytes.get(part, 0) + sum(index.held[state].num_bytes for state in states)
+    return {part: num_bytes[part] for part in structure.parts if part in num_bytes}
 
 
 def kept_files(index: CheckpointIndex) -> list[str]:

@@ -110,7 +110,7 @@ class RunFolder:
     def __init__(self, run: str | Path, also: Sequence[Path] = ()) -> None:
         self.run = as_path(run)
         self.partial = self.run / FOLDER
-        self.also = tuple(RunFolder(one) for one in also)
+        self.also = tuple(RunFolder(staging) for staging in also)
 
     def at(self, step: int) -> Path:
         """Return the path of a step's partial checkpoint, which need not exist."""
@@ -118,13 +118,13 @@ class RunFolder:
 
     def entries(self, *kinds: FolderKind) -> list[FolderEntry]:
         """Return the folders of these kinds, sorted by name; those in the run's folder come before the partial ones."""
-        found = []
+        entries = []
         for parent in (self.run, self.partial):
             for path in sorted(parent.iterdir()) if parent.is_dir() else ():
                 entry = _classify(path, parent is self.partial)
                 if entry is not None and entry.kind in kinds:
-                    found.append(entry)
-        return found
+                    entries.append(entry)
+        return entries
 
     def full(self) -> dict[int, Path]:
         """Return every full checkpoint by ascending step; of several with one step, ``checkpoint-N``.
@@ -134,8 +134,8 @@ class RunFolder:
         if not self.run.is_dir():
             fix = f"name the folder that holds {NAMES}"
             raise SourceError.at(display_name(self.run), "the folder does not exist", fix, Code.NO_CHECKPOINT)
-        found = {entry.step: entry.path for entry in reversed(self.entries(FolderKind.FULL))}  # that name sorts first
-        return dict(sorted(found.items()))
+        by_step = {entry.step: entry.path for entry in reversed(self.entries(FolderKind.FULL))}  # that name sorts first
+        return dict(sorted(by_step.items()))
 
     def complete(self) -> dict[int, Path]:
         """Return the complete partial checkpoints by ascending step."""
@@ -151,37 +151,38 @@ class RunFolder:
         full = [(entry.step, False, entry.path) for entry in self.entries(FolderKind.FULL)]
         saves = [(entry.step, True, entry.path) for entry in self.entries(FolderKind.PARTIAL, FolderKind.UNFINISHED)]
         complete = self.complete()
-        for one in self.also:
-            if not one.partial.is_dir():
+        for staging in self.also:
+            if not staging.partial.is_dir():
                 fix = "name the staging folder, or a copy of it, which holds partial/"
-                raise SourceError.at(display_name(one.run), "the folder has no partial checkpoints", fix)
-            saves += [(step, True, path) for step, path in one.complete().items() if step not in complete]
-        return [(step, path) for step, _, path in sorted([*full, *saves], key=lambda one: (-one[0], one[1]))]
+                raise SourceError.at(display_name(staging.run), "the folder has no partial checkpoints", fix)
+            saves += [(step, True, path) for step, path in staging.complete().items() if step not in complete]
+        ordered = sorted([*full, *saves], key=lambda entry: (-entry[0], entry[1]))
+        return [(step, path) for step, _, path in ordered]
 
     def checkpoints_until(self, at: int | None) -> list[tuple[int, Path]]:
         """Return the `checkpoints` up to a step. Raises SourceError if there are none."""
-        found = self.checkpoints()
-        if not found:
+        everything = self.checkpoints()
+        if not everything:
             fix = f"name the folder that holds {NAMES}, or partial/"
             if (around := self._run_around()) is not None:
                 fix = f"name the folder of the run: {shlex.quote(display_name(around))}"
             raise SourceError.at(display_name(self.run), "the folder has no checkpoint", fix)
-        wanted = [(step, path) for step, path in found if at is None or step <= at]
+        wanted = [(step, path) for step, path in everything if at is None or step <= at]
         if not wanted:
-            what = f"there is no checkpoint at or before step {at}; the first is {found[-1][0]}"
+            what = f"there is no checkpoint at or before step {at}; the first is {everything[-1][0]}"
             raise SourceError.at(display_name(self.run), what, "use --at with a later step, or omit it")
         return wanted
 
     def _run_around(self) -> Path | None:
         """Return the run that this folder is part of: a checkpoint, its tag folder, or the folder of partial ones."""
         near = list(absolute(self.run).parents)[:3]
-        found = [path for path in near if any(RunFolder(path).entries(FolderKind.FULL, FolderKind.PARTIAL))]
-        return next((path for path in found if step_of(path) is None or path.parent not in found), None)
+        runs = [path for path in near if any(RunFolder(path).entries(FolderKind.FULL, FolderKind.PARTIAL))]
+        return next((path for path in runs if step_of(path) is None or path.parent not in runs), None)
 
     def left_by_thin(self) -> list[Path]:
         """Return what a killed ``thin`` left and nothing needs."""
-        found = self.entries(FolderKind.THINNING, FolderKind.OLD, FolderKind.THINNED)
-        return [entry.path for entry in found if entry.kind is not FolderKind.OLD or entry.target.exists()]
+        leftovers = self.entries(FolderKind.THINNING, FolderKind.OLD, FolderKind.THINNED)
+        return [entry.path for entry in leftovers if entry.kind is not FolderKind.OLD or entry.target.exists()]
 
     def restore(self) -> None:
         """Move a full checkpoint back if a killed ``thin`` had just moved it away. Raises OSError."""
@@ -192,13 +193,15 @@ class RunFolder:
 
     def saves(self) -> list[RunCheckpoint]:
         """Return what the manifests of the complete partial checkpoints record; damaged ones are left out."""
-        found = []
+        saves = []
         for path in self.complete().values():
             with suppress(TailorError):
-                made = read_manifest(path, path.name)
-                one = RunCheckpoint.from_json(path, made.ledger, path.name, made.masters, made.save_id, made.bases)
-                found.append(replace(one, is_thinned=made.is_thinned))
-        return found
+                manifest = read_manifest(path, path.name)
+                save = RunCheckpoint.from_json(
+                    path, manifest.ledger, path.name, manifest.masters, manifest.save_id, manifest.bases
+                )
+                saves.append(replace(save, is_thinned=manifest.is_thinned))
+        return saves
 
     def attempts(self) -> list[Past]:
         """Return where each attempt of the run began, oldest first. Raises SourceError for a damaged record."""
@@ -257,15 +260,15 @@ class RunFolder:
         """Remove unfinished saves, except those with files of unknown origin; return their names."""
         return self._remove(FolderKind.UNFINISHED)
 
-    def remove_abandoned(self, made: Collection[str] = ()) -> None:
+    def remove_abandoned(self, also_known: Collection[str] = ()) -> None:
         """Remove the partial checkpoints that were set aside, except those with files of unknown origin.
 
-        ``made`` are names that are also known.
+        ``also_known`` are further names of known origin.
         """
-        self._remove(FolderKind.ABANDONED, made)
+        self._remove(FolderKind.ABANDONED, also_known)
 
-    def _remove(self, kind: FolderKind, made: Collection[str] = ()) -> list[str]:
-        paths = [entry.path for entry in self.entries(kind) if not holds_unknown(entry.path, made)]
+    def _remove(self, kind: FolderKind, also_known: Collection[str] = ()) -> list[str]:
+        paths = [entry.path for entry in self.entries(kind) if not holds_unknown(entry.path, also_known)]
         for path in paths:
             shutil.rmtree(path, ignore_errors=True)
         return [path.name for path in paths if not path.exists()]
@@ -360,15 +363,15 @@ def remove_replaced(path: Path, now_at: Path | None = None) -> None:
     fsync_folder(path.parent)
 
 
-def holds_unknown(path: Path, made: Collection[str] = ()) -> bool:
+def holds_unknown(path: Path, also_known: Collection[str] = ()) -> bool:
     """Return whether a folder is a link, or has entries not known to come from a training or llmtailor.
 
-    ``made`` are also known.
+    ``also_known`` are further names of known origin.
     """
     if path.is_symlink():
         return True
     unknown = survey_contents(path).unknown
-    return any(name not in made and not UNFINISHED.fullmatch(name) for name in unknown)
+    return any(name not in also_known and not UNFINISHED.fullmatch(name) for name in unknown)
 
 
 def freed_bytes(files: Iterable[Path]) -> int:

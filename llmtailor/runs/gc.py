@@ -70,28 +70,29 @@ def plan_gc(run: str | Path, keep: int | None, *, trust_unrecorded: bool = False
     if not reachable.after:
         what = "no step of this run can be composed, so nothing is removed"
         raise SourceError([Problem(display_name(run), what, "save a complete checkpoint first"), *scan.skipped])
-    found, in_use = [], []
-    for one in scan.partial:
-        is_needed = one in reachable.needed
-        logger.info("%s: %s", one.name, "needed" if is_needed else "no step needs it")
-        found += [] if is_needed else [Removal(one.path, "no step needs it", one.step)]
+    candidates, in_use = [], []
+    for checkpoint in scan.partial:
+        is_needed = checkpoint in reachable.needed
+        logger.info("%s: %s", checkpoint.name, "needed" if is_needed else "no step needs it")
+        candidates += [] if is_needed else [Removal(checkpoint.path, "no step needs it", checkpoint.step)]
     folder = RunFolder(run)
-    found += [Removal(path, "left over from a killed thin") for path in folder.left_by_thin()]
-    found += [Removal(one.path, _WHY[one.kind]) for one in folder.entries(FolderKind.UNFINISHED, FolderKind.ABANDONED)]
+    candidates += [Removal(path, "left over from a killed thin") for path in folder.left_by_thin()]
+    unfinished = folder.entries(FolderKind.UNFINISHED, FolderKind.ABANDONED)
+    candidates += [Removal(entry.path, _WHY[entry.kind]) for entry in unfinished]
     for entry in folder.entries(FolderKind.STAGING):
         with left_over(entry.target) as is_unused:
             if is_unused:
-                found.append(Removal(entry.path, _WHY[FolderKind.STAGING], out=entry.target))
+                candidates.append(Removal(entry.path, _WHY[FolderKind.STAGING], out=entry.target))
             else:
                 in_use.append(entry.path)
-    obstacles = {removal: _obstacle(removal) for removal in found}
-    removals = tuple(removal for removal in found if not obstacles[removal])
-    kept = tuple(problem for problem in obstacles.values() if problem)
+    obstacles = {removal: _obstacle(removal) for removal in candidates}
+    removals = tuple(removal for removal in candidates if not obstacles[removal])
+    must_stay = tuple(problem for problem in obstacles.values() if problem)
     freed = freed_bytes(path for removal in removals for path in files_in(removal.path))
     removed = {removal.path for removal in removals}
-    rest = [one for one in scan.usable if one.path not in removed]
-    ages = compare_ages(scan.usable, rest, composable_steps(rest, parts), parts)
-    return GcPlan(scan, reachable.before, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
+    remaining = [checkpoint for checkpoint in scan.usable if checkpoint.path not in removed]
+    ages = compare_ages(scan.usable, remaining, composable_steps(remaining, parts), parts)
+    return GcPlan(scan, reachable.before, removals, tuple(in_use), (*scan.skipped, *must_stay), ages, freed)
 
 
 def _obstacle(removal: Removal) -> Problem | None:

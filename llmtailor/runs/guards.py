@@ -40,7 +40,7 @@ def explain_deletions(run: Path, also: Sequence[Path] = ()) -> Iterator[None]:
     folder = RunFolder(run, also)
 
     def there() -> list[Path]:
-        partial = (path for one in (folder, *folder.also) for path in one.complete().values())
+        partial = (path for place in (folder, *folder.also) for path in place.complete().values())
         return [*folder.full().values(), *partial]
 
     before = there()

@@ -117,8 +117,8 @@ class Chooser:
 
 
 def _whole_parts(selectors: Sequence[str], structure: ModelStructure, trained: Sequence[str]) -> frozenset[str]:
-    names, found = select(selectors, structure, "--select")
-    problems = list(found)
+    names, selector_problems = select(selectors, structure, "--select")
+    problems = list(selector_problems)
     touched = dict.fromkeys(part for name, part in structure.part_of.items() if name in names)
     if split := [part for part in touched if not names.issuperset(structure.names(part))]:
         what = f"the selectors match only some of the tensors of {condense(split)}"
@@ -184,8 +184,8 @@ class PruneAction:
         if self.becomes == STAYS:
             return list(checkpoints)
         new = [self.successor] if self.successor else []
-        replaced = {self.checkpoint.path, *(one.path for one in new)}
-        return [*(one for one in checkpoints if one.path not in replaced), *new]
+        replaced = {self.checkpoint.path, *(checkpoint.path for checkpoint in new)}
+        return [*(checkpoint for checkpoint in checkpoints if checkpoint.path not in replaced), *new]
 
 
 @dataclass(slots=True)
@@ -212,7 +212,8 @@ class Pruner:
 
         Raises SourceError if no complete state would be left.
         """
-        full = sorted((one for one in self.checkpoints if not one.is_partial), key=lambda one: one.step)
+        by_step = sorted(self.checkpoints, key=lambda checkpoint: checkpoint.step)
+        full = [checkpoint for checkpoint in by_step if not checkpoint.is_partial]
         there, promised = list(self.checkpoints), set(composable_steps(self.checkpoints, self.parts))
         actions = []
         for number, checkpoint in enumerate(full):
@@ -233,8 +234,8 @@ class Pruner:
             else:
                 there, promised = left, promised - broken
                 if action.ledger is not None:
-                    made = replace(action.successor or checkpoint, ledger=action.ledger)
-                    self.thinned.append((made, self.facts(checkpoint).losses))
+                    save = replace(action.successor or checkpoint, ledger=action.ledger)
+                    self.thinned.append((save, self.facts(checkpoint).losses))
             actions.append(action)
         self._check(actions, promised, composable_steps(there, self.parts))
         return actions
@@ -266,11 +267,11 @@ class Pruner:
             is_thinned=True,
         )
         action = replace(action, successor=successor, kept=replace(successor, ledger=None))
-        if (other := next((one for one in there if one.is_partial and one.step == step), None)) is not None:
+        if (existing := next((save for save in there if save.is_partial and save.step == step), None)) is not None:
             trained = self.chooser.trained
-            parts = {part: "already exists" for part in trained if other.holds(part)}
-            masters = tuple(part for part in trained if part not in parts and other.master_step_of(part) is not None)
-            action = replace(action, parts=parts, masters=masters, successor=other, ledger=None)
+            parts = {part: "already exists" for part in trained if existing.holds(part)}
+            masters = tuple(part for part in trained if part not in parts and existing.master_step_of(part) is not None)
+            action = replace(action, parts=parts, masters=masters, successor=existing, ledger=None)
         return action
 
     def _is_older(
@@ -280,21 +281,21 @@ class Pruner:
         full checkpoint may hold less, or belong to another attempt than the newest save."""
         if action.kept is None:
             return False
-        left_over = [*(one for one in there if one.path != action.checkpoint.path), action.kept]
-        wanted, found = (steps_at(one, step, self.parts) for one in (left_over, left))
-        assert wanted and found, "it can be composed"
-        return any(have < want for part in self.parts for have, want in zip(found[part], wanted[part], strict=True))
+        expected = [*(checkpoint for checkpoint in there if checkpoint.path != action.checkpoint.path), action.kept]
+        wanted, steps = (steps_at(checkpoints, step, self.parts) for checkpoints in (expected, left))
+        assert wanted and steps, "it can be composed"
+        return any(have < want for part in self.parts for have, want in zip(steps[part], wanted[part], strict=True))
 
     def _with_links(self, action: PruneAction, there: Iterable[RunCheckpoint], ledger: Ledger) -> PruneAction:
         """Return the action that keeps a checkpoint full, with links to the one before it, of the same attempt."""
         checkpoint = action.checkpoint
         losses = self.facts(checkpoint).losses
-        able = (one for one in there if not one.is_partial and one.resumable and one.step < checkpoint.step)
-        older = [one for one in able if not _contradict(self.facts(one).losses, losses)]
+        able = (full for full in there if not full.is_partial and full.resumable and full.step < checkpoint.step)
+        older = [full for full in able if not _contradict(self.facts(full).losses, losses)]
         old = ledger.held_by.keys() - action.parts.keys()
         if not old or not older:
             return PruneAction(checkpoint, STAYS, "it keeps all parts", ledger=ledger)
-        before = max(older, key=lambda one: one.step)
+        before = max(older, key=lambda full: full.step)
         steps = {part: (before if part.whole in old else checkpoint).step_of(part) for part in self.parts}
         of_masters = {
             part: (before if part.whole in old - {*action.masters} else checkpoint).master_step_of(part)
@@ -313,8 +314,8 @@ class Pruner:
             what = "no resumable checkpoint would remain: none of the newest full checkpoints is complete"
             raise SourceError.at("thin", what, "keep more full checkpoints, or save a complete one first")
         saves = [save for save, _ in self.thinned]
-        made = [action.successor for action in actions if action.is_written and action.successor]
-        incomplete = {save.step for save in made if not is_complete(save, saves)}
+        successors = [action.successor for action in actions if action.is_written and action.successor]
+        incomplete = {save.step for save in successors if not is_complete(save, saves)}
         if lost := promised - set(after) | incomplete:
             what = f"step {', '.join(map(str, sorted(lost)))} could no longer be composed"
             raise VerificationError.at("thin", what, BUG)
@@ -347,7 +348,7 @@ def _goes_back_to(facts: FullFacts, save: RunCheckpoint, logged: Mapping[int, fl
     return save.ledger is not None and save.ledger.lineage.startswith(THINNED) and not _contradict(logged, facts.losses)
 
 
-def _contradict(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
+def _contradict(a: Mapping[int, float], b: Mapping[int, float]) -> bool:
     """Return whether two checkpoints belong to different attempts: they logged different losses at the same step."""
-    shared = one.keys() & other.keys()
-    return any(one[step] != other[step] and not (math.isnan(one[step]) and math.isnan(other[step])) for step in shared)
+    shared = a.keys() & b.keys()
+    return any(a[step] != b[step] and not (math.isnan(a[step]) and math.isnan(b[step])) for step in shared)

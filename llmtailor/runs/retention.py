@@ -85,22 +85,22 @@ def find_reachable(checkpoints: Sequence[RunCheckpoint], parts: Sequence[Part], 
     Partial checkpoints newer than all of the latter also stay, with those they build on: a later save may complete
     them.
     """
-    partial = [one for one in checkpoints if one.is_partial]
+    partial = [checkpoint for checkpoint in checkpoints if checkpoint.is_partial]
     before, alone = composable_steps(checkpoints, parts), composable_steps(partial, parts)
     promised, promised_alone = (steps[-keep:] if keep else steps for steps in (before, alone))
     newest = alone[-1] if alone else -1
     needed: set[RunCheckpoint] = set()
-    for one in partial:
-        if one.step in {*promised, *promised_alone} or one.step > newest:
-            needed |= {one, *partial_needs(one, partial)}
+    for checkpoint in partial:
+        if checkpoint.step in {*promised, *promised_alone} or checkpoint.step > newest:
+            needed |= {checkpoint, *partial_needs(checkpoint, partial)}
     for there, steps in ((checkpoints, promised), (partial, promised_alone)):
         for step in steps:
             sources = sources_at(there, step, parts) or {}
             masters = newer_masters(usable_at(there, step), sources)
-            needed |= {one for one in (*sources.values(), *masters.values()) if one.is_partial}
-    left = [one for one in checkpoints if not one.is_partial or one in needed]
+            needed |= {checkpoint for checkpoint in (*sources.values(), *masters.values()) if checkpoint.is_partial}
+    left = [checkpoint for checkpoint in checkpoints if not checkpoint.is_partial or checkpoint in needed]
     _check_same(checkpoints, left, promised, parts)
-    _check_same(partial, [one for one in partial if one in needed], promised_alone, parts)
+    _check_same(partial, [checkpoint for checkpoint in partial if checkpoint in needed], promised_alone, parts)
     return Reachable(tuple(before), tuple(composable_steps(left, parts)), frozenset(needed))
 
 
@@ -145,8 +145,8 @@ def compare_ages(
     before: Sequence[RunCheckpoint], after: Sequence[RunCheckpoint], steps: Iterable[int], parts: Sequence[Part]
 ) -> tuple[StepAge, ...]:
     """Return how old the parts of each step's composite are now and afterwards."""
-    found = ((step, _age(before, step, parts), _age(after, step, parts)) for step in steps)
-    return tuple(StepAge(step, now, afterwards) for step, now, afterwards in found if afterwards is not None)
+    ages = ((step, _age(before, step, parts), _age(after, step, parts)) for step in steps)
+    return tuple(StepAge(step, now, afterwards) for step, now, afterwards in ages if afterwards is not None)
 
 
 def _age(checkpoints: Sequence[RunCheckpoint], step: int, parts: Sequence[Part]) -> Age | None:

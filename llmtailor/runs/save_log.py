@@ -101,7 +101,7 @@ def read_log(path: Path) -> SaveLog:
                 saves.append(_save(step, content))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             unreadable += 1
-    return SaveLog(tuple(sorted(saves, key=lambda one: one.step)), tuple(failed), tuple(attested), unreadable)
+    return SaveLog(tuple(sorted(saves, key=lambda save: save.step)), tuple(failed), tuple(attested), unreadable)
 
 
 def lines_of(path: Path) -> Iterator[bytes]:

@@ -56,7 +56,7 @@ class Scan:
     @property
     def partial(self) -> tuple[RunCheckpoint, ...]:
         """The usable partial checkpoints, oldest first"""
-        return tuple(one for one in self.usable if one.is_partial)
+        return tuple(checkpoint for checkpoint in self.usable if checkpoint.is_partial)
 
     @property
     def skipped(self) -> tuple[Problem, ...]:
@@ -87,39 +87,39 @@ def scan_run(
     shared: set[Part] = set()
     usable: list[RunCheckpoint] = []
 
-    def is_enough(found: list[CheckpointIndex], step: int) -> bool:
+    def is_enough(indexes: list[CheckpointIndex], step: int) -> bool:
         nonlocal whole, structure
-        whole = whole or find_structure(found[0])
-        layers = {layer for index in found[len(usable) :] for layer in shared_layers(index, whole)}
+        whole = whole or find_structure(indexes[0])
+        layers = {layer for index in indexes[len(usable) :] for layer in shared_layers(index, whole)}
         if structure is None or not layers <= shared:
             shared.update(layers)
-            structure = with_experts(whole, found[0], shared)
+            structure = with_experts(whole, indexes[0], shared)
             usable.clear()
-        usable.extend(describe_checkpoint(index, structure) for index in found[len(usable) :])
+        usable.extend(describe_checkpoint(index, structure) for index in indexes[len(usable) :])
         if not only_newest:
             return False
         newest = best_holders(usable, structure.parts)
         return all(part in newest and newest[part].step_of(part) >= step for part in structure.parts)
 
-    found, refused = scan_back(
+    indexes, refused = scan_back(
         run,
         at,
-        read=lambda path, found: index(path),
-        index_of=lambda one: one,
+        read=lambda path, indexes: index(path),
+        index_of=lambda index: index,
         is_enough=is_enough,
         base=base,
         also=also,
         every_chain=every_chain,
         trust_unrecorded=trust_unrecorded,
     )
-    if not found:
+    if not indexes:
         until = f" at or before step {at}" if at is not None else ""
         head = Problem(display_name(run), f"no checkpoint{until} can be used", "fix one of the checkpoints below")
         raise SourceError([head, *(problem for problems in refused.values() for problem in problems)])
-    is_enough(found, 0)
+    is_enough(indexes, 0)
     assert structure is not None
-    usable.sort(key=lambda one: one.step)
-    return Scan(run, tuple(usable), refused, structure, {one.root: one for one in found})
+    usable.sort(key=lambda checkpoint: checkpoint.step)
+    return Scan(run, tuple(usable), refused, structure, {index.root: index for index in indexes})
 
 
 def scan_back(
@@ -150,7 +150,7 @@ def scan_back(
     judge = AttemptFilter.of(RunFolder(run), at, trust_unrecorded)
     if base is not None and base not in [folder for _, folder in folders]:
         folders.append((-1, base))
-    found: list[T] = []
+    results: list[T] = []
     refused: dict[Path, tuple[Problem, ...]] = {}
     past: Past | None = None
 
@@ -159,16 +159,16 @@ def scan_back(
         logger.info("skipped %s: %s", problems[0].where, problems[0].what)
 
     for step, folder in folders:
-        if found and is_enough(found, step):
-            logger.info("stopped at %s: every part is found", index_of(found[-1]).name)
+        if results and is_enough(results, step):
+            logger.info("stopped at %s: every part is found", index_of(results[-1]).name)
             break
         unrecorded = judge.why_not(folder, step) if folder != base else None
         if unrecorded is not None and unrecorded.code is Code.ABANDONED:
             refuse(folder, unrecorded)
             continue
         try:
-            one = read(folder, found)
-            index = index_of(one)
+            result = read(folder, results)
+            index = index_of(result)
             ledger = ledger_of(index)
         except SourceError as error:  # Unanswered is not caught
             refuse(folder, *error.problems)
@@ -178,7 +178,7 @@ def scan_back(
             # the save of its step holds the same, and maybe more: what one format needs has no place in another
             logger.info("%s is not used: it is a composite of the saves of its step, in another format", index.name)
             continue
-        reason = unrecorded or _why_not(step, index, index_of(found[0]) if found else None)
+        reason = unrecorded or _why_not(step, index, index_of(results[0]) if results else None)
         mine = ledger.past(index.global_step) if ledger else None
         if reason is None and not every_chain and past and mine and not past.includes(mine):
             what = "the newest partial checkpoint does not build on it"
@@ -187,8 +187,8 @@ def scan_back(
             refuse(folder, reason)
             continue
         past = past or mine
-        found.append(one)
-    return found, refused
+        results.append(result)
+    return results, refused
 
 
 def ledger_of(index: CheckpointIndex) -> Ledger | None:
@@ -216,7 +216,7 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
         masters=of_masters,
         master_steps=index.composite.masters,
         save_id=index.partial.save_id,
-        bases={structure.part_of[name]: one.base for name, one in index.partial.differences.items()},
+        bases={structure.part_of[name]: difference.base for name, difference in index.partial.differences.items()},
         is_thinned=index.partial.is_thinned,
     )
 
@@ -279,7 +279,7 @@ def continues(run: Path, checkpoint: Path) -> bool:
     if not isinstance(step, int):
         return False
     # an attempt from a later step continued from a save of the previous one
-    return next((one.step for one in reversed(attempts) if one.step <= step), None) == step
+    return next((past.step for past in reversed(attempts) if past.step <= step), None) == step
 
 
 @dataclass(frozen=True, slots=True)

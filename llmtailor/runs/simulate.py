@@ -61,11 +61,11 @@ class ModelSize:
     @property
     def on_rank_0(self) -> dict[Part, int]:
         """Part -> trained params on the rank that has the most; empty if the mesh is unknown"""
-        found: dict[Part, int] = {}
+        numels: dict[Part, int] = {}
         for param, numel in self.spread.on_rank_0.items() if self.spread else ():
             part = self.structure.part_of[param]
-            found[part] = found.get(part, 0) + numel
-        return found
+            numels[part] = numels.get(part, 0) + numel
+        return numels
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -221,9 +221,9 @@ def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | N
         master_bytes = model.precision.master_bytes(with_moments=False)
         sizes.append(sum(num_bytes[part] for part in choice.parts) + round(alone * master_bytes))
         if model.spread is not None:
-            whole, rest = (sum(of_rank_0.get(part, 0) for part in some) for some in (choice.parts, choice.masters))
-            on_rank_0.append(round(whole * model.saved_bytes + rest * master_bytes))
-        ages = {part: save - held for part, held in ledger.last.items()}
+            numels = (sum(of_rank_0.get(part, 0) for part in some) for some in (choice.parts, choice.masters))
+            on_rank_0.append(round(next(numels) * model.saved_bytes + next(numels) * master_bytes))
+        ages = {part: save - saved_at for part, saved_at in ledger.last.items()}
         oldest = max(oldest, *ages.values())
         aged += sum(age * model.numels[part] for part, age in ages.items())
         if save <= max(_DISK_SAVES, 3 * limit):
@@ -258,7 +258,7 @@ def cost_of(schedule: SimulatedSaves, machine: Hardware, *, in_background: bool,
 
 
 def to_json(
-    model: ModelSize, machine: Hardware, keep: int, found: Mapping[str, tuple[SimulatedSaves, tuple[Cost, ...]]]
+    model: ModelSize, machine: Hardware, keep: int, schedules: Mapping[str, tuple[SimulatedSaves, tuple[Cost, ...]]]
 ) -> dict[str, Any]:
     content = {
         "model": model.name,
@@ -281,7 +281,7 @@ def to_json(
                 "setback_saves": schedule.setback,
                 "costs": costs,
             }
-            for policy, (schedule, costs) in found.items()
+            for policy, (schedule, costs) in schedules.items()
         ],
     }
     return document("policy/2", content)

@@ -81,7 +81,7 @@ def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: O
 
 
 def check_places(
-    plan: Plan, made: CheckpointIndex, source: CheckpointIndex, params: Collection[str], masters: Collection[str]
+    plan: Plan, written: CheckpointIndex, source: CheckpointIndex, params: Collection[str], masters: Collection[str]
 ) -> None:
     """Compare the index of what was written with the plan and with the checkpoint it was made from.
 
@@ -90,14 +90,15 @@ def check_places(
     Together with the checksums of all files, this shows that every state is there, bit for bit. Raises
     VerificationError.
     """
-    differing = [fact for fact in _SHARED_FACTS if _plain(attrgetter(fact)(made)) != _plain(attrgetter(fact)(source))]
+    values = [(fact, *(_plain(attrgetter(fact)(index)) for index in (written, source))) for fact in _SHARED_FACTS]
+    differing = [fact for fact, here, there in values if here != there]
     wrong = [f"its {fact.rpartition('.')[2]} differs from that of {source.name}" for fact in differing]
     trained = {param for group in source.group_params for param in group}
-    for state, held in source.held.items():
+    for state, entry in source.held.items():
         if state.kind == WEIGHT:
             continue
-        there = made.held.get(state)
-        if there is None or (there.live_dtype, there.shape) != (held.dtype, held.shape):
+        there = written.held.get(state)
+        if there is None or (there.live_dtype, there.shape) != (entry.dtype, entry.shape):
             wrong.append(f"it does not describe {state.kind} of {state.param}")
         elif there.is_here != (
             state.param in params
@@ -107,14 +108,16 @@ def check_places(
             wrong.append(f"{state.kind} of {state.param} should {'not ' if there.is_here else ''}be there")
     for file in plan.files:
         for start, piece in file.placed():
-            if isinstance(piece, (Copy, Cast, Strided)) and piece.state is not None and made.held[piece.state].is_here:
-                held = made.held[piece.state]
-                numel = piece.num_bytes // ITEMSIZE[held.dtype] if isinstance(piece, Copy) else piece.numel
+            if not isinstance(piece, (Copy, Cast, Strided)) or piece.state is None:
+                continue
+            entry = written.held[piece.state]
+            if entry.is_here:
+                numel = piece.num_bytes // ITEMSIZE[entry.dtype] if isinstance(piece, Copy) else piece.numel
                 planned = Extent(file.path, start, start + piece.num_bytes)
-                if [one.extent for one in held.place.cover(piece.begin, piece.begin + numel)] != [planned]:
+                if [stored.extent for stored in entry.place.cover(piece.begin, piece.begin + numel)] != [planned]:
                     wrong.append(f"{piece.state.kind} of {piece.state.param} is not where it was written")
     if wrong:
-        raise VerificationError(Problem(made.name, what, _DISK_OR_BUG) for what in wrong)
+        raise VerificationError(Problem(written.name, what, _DISK_OR_BUG) for what in wrong)
 
 
 def find_difference(
@@ -147,8 +150,8 @@ def find_difference(
             for begin in range(part.begin, part.end, _CHUNK_ELEMENTS)
             for stored in save.held[state].place.cover(begin, min(begin + _CHUNK_ELEMENTS, part.end))
         ]
-        alike = run_all((partial(is_same, *chunk) for chunk in chunks), num_workers(), stop)
-    differing = dict.fromkeys(state for (state, _), is_alike in zip(chunks, alike, strict=True) if not is_alike)
+        are_same = run_all((partial(is_same, *chunk) for chunk in chunks), num_workers(), stop)
+    differing = dict.fromkeys(state for (state, _), is_equal in zip(chunks, are_same, strict=True) if not is_equal)
     differing |= dict.fromkeys(state for state in states if state not in full.held)
     if not differing:
         return None
@@ -222,8 +225,8 @@ def write_conversion(
         write_durably(staging / PARTIAL_MANIFEST, conversion.manifest(results))
         fsync_folder(staging)
         check_crcs(staging, crcs, stop, on_progress)
-        made = index_checkpoint(staging, display_name(target))
-        check_places(plan, made, source, *conversion.kept_params())
+        written = index_checkpoint(staging, display_name(target))
+        check_places(plan, written, source, *conversion.kept_params())
     try:
         staging.rename(target)
         fsync_folder(target.parent)
@@ -241,17 +244,17 @@ def reduce_to_weights(
     Return how the bytes of these files got there. It is complete until it is replaced. Raises VerificationError if the
     weights don't read back, and as `_writing`.
     """
-    root, kept = index.root, kept_files(index)
+    root, kept_paths = index.root, kept_files(index)
     with _writing([index], root, plan_weights(index), stop, clone, on_progress) as (staging, results, crcs):
-        for path in kept:
+        for path in kept_paths:
             (staging / path).parent.mkdir(exist_ok=True)
             link_or_copy(root / path, staging / path)
-        for folder in {(staging / path).parent for path in (*kept, *crcs)} | {staging}:
+        for folder in {(staging / path).parent for path in (*kept_paths, *crcs)} | {staging}:
             fsync_folder(folder)
         check_crcs(staging, crcs, stop, on_progress)
-        for path in kept:
-            one, other = root / path, staging / path
-            if not (one.samefile(other) or filecmp.cmp(one, other, shallow=False)):
+        for path in kept_paths:
+            original, copy = root / path, staging / path
+            if not (original.samefile(copy) or filecmp.cmp(original, copy, shallow=False)):
                 raise VerificationError.at(index.name, f"{path} would be lost", _DISK_OR_BUG)
     _replace(root, staging)
     return _moved(results)
@@ -273,16 +276,16 @@ def write_links(
     assert action.links_to is not None and action.successor is not None and action.ledger is not None
     check_on_disk(action.links_to, structure)
     linked = index_checkpoint(action.links_to.path)
-    made = plan_links(action, structure, full, linked, clone)
-    made = replace(made, out=full.root, report=replace(made.report, out=full.name))
-    with _writing(made.indexes, full.root, made.plan, stop, clone, on_progress) as (staging, results, crcs):
-        readme = card(made.report, __version__, made.format, made.target.stage, FRAMEWORKS[made.framework]).encode()
-        write_durably(staging / MANIFEST, manifest_of_links(made, action.ledger, results, readme, now()))
+    merge = plan_links(action, structure, full, linked, clone)
+    merge = replace(merge, out=full.root, report=replace(merge.report, out=full.name))
+    with _writing(merge.indexes, full.root, merge.plan, stop, clone, on_progress) as (staging, results, crcs):
+        readme = card(merge.report, __version__, merge.format, merge.target.stage, FRAMEWORKS[merge.framework]).encode()
+        write_durably(staging / MANIFEST, manifest_of_links(merge, action.ledger, results, readme, now()))
         write_durably(staging / CARD, readme)
         for folder, _, _ in os.walk(staging):
             fsync_folder(Path(folder))
         check_crcs(staging, crcs, stop, on_progress)
-        check_written(made, staging)
+        check_written(merge, staging)
         check_on_disk(replace(action.successor, path=staging), structure)
     _replace(full.root, staging)
     return _moved(results)
@@ -364,12 +367,12 @@ def _remove_full(plan: ThinPlan, action: PruneAction, successor: RunCheckpoint, 
 
 def check_on_disk(promised: RunCheckpoint, structure: ModelStructure) -> None:
     """Raise VerificationError if a checkpoint on disk is not the one that the decision assumed."""
-    found = describe_checkpoint(index_checkpoint(promised.path), structure)
+    on_disk = describe_checkpoint(index_checkpoint(promised.path), structure)
     is_same = all(
-        (found.step_of(part), found.master_step_of(part)) == (promised.step_of(part), promised.master_step_of(part))
+        (on_disk.step_of(part), on_disk.master_step_of(part)) == (promised.step_of(part), promised.master_step_of(part))
         for part in structure.parts
     )
-    if found != promised or found.past != promised.past or not is_same:
+    if on_disk != promised or on_disk.past != promised.past or not is_same:
         raise VerificationError.at(promised.path, "it does not hold the parts that were decided on", BUG)
 
 

@@ -55,8 +55,8 @@ def read_losses(root: Path) -> dict[int, float]:
 def ledger_of_links(index: CheckpointIndex) -> Ledger | None:
     """Return the ledger of a checkpoint with links that ``thin`` has made; None for another one."""
     where = PathIn(index.name, MANIFEST)
-    found = read_json(index.root / MANIFEST, where).get(LEDGER) if MANIFEST in index.files else None
-    return None if found is None else Ledger.from_json(found, where)
+    content = read_json(index.root / MANIFEST, where).get(LEDGER) if MANIFEST in index.files else None
+    return None if content is None else Ledger.from_json(content, where)
 
 
 def plan_links(
@@ -66,13 +66,13 @@ def plan_links(
 
     ``linked`` is what it links to, now or when that one has links, too. Only the places in its files differ.
     """
-    own, other, ledger = action.checkpoint, action.links_to, action.ledger
-    assert other is not None and ledger is not None
+    own, linked_to, ledger = action.checkpoint, action.links_to, action.ledger
+    assert linked_to is not None and ledger is not None
     old = ledger.held_by.keys() - {*action.parts, *action.masters}
-    source_of = {part.whole: other if part.whole in old else own for part in structure.parts}
+    source_of = {part.whole: linked_to if part.whole in old else own for part in structure.parts}
     title = f"step {own.step}, thinned out"
-    reasons = {part: "newest" if source_of[part] is own else f"as in {other.name}" for part in source_of}
-    recipe = Recipe.of(Assignment(own, source_of, reasons, title, dict.fromkeys(action.masters, other)), title)
+    reasons = {part: "newest" if source_of[part] is own else f"as in {linked_to.name}" for part in source_of}
+    recipe = Recipe.of(Assignment(own, source_of, reasons, title, dict.fromkeys(action.masters, linked_to)), title)
     return plan_merge(
         recipe,
         staged(full.root, FolderKind.THINNING),
@@ -204,9 +204,10 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
         _check_reference(scan)
 
     @cache
-    def facts_of(one: RunCheckpoint) -> FullFacts:
-        facts = read_facts(indexes[one.path], structure, folder.at(one.step), indexes, options)
-        return replace(facts, obstacle=f"{newest.name} names it as the best model") if one.name == best else facts
+    def facts_of(checkpoint: RunCheckpoint) -> FullFacts:
+        facts = read_facts(indexes[checkpoint.path], structure, folder.at(checkpoint.step), indexes, options)
+        is_best = checkpoint.name == best
+        return replace(facts, obstacle=f"{newest.name} names it as the best model") if is_best else facts
 
     pruner = Pruner(
         checkpoints=scan.usable,
@@ -216,10 +217,10 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
         chooser=chooser,
         reference=options.reference,
         thinned=[
-            (replace(one, ledger=ledger), read_losses(one.path))
-            for one in scan.usable
-            if (one.is_thinned if not options.reference else not one.is_partial)
-            and (ledger := one.ledger or ledger_of_links(indexes[one.path]))
+            (replace(checkpoint, ledger=ledger), read_losses(checkpoint.path))
+            for checkpoint in scan.usable
+            if (checkpoint.is_thinned if not options.reference else not checkpoint.is_partial)
+            and (ledger := checkpoint.ledger or ledger_of_links(indexes[checkpoint.path]))
         ],
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
@@ -232,17 +233,17 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
     actions = _measure(pruner.decide(), scan, chooser, precision)
     left = folder.left_by_thin()
     freed = sum(action.freed for action in actions) + freed_bytes(path for folder in left for path in files_in(folder))
-    rest = list(scan.usable)
+    remaining = list(scan.usable)
     for action in actions:
-        rest = action.applied_to(rest)
+        remaining = action.applied_to(remaining)
     every = scan.structure.parts
-    before, after = (tuple(composable_steps(there, every)) for there in (scan.usable, rest))
-    ages = compare_ages(scan.usable, rest, after, every)
+    before, after = (tuple(composable_steps(there, every)) for there in (scan.usable, remaining))
+    ages = compare_ages(scan.usable, remaining, after, every)
     return ThinPlan(options, scan, actions, before, tuple(left), freed, ages)
 
 
 def _check_reference(scan: Scan) -> None:
-    full = [one for one in scan.usable if not one.is_partial]
+    full = [checkpoint for checkpoint in scan.usable if not checkpoint.is_partial]
     if full and not has_linkable_files(newest := scan.indexes[full[-1].path]):
         what = f"{newest.name} is {newest.format}: only FSDP's and DCP's sharded checkpoints have files to link to"
         fix = "leave it out; merge --run then composes a step when it is needed"
@@ -254,16 +255,16 @@ def _measure(
 ) -> tuple[PruneAction, ...]:
     """Lay out each partial checkpoint to write, so that its size is known to the byte."""
     frozen: dict[str, tuple[Path, int]] = {}
-    for one in scan.partial:  # oldest first
-        for fact in read_manifest(one.path, one.name).bundles:
-            frozen[fact.path] = (one.path, fact.num_bytes)
+    for save in scan.partial:  # oldest first
+        for fact in read_manifest(save.path, save.name).bundles:
+            frozen[fact.path] = (save.path, fact.num_bytes)
     measured = []
     for action in actions:
         index = scan.indexes[action.checkpoint.path]
         conversion, freed = None, 0
         if action.becomes == WEIGHTS:
-            kept = {*kept_files(index)}
-            lost = (index.root / path for path in index.files if path not in kept)
+            stays = {*kept_files(index)}
+            lost = (index.root / path for path in index.files if path not in stays)
             freed = freed_bytes(lost) - plan_weights(index).num_bytes
         elif action.becomes in (PARTIAL, LINKED):
             freed = freed_bytes(files_in(index.root))

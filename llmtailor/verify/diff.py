@@ -81,8 +81,8 @@ def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStr
         for difference in _fields(path, _trees(a, path), _trees(b, path)):
             yield replace(difference, matters=not is_of_rank)
     for key in sorted({*a.train.others, *b.train.others}):
-        one, two = (dict(_leaves_of(index, key)) if key in index.train.others else None for index in (a, b))
-        yield from _fields(key, one, two)
+        leaves_a, leaves_b = (dict(_leaves_of(index, key)) if key in index.train.others else None for index in (a, b))
+        yield from _fields(key, leaves_a, leaves_b)
     yield from _fields(TRAINER_STATE, _trees(a, TRAINER_STATE), _trees(b, TRAINER_STATE))
     for path in sorted(path for path in {*a.files, *b.files} if _is_beside(path)):
         yield from _file(path, a, b)
@@ -90,39 +90,40 @@ def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStr
 
 def _facts(a: CheckpointIndex, b: CheckpointIndex, facts: Sequence[str], *, matters: bool) -> Iterator[StateDiff]:
     for fact in facts:
-        one, two = attrgetter(fact)(a), attrgetter(fact)(b)
-        if one != two:
-            yield StateDiff(fact.rpartition(".")[2].replace("_", " "), str(one), str(two), matters=matters)
+        value_a, value_b = attrgetter(fact)(a), attrgetter(fact)(b)
+        if value_a != value_b:
+            yield StateDiff(fact.rpartition(".")[2].replace("_", " "), str(value_a), str(value_b), matters=matters)
 
 
 def _params(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[StateDiff]:
-    for one, two, left, right in ((a, b, "here", _ABSENT), (b, a, _ABSENT, "here")):
-        if names := [name for name in one.params if name not in two.params]:
+    for having, lacking, left, right in ((a, b, "here", _ABSENT), (b, a, _ABSENT, "here")):
+        if names := [name for name in having.params if name not in lacking.params]:
             yield StateDiff(f"{len(names)} params of {_parts_of(names, structure)}", left, right)
     for name, param in a.params.items():
-        other = b.params.get(name)
-        if other and (param.shape, param.role) != (other.shape, other.role):
-            yield StateDiff(name, f"{param.role} {list(param.shape)}", f"{other.role} {list(other.shape)}")
+        param_b = b.params.get(name)
+        if param_b and (param.shape, param.role) != (param_b.shape, param_b.role):
+            yield StateDiff(name, f"{param.role} {list(param.shape)}", f"{param_b.role} {list(param_b.shape)}")
 
 
 def _held(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[StateDiff]:
     """Yield the kinds of states that only one of them holds, other shapes, and dtypes."""
     kinds = dict.fromkeys(state.kind for index in (a, b) for state in index.held)
     for kind in kinds:
-        one, two = (
-            {state for state, held in index.held.items() if state.kind == kind and held.is_here} for index in (a, b)
+        states_a, states_b = (
+            {state for state, entry in index.held.items() if state.kind == kind and entry.is_here} for index in (a, b)
         )
-        known = (a.params.keys() & b.params.keys()) | {state.param for state in one ^ two if state.kind == WEIGHT}
-        for lacking, left, right, index in ((one - two, "here", _ABSENT, b), (two - one, _ABSENT, "here", a)):
+        only_a, only_b = states_a - states_b, states_b - states_a
+        known = (a.params.keys() & b.params.keys()) | {state.param for state in only_a | only_b if kind == WEIGHT}
+        for lacking, left, right, index in ((only_a, "here", _ABSENT, b), (only_b, _ABSENT, "here", a)):
             for matters in (True, False):
                 names = [state.param for state in lacking if state.param in known]
                 if names := [name for name in names if _is_made(index, kind, name) != matters]:
                     yield StateDiff(f"{kind} of {_parts_of(names, structure)}", left, right, matters)
-        for state in sorted(one & two):
+        for state in sorted(states_a & states_b):
             shapes = a.held[state].shape, b.held[state].shape
             if shapes[0] != shapes[1] and state.param not in a.params and kind != BUFFER:
                 yield StateDiff(f"{kind} {state.param}", str(list(shapes[0])), str(list(shapes[1])))
-        for left, right in sorted({(a.held[state].dtype, b.held[state].dtype) for state in one & two}):
+        for left, right in sorted({(a.held[state].dtype, b.held[state].dtype) for state in states_a & states_b}):
             if left != right:
                 yield StateDiff(f"dtype of {kind}", left, right, matters=False)
 
@@ -131,24 +132,25 @@ def _is_made(index: CheckpointIndex, kind: str, name: str) -> bool:
     """Whether a checkpoint needs no such state of a param: weights are made of masters, or are the masters."""
     if kind == MASTER:
         return index.form.weights_are_states
-    originals = (index.held.get(State(name, other)) for other in (MASTER, FROZEN, BUFFER))
-    return kind == WEIGHT and any(held is not None and held.is_here for held in originals)
+    originals = (index.held.get(State(name, source_kind)) for source_kind in (MASTER, FROZEN, BUFFER))
+    return kind == WEIGHT and any(entry is not None and entry.is_here for entry in originals)
 
 
 def _optimizer(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[StateDiff]:
     """Yield the steps of Adam and the hyperparameters that differ, each with the parts concerned."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    names_of: dict[tuple[str, str, str], list[str]] = {}
     steps_a, steps_b = a.steps(), b.steps()
     for name in (name for name in steps_a if name in steps_b):
         if steps_a[name] != steps_b[name]:
-            found.setdefault(("Adam step", f"{steps_a[name]:g}", f"{steps_b[name]:g}"), []).append(name)
+            names_of.setdefault(("Adam step", f"{steps_a[name]:g}", f"{steps_b[name]:g}"), []).append(name)
     hyper_a, hyper_b = _hyper(a), _hyper(b)
     for name in (name for name in hyper_a if name in hyper_b):
-        one, two = hyper_a[name], hyper_b[name]
-        for key in sorted(one.keys() & two.keys()):
-            if _plain(one[key]) != _plain(two[key]):
-                found.setdefault((key, str(one[key])[:_SHOWN], str(two[key])[:_SHOWN]), []).append(name)
-    for (what, left, right), names in found.items():
+        options_a, options_b = hyper_a[name], hyper_b[name]
+        for key in sorted(options_a.keys() & options_b.keys()):
+            if _plain(options_a[key]) != _plain(options_b[key]):
+                shown = (str(options[key])[:_SHOWN] for options in (options_a, options_b))
+                names_of.setdefault((key, next(shown), next(shown)), []).append(name)
+    for (what, left, right), names in names_of.items():
         whose = "" if len(names) == len(steps_a) else f" of {_parts_of(names, structure)}"
         yield StateDiff(f"{what}{whose}", left, right)
 
@@ -171,20 +173,21 @@ def _trees(index: CheckpointIndex, path: str) -> dict[str, str] | None:
     return None if tree is None else dict(_leaves(index.root, index.name, tree))
 
 
-def _fields(path: str, one: dict[str, str] | None, two: dict[str, str] | None) -> Iterator[StateDiff]:
-    if one is None or two is None:
-        if one != two:
-            yield StateDiff(path, _ABSENT if one is None else "here", _ABSENT if two is None else "here")
+def _fields(path: str, values_a: dict[str, str] | None, values_b: dict[str, str] | None) -> Iterator[StateDiff]:
+    if values_a is None or values_b is None:
+        if values_a != values_b:
+            yield StateDiff(path, _ABSENT if values_a is None else "here", _ABSENT if values_b is None else "here")
         return
-    wrong = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
+    wrong = sorted(key for key in values_a.keys() | values_b.keys() if values_a.get(key) != values_b.get(key))
     # of a list that has grown, such as the log, the number of values is enough
     for top in sorted({key.split(".")[0] for key in wrong}):
         keys = [key for key in wrong if key.split(".")[0] == top]
         if len(keys) == 1:
-            left, right = (found.get(keys[0], _ABSENT)[:_SHOWN] for found in (one, two))
+            left, right = (values.get(keys[0], _ABSENT)[:_SHOWN] for values in (values_a, values_b))
             yield StateDiff(f"{path}: {keys[0]}", left, right)
         else:
-            left, right = (f"{sum(key.split('.')[0] == top for key in found)} values" for found in (one, two))
+            counts = (sum(key.split(".")[0] == top for key in values) for values in (values_a, values_b))
+            left, right = (f"{count} values" for count in counts)
             yield StateDiff(f"{path}: {top}, {len(keys)} values", left, right)
 
 
@@ -220,16 +223,16 @@ def _leaves_of(index: CheckpointIndex, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _digest(root: Path, name: str, content: Iterable[Segment]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for piece in content:
         if isinstance(piece, Copy):
             extent = piece.extent
             with open_source(root / extent.path, PathIn(name, extent.path)) as file:
                 for start in range(extent.start, extent.stop, _CHUNK_BYTES):
-                    found.update(file.read(start, min(start + _CHUNK_BYTES, extent.stop)))
+                    digest.update(file.read(start, min(start + _CHUNK_BYTES, extent.stop)))
         else:
-            found.update(piece.data if isinstance(piece, Bytes) else bytes(piece.num_bytes))
-    return found.hexdigest()[:12]
+            digest.update(piece.data if isinstance(piece, Bytes) else bytes(piece.num_bytes))
+    return digest.hexdigest()[:12]
 
 
 def _is_beside(path: str) -> bool:
@@ -237,14 +240,14 @@ def _is_beside(path: str) -> bool:
 
 
 def _file(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[StateDiff]:
-    one, two = (
+    digest_a, digest_b = (
         hashlib.sha256(read_source(index.root / path, PathIn(index.name, path), _MAX_BYTES)).hexdigest()[:12]
         if path in index.files
         else _ABSENT
         for index in (a, b)
     )
-    if one != two:
-        yield StateDiff(path, one, two)
+    if digest_a != digest_b:
+        yield StateDiff(path, digest_a, digest_b)
 
 
 def _plain(value: Any) -> Any:
@@ -309,16 +312,16 @@ def compare(a: memoryview, dtype_a: str, b: memoryview, dtype_b: str) -> Change:
     of other dtypes are only compared for equality, and must have the same dtype.
     """
     dtype = min(dtype_a, dtype_b, key=lambda dtype: ITEMSIZE[dtype])
-    found = Change()
+    change = Change()
     numel = len(a) // ITEMSIZE[dtype_a]
     for begin in range(0, numel, BLOCK_ELEMENTS):
         end = min(begin + BLOCK_ELEMENTS, numel)
         blocks = (
             (data[begin * ITEMSIZE[own] : end * ITEMSIZE[own]], own) for data, own in ((a, dtype_a), (b, dtype_b))
         )
-        one, two = (block if own == dtype else cast(block, own, dtype) for block, own in blocks)
-        found += _compare_block(one, two, dtype)
-    return found
+        block_a, block_b = (block if own == dtype else cast(block, own, dtype) for block, own in blocks)
+        change += _compare_block(block_a, block_b, dtype)
+    return change
 
 
 def _compare_block(a: memoryview | bytes, b: memoryview | bytes, dtype: str) -> Change:
@@ -328,27 +331,27 @@ def _compare_block(a: memoryview | bytes, b: memoryview | bytes, dtype: str) -> 
     if dtype not in FLOATING:
         return Change(len(bits_a), changed)
     with np.errstate(invalid="ignore", over="ignore"):
-        one = widen(a, dtype).astype("<f8")
-        two = one if is_equal else widen(b, dtype).astype("<f8")
-        of_a = _dot(one, one)
-        of_b = of_a if is_equal else _dot(two, two)
+        values_a = widen(a, dtype).astype("<f8")
+        values_b = values_a if is_equal else widen(b, dtype).astype("<f8")
+        of_a = _dot(values_a, values_a)
+        of_b = of_a if is_equal else _dot(values_b, values_b)
     not_finite = 0
     if not math.isfinite(of_a + of_b):
-        finite = np.isfinite(one) & np.isfinite(two)
+        finite = np.isfinite(values_a) & np.isfinite(values_b)
         not_finite = len(finite) - int(np.count_nonzero(finite))
-        one, two = one[finite], two[finite]
-        of_a, of_b = _dot(one, one), _dot(two, two)
+        values_a, values_b = values_a[finite], values_b[finite]
+        of_a, of_b = _dot(values_a, values_a), _dot(values_b, values_b)
     if is_equal:
         return Change(len(bits_a), 0, not_finite, 0.0, of_a, of_b, 0.0, of_a)
-    difference = two - one
+    difference = values_b - values_a
     largest = float(np.abs(difference).max()) if len(difference) else 0.0
-    of_difference, product = _dot(difference, difference), _dot(one, two)
+    of_difference, product = _dot(difference, difference), _dot(values_a, values_b)
     return Change(len(bits_a), changed, not_finite, largest, of_a, of_b, of_difference, product)
 
 
-def _dot(one: npt.NDArray[np.float64], two: npt.NDArray[np.float64]) -> float:
+def _dot(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
     """Return the sum of products. Unlike BLAS, it does not depend on the number of threads."""
-    return float(np.einsum("i,i->", one, two))
+    return float(np.einsum("i,i->", a, b))
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +387,8 @@ class Diff:
     @property
     def is_equal(self) -> bool:
         """Whether a training continues from B exactly as from A, as far as the `chosen` kinds show"""
-        return not any(one.matters for one in self.training) and not any(one.change.changed for one in self.states)
+        is_changed = any(state.change.changed for state in self.states)
+        return not is_changed and not any(difference.matters for difference in self.training)
 
     @property
     def kinds(self) -> list[str]:
@@ -397,17 +401,17 @@ class Diff:
 
 def kinds_of(states: Iterable[Compared]) -> list[str]:
     """Return the kinds of some states: the usual ones, then others."""
-    found = {one.state.kind for one in states}
-    return [*(kind for kind in KINDS if kind in found), *sorted(found - {*KINDS})]
+    kinds = {compared.state.kind for compared in states}
+    return [*(kind for kind in KINDS if kind in kinds), *sorted(kinds - {*KINDS})]
 
 
 def sums_by(label: Callable[[Compared], str], states: Iterable[Compared]) -> dict[str, dict[str, Change]]:
     """Return label -> kind -> the change of all states of that label and kind."""
-    found: dict[str, dict[str, Change]] = {}
-    for one in states:
-        of_label = found.setdefault(label(one), {})
-        of_label[one.state.kind] = of_label.get(one.state.kind, Change()) + one.change
-    return found
+    changes: dict[str, dict[str, Change]] = {}
+    for compared in states:
+        of_label = changes.setdefault(label(compared), {})
+        of_label[compared.state.kind] = of_label.get(compared.state.kind, Change()) + compared.change
+    return changes
 
 
 def diff(
@@ -437,10 +441,10 @@ def diff_indexes(
     if not common:
         what = f"{a.name} and {b.name} have no state in common"
         raise MismatchError.at(b.name, what, "compare checkpoints of the same model")
-    held = list(dict.fromkeys(state.kind for state in common))
-    if unknown := [kind for kind in kinds if kind not in held]:
+    known_kinds = list(dict.fromkeys(state.kind for state in common))
+    if unknown := [kind for kind in kinds if kind not in known_kinds]:
         raise UsageError(
-            Problem("--kind", f"not in both checkpoints: {kind!r}", nearest(kind, held)) for kind in unknown
+            Problem("--kind", f"not in both checkpoints: {kind!r}", nearest(kind, known_kinds)) for kind in unknown
         )
     states = [state for state in common if not kinds or state.kind in kinds]
     part_steps: dict[str, tuple[int, int]] = {part: (a.step_of(part), b.step_of(part)) for part in structure.parts}
@@ -489,30 +493,31 @@ def _compare_states(
     units: list[_Unit],
     on_progress: Callable[[int], None],
 ) -> tuple[Compared, ...]:
-    found = _compare_all(a, b, units, on_progress)
+    changes = _compare_all(a, b, units, on_progress)
     order = {part: number for number, part in enumerate(structure.parts)}
-    compared = [_compared(State(unit.name, unit.state.kind), structure, found[unit]) for unit in units]
-    return tuple(sorted(compared, key=lambda one: order[one.part]))
+    compared = [_compared(State(unit.name, unit.state.kind), structure, changes[unit]) for unit in units]
+    return tuple(sorted(compared, key=lambda result: order[result.part]))
 
 
 def _structure_of_both(a: CheckpointIndex, b: CheckpointIndex) -> ModelStructure:
     """Return the parts of A's model, with what only B has."""
-    one, two = find_structure(a), find_structure(b)
-    parts = (*one.parts, *(part for part in two.parts if part not in one.parts))
-    return ModelStructure({**two.part_of, **one.part_of}, parts, one.num_layers, one.tied)
+    structure_a, structure_b = find_structure(a), find_structure(b)
+    parts = (*structure_a.parts, *(part for part in structure_b.parts if part not in structure_a.parts))
+    part_of = {**structure_b.part_of, **structure_a.part_of}
+    return ModelStructure(part_of, parts, structure_a.num_layers, structure_a.tied)
 
 
 def _common(a: CheckpointIndex, b: CheckpointIndex) -> Iterator[State]:
     """Yield the states that both hold. Without DeepSpeed, masters are the weights and not listed again."""
     left_out = {MASTER, FROZEN, BUFFER} if a.form.weights_are_states and b.form.weights_are_states else set[str]()
-    for state, one in a.held.items():
-        two = b.held.get(state)
-        if two is None or not (one.is_here and two.is_here) or state.kind in left_out:
+    for state, entry_a in a.held.items():
+        entry_b = b.held.get(state)
+        if entry_b is None or not (entry_a.is_here and entry_b.is_here) or state.kind in left_out:
             continue
-        if one.numel and two.numel and not common(one.runs, two.runs):  # other experts of a fused param
+        if entry_a.numel and entry_b.numel and not common(entry_a.runs, entry_b.runs):  # other experts of a fused param
             continue
-        is_alike = one.dtype == two.dtype or {one.dtype, two.dtype} <= FLOATING
-        if is_alike and (one.shape == two.shape or one.numel == two.numel or state.kind == BUFFER):
+        is_alike = entry_a.dtype == entry_b.dtype or {entry_a.dtype, entry_b.dtype} <= FLOATING
+        if is_alike and (entry_a.shape == entry_b.shape or entry_a.numel == entry_b.numel or state.kind == BUFFER):
             yield state
 
 
@@ -546,29 +551,29 @@ def _compare_all(
         for low, high in (both if unit.runs is None else common(both, unit.runs))
         for begin in range(low, high, CHUNK_ELEMENTS)
     )
-    found = dict.fromkeys(units, Change())
+    changes = dict.fromkeys(units, Change())
     with stoppable() as stop:
         for unit, change in run_all(jobs, num_workers(), stop):
-            found[unit] += change
-    return found
+            changes[unit] += change
+    return changes
 
 
-def to_json(found: Diff, label: Callable[[Compared], str]) -> dict[str, object]:
+def to_json(result: Diff, label: Callable[[Compared], str]) -> dict[str, object]:
     """Return the result as a `document`; ``label`` returns the group of a state. Infinite numbers are null."""
     content = {
-        "a": found.a,
-        "b": found.b,
-        "steps": found.steps,
-        "is_equal": found.is_equal,
-        "kinds": found.kinds,
-        "training": found.training,
+        "a": result.a,
+        "b": result.b,
+        "steps": result.steps,
+        "is_equal": result.is_equal,
+        "kinds": result.kinds,
+        "training": result.training,
         "states": [
             {"label": name, "kind": kind, **_numbers(change)}
-            for name, kinds in found.by(label).items()
+            for name, kinds in result.by(label).items()
             for kind, change in kinds.items()
         ],
-        "part_steps": found.part_steps,
-        "master_steps": found.master_steps,
+        "part_steps": result.part_steps,
+        "master_steps": result.master_steps,
     }
     return document("diff/1", content)
 

@@ -102,14 +102,14 @@ def describe(index: CheckpointIndex) -> Inspection:
     structure = split_parts(find_structure(index), index)
     steps, pieces_of = index.steps(), structure.pieces_of
     by_kind: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for state, held in index.held.items():
-        if not held.is_here or (index.form.weights_are_states and state.kind in (MASTER, FROZEN, BUFFER)):
+    for state, entry in index.held.items():
+        if not entry.is_here or (index.form.weights_are_states and state.kind in (MASTER, FROZEN, BUFFER)):
             continue  # without DeepSpeed these are the same bytes as the weight
         if state.param not in pieces_of:
-            by_kind[structure.part_of[state.param]][state.kind] += held.num_bytes
+            by_kind[structure.part_of[state.param]][state.kind] += entry.num_bytes
         for name in pieces_of.get(state.param, ()):
-            own = count(common(((structure.pieces[name].begin, structure.pieces[name].end),), held.runs))
-            by_kind[structure.part_of[name]][state.kind] += size_of(held.stored_as, own)
+            own = count(common(((structure.pieces[name].begin, structure.pieces[name].end),), entry.runs))
+            by_kind[structure.part_of[name]][state.kind] += size_of(entry.stored_as, own)
     for name, differing in index.partial.differences.items():
         by_kind[structure.part_of[name]][MASTER] += differing.entry.num_bytes
     absent = absent_parts(index, structure)
@@ -127,7 +127,7 @@ def describe(index: CheckpointIndex) -> Inspection:
         "client": index.framework,
         "tag": index.zero.tag,
         "precision": index.precision,
-        "weights_dtype": sorted({held.dtype for state, held in index.held.items() if state.kind == WEIGHT}),
+        "weights_dtype": sorted({entry.dtype for state, entry in index.held.items() if state.kind == WEIGHT}),
         "optimizer": name_of(index),
         "optimizer_states": {name: kind.value for name, kind in sorted(schema_of(index).items())},
         "num_layers": structure.num_layers,

@@ -70,13 +70,14 @@ def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[
         if have != written:
             text = f"{what} was {_number(written)} when written, and is now {_number(have)}"
             yield Finding(where, text, _COPY_AGAIN, Code.MANIFEST, ERROR)
-    others = [path for path in index.files if path.endswith(".safetensors") and path not in manifest.files]
+    new_weight_files = [path for path in index.files if path.endswith(".safetensors") and path not in manifest.files]
     for path, (num_bytes, _) in manifest.files.items():
         place, fact = PathIn(index.name, path), index.files.get(path)
         severity, fix = (ERROR, _COPY_AGAIN) if is_resumed_from(path, index) else (WARNING, ON_PURPOSE)
         is_same = fact is not None and fact.num_bytes == num_bytes
-        if others and is_weight_file(path) and not is_same and index.has_weight_files:  # an index has all weights
-            what = f"the weights are no longer in the files that were written, but in {some(others)}"
+        is_replaced = new_weight_files and index.has_weight_files  # an index has all weights
+        if is_replaced and is_weight_file(path) and not is_same:
+            what = f"the weights are no longer in the files that were written, but in {some(new_weight_files)}"
             yield Finding(place, what, ON_PURPOSE, Code.MANIFEST, WARNING)
         elif fact is None:
             yield Finding(place, "the file was written but is now missing", fix, Code.FILE_MISSING, severity)
@@ -92,12 +93,12 @@ def _number(value: float) -> str:
 def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
     """Report moments that a resume casts. DeepSpeed keeps moments in fp32 unless configured to save space."""
     cast: dict[tuple[str, str, str], list[str]] = {}
-    for state, held in index.held.items():
+    for state, entry in index.held.items():
         master = index.held.get(State(state.param, MASTER))
-        if state.kind not in ADAM_KINDS or master is None or held.live_dtype == master.dtype:
+        if state.kind not in ADAM_KINDS or master is None or entry.live_dtype == master.dtype:
             continue
-        if not index.form.has_masters or ITEMSIZE[held.dtype] < ITEMSIZE[master.dtype]:
-            cast.setdefault((state.kind, held.dtype, master.dtype), []).append(state.param)
+        if not index.form.has_masters or ITEMSIZE[entry.dtype] < ITEMSIZE[master.dtype]:
+            cast.setdefault((state.kind, entry.dtype, master.dtype), []).append(state.param)
     for (kind, dtype, wanted), params in cast.items():
         what = f"{kind} of {some(params)} is {dtype}, but the param is trained in {wanted}; a resume casts it"
         fix = "use a checkpoint that was not rounded, if there is one"
@@ -118,11 +119,13 @@ def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
 
 def _weights(index: CheckpointIndex) -> Iterator[Finding]:
     """Compare the weights with the params; without DeepSpeed they are masters: see `formats.param_names`."""
-    weights = {state.param: held for state, held in index.held.items() if state.kind == WEIGHT}
+    weights = {state.param: entry for state, entry in index.held.items() if state.kind == WEIGHT}
     if not index.form.has_masters or not weights:
         return
     lacking = {name: param.numel for name, param in index.params.items() if name not in weights and param.numel}
-    extra = {name: held.numel for name, held in weights.items() if name not in index.params and name not in index.tied}
+    extra = {
+        name: entry.numel for name, entry in weights.items() if name not in index.params and name not in index.tied
+    }
     # transformers saves some models under other names than they have in memory, in other pieces
     if sum(lacking.values()) != sum(extra.values()):
         if lacking:
@@ -132,20 +135,20 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
             what = f"the weights hold {some(extra)}, which the shards do not have"
             yield Finding(index.name, what, _OTHER_MODEL, Code.WEIGHTS_UNKNOWN, WARNING)
     shapes = [
-        f"{name} {list(held.shape)} instead of {list(index.params[name].shape)}"
-        for name, held in weights.items()
-        if name in index.params and held.shape != index.params[name].shape
+        f"{name} {list(entry.shape)} instead of {list(index.params[name].shape)}"
+        for name, entry in weights.items()
+        if name in index.params and entry.shape != index.params[name].shape
     ]
     if shapes:
         what = f"the weights have other shapes than the params: {some(shapes)}"
         yield Finding(index.name, what, _OTHER_MODEL, Code.WEIGHTS_SHAPE, WARNING)
-    other = {
-        held.dtype
-        for name, held in weights.items()
-        if name in index.params and index.params[name].role == "trainable" and held.dtype != index.precision
+    other_dtypes = {
+        entry.dtype
+        for name, entry in weights.items()
+        if name in index.params and index.params[name].role == "trainable" and entry.dtype != index.precision
     }
-    if other:
-        what = f"the weights are {', '.join(sorted(other))}, but the run trained in {index.precision}"
+    if other_dtypes:
+        what = f"the weights are {', '.join(sorted(other_dtypes))}, but the run trained in {index.precision}"
         yield Finding(index.name, what, _NOT_READ, Code.WEIGHTS_DTYPE, NOTE)
 
 
@@ -158,8 +161,8 @@ def _config(index: CheckpointIndex) -> Iterator[Finding]:
 
 def elements_in(index: CheckpointIndex, is_meant: Callable[[Extent], bool]) -> Iterator[Elements]:
     """Yield the elements of states in chosen byte ranges."""
-    for state, held in index.all_held().items():
-        for fragment in chain.from_iterable(held.place.cover(*run) for run in held.runs):
+    for state, entry in index.all_held().items():
+        for fragment in chain.from_iterable(entry.place.cover(*run) for run in entry.runs):
             if is_meant(fragment.extent):
                 yield state, (fragment.begin, fragment.end)
 
@@ -171,10 +174,10 @@ def lost_elements(index: CheckpointIndex, paths: Collection[str]) -> Iterator[El
 
 def join(runs: Iterable[Elements]) -> Spans:
     """Return the elements of each state as one set."""
-    found: dict[State, list[tuple[int, int]]] = {}
+    spans_of: dict[State, list[tuple[int, int]]] = {}
     for state, run in runs:
-        found.setdefault(state, []).append(run)
-    return {state: union(tuple(spans)) for state, spans in found.items()}
+        spans_of.setdefault(state, []).append(run)
+    return {state: union(tuple(spans)) for state, spans in spans_of.items()}
 
 
 def held_of(index: CheckpointIndex, state: State) -> TensorEntry:

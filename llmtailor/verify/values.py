@@ -87,11 +87,11 @@ def find_bad_values(
     for (kind, problem), states in together.items():
         count = sum(bad_values[state, problem].count for state in states)
         first, _ = min(bad_values[states[0], problem].runs)
-        held = held_of(index, states[0])
+        entry = held_of(index, states[0])
         total = sum(held_of(index, state).numel for state in states)
         tensors = f"in {len(states)} tensors, the first" if len(states) > 1 else "the first"
-        where = PathIn(index.name, next(iter(held.place.cover(first, first + 1))).extent.path)
-        at = f"{count:,} of {total:,} elements, {tensors} at {_coordinates(first, held.shape)} of {states[0].param}"
+        where = PathIn(index.name, next(iter(entry.place.cover(first, first + 1))).extent.path)
+        at = f"{count:,} of {total:,} elements, {tensors} at {_coordinates(first, entry.shape)} of {states[0].param}"
         on_purpose = problem == DIFFERS and is_split and kind == WEIGHT
         what, fix, code, severity = _SAID[SPLIT if on_purpose else problem]
         name = f"{_CALLED.get(kind, kind)} of {some(state.param for state in states)}"
@@ -128,13 +128,13 @@ def damaged_elements(
     is_split: bool,
 ) -> Iterator[Elements]:
     """Yield the ranges of elements that can't be trusted; if two states contradict each other, those of both."""
-    pieces = {piece.name: (name, piece.begin) for name, found in saved_as.items() for piece in found}
-    for (state, problem), found in bad_values.items():
+    pieces = {piece.name: (name, piece.begin) for name, saved in saved_as.items() for piece in saved}
+    for (state, problem), bad in bad_values.items():
         if problem == DIFFERS and is_split and state.kind == WEIGHT:
             continue
         name, offset = pieces.get(state.param, (state.param, 0))
         name = index.tied.get(name, name)
-        for begin, end in found.runs:
+        for begin, end in bad.runs:
             yield state, (begin, end)
             if problem == DIFFERS:
                 kind = MASTER if index.params[name].role == "trainable" else FROZEN
@@ -142,11 +142,11 @@ def damaged_elements(
 
 
 def _coordinates(element: int, shape: tuple[int, ...]) -> str:
-    found = []
+    coordinates = []
     for extent in reversed(shape):
         element, inside = divmod(element, extent)
-        found.append(inside)
-    return str(list(reversed(found)))
+        coordinates.append(inside)
+    return str(list(reversed(coordinates)))
 
 
 def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
@@ -192,14 +192,14 @@ def differing(original: Bytes, dtype: str, copy: Bytes, copy_dtype: str, precisi
 
 
 def _blockwise(numel: int, check: Callable[[slice], Mask]) -> Mask | None:
-    found: Mask | None = None
+    whole_mask: Mask | None = None
     for start in range(0, numel, BLOCK_ELEMENTS):
         block = slice(start, min(start + BLOCK_ELEMENTS, numel))
-        mask = check(block)
-        if mask.any():
-            found = np.zeros(numel, np.bool_) if found is None else found
-            found[block] = mask
-    return found
+        block_mask = check(block)
+        if block_mask.any():
+            whole_mask = np.zeros(numel, np.bool_) if whole_mask is None else whole_mask
+            whole_mask[block] = block_mask
+    return whole_mask
 
 
 def bits_of(data: Bytes, dtype: str) -> npt.NDArray[Any]:
@@ -232,7 +232,7 @@ class StateBundle(NamedTuple):
     @property
     def runs(self) -> Runs:
         """The elements to read: all, or those that a partial checkpoint holds of every state"""
-        return next((one.held.runs for one in self.streams if not one.held.is_whole), ((0, self.numel),))
+        return next((stream.held.runs for stream in self.streams if not stream.held.is_whole), ((0, self.numel),))
 
 
 def bundle_states(
@@ -271,21 +271,22 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
     for name, stored in index.tied.items():
         names_of.setdefault(stored, []).append(name)
     moments: dict[str, list[Stream]] = {}
-    for state, held in index.held.items():
+    for state, entry in index.held.items():
         if state.kind not in _OF_THE_MODEL:
             checks = (NOT_FINITE, NEGATIVE) if state.kind in _NON_NEGATIVE else (NOT_FINITE,)
-            if held.shape == index.params[state.param].shape:
-                moments.setdefault(state.param, []).append(Stream(state, held, checks))
+            if entry.shape == index.params[state.param].shape:
+                moments.setdefault(state.param, []).append(Stream(state, entry, checks))
             else:  # not elementwise
-                yield StateBundle(held.numel, [Stream(state, held, checks)])
+                yield StateBundle(entry.numel, [Stream(state, entry, checks)])
     for param in index.params.values():
         streams = []
         kind = KIND_OF_ROLE[param.role]
         original = State(param.name, kind)
         if original in index.held and kind == BUFFER:
-            held = index.held[original]
+            entry = index.held[original]
             yield StateBundle(
-                held.numel if index.form.has_buffers_by_rank else param.numel, [Stream(original, held, (NOT_A_NUMBER,))]
+                entry.numel if index.form.has_buffers_by_rank else param.numel,
+                [Stream(original, entry, (NOT_A_NUMBER,))],
             )
         elif original in index.held:
             streams.append(Stream(original, index.held[original]))
@@ -293,9 +294,9 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
                 streams += _copies(index, name, saved_as.get(name) or (SavedAs(name, param.shape),))
         if kind != BUFFER:
             yield StateBundle(param.numel, [*streams, *moments.get(param.name, ())])
-    for state, held in index.held.items():
+    for state, entry in index.held.items():
         if state.kind == WEIGHT:  # of a buffer, or by another name than in memory
-            yield StateBundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
+            yield StateBundle(entry.numel, [Stream(state, entry, (NOT_A_NUMBER,))])
 
 
 def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) -> Iterator[Stream]:
@@ -390,9 +391,9 @@ class Reading:
         where = mask.nonzero()[0]
         if len(where):
             with self._lock:
-                found = self.bad_values.setdefault((state, problem), BadValues())
-                found.count += len(where)
-                found.runs.append((begin + int(where[0]), begin + int(where[-1]) + 1))
+                bad = self.bad_values.setdefault((state, problem), BadValues())
+                bad.count += len(where)
+                bad.runs.append((begin + int(where[0]), begin + int(where[-1]) + 1))
 
     def _read_stream(self, stream: Stream, begin: int, end: int, is_original: bool) -> tuple[memoryview, list[_Run]]:
         """Return elements ``begin``..``end``, and the runs of them, relative to ``begin``, that are lost (set to zero).
@@ -401,20 +402,20 @@ class Reading:
         """
         itemsize = ITEMSIZE[stream.held.dtype]
         view, lost = self._buffer(is_original, (end - begin) * itemsize), []
-        for have in arrange(stream.held.place, begin, end):
-            is_there = self._fill(view, have, begin, stream)
-            pieces: list[tuple[StoredRange | Grid, bool]] = [(have, is_there)]
-            if isinstance(have, Grid) and not is_there:  # maybe only one of its files can't be read
-                cover = stream.held.place.cover(have.begin, have.end)
-                pieces = [(one, self._fill(view, one, begin, stream)) for one in cover]
-            for one, is_read in pieces:
-                low, high = one.begin - begin, one.end - begin
+        for stored_range in arrange(stream.held.place, begin, end):
+            is_there = self._fill(view, stored_range, begin, stream)
+            pieces: list[tuple[StoredRange | Grid, bool]] = [(stored_range, is_there)]
+            if isinstance(stored_range, Grid) and not is_there:  # maybe only one of its files can't be read
+                cover = stream.held.place.cover(stored_range.begin, stored_range.end)
+                pieces = [(stored, self._fill(view, stored, begin, stream)) for stored in cover]
+            for stored, is_read in pieces:
+                low, high = stored.begin - begin, stored.end - begin
                 part = view[low * itemsize : high * itemsize]
                 if not is_read:
                     part[:] = bytes(len(part))
                     lost.append((low, high))
                 elif self.sum_states and not stream.is_again:
-                    self.by_state.add(stream.state, one.begin * itemsize, one.end * itemsize, crc32(part))
+                    self.by_state.add(stream.state, stored.begin * itemsize, stored.end * itemsize, crc32(part))
         if not stream.is_again:
             self.on_progress(len(view))
         return view, lost
@@ -502,7 +503,7 @@ def read_everything(
         with reading.files:
             reading.read([*bundle_states(index, saved_as, unreadable), *_bundle_copies(index)])
             jobs = [partial(_compare_sums, reading, path, stated) for path, stated in sorted(sums.items())]
-            wrong = [found for one in run_all(jobs, num_workers(), stop) for found in one]
+            wrong = [record for of_file in run_all(jobs, num_workers(), stop) for record in of_file]
     is_split, form = manifest is not None and manifest.is_split, index.form
     lost = join(lost_elements(index, unreadable.union(reading.unreadable)))
     damaged = [

@@ -128,7 +128,7 @@ class Verdict:
 def refused(path: Path, deep: bool, error: SourceError) -> Verdict:
     """Return the verdict on a folder that is not a usable checkpoint, or of a kind that can't be judged."""
     is_judged = not isinstance(error, UnsupportedCheckpoint)
-    findings = tuple(Finding.of(one, ERROR if is_judged else WARNING) for one in error.problems)
+    findings = tuple(Finding.of(problem, ERROR if is_judged else WARNING) for problem in error.problems)
     return Verdict(display_name(path), deep, findings, Damage(), None, is_judged=is_judged)
 
 
@@ -161,7 +161,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
 def to_text(verdict: Verdict) -> str:
     """Return the verdict in one line, followed by the findings, the most severe first."""
     counts = ", ".join(
-        counted(len(found), severity) for severity in SEVERITIES if (found := verdict.of_severity(severity))
+        counted(len(of_severity), severity) for severity in SEVERITIES if (of_severity := verdict.of_severity(severity))
     )
     lines = [f"{verdict.name}: {verdict.level}" + (f" ({counts})" if counts else "")]
     if (index := verdict.index) is not None:
@@ -288,10 +288,10 @@ def verify_surveyed(
             with _noting(findings, ERROR):  # its config.json may not define parts
                 structure = split_parts(find_structure(index), index)
                 absent = absent_parts(index, structure)
-                held = tuple(part for part in structure.parts if part not in absent)
+                held_parts = tuple(part for part in structure.parts if part not in absent)
                 lacking = tuple(part for part in structure.parts if part in absent)
                 no_masters = absent_parts(index, structure, MASTER)
-                holding = Holding(held, lacking, tuple(part for part in lacking if part not in no_masters))
+                holding = Holding(held_parts, lacking, tuple(part for part in lacking if part not in no_masters))
         else:
             findings += [*check_index(index), *(check_manifest(index, manifest) if manifest else ())]
             problems = Problems()
@@ -299,17 +299,17 @@ def verify_surveyed(
                 unreadable |= check_blobs(index.root, path, index.name, problems)
             reported = {(finding.path, finding.what) for finding in findings}
             more = [Finding.of(problem, ERROR) for error in problems.errors for problem in error.problems]
-            findings += [one for one in more if (one.path, one.what) not in reported]
+            findings += [finding for finding in more if (finding.path, finding.what) not in reported]
         if deep:
             from llmtailor.verify.values import read_everything  # numpy takes a while
 
-            found = read_everything(index, frozenset(unreadable), manifest, on_progress)
-            findings, values, states = [*findings, *found.findings], found.values, found.states
+            deep_result = read_everything(index, frozenset(unreadable), manifest, on_progress)
+            findings, values, states = [*findings, *deep_result.findings], deep_result.values, deep_result.states
         else:
             states = join(lost_elements(index, frozenset(unreadable)))
     in_the_way = {finding.path for finding in findings if finding.code is Code.NOT_A_FILE}
     # a file is not missing where a folder, pipe or the like has its name
-    findings = [one for one in findings if one.code not in _MISSING or one.path not in in_the_way]
+    findings = [finding for finding in findings if finding.code not in _MISSING or finding.path not in in_the_way]
     damage = Damage(_damaged_files(findings, root), states)
     verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index, is_or_may_be_partial(root), holding)
     logger.info("verified %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
