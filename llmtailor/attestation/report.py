@@ -25,32 +25,20 @@ class Cause:
 def find_cause(facts: Facts) -> Cause:
     """Return the likeliest cause of the alarms; without one, nothing is the same."""
     kinds = facts.kinds
-    moments = {kind for state_kind, mismatch_kinds in kinds.items() if is_moment(state_kind) for kind in mismatch_kinds}
+    moments = {kind for state_kind, counts in kinds.items() if is_moment(state_kind) for kind in counts}
     masters = kinds.get(MASTER, {}).keys()
-    other_kinds = {kind for mismatch_kinds in kinds.values() for kind in mismatch_kinds}
+    other_kinds = {kind for counts in kinds.values() for kind in counts}
     if any(mismatch.kind is MismatchKind.STRAY for mismatch in facts.mismatches):
         return Cause(
             "the optimizer was made before the model got other params (assign=True, resize_token_embeddings, "
             "fully_shard): it updates those that were replaced",
             "the params that replaced them are never trained",
         )
-    if facts.moments_gone and facts.masters_gone:
-        return Cause(
-            "the checkpoint was not loaded: neither its weights nor its optimizer states are in the training",
-            "it starts from other weights",
-        )
-    if facts.moments_gone:
-        what = "only the weights were loaded, not the optimizer's states"
-        if facts.lacks_scheduler:
-            what = "the checkpoint has no scheduler.pt, and without it the Trainer loads no optimizer states either"
-        elif facts.schedule == _RESTARTED:
-            what = "optimizer.pt and scheduler.pt were not loaded, only the weights"
-        return Cause(what, "the optimizer restarts: its next steps are too large or too small")
+    if (unloaded := _unloaded(facts)) is not None:
+        return unloaded
     if MismatchKind.UNTRAINED in other_kinds:
-        return Cause(
-            "params that the checkpoint trains are not trained: frozen, or left out of the optimizer",
-            _UNTRAINED,
-        )
+        what = "params that the checkpoint trains are not trained: frozen, or left out of the optimizer"
+        return Cause(what, _UNTRAINED)
     if MismatchKind.UNFROZEN in other_kinds:
         return Cause(
             "params that were frozen when the checkpoint was saved are trained",
@@ -98,14 +86,25 @@ def find_cause(facts: Facts) -> Cause:
         return Cause("states have other values than the checkpoint's", "training continues from a different state")
     if other_kinds:
         return Cause("frozen params or buffers are not the checkpoint's", "the forward pass is another one")
-    alarms = [mismatch for mismatch in facts.mismatches if mismatch.is_alarm]
-    if alarms:
-        first = alarms[0]
-        return Cause(
-            _CAUSES.get(first.subject, f"{first.what} differs"),
-            "the next steps differ from those of the training that was saved",
-        )
+    if alarms := [mismatch for mismatch in facts.mismatches if mismatch.is_alarm]:
+        what = _CAUSES.get(alarms[0].subject, f"{alarms[0].what} differs")
+        return Cause(what, "the next steps differ from those of the training that was saved")
     return Cause("all states were rounded: the training has another precision", "it continues from other values")
+
+
+def _unloaded(facts: Facts) -> Cause | None:
+    """Return the cause if the optimizer's states, or all states, are not in the training."""
+    if not facts.moments_gone:
+        return None
+    if facts.masters_gone:
+        what = "the checkpoint was not loaded: neither its weights nor its optimizer states are in the training"
+        return Cause(what, "it starts from other weights")
+    what = "only the weights were loaded, not the optimizer's states"
+    if facts.lacks_scheduler:
+        what = "the checkpoint has no scheduler.pt, and without it the Trainer loads no optimizer states either"
+    elif facts.schedule == _RESTARTED:
+        what = "optimizer.pt and scheduler.pt were not loaded, only the weights"
+    return Cause(what, "the optimizer restarts: its next steps are too large or too small")
 
 
 _UNTRAINED = "they keep the values of the checkpoint"
