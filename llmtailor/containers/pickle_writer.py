@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 from llmtailor.containers.unpickle import (
@@ -61,43 +63,48 @@ class Writer:
             self.out += b"K%c" % node if node < 1 << 8 else _M(b"M", node) if node < 1 << 16 else _J(b"J", node)
             return
         key = node if isinstance(node, (str, Global)) else id(node)
-        if node is None or isinstance(node, (bool, int, float)):
-            plain = node if node is None or isinstance(node, bool) else (int if isinstance(node, int) else float)(node)
-            self.out += pickle.dumps(plain, 2)[len(_PROTO) : -len(STOP)]
-        elif key in self.memo:
+        if not isinstance(node, _NUMBERS) and key in self.memo:
             self.out += self.got(key)
-        elif isinstance(node, str):
-            data = node.encode("utf-8", "surrogatepass")
-            self.out += b"X" + struct.pack("<I", len(data)) + data
-            self.put(key)
-        elif isinstance(node, Global):
-            self.out += f"c{node.module}\n{node.name}\n".encode()
-            self.put(key)
-        elif isinstance(node, Storage):
-            self.save_storage(node)
-        elif isinstance(node, bytes):  # protocol 2 has no opcode for bytes or sets
-            self.save(self.keep(Call(Global("_codecs", "encode"), (node.decode("latin1"), "latin1"))))
-        elif isinstance(node, set):
-            self.save(self.keep(Call(Global("__builtin__", "set"), (list(node),))))
-        elif isinstance(node, Ordered):
-            self.save_call(Call(Global("collections", "OrderedDict"), (), items=list(node.items())), key)
-            if node.attributes is not None:
-                self.save(node.attributes)
-                self.out += b"b"
-        elif isinstance(node, Call):
-            self.save_call(node, key)
-        elif isinstance(node, dict):
-            self.out += b"}"
-            self.put(key)
-            self.set_items(list(node.items()))
-        elif isinstance(node, list):
-            self.out += b"]"
-            self.put(key)
-            self.append(node)
-        elif isinstance(node, tuple):
-            self.save_tuple(node, key)
-        else:
+            return
+        save = next((_SAVERS[kind] for kind in type(node).__mro__ if kind in _SAVERS), None)
+        if save is None:
             raise TypeError(f"{type(node).__name__} has no pickle form")
+        save(self, node, key)
+
+    def save_number(self, node: bool | int | float | None, key: Any) -> None:
+        plain = node if node is None or isinstance(node, bool) else (int if isinstance(node, int) else float)(node)
+        self.out += pickle.dumps(plain, 2)[len(_PROTO) : -len(STOP)]
+
+    def save_text(self, node: str, key: Any) -> None:
+        data = node.encode("utf-8", "surrogatepass")
+        self.out += b"X" + struct.pack("<I", len(data)) + data
+        self.put(key)
+
+    def save_global(self, node: Global, key: Any) -> None:
+        self.out += f"c{node.module}\n{node.name}\n".encode()
+        self.put(key)
+
+    def save_bytes(self, node: bytes, key: Any) -> None:  # protocol 2 has no opcode for bytes or sets
+        self.save(self.keep(Call(Global("_codecs", "encode"), (node.decode("latin1"), "latin1"))))
+
+    def save_set(self, node: set[Any], key: Any) -> None:
+        self.save(self.keep(Call(Global("__builtin__", "set"), (list(node),))))
+
+    def save_ordered(self, node: Ordered, key: Any) -> None:
+        self.save_call(Call(Global("collections", "OrderedDict"), (), items=list(node.items())), key)
+        if node.attributes is not None:
+            self.save(node.attributes)
+            self.out += b"b"
+
+    def save_dict(self, node: dict[Any, Any], key: Any) -> None:
+        self.out += b"}"
+        self.put(key)
+        self.set_items(list(node.items()))
+
+    def save_list(self, node: list[Any], key: Any) -> None:
+        self.out += b"]"
+        self.put(key)
+        self.append(node)
 
     def keep(self, node: Any) -> Any:
         self.alive.append(node)
@@ -147,7 +154,7 @@ class Writer:
                 self.save(item)
             self.out += b"e"
 
-    def save_storage(self, node: Storage) -> None:
+    def save_storage(self, node: Storage, _key: Any) -> None:
         key = self.keys.get(id(node))
         if key is None:
             key = self.keys[id(node)] = str(len(self.storages))
@@ -157,3 +164,20 @@ class Writer:
         pid = ("storage", kind, key, node.location, node.numel * size)
         self.save_tuple(self.keep(pid), id(pid))
         self.out += b"Q"
+
+
+_NUMBERS = (bool, int, float, NoneType)
+_SAVERS: dict[type, Callable[[Writer, Any, Any], None]] = {
+    **dict.fromkeys(_NUMBERS, Writer.save_number),
+    str: Writer.save_text,
+    Global: Writer.save_global,
+    Storage: Writer.save_storage,
+    bytes: Writer.save_bytes,
+    set: Writer.save_set,
+    Ordered: Writer.save_ordered,
+    Call: Writer.save_call,
+    dict: Writer.save_dict,
+    list: Writer.save_list,
+    tuple: Writer.save_tuple,
+}
+"""Type of a node -> what writes it"""

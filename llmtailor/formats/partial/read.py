@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmtailor.checkpoint.index import (
     DCP,
@@ -187,79 +187,123 @@ def _collect(
     manifest: Manifest, files: Mapping[str, WeightFile], differences: Sequence[DifferencesFile], name: str
 ) -> dict[State, TensorEntry]:
     """Join the ranks' fragments of each state. Raises SourceError for those that do not tile what the save holds."""
-    found: dict[State, list[tuple[int, int, str, int, str, Sequence[int]]]] = {}
-    boxes: dict[State, list[tuple[Box, TensorEntry]]] = {}
-    whole: dict[State, TensorEntry] = {}
+    pieces = _Pieces(manifest)
     for path, file in files.items():
         try:
-            begins = read_strict_json(file.metadata.get("begin", "{}").encode())
-            listed = read_strict_json(file.metadata.get("whole", "[]").encode())
-            if not isinstance(begins, dict) or not isinstance(listed, list):
-                raise ValueError("begin is not a mapping, or whole not a list")
-            if not all(isinstance(key, str) and key in file.tensors for key in listed):
-                raise ValueError("whole lists what is no tensor of the file")
-            packed = read_strict_json(file.metadata.get("packed", "{}").encode())
-            if not isinstance(packed, dict) or not all(dtype in PACKED for dtype in packed.values()):
-                raise ValueError("packed is not a mapping of kinds to known dtypes")
-            keys = {*listed}
-            for key, held in file.tensors.items():
-                kind, _, param = key.partition("/")
-                if kind in _NOT_FRAGMENTS or param not in begins:
-                    continue
-                if key in keys:
-                    if whole.setdefault(State(param, kind), held) is not held:
-                        raise ValueError(f"another rank also has all of {key}")
-                    continue
-                start, dtype = _extent(held).start, held.dtype
-                if dtype == "U8":
-                    dtype = packed.get(key) or packed.get(kind, dtype)
-                if isinstance(begins[param], dict):
-                    box = _box(begins[param], held.num_bytes, dtype)
-                    encoded = "" if dtype in ITEMSIZE else dtype
-                    place = Bundled((path,), (start,), (0, math.prod(box.sizes)), ITEMSIZE.get(dtype, 4), (), encoded)
-                    one = TensorEntry("F32" if encoded else dtype, box.sizes, place)
-                    boxes.setdefault(State(param, kind), []).append((box, one))
-                    continue
-                for begin, end in _runs(begins.get(key, begins[param]), held.num_bytes, dtype):
-                    found.setdefault(State(param, kind), []).append((begin, end, path, start, dtype, ()))
-                    start += size_of(dtype, end - begin)
+            pieces.add_file(path, file)
         except (ValueError, RecursionError) as error:
             raise SourceError.at(PathIn(name, path), f"its metadata is damaged ({error})", _FIX) from error
     for file_of_rank in differences:
-        for param, elements, place in file_of_rank.masters:
-            state = State(param, MASTER)
-            if isinstance(elements, Box):
-                boxes.setdefault(state, []).append((elements, TensorEntry("F32", elements.sizes, place)))
-            else:
-                row = (*elements, file_of_rank.path, place.starts[0], D24, place.frames[0])
-                found.setdefault(state, []).append(row)
-    joined = dict(whole)
+        pieces.add_differences(file_of_rank)
     problems: list[Problem] = []
-    wanted = {kind: manifest.runs_of(kind) for kind in dict.fromkeys(state.kind for state in found)}
-    for state, fragments in found.items():
-        fragments.sort(key=lambda one: one[:2])
-        begins, ends, paths, starts, dtypes, frames = zip(*fragments, strict=True)
-        shape = manifest.params[state.param].shape if state.param in manifest.params else (-1,)
-        is_whole = (0, *ends) == (*begins, math.prod(shape))
-        dtype, encoded = (dtypes[0], "") if dtypes[0] in ITEMSIZE else ("F32", dtypes[0])
-        framed = frames if encoded == D24 and all(frames) else ()
-        place = Bundled(paths, starts, (*begins, ends[-1]), ITEMSIZE[dtype], () if is_whole else ends, encoded, framed)
-        joined[state] = TensorEntry(dtype, shape, place)
-        runs = wanted[state.kind].get(state.param, ((0, math.prod(shape)),))
-        overlap = any(begin < end for begin, end in zip(begins[1:], ends, strict=False))
-        if overlap or place.runs != union(runs) or any(dtype != dtypes[0] for dtype in dtypes):
-            what = f"the ranks' fragments of {state.kind} of {state.param} do not make up the param"
-            problems.append(Problem(name, what, _FIX))
-    for state, parts in boxes.items():
-        shape = manifest.params[state.param].shape if state.param in manifest.params else (-1,)
-        try:
-            joined[state] = _join(shape, parts)
-        except ValueError as error:
-            what = f"the ranks' boxes of {state.kind} of {state.param} do not make up the param: {error}"
-            problems.append(Problem(name, what, _FIX))
+    joined = {**pieces.whole, **pieces.join_runs(name, problems), **pieces.join_boxes(name, problems)}
     if problems:
         raise SourceError(problems)
     return joined
+
+
+class _Run(NamedTuple):
+    """Elements of a state in a file."""
+
+    begin: int
+    end: int
+    path: str
+    start: int
+    dtype: str
+    """Or the encoding"""
+    frames: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The pieces of states in the files of all ranks."""
+
+    manifest: Manifest
+    runs: dict[State, list[_Run]] = field(default_factory=dict)
+    boxes: dict[State, list[tuple[Box, TensorEntry]]] = field(default_factory=dict)
+    whole: dict[State, TensorEntry] = field(default_factory=dict)
+
+    def add_file(self, path: str, file: WeightFile) -> None:
+        """Add what a bundle holds. Raises ValueError for damaged metadata."""
+        begins = read_strict_json(file.metadata.get("begin", "{}").encode())
+        listed = read_strict_json(file.metadata.get("whole", "[]").encode())
+        if not isinstance(begins, dict) or not isinstance(listed, list):
+            raise ValueError("begin is not a mapping, or whole not a list")
+        if not all(isinstance(key, str) and key in file.tensors for key in listed):
+            raise ValueError("whole lists what is no tensor of the file")
+        packed = read_strict_json(file.metadata.get("packed", "{}").encode())
+        if not isinstance(packed, dict) or not all(dtype in PACKED for dtype in packed.values()):
+            raise ValueError("packed is not a mapping of kinds to known dtypes")
+        keys = {*listed}
+        for key, held in file.tensors.items():
+            kind, _, param = key.partition("/")
+            if kind in _NOT_FRAGMENTS or param not in begins:
+                continue
+            state, dtype = State(param, kind), held.dtype
+            if dtype == "U8":
+                dtype = packed.get(key) or packed.get(kind, dtype)
+            if key in keys:
+                if self.whole.setdefault(state, held) is not held:
+                    raise ValueError(f"another rank also has all of {key}")
+            elif isinstance(begins[param], dict):
+                self._add_box(path, state, held, begins[param], dtype)
+            else:
+                start = _extent(held).start
+                for begin, end in _runs(begins.get(key, begins[param]), held.num_bytes, dtype):
+                    self.runs.setdefault(state, []).append(_Run(begin, end, path, start, dtype))
+                    start += size_of(dtype, end - begin)
+
+    def _add_box(self, path: str, state: State, held: TensorEntry, node: Any, dtype: str) -> None:
+        box = _box(node, held.num_bytes, dtype)
+        encoded, ends = "" if dtype in ITEMSIZE else dtype, (0, math.prod(box.sizes))
+        place = Bundled((path,), (_extent(held).start,), ends, ITEMSIZE.get(dtype, 4), (), encoded)
+        entry = TensorEntry("F32" if encoded else dtype, box.sizes, place)
+        self.boxes.setdefault(state, []).append((box, entry))
+
+    def add_differences(self, file: DifferencesFile) -> None:
+        for param, elements, place in file.masters:
+            state = State(param, MASTER)
+            if isinstance(elements, Box):
+                self.boxes.setdefault(state, []).append((elements, TensorEntry("F32", elements.sizes, place)))
+            else:
+                run = _Run(*elements, file.path, place.starts[0], D24, place.frames[0])
+                self.runs.setdefault(state, []).append(run)
+
+    def _shape(self, state: State) -> tuple[int, ...]:
+        param = self.manifest.params.get(state.param)
+        return (-1,) if param is None else param.shape
+
+    def join_runs(self, name: str, problems: list[Problem]) -> dict[State, TensorEntry]:
+        """Return the states whose pieces are runs of elements, and report those that are not what the save holds."""
+        joined: dict[State, TensorEntry] = {}
+        kept = {kind: self.manifest.runs_of(kind) for kind in dict.fromkeys(state.kind for state in self.runs)}
+        for state, fragments in self.runs.items():
+            fragments.sort(key=lambda run: run[:2])
+            begins, ends, paths, starts, dtypes, frames = zip(*fragments, strict=True)
+            shape = self._shape(state)
+            is_whole = (0, *ends) == (*begins, math.prod(shape))
+            dtype, encoded = (dtypes[0], "") if dtypes[0] in ITEMSIZE else ("F32", dtypes[0])
+            framed = frames if encoded == D24 and all(frames) else ()
+            cuts = (*begins, ends[-1])
+            place = Bundled(paths, starts, cuts, ITEMSIZE[dtype], () if is_whole else ends, encoded, framed)
+            joined[state] = TensorEntry(dtype, shape, place)
+            runs = kept[state.kind].get(state.param, ((0, math.prod(shape)),))
+            overlap = any(begin < end for begin, end in zip(begins[1:], ends, strict=False))
+            if overlap or place.runs != union(runs) or len({*dtypes}) > 1:
+                what = f"the ranks' fragments of {state.kind} of {state.param} do not make up the param"
+                problems.append(Problem(name, what, _FIX))
+        return joined
+
+    def join_boxes(self, name: str, problems: list[Problem]) -> dict[State, TensorEntry]:
+        """Return the states whose pieces are boxes, and report those that do not tile them."""
+        joined: dict[State, TensorEntry] = {}
+        for state, parts in self.boxes.items():
+            try:
+                joined[state] = _join(self._shape(state), parts)
+            except ValueError as error:
+                what = f"the ranks' boxes of {state.kind} of {state.param} do not make up the param: {error}"
+                problems.append(Problem(name, what, _FIX))
+        return joined
 
 
 def _join(shape: tuple[int, ...], parts: Sequence[tuple[Box, TensorEntry]]) -> TensorEntry:
