@@ -58,7 +58,9 @@ class RankMesh:
     groups: tuple[tuple[str, ...], ...]
     """The names of the process groups of each rank"""
     fields: frozenset[str]
-    """What the version of torch that saved it writes of a mesh"""
+    """What the version of torch that saved it writes of a mesh, without the next"""
+    preserves_order: bool | None
+    """``_preserve_rank_order`` of torch 2.15; None where a version before it saved the mesh"""
 
 
 @dataclass(frozen=True, slots=True)

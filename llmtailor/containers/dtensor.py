@@ -122,6 +122,9 @@ def _fields(state: object) -> Mapping[str, Any]:
     return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
 
 
+ORDER_FIELD = "_preserve_rank_order"
+
+
 @dataclass(frozen=True)
 class DeviceMesh:
     """The mesh of ranks of an FSDP2 training, as one of its ranks has it."""
@@ -135,6 +138,8 @@ class DeviceMesh:
     rank: int
     groups: tuple[str, ...] = ()
     """The names of its process groups; those that torch gives to the first mesh of a program if there are none"""
+    preserves_order: bool | None = False
+    """torch 2.15 compares it, 2.13 takes no notice; None leaves it out, as 2.13 does"""
 
     @property
     def at(self) -> tuple[int, ...]:
@@ -165,6 +170,7 @@ class DeviceMesh:
                 "_rank": self.rank,
                 "_coordinate_on_dim": self.at,
                 "_hash": None,
+                **({} if self.preserves_order is None else {ORDER_FIELD: self.preserves_order}),
             },
         )
 
@@ -204,5 +210,5 @@ def _object(kind: Global, state: dict[str, Any]) -> Call:
     return Call(kind, (), new=True, state=state, has_state=True)
 
 
-MESH_FIELDS = frozenset(DeviceMesh("cpu", ("fsdp",), (1,), 0)._node.state)
-"""Those of torch 2.13. Older ones have others, and could not load what `DeviceMesh` writes."""
+MESH_FIELDS = frozenset(DeviceMesh("cpu", ("fsdp",), (1,), 0, preserves_order=None)._node.state)
+"""Those of torch 2.13 and 2.15. Older ones have others, and could not load what `DeviceMesh` writes."""

@@ -16,7 +16,7 @@ from llmtailor.checkpoint.index import RankMesh
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import Blob, Chunk, KeyPath
-from llmtailor.containers.dtensor import WITH_DTENSORS, LocalTensor, as_piece
+from llmtailor.containers.dtensor import ORDER_FIELD, WITH_DTENSORS, LocalTensor, as_piece
 from llmtailor.containers.json import Tensor, as_dict, check_name, get, read_step, read_tensor
 from llmtailor.containers.torch_file import list_records, read_torch_file
 from llmtailor.containers.unpickle import as_tensor
@@ -214,7 +214,16 @@ def _rank_mesh(pieces: Sequence[LocalTensor], shape: tuple[int, ...]) -> RankMes
     first = pieces[0]
     names, device = texts(first.mesh.get("_mesh_dim_names")), str(first.mesh.get("_device_type"))
     groups = tuple(texts(piece.mesh.get("_dim_group_names")) for piece in pieces)
-    return RankMesh(device, names, shape, first.cuts, groups, frozenset(map(str, first.mesh)))
+    order = first.mesh.get(ORDER_FIELD)
+    return RankMesh(
+        device=device,
+        names=names,
+        shape=shape,
+        cuts=first.cuts,
+        groups=groups,
+        fields=frozenset(map(str, first.mesh)) - {ORDER_FIELD},
+        preserves_order=order if isinstance(order, bool) else None,
+    )
 
 
 def _same_form(pieces: Sequence[LocalTensor]) -> bool:

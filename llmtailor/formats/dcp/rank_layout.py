@@ -1,7 +1,7 @@
 """Layout of files of each rank, with DTensors; `rank_files` reads them.
 
 torch compares the mesh in a file with that of the run, so the mesh is the base's, or one of all ranks; its fields are
-those of torch 2.13.
+those of torch 2.13 or 2.15.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def check_mesh(base: CheckpointIndex, ranks: int) -> None:
         raise UnsupportedCheckpoint.at(base.name, what, "use --to dcp")
     if mesh.fields != MESH_FIELDS:
         odd = some(sorted(mesh.fields ^ MESH_FIELDS))
-        what = f"its DTensors are of another torch than 2.13 ({odd} of DeviceMesh), which does not load 2.13's"
-        raise UnsupportedCheckpoint.at(base.name, what, "use --to dcp, or save it again with torch 2.13")
+        what = f"its DTensors are neither of torch 2.13 nor of 2.15 ({odd} of DeviceMesh), so it would not load these"
+        raise UnsupportedCheckpoint.at(base.name, what, "use --to dcp, or save it again with one of these")
     if len(mesh.shape) == 2 and ranks > mesh.shape[1] and ranks % mesh.shape[1]:
         what = f"{ranks} ranks are not a multiple of the {mesh.shape[1]} that its tensors are cut over (HSDP)"
         raise MismatchError.at("--num-gpu", what, f"choose a multiple of {mesh.shape[1]}, or fewer")
@@ -68,7 +68,7 @@ def _mesh(target: DcpTarget, rank: int) -> DeviceMesh:
     shards = own.shape[-1] if len(own.shape) == 2 else ranks
     shape = (ranks // shards, shards) if ranks > shards else (ranks,)
     groups = own.groups[rank] if shape == own.shape else ()
-    return DeviceMesh(own.device, own.names[-len(shape) :], shape, rank, groups)
+    return DeviceMesh(own.device, own.names[-len(shape) :], shape, rank, groups, own.preserves_order)
 
 
 def _on_rank(target: DcpTarget, mesh: DeviceMesh, owned: Owned | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -259,8 +259,23 @@ def test_what_another_torch_saved_is_read_but_not_written(runs, tmp_path):
     both(MODEL, of_another_torch)(root)
     assert verify_checkpoint(root).level == RESUMABLE
     convert(root, tmp_path / "there", to="dcp")
-    with pytest.raises(UnsupportedCheckpoint, match=r"another torch than 2\.13"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"neither of torch 2\.13 nor of 2\.15"):
         convert(root, tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_field_of_a_later_torch_stays(runs, tmp_path, value):
+    """torch 2.15 compares it when it loads."""
+
+    def of_2_15(tree: Any) -> None:
+        for tensor in tree.values():
+            vars(tensor._spec.mesh)["_preserve_rank_order"] = value
+
+    root = shutil.copytree(runs.checkpoint("verl"), tmp_path / "actor")
+    both(MODEL, of_2_15)(root)
+    convert(root, tmp_path / "out")
+    meshes = [vars(tensor._spec.mesh) for tensor in load(tmp_path / "out" / MODEL.format(0)).values()]
+    assert {mesh["_preserve_rank_order"] for mesh in meshes} == {value}
 
 
 @pytest.mark.parametrize(
