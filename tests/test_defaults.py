@@ -10,11 +10,12 @@ import click
 import pytest
 
 from helpers.places import ROOT
-from llmtailor.background.options import LAYOUTS, Arguments, SavingOptions
+from llmtailor.background.options import SavingOptions
 from llmtailor.cli.main import cli
 from llmtailor.policies import DEFAULT_POLICY
 from llmtailor.policies.schedules import POLICIES
 from llmtailor.recipe.strategies import StrategyOptions
+from llmtailor.saving.arguments import LAYOUTS, Arguments
 
 STATED = re.compile(r"\bdefaults?(?: is|:)? (?:\[?`+|\")?([a-z_]+|[0-9.]*[0-9])\b", re.IGNORECASE)
 SAVING = {

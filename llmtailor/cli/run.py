@@ -127,7 +127,7 @@ run.allow_interspersed_args = False  # the options behind PROGRAM are its own
 
 def prepare(environ: MutableMapping[str, str], given: dict[str, str]) -> None:
     """Add to an environment what makes Python attach the saver, and its options. Raises UsageError."""
-    from llmtailor.background.options import PREFIX, check_arguments, from_environment
+    from llmtailor.saving.arguments import PREFIX, check_arguments, from_environment
 
     environ.update({PREFIX + name.upper(): text for name, text in given.items()})
     check_arguments(from_environment(environ))

@@ -185,9 +185,9 @@ def _before_step() -> None:
     if not _is_due():
         return
     loaded, find_held = _loaded.checkpoint, _loaded.find_held
-    from llmtailor.background.options import resume_options
     from llmtailor.live.attesting import attest_loop
     from llmtailor.saving.api import attest_held
+    from llmtailor.saving.arguments import resume_options
 
     options = resume_options(os.environ)
     forget()

@@ -44,7 +44,7 @@ def hook_accelerator(module: ModuleType) -> None:
 
 
 def _options() -> dict[str, Any]:
-    from llmtailor.background.options import from_environment, stock_arguments
+    from llmtailor.saving.arguments import from_environment, stock_arguments
 
     return stock_arguments(from_environment(os.environ))[0]
 

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from llmtailor.attestation.check import attest_or_warn
 from llmtailor.attestation.compare import OFF
 from llmtailor.attestation.report import Attestation
-from llmtailor.background.options import SavingArguments, SavingOptions, resume_options
+from llmtailor.background.options import SavingArguments, SavingOptions
 from llmtailor.containers.json import read_json
 from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.frameworks.files import CKPT, TRAINER_STATE
@@ -38,6 +38,7 @@ from llmtailor.policies import Policy
 from llmtailor.ranks.team import Ranks
 from llmtailor.runs.composing import compose_newest
 from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, make_saver
+from llmtailor.saving.arguments import resume_options
 from llmtailor.saving.client_state import LightningClient
 from llmtailor.storage.local import as_path
 

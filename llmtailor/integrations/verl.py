@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from llmtailor.background.options import from_environment
 from llmtailor.containers.dcp import METADATA
 from llmtailor.dcp_saving.saver import DcpSaver
 from llmtailor.patching import patch_method, replaced
+from llmtailor.saving.arguments import from_environment
 
 FOLDER = "dcp"
 """In the folder of a step"""

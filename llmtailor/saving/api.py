@@ -13,14 +13,7 @@ import torch
 
 from llmtailor.attestation.check import announce
 from llmtailor.attestation.report import Attestation
-from llmtailor.background.options import (
-    ATTEST,
-    ON_MISMATCH,
-    Arguments,
-    SavingArguments,
-    SavingOptions,
-    from_environment,
-)
+from llmtailor.background.options import ATTEST, ON_MISMATCH, SavingArguments, SavingOptions
 from llmtailor.background.pending import PendingSave
 from llmtailor.background.report import SaveFailed
 from llmtailor.background.writing import owners_of
@@ -33,6 +26,7 @@ from llmtailor.live.torch_training import PlainTraining
 from llmtailor.live.training import HasState, Pretrained, Training, TrainingObjects
 from llmtailor.policies import DEFAULT_POLICY, Policy
 from llmtailor.ranks.team import Ranks
+from llmtailor.saving.arguments import Arguments, from_environment
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
 from llmtailor.saving.saver import PartialSaver
 from llmtailor.storage.local import as_path

@@ -27,14 +27,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.attestation.check import announce
-from llmtailor.background.options import (
-    SAME_FIX,
-    WHERE,
-    SavingArguments,
-    check_layout,
-    from_environment,
-    stock_arguments,
-)
+from llmtailor.background.options import SAME_FIX, WHERE, SavingArguments
 from llmtailor.errors import Problem, Problems, StorageError, TailorError, UnsupportedCheckpoint, UsageError, attempt
 from llmtailor.formats.optimizer_objects import unsupported, unsupported_name
 from llmtailor.frameworks.files import TRAINER_STATE, TRAINING_ARGS
@@ -47,6 +40,7 @@ from llmtailor.policies import Policy
 from llmtailor.ranks.team import check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.api import FSDP1, FSDP1_FIX, AttestingCallback, SaverCallback, attestable_of, make_saver
+from llmtailor.saving.arguments import check_layout, from_environment, stock_arguments
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.restart import resume_automatically
 from llmtailor.stock_saving.trainer import StockSaving

@@ -113,7 +113,7 @@ class PartialSaver(BackgroundSaver):
         carried: objects whose ``save_pretrained`` is called at the first save: config, tokenizer.
         options: how to save.
         is_tested: whether `check_policy` was called for this model before.
-        hooks: what ``llmtailor attest`` does in this process.
+        hooks: what ``llmtailor attest`` does; by default, what it does in this process.
 
     Raises, the same on every rank:
         UsageError: the policy cannot guarantee that every saved step is composable, or an option is out of range.
@@ -131,13 +131,12 @@ class PartialSaver(BackgroundSaver):
         carried: Iterable[object] = (),
         options: SavingOptions | None = None,
         is_tested: bool = False,
-        hooks: AttestHooks = PROCESS_HOOKS,
+        hooks: AttestHooks | None = None,
     ) -> None:
-        self._hooks = hooks
         self.options, self.ranks = options or SavingOptions(), Ranks.here()
         self.folder = RunFolder(Path(output_dir).absolute())
         self.policy = fitted(make_policy(policy), weights_are_masters=not training.rounds_masters)
-        self._hooks, self._client = hooks, beside
+        self._hooks, self._client = hooks or PROCESS_HOOKS, beside
         self._trained = TrainedParts(training, self.ranks, self.options.experts)
         model, given = self._trained.model, self.options.max_staleness
         max_staleness = check_policy(

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.places import ROOT
-from llmtailor.background.options import Arguments
 from llmtailor.errors import UsageError
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.precision import Precision
 from llmtailor.policies import POLICIES, Adaptive, Filter, Full, Parity, RoundRobin, Situation, choose, make_policy
+from llmtailor.saving.arguments import Arguments
 from saving.policy_runs import Custom, refusal
 
 

@@ -13,10 +13,11 @@ from transformers import Trainer
 
 from helpers.cases import mostly_long
 from helpers.composing import compose
-from llmtailor.background.options import VARIABLES, SavingArguments, from_environment
+from llmtailor.background.options import SavingArguments
 from llmtailor.errors import SourceError, TargetError, UsageError
 from llmtailor.runs.composing import Newest, compose_newest
 from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint
+from llmtailor.saving.arguments import VARIABLES, from_environment
 from llmtailor.storage.local import Lock
 from saving.loop import Loop, read_states
 from saving.processes import JOB_STEPS, KILLED_AT, LIVES
