@@ -26,7 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from llmtailor.background.arena import Arena
-from llmtailor.background.snapshot import DeltaBases, LiveTensors, Snapshot
+from llmtailor.background.bases import DeltaBases
+from llmtailor.background.packing import LiveTensors
+from llmtailor.background.snapshot import Snapshot
 from llmtailor.background.writing import Share, lay_out_compressed, write_share
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.formats.partial.json_trees import lay_out_tensors

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from llmtailor._version import __version__
+from llmtailor.background.bases import BaseRecordingStore, DeltaBases
 from llmtailor.background.frozen import FrozenParams
-from llmtailor.background.snapshot import ANY_STEP, SOURCE, BaseRecordingStore, DeltaBases, LiveTensors
+from llmtailor.background.packing import ANY_STEP, SOURCE, LiveTensors
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Plan
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.checkpoint.placement import Box

@@ -259,7 +259,7 @@ class PartialWriter(StorageWriter):
         base = self.saver._find_base(self.folder, self.step) if model.masters else None
         _clear(self.folder)
         self._file_of = model.number(kinds)
-        copies = None if base is None else self._take_over(base, self._choose(base, model, kinds), len(plans))
+        copies = None if base is None else self._link_or_plan_copies(base, self._choose(base, model, kinds), len(plans))
         if copies is None:
             self._left_out, self._taken, copies = {}, [], [[] for _ in plans]
             self._choose(None, model, kinds)
@@ -307,7 +307,7 @@ class PartialWriter(StorageWriter):
         old = [part for part in parts if part not in chosen.parts]
         return [key for part in old for key in (model.states[part] if part in chosen.masters else model.keys(part))]
 
-    def _take_over(self, base: _Base, keys: Sequence[str], ranks: int) -> list[list[tuple[str, str]]] | None:
+    def _link_or_plan_copies(self, base: _Base, keys: Sequence[str], ranks: int) -> list[list[tuple[str, str]]] | None:
         """Link to the files that have the data of some keys, or return what each rank has to copy; None if neither is
         possible."""
         rows = base.rows(keys)

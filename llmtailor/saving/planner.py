@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmtailor.background.bases import DeltaBases
 from llmtailor.background.frozen import FrozenParams
 from llmtailor.background.pending import PartialWork, SaverState, save_error
 from llmtailor.background.report import SaveReport
 from llmtailor.background.run_record import RunRecord
-from llmtailor.background.snapshot import DeltaBases
 from llmtailor.background.writing import Share, ShareRequest, files_of, lay_out_share, publish
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.formats.partial.manifest import BundleFact, Manifest

@@ -26,12 +26,12 @@ from llmtailor.attestation.compare import OFF
 from llmtailor.attestation.hooks import PROCESS_HOOKS, AttestHooks
 from llmtailor.background.arena import needed_by
 from llmtailor.background.options import SAME_FIX, SavingOptions
+from llmtailor.background.packing import ANY_STEP
 from llmtailor.background.pending import PartialWork, PendingSave
 from llmtailor.background.process_exit import finish_at_end
 from llmtailor.background.report import SaveFailed, SaveReport
 from llmtailor.background.run_record import RunRecord
 from llmtailor.background.saver import STUCK, BackgroundSaver
-from llmtailor.background.snapshot import ANY_STEP
 from llmtailor.background.writing import Share, carried_files, check_trees, describe_rounding
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.codes import Code

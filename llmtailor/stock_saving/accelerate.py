@@ -66,6 +66,6 @@ def _save_by(saver: StockSaver, accelerator: Any) -> None:
             folder = Path(output_dir)
         with saver.saving(folder, accelerator.step, near=near) as is_saving:
             if is_saving:
-                with replaced(project, "automatic_checkpoint_naming", False), saver.taking_over():
+                with replaced(project, "automatic_checkpoint_naming", False), saver.intercept_writes():
                     save(str(saver.open_at), *args, **kwargs)
         return folder

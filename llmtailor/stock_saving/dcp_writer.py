@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from llmtailor.background.snapshot import LiveTensors
+from llmtailor.background.packing import LiveTensors
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Segment
 from llmtailor.stock_saving.torch_save import Stepped, lay_out_saved_blob, local_of
 

@@ -28,11 +28,11 @@ import torch
 import torch.distributed.checkpoint
 
 from llmtailor.background.options import SAME_FIX, SavingOptions
+from llmtailor.background.packing import LiveTensors
 from llmtailor.background.pending import PendingSave, Work, save_error
 from llmtailor.background.process_exit import finish_at_end
 from llmtailor.background.report import SaveReport
 from llmtailor.background.saver import BackgroundSaver
-from llmtailor.background.snapshot import LiveTensors
 from llmtailor.background.writing import Share, check_written
 from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
 from llmtailor.errors import StorageError, TailorError, TargetError, UsageError
@@ -247,7 +247,7 @@ class StockSaver(BackgroundSaver):
         return True
 
     @contextmanager
-    def taking_over(self) -> Iterator[None]:
+    def intercept_writes(self) -> Iterator[None]:
         """Take over what this thread writes in this context into the open save with ``torch.save``, ``save_file``
         and torch.distributed.checkpoint, also under the names by which libraries have imported them."""
         thread, writers = threading.get_ident(), [(sys.modules.get(module), name) for module, name in _WRITERS]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.serialization import location_tag
 
-from llmtailor.background.snapshot import ANY_STEP, LiveTensor, LiveTensors
+from llmtailor.background.packing import ANY_STEP, LiveTensor, LiveTensors
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Segment
 from llmtailor.containers.torch_file import TorchLayout, place_torch_blob
 from llmtailor.formats.partial.json_trees import BundleEntry, lay_out_tensors

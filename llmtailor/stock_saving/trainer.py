@@ -83,7 +83,7 @@ class StockSaving(TrainerCallback):  # type: ignore[misc]
                     return
                 assert saver.open_at is not None
                 hidden = f"{saver.open_at.parent}"
-                with replaced(trainer, "_get_output_dir", lambda *_, **__: hidden), saver.taking_over():
+                with replaced(trainer, "_get_output_dir", lambda *_, **__: hidden), saver.intercept_writes():
                     save(model, trial, *args, **kwargs)
                 if state.best_model_checkpoint == str(saver.open_at):
                     state.best_model_checkpoint = str(folder)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from llmtailor.background.arena import Arena
-from llmtailor.background.snapshot import GPU_ELEMENTS, LiveTensors, Snapshot, StepBarrier, pack_by_torch
+from llmtailor.background.packing import GPU_ELEMENTS, LiveTensors, pack_by_torch
+from llmtailor.background.snapshot import Snapshot, StepBarrier
 from llmtailor.errors import StorageError
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.live.tensors import storage_of

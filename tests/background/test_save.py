@@ -30,7 +30,8 @@ from helpers.states import in_8_bits, in_24_bits
 from llmtailor.background import arena, process_exit, writing
 from llmtailor.background import snapshot as snapshots
 from llmtailor.background.arena import Arena
-from llmtailor.background.snapshot import ANY_STEP, LiveTensor, LiveTensors, Snapshot, StepBarrier
+from llmtailor.background.packing import ANY_STEP, LiveTensor, LiveTensors
+from llmtailor.background.snapshot import Snapshot, StepBarrier
 from llmtailor.background.writing import Share, write_share
 from llmtailor.checkpoint.layout import BLOCK_BYTES
 from llmtailor.copying import streams

@@ -21,7 +21,8 @@ from helpers.commands import call
 from helpers.files import flip
 from helpers.states import in_24_bits
 from llmtailor.background.arena import Arena
-from llmtailor.background.snapshot import LiveTensors, Snapshot
+from llmtailor.background.packing import LiveTensors
+from llmtailor.background.snapshot import Snapshot
 from llmtailor.background.writing import Share, lay_out_compressed, write_share
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError

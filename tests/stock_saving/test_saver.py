@@ -155,7 +155,7 @@ def test_what_a_library_writes_is_taken_over_in_its_thread_only(tmp_path, plain)
     run = plain()
     run.train()
     folder = run.folder / "step-1"
-    with run.saver.saving(folder, 1), run.saver.taking_over():
+    with run.saver.saving(folder, 1), run.saver.intercept_writes():
         at = run.saver.open_at
         torch.save(obj=run.states(), f=at / "states.pt")
         safetensors.torch.save_file(tensors=run.model.state_dict() | {"1.weight": torch.ones(3)}, filename=at / "model")

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from helpers.states import in_8_bits, in_24_bits, of_16_bits, raw
-from llmtailor.background.snapshot import DeltaBases, pack_by_torch
+from llmtailor.background.bases import DeltaBases
+from llmtailor.background.packing import pack_by_torch
 from llmtailor.checkpoint.placement import Bundled
 from llmtailor.model.dtypes import Encoding, size_of
 from llmtailor.model.roles import State
