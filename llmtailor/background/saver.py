@@ -81,6 +81,24 @@ class BackgroundSaver(ABC):
         used = [save.arena for save in self._running]
         return next((arena for arena in self._arenas if all(arena is not other for other in used)), None)
 
+    def _collect_finished(self) -> None:
+        """Take note of the outcomes of earlier saves, oldest first."""
+        while self._running and self._running[0].is_done:
+            save = self._running.pop(0)
+            while save.failure is not None and self._running:  # they build on it, and fail with it
+                later = self._running.pop(0)
+                if not later.wait_unless_stuck():
+                    later.give_up()
+            self._take_note(save)
+
+    def _take_note(self, save: PendingSave) -> None:  # noqa: B027 - a saver may know enough
+        """Called once with each save that is done, but not with those that failed because this one did."""
+
+    def _wait_for(self, save_ids: Collection[str]) -> None:
+        for save in self._running:
+            if save.work.save_id in save_ids:
+                save.wait_unless_stuck()
+
     def finish(self) -> None:
         """Wait until no save is in progress. One whose disk is stuck is given up."""
         if self._running:
@@ -93,6 +111,7 @@ class BackgroundSaver(ABC):
     def close(self) -> None:
         """Finish the saves in progress, and free the host memory."""
         self.finish()
+        self._collect_finished()
         self._running, self._arenas = [], []
         self._barrier.remove()
         release(self)

@@ -14,14 +14,14 @@ from llmtailor.background.frozen import FrozenParams
 from llmtailor.background.pending import PartialWork, SaverState, save_error
 from llmtailor.background.report import SaveReport
 from llmtailor.background.run_record import RunRecord
-from llmtailor.background.writing import Share, ShareRequest, files_of, lay_out_share, publish
+from llmtailor.background.writing import Share, ShareRequest, describe_rounding, files_of, lay_out_share, publish
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.formats.partial.manifest import BundleFact, Manifest
 from llmtailor.live.model import PartChanges
 from llmtailor.live.tensors import DTYPES
 from llmtailor.model.parts import Part
-from llmtailor.model.precision import EXACT, Precision
-from llmtailor.policies import PartChoice, Policy, Situation, choose, restore_state, setbacks, state_of
+from llmtailor.model.precision import ADAMS, EXACT, Precision
+from llmtailor.policies import DEFAULT_POLICY, PartChoice, Policy, Situation, choose, restore_state, setbacks, state_of
 from llmtailor.ranks.team import Ranks
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.trained_parts import TrainedParts
@@ -45,8 +45,9 @@ class SaveRequest:
 class SavePlanner:
     """Plans one save after the other, each on what the saves before it hold.
 
-    1) `resume` with the record to continue. 2) `plan` a save; 3) `begun` when it is in progress; 4) `published` or
-    `failed` with its outcome, oldest first. 5) `forget` if the next save must hold every part.
+    1) `resume` with the record to continue, if any. 2) `plan` a save, after `measure`; 3) `begun` when it is in
+    progress; 4) `published` or `failed` with its outcome, oldest first. 5) `forget` if the next save must hold every
+    part.
     """
 
     def __init__(
@@ -89,6 +90,18 @@ class SavePlanner:
         self.trained.find()
         self._base_of = {}
         self.ledger = self.ledger.without(self.ledger.held_by.keys())
+
+    def measure(self) -> None:
+        """Find the sizes of the parts, once there are states, and say what is rounded. All ranks call it."""
+        if not self.trained.measure():
+            return
+        if not {*ADAMS}.isdisjoint(self.trained.copies or ()):
+            self.keep_moments_exact()
+        if self._ranks.is_first:
+            model, training = self.trained.model, self.trained.training
+            if told := describe_rounding(self.precision, training.fragments(model.names_in(model.parts))):
+                level = logging.WARNING if self.policy.name == DEFAULT_POLICY else logging.INFO
+                logger.log(level, "saves hold %s (policy %s)", told, self.policy)
 
     def keep_moments_exact(self) -> None:
         self.precision = replace(self.precision, moments=EXACT.moments)

@@ -32,7 +32,7 @@ from llmtailor.background.process_exit import finish_at_end
 from llmtailor.background.report import SaveFailed, SaveReport
 from llmtailor.background.run_record import RunRecord
 from llmtailor.background.saver import STUCK, BackgroundSaver
-from llmtailor.background.writing import Share, carried_files, check_trees, describe_rounding
+from llmtailor.background.writing import Share, carried_files, check_trees
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.codes import Code
 from llmtailor.errors import UsageError
@@ -46,7 +46,7 @@ from llmtailor.live.model import (
 from llmtailor.live.tensors import DTYPES
 from llmtailor.live.training import Training, TrainingObjects
 from llmtailor.model.dtypes import D24
-from llmtailor.model.precision import ADAMS, EXACT
+from llmtailor.model.precision import EXACT, Precision
 from llmtailor.policies import (
     DEFAULT_POLICY,
     Policy,
@@ -99,6 +99,18 @@ def _work_of(save: PendingSave) -> PartialWork:
     return cast(PartialWork, save.work)
 
 
+def _precision(policy: Policy, options: SavingOptions, training: Training) -> Precision:
+    """Return what is rounded. Raises UsageError if a package is missing that this needs."""
+    precision = precision_of(
+        policy, options.precision, DTYPES[training.precision] if training.rounds_masters else "F32"
+    )
+    if precision != EXACT:
+        casts.loops()  # so that they are not compiled during a save
+    if D24 in precision.dtypes(with_moments=False).values():
+        zstd.check_installed("masters")
+    return precision
+
+
 class PartialSaver(BackgroundSaver):
     """Writes partial checkpoints of a training to ``<output_dir>/partial``. All ranks make the same calls.
 
@@ -142,12 +154,7 @@ class PartialSaver(BackgroundSaver):
         max_staleness = check_policy(
             self.policy, model.structure, model.parts, model.num_bytes, given, is_tested=is_tested
         )
-        weights = DTYPES[training.precision] if training.rounds_masters else "F32"
-        precision = precision_of(self.policy, self.options.precision, weights)
-        if precision != EXACT:
-            casts.loops()  # so that they are not compiled during a save
-        if D24 in precision.dtypes(with_moments=False).values():
-            zstd.check_installed("masters")
+        precision = _precision(self.policy, self.options, training)
         keeps_bases = precision.has_differences and saves_masters(self.policy)
         self._planner = SavePlanner(
             self._trained,
@@ -163,8 +170,6 @@ class PartialSaver(BackgroundSaver):
         self._newest: SaveReport | None = None
         self._has_moved = False
         """Whether frozen params have changed, and the cost was logged"""
-        self._begun_at: int | None = None
-        """The step that training began at, if `start` was called"""
         self._trained.begin()
         self.ranks.run_on_all(lambda: check_trees(self._planner.trees(None)))
         mine = {"attest": self.options.attest, "on_mismatch": self.options.on_mismatch}  # ranks branch on these
@@ -221,7 +226,7 @@ class PartialSaver(BackgroundSaver):
             self._attest(step, as_path(checkpoint))
         if self._hooks.before_saving is not None:
             self._hooks.before_saving()
-        lineage, self._begun_at = self._new_id(), step
+        lineage, self._trained.begun_at = self._new_id(), step
         copier = self.record.copier
         if copier is not None and copier.is_staging:  # what it brings may be the save to continue
             copier.catch_up(self.folder)
@@ -256,7 +261,7 @@ class PartialSaver(BackgroundSaver):
         Call it after the first step to find out early: it raises UnsupportedCheckpoint, on every rank, if they cannot
         be saved, or if the optimizer has made none although training is at ``step``.
         """
-        return self._find_state(step, MOST_SKIPPED if self.training.may_skip else 0)
+        return self._trained.find_state(step, MOST_SKIPPED if self.training.may_skip else 0)
 
     def save(
         self,
@@ -286,7 +291,7 @@ class PartialSaver(BackgroundSaver):
             UnsupportedCheckpoint: before the first save, for an optimizer that can't be saved; see `has_state`.
         """
         began, policy_state = time.monotonic(), state_of(self.policy)
-        self._find_state(step, MOST_SKIPPED)  # the loop may have a scaler that the saver does not know
+        self._trained.find_state(step, MOST_SKIPPED)  # the loop may have a scaler that the saver does not know
         try:
             agreed = self._agree(step, is_last)
             if agreed is None:
@@ -334,19 +339,12 @@ class PartialSaver(BackgroundSaver):
 
     def close(self) -> None:
         """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
-        self.finish()
-        self._collect_finished()
         super().close()
         self.record.close()
 
     def _step_writers(self, share: Share) -> tuple[Collection[object], frozenset[int]]:
         written_with = frozenset(tensor.written_with for tensor in share.live.tensors) - {0, ANY_STEP}
         return self._trained.live.optimizers(), self._trained.masters(written_with)
-
-    def _find_state(self, step: int | None, most_skipped: int) -> bool:
-        """Return what `has_state` does; the optimizer may have left out ``most_skipped`` steps of the training."""
-        made = step - self._begun_at if step is not None and self._begun_at is not None else 0
-        return self._trained.find_state(made, most_skipped)
 
     def _agree(self, step: int, is_last: bool) -> tuple[str, PartChanges] | None:
         """Exchange what the ranks know. Return the id of the save to make, and how parts have changed; None if there is
@@ -374,23 +372,8 @@ class PartialSaver(BackgroundSaver):
         if not all(vote.has_state for vote in votes):
             logger.warning("step %d: save skipped: the optimizer has not made a step yet", step)
             return None
-        if self._trained.measure():
-            self._log_rounding()
+        self._planner.measure()
         return votes[0].save_id, change_of([vote.sums for vote in votes])
-
-    def _log_rounding(self) -> None:
-        if not {*ADAMS}.isdisjoint(self._trained.copies or ()):
-            self._planner.keep_moments_exact()
-        if self.ranks.is_first:
-            fragments = self.training.fragments(self.model.names_in(self.model.parts))
-            if told := describe_rounding(self._planner.precision, fragments):
-                level = logging.WARNING if self.policy.name == DEFAULT_POLICY else logging.INFO
-                logger.log(level, "saves hold %s (policy %s)", told, self.policy)
-
-    def _wait_for(self, save_ids: Collection[str]) -> None:
-        for save in self._running:
-            if save.work.save_id in save_ids:
-                save.wait_unless_stuck()
 
     def _vote(self) -> _Vote:
         self._collect_finished()
@@ -405,21 +388,12 @@ class PartialSaver(BackgroundSaver):
             save_id=uuid.uuid4().hex,
         )
 
-    def _collect_finished(self) -> None:
-        """Take the outcomes of earlier saves into account, oldest first."""
-        while self._running and self._running[0].is_done:
-            self._complete(self._running.pop(0))
-
-    def _complete(self, save: PendingSave) -> None:
+    def _take_note(self, save: PendingSave) -> None:
         if save.report is not None:
             self._planner.published(_work_of(save))
             self._reports.append(save.report)
             self._newest = save.report
             return
-        while self._running:  # they build on it, and fail with it
-            later = self._running.pop(0)
-            if not later.wait_unless_stuck():
-                later.give_up()
         self._planner.failed(_work_of(save))
         if save.failure is not None and any(one.code is Code.NOT_ROUNDABLE for one in save.failure.problems):
             self._planner.keep_moments_exact()

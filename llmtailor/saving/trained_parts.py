@@ -29,6 +29,8 @@ class TrainedParts:
         self.live, self._ranks, self._experts = live, ranks, experts
         self.copies: Sequence[str] | None = None
         """States with the names of moments that are copies of the weights; None until `measure`"""
+        self.begun_at: int | None = None
+        """The step that training began at, if the saver's ``start`` was called"""
         self._has_state = self._is_weighed = False
         self._masters: frozenset[int] = frozenset()
         self.find()
@@ -42,12 +44,11 @@ class TrainedParts:
         """Find out whether there are states already, as after a resume."""
         self._is_weighed = self._has_state = all(self._ranks.run_on_all(self.training.has_state))
 
-    def find_state(self, made: int, most_skipped: int) -> bool:
-        """Return whether the optimizer of a training that has ``made`` steps has states on all ranks.
-
-        Raises UnsupportedCheckpoint on every rank if it never makes any; it may have left out ``most_skipped`` steps.
-        """
+    def find_state(self, step: int | None, most_skipped: int) -> bool:
+        """Return whether the optimizer has states on all ranks; it may have left out ``most_skipped`` of the training's
+        steps until ``step``. Raises UnsupportedCheckpoint on every rank if it never makes any."""
         if not self._has_state:
+            made = step - self.begun_at if step is not None and self.begun_at is not None else 0
             self._has_state = all(self._ranks.run_on_all(lambda: self.look_for_state(made - most_skipped)))
             if self._has_state and self._ranks.is_first and self._keeps_nothing():
                 logger.info("the optimizer keeps no states of the params, so that saves hold the weights alone")

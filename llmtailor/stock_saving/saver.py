@@ -313,7 +313,7 @@ class StockSaver(BackgroundSaver):
     def _open_save(self, folder: Path, step: int, complete: Callable[[], None], near: Path) -> bool:
         began = time.monotonic()
         self._wait_for_room(may_wait=self.options.when_busy == "wait")
-        self._running = [save for save in self._running if not save.is_done]
+        self._collect_finished()
         votes = self.ranks.all_gather({"folder": str(folder), "busy": self._why_busy()})
         check_same(votes, {"folder": (SAME_FIX, UsageError)})
         if why := votes[0]["busy"]:
