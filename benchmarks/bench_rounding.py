@@ -111,7 +111,7 @@ class Bench:
                     entries.append(live.entry(f"{kind}.{number}", tensor, dtype, base=base))
         files = (lay_out_tensors("states.safetensors", entries, {}),) if entries else (FileLayout("empty", ()),)
         more = lay_out_compressed("masters.delta", {}, compressed) if compressed else None
-        return Share(files, (), live, lambda: None, compressed=more), read
+        return Share(files=files, live=live, compressed=more), read
 
     def copy(self, read: list[torch.Tensor]) -> None:
         for room, tensor in zip(self.room, read, strict=False):

@@ -26,7 +26,11 @@ NOT_ROUNDABLE = Problem(
 
 class DeltaBases:
     """What masters are differences from: their `dtypes.F24` bytes as of the newest save that held them with their
-    moments, in host memory."""
+    moments, in host memory.
+
+    1) `of` and `coming`, when a save is laid out. 2) `BaseRecordingStore` fills what `coming` has returned.
+    3) `record_outcome`, before the next save is laid out.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], torch.Tensor] = {}

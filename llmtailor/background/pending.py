@@ -113,6 +113,10 @@ def check_chosen(chosen: Sequence[Sequence[str]]) -> None:
 class PendingSave:
     """A save that may still be in progress; `PartialSaver.save` returns it.
 
+    1) Made on all ranks by the training thread. Each rank's thread then writes its share and tells rank 0, which
+    publishes the save or removes it, and tells all. 2) `wait`, `wait_unless_stuck` or `is_done`, on any thread;
+    `give_up` ends it soon. 3) `report` or `failure` is the outcome.
+
     Args:
         work: what to write.
         snapshot: the tensors; None to write the live ones.

@@ -20,6 +20,8 @@ _WAKE_UP_S = 0.2
 class RetryingQueue(threading.Thread):
     """What is to be copied. If that fails, it is tried again with growing pauses, as long as training runs.
 
+    1) ``start``. 2) `add`. 3) `close`.
+
     ``copy`` copies one, and updates `progress`; ``title`` names one in messages.
     """
 

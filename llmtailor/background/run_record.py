@@ -31,7 +31,7 @@ logger = logging.getLogger("llmtailor.saving")
 class RunRecord:
     """The run's folder, its log, and what is deleted there; with a second tier, both follow the copies.
 
-    All ranks make the calls, and rank 0 writes.
+    All ranks make the calls, and rank 0 writes. 1) `begin` a save. 2) `published`, or `remove` and `log`. 3) `close`.
 
     Args:
         carried: returns the files in a partial checkpoint that the user's objects have written.
@@ -88,7 +88,9 @@ class RunRecord:
         """Log a save, and delete what is no longer needed; copy it first if there is a second tier."""
         line, retire = report.to_json(), partial(self._retire, work.ledger, report)
         if self.copier is not None:
-            self.copier.add(Finished(report.step, work.save_id, work.began, line, retire))
+            self.copier.add(
+                Finished(step=report.step, save_id=work.save_id, began=work.began, line=line, retire=retire)
+            )
         elif self.ranks.is_first:
             self.append(line)
             retire()

@@ -38,7 +38,7 @@ STUCK = Problem(
 CHANGE_EARLIER = "change weights and optimizer states only before a save, or set background=False"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
     path: str
     start: int
@@ -53,6 +53,10 @@ class _Chunk:
 
 class Snapshot:
     """The tensors of a save as they were when it was made. Implements `copying.streams.Store` for one reading thread.
+
+    1) Made by the training thread between two steps. 2) The saving thread calls `start`, `read` for each piece, and
+    `conclude`. 3) Meanwhile the training thread calls `wait` before a step of the optimizer; any thread may `give_up`.
+    4) The saving thread calls `close`.
 
     Args:
         live: the tensors.
@@ -239,7 +243,7 @@ class Snapshot:
             ready = self._streams.copy(exact, begin, content)
             begin += length
             stop = begin if exact is live else size_of(live.packed, begin // exact.dtype.itemsize)
-            chunk = _Chunk(str(number), at, stop, content, taken, ready)
+            chunk = _Chunk(path=str(number), start=at, stop=stop, content=content, taken=taken, ready=ready)
             with self._state:
                 self._ready.append(chunk)
                 self._head += chunk.taken
@@ -317,7 +321,7 @@ class _Streams:
 
 
 def copies_asynchronously(tensor: torch.Tensor) -> bool:
-    """Return whether a copy is made some time after it was started."""
+    """Return whether copies of this tensor are asynchronous."""
     return tensor.is_cuda
 
 
@@ -332,6 +336,9 @@ class StepBarrier:
     per param group (ZeRO-1/2) or sub-group (ZeRO-3), each time with the masters that it is going to write. The Trainer
     has no callback there: with DeepSpeed its ``on_pre_optimizer_step`` comes after the update. Without ``waits``
     there is no hook: saves stop training anyway.
+
+    1) `arm` with each save. 2) Steps wait by themselves; `wait_copied` and `wait_frozen_copied` do so at other times.
+    3) `remove`. All on the training thread.
     """
 
     def __init__(self, *, waits: bool = True) -> None:

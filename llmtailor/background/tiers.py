@@ -161,7 +161,7 @@ def tensor_files(ranks: Collection[int], world_size: int) -> set[str]:
     return names
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """A save that is complete on the first tier."""
 
@@ -188,6 +188,9 @@ class _LeftOver(NamedTuple):
 
 class TierCopier:
     """Copies saves from ``first`` to ``last`` in a thread of each node's first rank.
+
+    1) `open_tier` makes one. 2) `catch_up` when an attempt begins. 3) `add` each published save, and lines of the log
+    that are to follow it. 4) `close`. All ranks make the calls, `add` in the saving threads.
 
     Args:
         first: where saves are written. If ``is_staging``, copies there are removed once a newer save is copied.

@@ -70,16 +70,16 @@ class CompressedMasters:
     """Each of them, and what it differs from"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """What one rank writes in a save."""
 
     files: tuple[FileLayout, ...]
     """In the order in which they are written: frozen params first, so that they are copied soon"""
-    linked: tuple[BundleFact, ...]
+    linked: tuple[BundleFact, ...] = ()
     """Files that are the same as in the previous save"""
     live: LiveTensors
-    check: Callable[[], None]
+    check: Callable[[], None] = lambda: None
     """Called once the frozen params are copied, or before their file is linked to; raises StorageError if they have
     changed without being seen."""
     moving: tuple[str, ...] = ()
@@ -159,7 +159,15 @@ def lay_out_share(request: ShareRequest) -> Share:
 
     path = differences_name(ranks.rank, ranks.world_size)
     more = lay_out_compressed(path, facts, layout.compressed) if layout.compressed else None
-    return Share(tuple(files), tuple(linked), live, check, moving, before, more)
+    return Share(
+        files=tuple(files),
+        linked=tuple(linked),
+        live=live,
+        check=check,
+        moving=moving,
+        before=before,
+        compressed=more,
+    )
 
 
 def _lay_out_frozen(frozen: FrozenFile, fingerprint: str, live: LiveTensors) -> FileLayout:

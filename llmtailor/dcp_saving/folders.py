@@ -124,7 +124,7 @@ class _BlobFiles:
 
 
 def save_id(meta: StorageMeta | None) -> str | None:
-    """Return what tells a save from a later one to the same folder that has no record."""
+    """Return the save's id, which distinguishes it from a later save to the same folder."""
     return meta.save_id if meta is not None else None
 
 

@@ -73,7 +73,8 @@ _KNOWN_SAVES = 16
 class DcpSaver:
     """Partial saves of one training with ``dcp.save`` and ``dcp.async_save``.
 
-    Every rank makes one when training begins. The first save, and any that finds no earlier one, holds everything.
+    1) Every rank makes one when training begins. 2) `resumed_from`, if it has loaded a checkpoint. 3) `writer` for each
+    save. The first save, and any that finds no earlier one, holds everything.
 
     Args:
         policy: which parts each save holds; see `make_policy`. It can't depend on how parts have changed, or round.
@@ -109,7 +110,7 @@ class DcpSaver:
     def resumed_from(self, folder: str | Path | None) -> None:
         """Say which DCP folder or URL the training has loaded, before its first save; None if it has loaded none.
 
-        Later saves link to the data of this folder, and the schedule of the policy goes on.
+        Later saves link to the data of this folder, and the policy continues its schedule.
         """
         self._lineage = uuid.uuid4().hex
         self._resumed = "" if folder is None else str(folder if is_url(folder) else Path(folder).absolute())
@@ -150,7 +151,7 @@ class DcpSaver:
         return None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Base:
     """An earlier save, which another one builds on."""
 
@@ -171,7 +172,7 @@ class _Base:
         return [(index, info) for index, info in self.metadata.storage_data.items() if index.fqn in wanted]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Model:
     """What the keys of a save mean."""
 
@@ -455,7 +456,11 @@ def _read_base(folder: SaveDestination) -> _Base | None:
         metadata = folder.read_save(record)
     except (TailorError, OSError, ValueError, KeyError, AttributeError, RecursionError):
         return None
-    return _Base(folder, ledger, metadata, checksums, keys) if metadata is not None else None
+    return (
+        _Base(folder=folder, ledger=ledger, metadata=metadata, checksums=checksums, keys=keys)
+        if metadata is not None
+        else None
+    )
 
 
 def _clear(folder: SaveDestination) -> None:
@@ -469,7 +474,7 @@ def _clear(folder: SaveDestination) -> None:
 def _check_shards(plans: Sequence[SavePlan], kinds: Mapping[str, object]) -> None:
     """Raise UsageError for what `HuggingFaceStorageWriter` would make unreadable without saying so."""
     if objects := [key for key, kind in kinds.items() if kind is None]:
-        what = f"{some(objects)} are no tensors, which torch would put before the header of the safetensors file"
+        what = f"{some(objects)} are not tensors, and a safetensors file can hold only tensors"
         raise UsageError.at(WHERE, what, "save them as tensors, or by a dcp.save of their own to another folder")
     if sum(bool(plan.items) for plan in plans) > 1 and "shard_index" not in plans[0].storage_data:
         what = "several ranks have tensors, and torch would give their files the same names"
@@ -526,7 +531,7 @@ def _find_model(kinds: Mapping[str, object], memory: _Memory | None, *, is_curre
         unclear |= dict.fromkeys(owners[:-1], f"it shares memory with {owners[-1]}")
         unclear |= dict.fromkeys(owners[1:], f"it shares memory with {owners[0]}")
     like = {} if is_known else {_numel(kinds[key]): key for key in others if key not in owner}
-    model = _Model(find_parts_by_name([*states], {}, numels))
+    model = _Model(structure=find_parts_by_name([*states], {}, numels))
     for part in model.structure.parts:
         params = model.structure.names(part)
         of_optimizer = [key for param in params for key in states[param]]

@@ -425,6 +425,9 @@ class TrainerResume:
     """Attests what a Trainer has resumed, before its first optimizer step: callbacks may change it until then. The
     random states are those that the Trainer has restored, and the first losses are compared later.
 
+    1) `begin`. 2) `before_step`, `step_ended` and `logged`, from the callbacks of these names. 3) `ended`, or `give_up`
+    if the training begins again.
+
     Args:
         how: what of it is compared, ``on_mismatch`` what happens if it differs: options of a saver.
         write: adds a line to the record of the run; called on every rank.

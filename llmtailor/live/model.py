@@ -163,7 +163,7 @@ _BYTES_PER_PARAM = 12
 """Master and two moments in fp32"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
     """The parts of a model under training, their sizes and names on disk."""
 
@@ -207,7 +207,11 @@ def find_trained_parts(training: Training, ranks: Ranks, experts: str | None) ->
     }
     if structure.pieces:
         training = cast(Training, _InPieces(training, structure))
-    return weigh(TrainedModel(structure, params_of, {}, names, always), training, ranks), training
+    return weigh(
+        TrainedModel(structure=structure, params_of=params_of, num_bytes={}, saved_as=names, always=always),
+        training,
+        ranks,
+    ), training
 
 
 def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel:

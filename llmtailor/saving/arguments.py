@@ -18,7 +18,7 @@ RESUME = ("attest", "on_mismatch")
 LAYOUTS = ("partial", "stock")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     """The arguments of `PartialSaving`, checked."""
 
@@ -56,7 +56,8 @@ class Arguments:
         assert made is not None and options is not None, "else it was raised why"
         precision_of(made, options.precision)
         every = save_steps if isinstance(save_steps, int) else None
-        return cls(made, every, overhead if save_steps == "auto" else None, on_restart, options)
+        overhead = overhead if save_steps == "auto" else None
+        return cls(policy=made, save_steps=every, overhead=overhead, on_restart=on_restart, options=options)
 
 
 def _number(text: str) -> int | str:

@@ -85,7 +85,7 @@ def finish_before(owner: Any, name: str) -> None:
         return load(*args, **kwargs)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _OpenSave:
     """A save whose files are being handed over."""
 
@@ -138,7 +138,7 @@ class _Record:
 
     def published(self, work: Work, report: SaveReport) -> None:
         if self.ranks.is_first:
-            what = "%s: durable after %.2f s; training stood still for %.3f s"
+            what = "%s: saved in %.2f s; training was blocked for %.3f s"
             logger.info(what, report.path, report.publish_s, report.stall_s)
         if self.mirror is not None:
             self.mirror.add(report.path)
@@ -148,7 +148,10 @@ class _Record:
 
 
 class StockSaver(BackgroundSaver):
-    """Saves what a framework hands over. All ranks make the same calls, between two optimizer steps::
+    """Saves what a framework hands over. All ranks make the same calls, between two optimizer steps.
+
+    1) `saving` opens a save. 2) In it, `add`, `add_tensors` or `add_file` for each file, or `intercept_writes`. 3) At
+    its end, training continues; `finish` waits for the save. 4) `close`::
 
         with saver.saving(folder, step) as is_saving:
             if is_saving:
@@ -329,7 +332,15 @@ class StockSaver(BackgroundSaver):
             logger.warning("the save at step %d failed; training continues without it: %s", step, error)
             return False
         stepped = stepped_storages(self._optimizers(), self._model)
-        self._open = _OpenSave(save_id, began, step, folder, staging, stepped, complete)
+        self._open = _OpenSave(
+            save_id=save_id,
+            began=began,
+            step=step,
+            folder=folder,
+            staging=staging,
+            stepped=stepped,
+            complete=complete,
+        )
         return True
 
     def _make_room(self, staging: Path) -> str:
@@ -353,7 +364,7 @@ class StockSaver(BackgroundSaver):
             unknown = StorageError.at(found.folder, "the call that saves was interrupted", "save again")
             work = replace(work, refusal=found.refusal or unknown)
         else:
-            work = replace(work, share=Share(tuple(found.files), (), found.live, lambda: None))
+            work = replace(work, share=Share(files=tuple(found.files), live=found.live))
         if self.ranks.is_first:
             dispose = partial(self.record.dispose, found.staging.parent)
             work = replace(work, publish=partial(_publish, found.staging, found.folder, found.complete, dispose))

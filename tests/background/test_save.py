@@ -596,7 +596,7 @@ def test_the_disk_takes_blocks_from_where_the_copies_lie(on_disk, monkeypatch, a
         snapshot = Snapshot(live, [file], arena, 60, time.monotonic())
         snapshot.start()
         try:
-            write_share(on_disk / name, Share((file,), (), live, lambda: None), snapshot)
+            write_share(on_disk / name, Share(files=(file,), live=live), snapshot)
         finally:
             snapshot.close()
         found = safetensors.torch.load_file(on_disk / name / "file")

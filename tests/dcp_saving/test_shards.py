@@ -181,7 +181,7 @@ def test_what_is_refused(tmp_path):
             inner = HuggingFaceStorageWriter(f"{tmp_path}/step-1", **options)
             dcp.save(state, storage_writer=DcpSaver().writer(inner, 1))
 
-    refused("train.step are no tensors", tiny(1), save_distributed=True)
+    refused("train.step are not tensors", tiny(1), save_distributed=True)
     refused("enable_consolidation", state_of(1), save_distributed=True, enable_consolidation=True)
     refused("fqn_to_index_mapping", state_of(1), fqn_to_index_mapping={})
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.saving.callbacks import Costs, SaveDecision, StepTimer
+from llmtailor.saving.cadence import Costs, SaveDecision, StepTimer
 from saving.loop import log_of
 from trainings.alone import Alone
 

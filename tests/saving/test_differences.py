@@ -200,7 +200,7 @@ def written(folder, how, tensors, bases):
     for number, (one, base) in enumerate(zip(tensors, bases, strict=True)):
         [piece] = live.entry(f"{number}", one).content
         found.append((f"{number}", (0, len(one)), piece, bytes_of(base)))
-    share = Share((FileLayout("empty", ()),), (), live, lambda: None, compressed=lay_out_compressed(FILE, {}, found))
+    share = Share(files=(FileLayout("empty", ()),), live=live, compressed=lay_out_compressed(FILE, {}, found))
     store = None
     if how.startswith("ring"):
         store = Snapshot(live, share.copied, Arena(int(how.split()[1]) << 20, pinned=False), 60, time.monotonic())
