@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 STAGES = {"keep": None, "1": 1, "2": 2, "3": 3, "none": 0}
-LOADERS = ("trainer", "accelerate", "lightning", "deepspeed")
-STRATEGIES = ("latest", "parity", "filter")
 _MAX_BYTES = 16 << 20
 
 
@@ -48,6 +46,44 @@ class _Path(click.Path):
         return with_tag(path)
 
 
+class _Registered(click.Choice[str]):
+    """A choice of the names in a registry, which is imported when they are needed."""
+
+    def __init__(self, names: Callable[[], Iterable[str]]) -> None:
+        super().__init__(())
+        del self.choices  # click's own would hide the property
+        self._names = names
+
+    @cached_property
+    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self._names())
+
+
+def _formats() -> Iterable[str]:
+    from llmtailor.formats.registry import WRITERS
+
+    return WRITERS
+
+
+def _frameworks() -> Iterable[str]:
+    from llmtailor.checkpoint.index import DCP, MEGATRON, VERL
+    from llmtailor.frameworks.framework import FRAMEWORKS
+
+    return (name for name in FRAMEWORKS if name not in (DCP, MEGATRON, VERL))  # which have a format each
+
+
+def _groups() -> Iterable[str]:
+    from llmtailor.checkpoint.layout import CHOICES
+
+    return CHOICES
+
+
+def _strategies() -> Iterable[str]:
+    from llmtailor.recipe.strategies import STRATEGIES
+
+    return STRATEGIES
+
+
 class MeshType(click.ParamType[Any]):
     """A number of ranks by kind of parallelism; ``axes`` are the fields of `Mesh` that may be given."""
 
@@ -59,14 +95,14 @@ class MeshType(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Mesh:
         from llmtailor.checkpoint.optimizer import Mesh
 
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for word in f"{value}".split(","):
             axis, _, size = word.strip().partition("=")
-            if axis not in self.axes or axis in found or not re.fullmatch("[1-9][0-9]{0,5}", size):
-                form = ",".join(f"{one}={at}" for at, one in enumerate(self.axes, 2))
+            if axis not in self.axes or axis in sizes or not re.fullmatch("[1-9][0-9]{0,5}", size):
+                form = ",".join(f"{axis}={at}" for at, axis in enumerate(self.axes, 2))
                 self.fail(f"{value!r} is not of the form {form}", param, ctx)
-            found[axis] = int(size)
-        return Mesh(**found)
+            sizes[axis] = int(size)
+        return Mesh(**sizes)
 
 
 PATH, LOCATION = _Path(), _Path(urls=True)
@@ -89,7 +125,7 @@ TRUST_UNRECORDED = click.option(
 FOR = click.option(
     "--for",
     "client",
-    type=click.Choice(LOADERS),
+    type=_Registered(_frameworks),
     help="Loader that will resume from it: the Trainer, accelerate's load_state, Lightning, or a DeepSpeed engine in "
     "your own loop. Default: detected from the files.",
 )
@@ -124,7 +160,7 @@ _CHOOSING = [
     ),
     click.option(
         "--strategy",
-        type=click.Choice(STRATEGIES),
+        type=_Registered(_strategies),
         help="latest: each part from the newest checkpoint that holds it (default). parity: odd layers from the "
         "previous one. filter: first, last and auxiliary parts from the newest, others from the newest of every k-th. "
         "Only steps with a usable full or partial checkpoint count.",
@@ -163,7 +199,7 @@ _TARGET = [
     ),
     click.option(
         "--to",
-        type=click.Choice(["deepspeed", "universal", "trainer", "fsdp", "dcp", "verl", "megatron"]),
+        type=_Registered(_formats),
         help="Output format. deepspeed, fsdp, trainer (without either): for the Trainer. universal: DeepSpeed's format "
         "for any ZeRO stage. dcp: a torch.distributed.checkpoint folder, for your own loop. verl: for verl with FSDP2. "
         "megatron: Megatron-core's torch_dist. Default: the base's, or as --stage implies.",
@@ -177,14 +213,14 @@ _TARGET = [
     ),
     click.option(
         "--layout",
-        type=click.Choice(LOADERS),
+        type=_Registered(_frameworks),
         help="Write the files of this loader: the Trainer, accelerate's load_state, Lightning (only from its own "
         "checkpoints), or engine.load_checkpoint in your own loop. Default: the base's, or the Trainer's with "
         "--to trainer.",
     ),
     click.option(
         "--groups",
-        type=click.Choice(["keep", "layer", "default", "one"]),
+        type=_Registered(_groups),
         default="keep",
         show_default=True,
         help="Param groups of the output. layer: two per layer and one per other part. default: the Trainer's two. "

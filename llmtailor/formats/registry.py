@@ -87,7 +87,7 @@ READERS: tuple[Reader, ...] = (
 """In the order in which they are tried; the last one reports why a folder is of no format."""
 
 
-_WRITERS: Mapping[str, Writer] = {
+WRITERS: Mapping[str, Writer] = {
     DEEPSPEED: deepspeed_writer.lay_out,
     UNIVERSAL: universal.lay_out,
     TRAINER: trainer_writer.lay_out,
@@ -100,7 +100,7 @@ _WRITERS: Mapping[str, Writer] = {
 
 def writer_of(to_format: str, framework: str = TRAINER) -> Writer:
     """Return the writer of a format; ``framework`` will resume from the output."""
-    return lightning_writer.lay_out if to_format == TRAINER and FRAMEWORKS[framework].holds_all else _WRITERS[to_format]
+    return lightning_writer.lay_out if to_format == TRAINER and FRAMEWORKS[framework].holds_all else WRITERS[to_format]
 
 
 def check_options(to_format: str, dtype: str | None, allow_split: bool) -> None:
