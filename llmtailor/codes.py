@@ -93,7 +93,7 @@ class Code(Enum):
     NOT_COMPARED = "not-compared", "something could not be compared"
 
     # the attempts of a run
-    ABANDONED = "given-up", "a checkpoint belongs to an abandoned attempt of the run"
+    ABANDONED = "abandoned", "a checkpoint belongs to an abandoned attempt of the run"
     UNRECORDED = "unrecorded", "a checkpoint does not say which attempt of the run wrote it"
     MIXED_ATTEMPTS = "mixed-attempts", "sources are of different attempts of the run"
 
