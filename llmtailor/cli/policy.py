@@ -26,16 +26,16 @@ _TRAINER, _FULL = "Trainer, full", "full"
 
 
 class _Number(click.FloatRange):
-    """A number of a magnitude that can occur; NaN is none."""
+    """A number from ``least`` to a billion, and not NaN."""
 
     def __init__(self, least: float) -> None:
         super().__init__(min=least, max=1e9)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = float(super().convert(value, param, ctx))
-        if math.isnan(found):
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
             self.fail(f"{value!r} is not a number.", param, ctx)
-        return found
+        return number
 
 
 _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
@@ -109,18 +109,16 @@ _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
 def policy(
     model: Path,
     policies: tuple[str, ...],
+    as_json: bool,
+    *,
     mesh: Mesh | None,
-    write_gbps: float,
-    step_seconds: float,
-    mtbf_hours: float,
-    slowdown: float,
-    keep: int,
-    max_staleness: int | None,
+    experts: bool,
     state_bytes: float,
     masters: Masters | None,
     moments: Moments | None,
-    experts: bool,
-    as_json: bool,
+    keep: int,
+    max_staleness: int | None,
+    **speeds: float,
 ) -> None:
     """Compare policies for MODEL: bytes per save, best interval, and the cost of saves and failures.
 
@@ -146,51 +144,67 @@ def policy(
       llmtailor policy runs/x/checkpoint-100 --policy adaptive:0.25 --json
     """
     from llmtailor.policies import Budget, make_policy, precision_of
-    from llmtailor.runs.simulate import Hardware, cost_of, mesh_of, simulate, size_of_config, to_json, trainer_schedule
+    from llmtailor.runs.simulate import cost_of, simulate, to_json, trainer_schedule
 
     if moments not in (None, EXACT.moments) and state_bytes != ADAM_BYTES:
         what = "only AdamW's fp32 moments are rounded, 8 bytes per param"
         raise UsageError.at("--moments", what, "omit --moments, or omit --state-bytes")
+    compared = {spec: make_policy(spec) for spec in dict.fromkeys((_FULL, *(policies or _POLICIES)))}
+    options = PrecisionOptions(masters, moments)
+    precisions = {spec: precision_of(policy, options) for spec, policy in compared.items()}
+    size = replace(_size(model, mesh, experts), state_bytes=state_bytes)
+    schedules = {_TRAINER: trainer_schedule(size, keep)}
+    for spec, policy in compared.items():
+        limit = None if spec == _FULL else max_staleness
+        schedules[spec] = simulate(policy, replace(size, precision=precisions[spec]), keep, limit)
+    machine = _machine(**speeds)
+    results = {}
+    for name, schedule in schedules.items():
+        modes = (False,) if name == _TRAINER else (False, True)  # the Trainer has no background saves
+        results[name] = schedule, tuple(cost_of(schedule, machine, in_background=mode) for mode in modes)
+    if as_json:
+        print_json(to_json(size, machine, keep, results))
+    else:
+        budgets = [str(policy) for policy in compared.values() if isinstance(policy, Budget)]
+        click.echo(_text(size, machine, results, budgets))
+
+
+def _size(model: Path, mesh: Mesh | None, experts: bool) -> ModelSize:
+    """Return the model's size over the ranks of a mesh; without one, over those that saved the model."""
+    from llmtailor.runs.simulate import mesh_of, size_of_config
+
     if experts and mesh:
         what = "what a rank has of an expert is not known"
         raise UsageError.at("--experts and --mesh", what, "omit one of them")
-    made = {spec: make_policy(spec) for spec in dict.fromkeys((_FULL, *(policies or _POLICIES)))}
-    options = PrecisionOptions(masters, moments)
-    precisions = {spec: precision_of(one, options) for spec, one in made.items()}
-    of_model = None
+    mesh_of_model = None
     if mesh is None and not experts:
         try:
-            of_model = mesh_of(model)
+            mesh_of_model = mesh_of(model)
         except SourceError as error:
             notify(f"its ranks are not known, so give --mesh: {error.problems[0]}")
-    size = replace(size_of_config(model, experts, mesh or of_model), state_bytes=state_bytes)
+    size = size_of_config(model, experts, mesh or mesh_of_model)
     if size.mesh_problems and mesh:
         raise UsageError(size.mesh_problems)
     for problem in size.mesh_problems:
         notify(f"what its ranks have is not known: {problem.what}")
     if size.spread and size.spread.packed:
         notify(f"tensor parallelism cuts {some(size.spread.packed)} into several boxes per rank, which attach refuses")
-    machine = Hardware(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)
-    schedules = {_TRAINER: trainer_schedule(size, keep)}
-    for spec, one in made.items():
-        schedules[spec] = simulate(
-            one, replace(size, precision=precisions[spec]), keep, None if spec == _FULL else max_staleness
-        )
-    found = {}
-    for name, schedule in schedules.items():
-        ways = (False,) if name == _TRAINER else (False, True)  # the Trainer has no background saves
-        found[name] = schedule, tuple(cost_of(schedule, machine, in_background=way) for way in ways)
-    chosen = [str(one) for one in made.values() if isinstance(one, Budget)]
-    print_json(to_json(size, machine, keep, found)) if as_json else click.echo(_text(size, machine, found, chosen))
+    return size
+
+
+def _machine(write_gbps: float, step_seconds: float, mtbf_hours: float, slowdown: float) -> Hardware:
+    from llmtailor.runs.simulate import Hardware
+
+    return Hardware(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)
 
 
 def _text(
-    model: ModelSize, machine: Hardware, found: dict[str, tuple[SimulatedSaves, tuple[Cost, ...]]], chosen: list[str]
+    model: ModelSize, machine: Hardware, results: dict[str, tuple[SimulatedSaves, tuple[Cost, ...]]], budgets: list[str]
 ) -> str:
     from llmtailor.cli.tables import table
     from llmtailor.errors import size
 
-    full = found[_FULL][0]
+    full = results[_FULL][0]
     saves = [
         (
             name,
@@ -200,7 +214,7 @@ def _text(
             f"{full.mean / schedule.mean:.2f}x",
             f"{schedule.oldest}{' (moments)' if schedule.oldest and not schedule.setback else ''}",
         )
-        for name, (schedule, _) in found.items()
+        for name, (schedule, _) in results.items()
     ]
     costs = [
         (
@@ -212,7 +226,7 @@ def _text(
             f"{_minutes(cost.lost_s_per_failure)} min",
             f"{cost.time_lost:.2%}",
         )
-        for name, (_, of_both) in found.items()
+        for name, (_, of_both) in results.items()
         for cost in of_both
     ]
     head = ("policy", "mean save", "largest save", "on disk", "reduction", "oldest part (saves)")
@@ -221,8 +235,8 @@ def _text(
         (
             f"{model.name}: {model.total:,} params in {len(model.parts)} parts",
             table(head, saves, right=range(1, len(head))),
-            *_of_ranks(model, {name: schedule for name, (schedule, _) in found.items()}),
-            *chosen,
+            *_of_ranks(model, {name: schedule for name, (schedule, _) in results.items()}),
+            *budgets,
             table(cost_head, costs, right=range(2, len(cost_head))),
             f"Assumed: {size(round(machine.write_bytes_per_s))}/s written by all ranks together, {machine.step_s:g} s "
             f"per step,\na failure every {machine.mtbf_s / 3600:g} h, steps {machine.slowdown:.0%} slower during a "
