@@ -10,7 +10,6 @@ from operator import itemgetter
 WIDTH, LEFT, RIGHT, TOP = 960.0, 120.0, 950.0, 42.0
 SHADES = 5
 _BARS, _CURVES = 200.0, 260.0
-_ROW, _SMALL_ROW, _LABELLED = 19.0, 7.0, 90
 _POINTS = 600
 """The most points of a line that are drawn"""
 
@@ -35,7 +34,7 @@ class Scale:
         """Return about five round values in the scale's range."""
         least = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
-        step = next(one * power for one in (1, 2, 5, 10) if one * power >= least * (1 - 1e-9))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
 
@@ -101,6 +100,7 @@ def bars(
     layers: Sequence[tuple[str, Sequence[float]]],
     text: Callable[[float], str],
     resumed: Mapping[float, str],
+    *,
     crosses: Iterable[int] = (),
     reference: tuple[float, str] | None = None,
 ) -> Chart:
@@ -126,44 +126,9 @@ def bars(
         chart.draw("line dashed c1", [f"M{LEFT:.1f} {at:.1f}H{RIGHT:.1f}"])
         chart.write(RIGHT, at - 5 if at > TOP + 20 else at + 15, "end", reference[1])
     chart.mark(x, TOP, y.start, resumed)
-    chart.draw("line c1", (f"M{x.at(one) - 5:.1f} {TOP + 4:.1f}l10 10m0 -10l-10 10" for one in sorted({*crosses})))
-    return chart
-
-
-def grid(
-    title: str,
-    heads: Sequence[int],
-    rows: Mapping[str, Sequence[float | None]],
-    shade: Shade,
-    text: Callable[[float], str],
-    resumed: Mapping[float, str],
-    dots: Mapping[str, Sequence[bool]] | None = None,
-) -> Chart:
-    """Return a grid of rows and saves, with the values as shades, or as dots; few columns also get numbers."""
-    height = _ROW if len(rows) <= _LABELLED else _SMALL_ROW
-    x, top, width = Scale(0, len(heads), LEFT, RIGHT), TOP + 14, (RIGHT - LEFT) / len(heads)
-    bottom = top + len(rows) * height
-    chart = Chart(title, bottom + 44)
-    chart.write(0, 16, "strong", title)
-    cells: dict[int, list[str]] = {}
-    dotted = []
-    for at, (row, values) in enumerate(rows.items()):
-        y = top + at * height
-        if height == _ROW or at % 3 == 0:
-            chart.write(LEFT - 8, y + height / 2 + 4, "end", row if len(row) <= 16 else f"{row[:15]}…")
-        for number, value in enumerate(values):
-            level = None if value is None else shade(value)
-            if level is not None:
-                cells.setdefault(level, []).append(_box(x.at(number), y, width - (width > 4), height - 1))
-            if dots and dots[row][number]:
-                dotted.append(f"M{x.at(number + 0.5):.1f} {y + height / 2 - 0.5:.1f}h0")
-            elif value is not None and level is not None and width >= 44 and height == _ROW:
-                chart.write(x.at(number + 0.5), y + 13, f"on{level}", text(value))
-    for level, boxes in sorted(cells.items()):
-        chart.draw(f"box h{level}", boxes)
-    chart.draw("dots" if height == _ROW else "dots small", dotted)
-    chart.mark(x, top, bottom, resumed)
-    chart.label(x, bottom, "step of the save", _every_few(heads))
+    chart.draw(
+        "line c1", (f"M{x.at(column) - 5:.1f} {TOP + 4:.1f}l10 10m0 -10l-10 10" for column in sorted({*crosses}))
+    )
     return chart
 
 
@@ -191,11 +156,11 @@ def _thinned(line: Points) -> Points:
 
 
 def shade_of(values: Iterable[float]) -> Shade:
-    """Return what maps values to shades, on a log scale from the smallest to the largest positive finite one.
+    """Return the function from values to shades, on a log scale from the smallest to the largest positive finite value.
 
     Zero has no shade; infinite values get the darkest one.
     """
-    finite = [one for one in values if 0 < one < math.inf]
+    finite = [value for value in values if 0 < value < math.inf]
     high = max(finite, default=1.0)
     low = min([*finite, high / 10]) or high  # what is almost the same gets the same shade
 
@@ -210,8 +175,8 @@ def shade_of(values: Iterable[float]) -> Shade:
 
 def ranges_of(values: Iterable[float], shade: Shade) -> dict[int, tuple[float, float]]:
     """Return the smallest and the largest of the values in each shade that occurs."""
-    found: dict[int, tuple[float, float]] = {}
+    ranges: dict[int, tuple[float, float]] = {}
     for value in sorted(values):
         if (at := shade(value)) is not None:
-            found[at] = (found.get(at, (value, value))[0], value)
-    return found
+            ranges[at] = (ranges.get(at, (value, value))[0], value)
+    return ranges

@@ -14,7 +14,7 @@ from llmtailor.codes import Code
 from llmtailor.compose.report import fold_experts
 from llmtailor.errors import UsageError, printable, size, some
 from llmtailor.model.parts import Part
-from llmtailor.report.chart import Shade, bars, curve, grid, ranges_of, shade_of
+from llmtailor.report.chart import bars, curve, ranges_of, shade_of
 from llmtailor.report.gather import PartChange, RunFacts
 from llmtailor.runs.save_log import LoggedSave
 from llmtailor.verify.diff import Change, kinds_of, sums_by
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _MOST_COLUMNS, _MOST_ROWS, _MOST_EXPERTS, _MOST_SAVES = 100, 400, 48, 200
-"""What is shown one by one: columns of charts, parts, experts, rows of saves"""
+_FEW_COLUMNS = 18
+"""The most columns of charts, parts, experts, and saves that are shown one by one; the most columns with numbers"""
 _FOREIGN = {None: "of the run", Code.ABANDONED: "abandoned", Code.UNRECORDED: "not stated"}
 
 Columns = Sequence[Sequence[LoggedSave]]
@@ -42,14 +43,14 @@ def templates() -> Environment:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:
         raise UsageError.at("report", f"jinja2 is missing: {error}", "pip install 'llmtailor[report]'") from error
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=lambda value: printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
     )
-    made.filters["size"] = size
-    return made
+    environment.filters["size"] = size
+    return environment
 
 
 def page(facts: RunFacts) -> str:
@@ -76,23 +77,24 @@ def page(facts: RunFacts) -> str:
             in_folder=", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)),
             verdicts=[
                 (
-                    one.verdict.name,
-                    ("✓ " if one.verdict.is_intact else "✗ " if one.verdict.is_judged else "? ") + one.verdict.level,
-                    _FOREIGN.get(one.foreign) or one.foreign,
-                    len(one.verdict.findings),
+                    verdict.name,
+                    ("✓ " if verdict.is_intact else "✗ " if verdict.is_judged else "? ") + verdict.level,
+                    _FOREIGN.get(checked.foreign) or checked.foreign,
+                    len(verdict.findings),
                 )
-                for one in facts.checked
+                for checked in facts.checked
+                for verdict in [checked.verdict]
             ],
             resumes=[
                 (
-                    f"{one.step:,}",
-                    one.checkpoint,
-                    "✓ the training that was saved" if one.is_same else "✗ not the training that was saved",
-                    f"{one.num_same:,} of {one.num_states:,}",
-                    "every byte" if one.how == "full" else "a sample",
-                    one.cause,
+                    f"{resume.step:,}",
+                    resume.checkpoint,
+                    "✓ the training that was saved" if resume.is_same else "✗ not the training that was saved",
+                    f"{resume.num_same:,} of {resume.num_states:,}",
+                    "every byte" if resume.how == "full" else "a sample",
+                    resume.cause,
                 )
-                for one in facts.log.attested[-50:]
+                for resume in facts.log.attested[-50:]
             ],
             saves=_saves(columns, facts, resumed) if saves else None,
             ages=_ages(columns, rows, saves, resumed),
@@ -100,8 +102,8 @@ def page(facts: RunFacts) -> str:
             changes=_changes(facts.changes) if facts.changes else None,
             loss=_loss(facts),
             attempts=[
-                (number, one.started, f"{one.resumed_at:,}" if one.resumed_at else "from the beginning")
-                for number, one in enumerate(facts.attempts, 1)
+                (number, attempt.started, f"{attempt.resumed_at:,}" if attempt.resumed_at else "from the beginning")
+                for number, attempt in enumerate(facts.attempts, 1)
             ],
         )
     )
@@ -136,8 +138,8 @@ def _oldest(facts: RunFacts) -> str:
 
 
 def _resumed(columns: Columns, facts: RunFacts) -> dict[float, str]:
-    """Return number of a column -> what to write before it, where the training resumed; the first start is none."""
-    steps = [one.resumed_at for one in facts.attempts[1:] if one.resumed_at]
+    """Return the columns before which the training resumed, with a label each; the first start is not a resume."""
+    steps = [attempt.resumed_at for attempt in facts.attempts[1:] if attempt.resumed_at]
     return {_column_of(columns, step + 1): "resumed" for step in steps}
 
 
@@ -179,11 +181,11 @@ def _saves(columns: Columns, facts: RunFacts, resumed: Mapping[float, str]) -> d
         ("box c0", most(lambda save: save.copy_s)),
     ]
     seconds, stalls, sizes = "{:.3g} s".format, most(lambda save: save.stall_s), most(lambda save: save.num_bytes)
-    failed = [_column_of(columns, one.step) for one in facts.log.failed]
+    failed = [_column_of(columns, save.step) for save in facts.log.failed]
     full = (float(max(whole)), "a save of every part") if whole else None
     return {
         "most": max(map(len, columns)),
-        "times": bars("seconds from the start of a save", heads, layers, seconds, resumed, failed),
+        "times": bars("seconds from the start of a save", heads, layers, seconds, resumed, crosses=failed),
         "stalls": bars("seconds that training stopped", heads, [("box c1", stalls)], seconds, resumed),
         "sizes": bars(
             "bytes of a save", heads, [("box c0", sizes)], lambda value: size(int(value)), resumed, reference=full
@@ -211,29 +213,24 @@ def _ages(
     def behind(save: LoggedSave, parts: Sequence[str]) -> int | None:
         return max((save.steps_behind[part] for part in parts if part in save.steps_behind), default=None)
 
-    ages = {row: [behind(save, parts) for save in saves] for row, parts in rows.items()}
     cells = {row: [_mean(behind(save, parts) for save in column) for column in columns] for row, parts in rows.items()}
     values = [age for of_row in cells.values() for age in of_row if age is not None]
-    if not values:
-        return None
     if not any(values):
-        return {"chart": None}
-    shade, has_dots = shade_of(values), len(columns) == len(saves)
+        return {"grid": None} if values else None
     dots = {row: [any(part in column[0].parts for part in rows[row]) for column in columns] for row in rows}
+    has_dots = len(columns) == len(saves)
     whose = "the moments of a part were" if any(save.masters for save in saves) else "a part was"
-    heads = [column[0].step for column in columns]
-    title, text = f"steps since {whose} saved, after each save", "{:,.0f}".format
+    title = f"steps since {whose} saved, after each save"
     table = []
     for row, parts in rows.items():
+        ages = [behind(save, parts) for save in saves]
         holding = [save.step for save in saves if any(part in save.parts for part in parts)]
         masters = [save.step for save in saves if any(part in save.parts or part in save.masters for part in parts)]
-        steps = (holding[-1:], masters[-1:], [age for age in ages[row][-1:] if age is not None])
-        newest = (f"{found[0]:,}" if found else "-" for found in steps)
-        table.append((row, f"{len(holding):,}", *newest, f"{max((age or 0 for age in ages[row]), default=0):,}"))
+        newest = [f"{steps[-1]:,}" if steps and steps[-1] is not None else "-" for steps in (holding, masters, ages)]
+        table.append((row, f"{len(holding):,}", *newest, f"{max((age or 0 for age in ages), default=0):,}"))
     return {
         "has_dots": has_dots,
-        "chart": grid(title, heads, cells, shade, text, resumed, dots if has_dots else None),
-        "legend": _legend(values, shade, text),
+        "grid": _grid(title, columns, cells, "{:,.0f}".format, resumed, dots if has_dots else {}),
         "rows": table,
         "missed": saves[-1].updates_missed,
     }
@@ -244,25 +241,43 @@ def _drift(columns: Columns, rows: Rows, resumed: Mapping[float, str]) -> dict[s
         row: [_mean(save.drift[part] for save in column for part in parts if part in save.drift) for column in columns]
         for row, parts in rows.items()
     }
-    values = [drift for drifts in cells.values() for drift in drifts if drift is not None]
-    if not values:
-        return None
-    shade = shade_of(values)
     title = "relative change of a part's master weights since it was saved, before each save"
+    has_drift = any(drift is not None for drifts in cells.values() for drift in drifts)
+    return _grid(title, columns, cells, _change, resumed, {}) if has_drift else None
+
+
+def _grid(
+    title: str,
+    columns: Columns,
+    cells: Mapping[str, Sequence[float | None]],
+    text: Callable[[float], str],
+    resumed: Mapping[float, str],
+    dots: Mapping[str, Sequence[bool]],
+) -> dict[str, Any]:
+    """Return a table of shaded cells, with dots, or with numbers if there are few columns."""
+    values = [value for of_row in cells.values() for value in of_row if value is not None]
+    shade, are_few = shade_of(values), len(columns) <= _FEW_COLUMNS
+
+    def cell(row: str, number: int, value: float | None) -> tuple[int | None, str]:
+        level = None if value is None else shade(value)
+        if row in dots and dots[row][number]:
+            return level, "•"
+        return level, text(value) if are_few and value is not None and level is not None else ""
+
     return {
-        "chart": grid(title, [column[0].step for column in columns], cells, shade, _change, resumed),
-        "legend": _legend(values, shade, _change),
+        "title": title,
+        "heads": [f"{column[0].step:,}" for column in columns],
+        "resumed": [*resumed],
+        "rows": {row: [cell(row, *numbered) for numbered in enumerate(cells[row])] for row in cells},
+        "legend": {
+            f"h{at}": " to ".join(dict.fromkeys(map(text, ends))) for at, ends in ranges_of(values, shade).items()
+        },
     }
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None
-
-
-def _legend(values: Iterable[float], shade: Shade, text: Callable[[float], str]) -> dict[str, str]:
-    ends = {at: dict.fromkeys(map(text, found)) for at, found in ranges_of(values, shade).items()}
-    return {f"h{at}": " to ".join(found) for at, found in ends.items()}
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _change(value: float) -> str:
@@ -271,13 +286,17 @@ def _change(value: float) -> str:
 
 def _changes(changes: Sequence[PartChange]) -> dict[str, Any]:
     """Return how much the newest state of each part differs from the one before, by kind of state."""
-    states = [state for one in changes for state in one.states]
-    by_part, kinds = sums_by(lambda one: one.part, states), kinds_of(states)
+    states = [state for change in changes for state in change.states]
+    by_part, kinds = sums_by(lambda state: state.part, states), kinds_of(states)
     return {
         "head": ["part", "steps", *kinds],
         "rows": [
-            (one.part, f"{one.steps[0]:,} → {one.steps[1]:,}", *(_cell(by_part[one.part].get(kind)) for kind in kinds))
-            for one in changes[:_MOST_ROWS]
+            (
+                change.part,
+                "{:,} → {:,}".format(*change.steps),
+                *(_cell(by_part[change.part].get(kind)) for kind in kinds),
+            )
+            for change in changes[:_MOST_ROWS]
         ],
     }
 
@@ -290,7 +309,8 @@ def _loss(facts: RunFacts) -> dict[str, Any] | None:
     losses = facts.losses
     if losses is None:
         return None
-    marks = {float(one.resumed_at): f"resumed at {one.resumed_at:,}" for one in facts.attempts[1:] if one.resumed_at}
+    steps = [attempt.resumed_at for attempt in facts.attempts[1:] if attempt.resumed_at]
+    marks = {float(step): f"resumed at {step:,}" for step in steps}
     legend = {"c0": "training loss"} | ({"c1": "evaluation loss (points)"} if losses.evaluation else {})
     chart = curve("training loss over steps", losses.train, losses.evaluation, marks)
     return {"chart": chart, "legend": legend, "last": losses.train[-1]}

@@ -309,7 +309,7 @@ def facts() -> RunFacts:
 
 def test_the_same_facts_give_the_same_page():
     assert page(facts()) == page(facts())
-    assert page(facts()).count("<svg") == 6
+    assert page(facts()).count("<svg") == 4
 
 
 @pytest.mark.long
