@@ -16,7 +16,6 @@ from llmtailor.model.precision import MASTERS, MOMENTS, Masters, Moments, Precis
 MIN_HOST_BUFFER = 1 << 20
 WHERE = "attach"
 SAME_FIX = "give all ranks the same arguments and LLMTAILOR_ variables"
-ATTEST, ON_MISMATCH = (OFF, SAMPLE, FULL), (WARN, STOP)
 
 
 MOST_IN_FLIGHT = 16

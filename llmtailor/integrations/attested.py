@@ -80,7 +80,7 @@ def _hook_engine(module: ModuleType) -> None:
     @patch_method(module.DeepSpeedEngine, "load_checkpoint")
     def loading(load: Call, self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         from llmtailor.frameworks.files import LATEST, tag_in
-        from llmtailor.live.attesting import kept_buffers
+        from llmtailor.live.objects import kept_buffers
         from llmtailor.live.training import TrainingObjects
 
         result = load(self, load_dir, tag, *args, **kwargs)
@@ -100,8 +100,7 @@ def _hook_engine(module: ModuleType) -> None:
 def _hook_accelerator(module: ModuleType) -> None:
     @patch_method(module.Accelerator, "load_state")
     def loading(load: Call, self: Any, *args: Any, **kwargs: Any) -> Any:
-        from llmtailor.live.attesting import kept_buffers
-        from llmtailor.saving.api import prepared
+        from llmtailor.live.objects import kept_buffers, prepared
 
         folders: list[str] = []  # accelerate may choose the folder itself
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(str(folder)))
@@ -185,8 +184,7 @@ def _before_step() -> None:
     if not _is_due():
         return
     loaded, find_held = _loaded.checkpoint, _loaded.find_held
-    from llmtailor.live.attesting import attest_loop
-    from llmtailor.saving.api import attest_held
+    from llmtailor.live.attesting import attest_held, attest_loop
     from llmtailor.saving.arguments import resume_options
 
     options = resume_options(os.environ)

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from llmtailor.integrations.attested import announce_or_leave, check_resumed, end, end_with_error, forget, task
 from llmtailor.integrations.report_to import NamedSaving
-from llmtailor.live.attesting import resumed_from
+from llmtailor.live.trainer_resume import resumed_from
 from llmtailor.saving.arguments import resume_options
 from llmtailor.saving.callbacks import AttestResume, PartialSaving, attach_stock, find_trainer
 from llmtailor.stock_saving.trainer import StockSaving

@@ -31,13 +31,14 @@ from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.frameworks.files import CKPT, TRAINER_STATE
 from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.integrations.attested import forget, remember, task
-from llmtailor.live.attesting import attest_loop, kept_buffers
+from llmtailor.live.attesting import attest_held, attest_loop
+from llmtailor.live.objects import kept_buffers
 from llmtailor.live.training import TrainingObjects
 from llmtailor.patching import next_call
 from llmtailor.policies import Policy
 from llmtailor.ranks.team import Ranks
 from llmtailor.runs.composing import compose_newest
-from llmtailor.saving.api import AttestingCallback, SaverCallback, attest_held, make_saver
+from llmtailor.saving.api import AttestingCallback, SaverCallback, make_saver
 from llmtailor.saving.arguments import resume_options
 from llmtailor.saving.client_state import LightningClient
 from llmtailor.storage.local import as_path

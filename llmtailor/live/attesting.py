@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,16 +25,15 @@ from llmtailor.attestation.check import (
     options_of,
 )
 from llmtailor.attestation.compare import (
-    OFF,
+    FULL,
+    SAMPLE,
+    STOP,
+    WARN,
     LearningRates,
     LiveGroup,
-    LossMonitor,
-    Mismatch,
     MismatchKind,
     Number,
-    Subject,
     float_of,
-    rates_off_schedule,
 )
 from llmtailor.attestation.pieces import aliases_of, with_pieces
 from llmtailor.attestation.read import Live, LiveFragment, compare_random
@@ -44,32 +41,32 @@ from llmtailor.attestation.report import Attestation, with_random_states
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
-from llmtailor.containers.json import read_json
-from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, some
+from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint, UsageError, some
 from llmtailor.formats.param_names import ModelFacts, known_model
 from llmtailor.formats.registry import display_name, index_checkpoint
-from llmtailor.frameworks.files import CKPT, TRAINER_STATE
+from llmtailor.frameworks.files import CKPT
 from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.model import is_adapted, saved_names
+from llmtailor.live.objects import Attestable, attestable_of, held_of, parts_of
 from llmtailor.live.tensors import DTYPES, TORCH, bytes_of
-from llmtailor.live.torch_training import NamedTraining, unwrap
-from llmtailor.live.training import LiveShard, Training, TrainingObjects, persistent_buffers, rng_tree
+from llmtailor.live.torch_training import NamedTraining
+from llmtailor.live.training import HasState, LiveShard, TrainingObjects, persistent_buffers, rng_tree
 from llmtailor.model.roles import BUFFER
 from llmtailor.param_groups import decaying_names
-from llmtailor.patching import next_call, patch_method
 from llmtailor.ranks.team import Ranks
-from llmtailor.runs.folder import RunFolder
+from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from deepspeed import DeepSpeedEngine
     from transformers import Trainer
 
 logger = logging.getLogger("llmtailor.attest")
 Write = Callable[[Mapping[str, object]], None]
 Say = Callable[[Attestation, Ranks, str], None]
-Attestable = Training | AnyTraining
 
 
-def _write_nothing(found: Mapping[str, object]) -> None:
+def write_nothing(found: Mapping[str, object]) -> None:
     """Where there is no record of the run"""
 
 
@@ -94,7 +91,7 @@ def attest_training(
         if not has_other_params or (judgement := judged(error, display_name(checkpoint), how)) is None:
             raise
         return judgement
-    found = _attest(opened, ranks, how, held)
+    found = attest_opened(opened, ranks, how, held)
     if not with_random:
         return found
     mine = ranks.run_on_all(lambda: compare_random(opened.index, rng_tree(), ranks.rank, ranks.world_size))
@@ -107,7 +104,74 @@ def attest_training(
     return replace(found, notes=(*found.notes, *notes))
 
 
-def _attest(opened: AttestedPair, ranks: Ranks, how: str, held: TrainingObjects) -> Attestation:
+def attest(
+    checkpoint: str | Path,
+    *,
+    trainer: Trainer | None = None,
+    accelerator: Accelerator | None = None,
+    engine: DeepSpeedEngine | None = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: HasState | None = None,
+    scaler: HasState | None = None,
+    step: int | None = None,
+    how: Literal["sample", "full"] = "sample",
+    on_mismatch: Literal["warn", "stop"] = "warn",
+) -> Attestation:
+    """Compare a training that was resumed with the checkpoint that it was resumed from, and say what differs.
+
+    Call it on every rank, after loading and before the first optimizer step::
+
+        engine.load_checkpoint("runs/x")
+        llmtailor.attest("runs/x", engine=engine)
+
+    Compared are weights or masters, moments, Adam's steps, the options of param groups, the scheduler, the scaler and
+    counters, whatever format, number of ranks or stage the checkpoint was saved with.
+
+    Args:
+        checkpoint: the folder that was resumed from.
+        trainer, accelerator, engine: what holds the training; one of them, or ``model`` with ``optimizer``.
+        model: bare, compiled, inside DistributedDataParallel, or sharded by ``fully_shard``.
+        scheduler: the learning rate scheduler, unless one of the first three has it.
+        scaler: the GradScaler, likewise.
+        step: the optimizer steps that the loop counts, to be compared as well.
+        how: ``sample`` compares some elements of every state, ``full`` every byte.
+        on_mismatch: ``warn`` logs and returns what differs, ``stop`` raises NotTheSame on every rank.
+
+    Returns what was found, the same on every rank.
+
+    Raises:
+        UsageError: not exactly one training is given, or an argument makes no sense.
+        UnsupportedCheckpoint: the training's states can't be read.
+        SourceError: the checkpoint can't be read.
+    """
+    given = [one for one in (trainer, accelerator, engine, model) if one is not None]
+    problems = []
+    if len(given) != 1 or (model is None) != (optimizer is None):
+        fix = "give a trainer, an accelerator, an engine, or a model and its optimizer"
+        problems.append(Problem("attest", f"{len(given)} trainings are given, or one without its optimizer", fix))
+    if how not in (SAMPLE, FULL):
+        problems.append(Problem("attest", f"how is {how!r}", 'give "sample" or "full"'))
+    if on_mismatch not in (WARN, STOP):
+        problems.append(Problem("attest", f"on_mismatch is {on_mismatch!r}", 'give "warn" or "stop"'))
+    if problems:
+        raise UsageError(problems)
+    if trainer is not None:
+        held = parts_of(trainer)
+    else:
+        held = held_of(accelerator, engine, model, optimizer, scheduler, scaler)
+        held = replace(held, counters={} if step is None else {"global_step": step})
+    attested = attest_held(held, as_path(checkpoint), how, with_random=accelerator is not None)
+    announce(attested, Ranks.here(), on_mismatch)
+    return attested
+
+
+def attest_held(held: TrainingObjects, checkpoint: Path, how: str, *, with_random: bool = False) -> Attestation:
+    """Do what `attest_training` does, with what a program holds."""
+    return attest_training(attestable_of(held), checkpoint, how, held, with_random=with_random)
+
+
+def attest_opened(opened: AttestedPair, ranks: Ranks, how: str, held: TrainingObjects) -> Attestation:
     with known_model(_facts_of(opened.training)):
         found = attest_live(opened.index, lambda: live_of(opened, held), ranks, how)
     if not held.not_compared:
@@ -121,7 +185,7 @@ def attest_loop(
     checkpoint: object,
     on_mismatch: str,
     step: int = 0,
-    write: Write = _write_nothing,
+    write: Write = write_nothing,
     say: Say = announce,
 ) -> None:
     """Attest what a loop, or Lightning, has resumed at a step, for the record and the log.
@@ -379,232 +443,3 @@ def rates_of(scheduler: Any, step: int | None = None) -> list[float]:
         return [float(rate) for rate in inner.get_last_lr()]
     except Exception:  # a scheduler of the user's may raise anything
         return []
-
-
-def kept_buffers(held: TrainingObjects) -> dict[str, torch.Tensor]:
-    """Return copies of a model's persistent buffers, which the forward pass may change before the first step."""
-    model = held.engine.module if held.engine is not None else held.model
-    assert model is not None
-    return {name: buffer.detach().clone() for name, buffer in persistent_buffers(unwrap(model)).items()}
-
-
-def parts_of(trainer: Trainer) -> TrainingObjects:
-    """Return what of a Trainer is attested."""
-    engine: Any = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-    scheduler = trainer.lr_scheduler
-    if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper":
-        scheduler = engine.lr_scheduler
-    scaler, counters = getattr(trainer.accelerator, "scaler", None), {"global_step": trainer.state.global_step}
-    if engine is not None:
-        return TrainingObjects(engine, scheduler=scheduler, scaler=scaler, counters=counters, trainer=trainer)
-    return TrainingObjects(None, trainer.model, trainer.optimizer, scheduler, scaler, counters, trainer=trainer)
-
-
-def callers() -> Iterator[dict[str, Any]]:
-    """Yield the local variables of the functions that are running, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_locals
-        frame = frame.f_back
-
-
-def resumed_from(trainer: Trainer) -> Path | None:
-    """Return the checkpoint that a Trainer's running ``train`` resumes from; None if it begins.
-
-    Nothing keeps it but a local variable of the Trainer's loop, which calls the callbacks.
-    """
-    for found in callers():
-        if found.get("self") is trainer and "resume_from_checkpoint" in found:
-            given = found["resume_from_checkpoint"]
-            if not isinstance(given, bool):
-                return Path(given) if given is not None else None
-    return None
-
-
-class TrainerResume:
-    """Attests what a Trainer has resumed, before its first optimizer step: callbacks may change it until then. The
-    random states are those that the Trainer has restored, and the first losses are compared later.
-
-    1) `begin`. 2) `before_step`, `step_ended` and `logged`, from the callbacks of these names. 3) `ended`, or `give_up`
-    if the training begins again.
-
-    Args:
-        how: what of it is compared, ``on_mismatch`` what happens if it differs: options of a saver.
-        write: adds a line to the record of the run; called on every rank.
-        say: takes each attestation, in place of `announce`.
-        then: is called once the training was attested, or if there is nothing to attest.
-        otherwise: gets the error that ends the training.
-        is_strict: raise what prevents an attestation; else it is a warning.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        how: str,
-        on_mismatch: str,
-        write: Write = _write_nothing,
-        *,
-        say: Say = announce,
-        then: Callable[[], object] = lambda: None,
-        otherwise: Callable[[Any], object] = lambda error: None,
-        is_strict: bool = False,
-    ) -> None:
-        self._trainer, self._how, self._on_mismatch = trainer, how, on_mismatch
-        self._write, self._say, self._is_strict = write, say, is_strict
-        self._then, self._otherwise = then, otherwise
-        self._ranks = Ranks.here()
-        self._checkpoint: Path | None = None
-        self._losses = LossMonitor()
-        self._is_due = self._waits_for_rng = self._has_stepped = False
-        self._buffers: Mapping[str, torch.Tensor] = {}
-        self._random: Mapping[str, Any] | None = None
-        """The random states after the Trainer has restored them: at the start of an epoch it then draws from them"""
-
-    def begin(self, find_training: Callable[[], Attestable]) -> None:
-        """Take the checkpoint; call it in ``on_train_begin``, on every rank. ``find_training`` returns the live
-        training."""
-        trainer, self._find_training = self._trainer, find_training
-        self._checkpoint = resumed_from(trainer)
-        if self._checkpoint is None or self._how == OFF:
-            self._checkpoint = None
-            self._call(self._then)
-            return
-        self._is_due, held = True, parts_of(trainer)
-        self._buffers = kept_buffers(held)
-        self._waits_for_rng = not trainer.args.ignore_data_skip
-        if self._waits_for_rng:
-            self._watch_rng(trainer)
-        if held.engine is not None:  # which makes the step within the backward pass
-            patch_method(held.engine, "step")(self._stepping)
-
-    def before_step(self) -> None:
-        """Attest the training within the call of the optimizer's step that follows, after all other callbacks, and
-        also if the gradient scaler leaves the step out; call it in ``on_pre_optimizer_step``, on every rank.
-
-        That call raises NotTheSame if it is not the checkpoint's and that is to stop the training.
-        """
-        if self._is_due and not self._trainer.is_deepspeed_enabled:  # with DeepSpeed the step has been made
-            next_call(self._trainer.optimizer, "step")(self._stepping)
-
-    def _stepping(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_due:
-            self._is_due = False
-            self._call(self._attest)
-        return step(*args, **kwargs)
-
-    def give_up(self) -> None:
-        """Attest nothing: the training begins again."""
-        self._is_due = False
-
-    def _call(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except (Exception, SystemExit) as error:
-            self._otherwise(error)
-            raise
-
-    def _attest(self) -> None:
-        checkpoint = self._checkpoint
-        assert checkpoint is not None
-        attest_or_warn(self._attest_all, checkpoint, self._ranks.is_first, is_strict=self._is_strict)
-        self._buffers, self._random = {}, None
-        self._then()
-
-    def _attest_all(self) -> None:
-        checkpoint, trainer = self._checkpoint, self._trainer
-        assert checkpoint is not None
-        training, held = self._find_training(), replace(parts_of(trainer), buffers=self._buffers)
-        try:
-            opened = open_on_first(training, checkpoint, self._ranks)
-        except SourceError as error:
-            if (judgement := judged(error, display_name(checkpoint), self._how)) is None:
-                raise
-            self._report(judgement)
-            return
-        found = self._with_random(_attest(opened, self._ranks, self._how, held), opened.index)
-        if self._ranks.is_first:
-            state = trainer.state
-            log = abandoned_log(Path(trainer.args.output_dir), state.global_step, state.log_history)
-            self._losses = LossMonitor(log, not any(one.subject is Subject.SCHEDULE for one in found.mismatches))
-        self._report(found)
-
-    def _report(self, found: Attestation) -> None:
-        self._write({"step": self._trainer.state.global_step, "attested": found.to_json()})
-        self._say(found, self._ranks, self._on_mismatch)
-
-    def _watch_rng(self, trainer: Trainer) -> None:
-        """Keep the random states that the Trainer restores. The method is replaced on this one Trainer, once."""
-
-        @patch_method(trainer, "_load_rng_state")
-        def loading(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            result = load(*args, **kwargs)
-            if self._waits_for_rng:
-                self._waits_for_rng = False
-                trainer._load_rng_state = load
-                self._random = rng_tree()
-            return result
-
-    def _with_random(self, found: Attestation, index: CheckpointIndex) -> Attestation:
-        """Add the differences of the random states that were restored."""
-        if self._trainer.args.ignore_data_skip:
-            return replace(found, notes=(*found.notes, "random states: ignore_data_skip does not restore them"))
-        random, ranks = self._random, self._ranks
-
-        def compare() -> tuple[list[Mismatch], str]:
-            if random is None:
-                return [], "random states: they were not restored"
-            return compare_random(index, random, ranks.rank, ranks.world_size)
-
-        return with_random_states(found, ranks.run_on_all(compare))
-
-    def ended(self) -> None:
-        """Call it at the end: there may have been no step to make."""
-        if self._is_due:
-            self._is_due = False
-            self._call(self._then)
-
-    def step_ended(self) -> None:
-        """Call it after each step."""
-        if self._checkpoint is None or self._has_stepped:
-            return
-        self._has_stepped = True
-        if self._is_due and self._ranks.is_first:
-            what = "the Trainer does not tell callbacks before it calls its optimizer's step"
-            logger.warning("resumed from %s: not attested: %s", self._checkpoint, what)
-        self.ended()
-        rates = [float_of(group.get("lr")) for group in self._trainer.optimizer.param_groups]
-        said = rates_off_schedule(rates, rates_of(parts_of(self._trainer).scheduler))
-        if said and self._ranks.is_first:
-            step = self._trainer.state.global_step
-            logger.warning("resumed from %s: after step %d %s", display_name(self._checkpoint), step, said)
-            self._write({"step": step, "rates": said})
-
-    def logged(self, logs: Mapping[str, Any]) -> None:
-        """Call it with each entry of the log."""
-        step = self._trainer.state.global_step
-        if self._ranks.is_first and (said := self._losses.see(step, logs)):
-            logger.warning("%s", said)
-            self._write({"step": step, "losses": said})
-
-
-def abandoned_log(run: Path, step: int, history: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """Return the log entries after a step that a later checkpoint in the run's folder has, by step.
-
-    ``history`` is the log of the training that was resumed; a checkpoint that has another one up to that step is of
-    another attempt. Whatever is damaged is left out.
-    """
-    before = [dict(one) for one in history if one.get("step", 0) <= step and "loss" in one]
-    try:
-        folder = RunFolder(run)
-        paths = {at: path for at, path in [*folder.complete().items(), *folder.full().items()] if at > step}
-    except (TailorError, OSError):
-        return {}
-    for at in sorted(paths, reverse=True):
-        try:
-            content = read_json(paths[at] / TRAINER_STATE, str(paths[at]))
-            log = [one for one in content["log_history"] if "loss" in one]
-        except (TailorError, OSError, KeyError, TypeError):
-            continue
-        if [one for one in log if one.get("step", 0) <= step] == before:
-            return {int(one["step"]): one for one in log if one.get("step", 0) > step}
-    return {}

@@ -29,14 +29,15 @@ from llmtailor.errors import Problem, Problems, StorageError, TailorError, Unsup
 from llmtailor.formats.optimizer_objects import unsupported, unsupported_name
 from llmtailor.frameworks.files import TRAINER_STATE, TRAINING_ARGS
 from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
-from llmtailor.live.attesting import TrainerResume, callers, parts_of
 from llmtailor.live.model import check_before_training
+from llmtailor.live.objects import FSDP1, FSDP1_FIX, attestable_of, parts_of
 from llmtailor.live.torch_training import unwrap
+from llmtailor.live.trainer_resume import TrainerResume, callers
 from llmtailor.live.training import rng_tree
 from llmtailor.policies import Policy
 from llmtailor.ranks.team import check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.api import FSDP1, FSDP1_FIX, AttestingCallback, SaverCallback, attestable_of, make_saver
+from llmtailor.saving.api import AttestingCallback, SaverCallback, make_saver
 from llmtailor.saving.arguments import check_layout, from_environment, stock_arguments
 from llmtailor.saving.cadence import FIRST, SaveDecision, StepTimer
 from llmtailor.saving.client_state import TrainerClient

@@ -25,9 +25,8 @@ from transformers import TrainerCallback, set_seed
 
 import llmtailor
 from llmtailor.frameworks.framework import FRAMEWORKS
-from llmtailor.live.attesting import parts_of
+from llmtailor.live.objects import parts_of, prepared, training_of
 from llmtailor.live.training import LiveShard, TrainingObjects, rng_tree
-from llmtailor.saving.api import prepared, training_of
 from llmtailor.saving.callbacks import find_trainer
 from trainings import trainer as stock
 from trainings.common import MOMENTS
