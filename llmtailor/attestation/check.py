@@ -270,7 +270,7 @@ def not_the_same(result: Attestation) -> NotTheSame:
 
 
 def warn_prominently(lines: list[str]) -> None:
-    """Write a warning that can't be overlooked: to the log, and framed to stderr."""
+    """Write a warning to the log, and to stderr between two bars, so that nobody overlooks it."""
     logger.error("%s", "\n".join(lines))
     bar = "!" * 100
     print("\n".join(["", bar, *lines, bar, ""]), file=sys.stderr, flush=True)

@@ -128,8 +128,8 @@ class Findings:
 
 
 def sample_runs(numel: int, at_least: int = RUNS) -> Runs:
-    """Return the elements to compare of so many: few long runs, because reads cost more than bytes; the first and the
-    last run included. ``at_least`` is their number, so that the share of any of so many ranks is hit."""
+    """Return the elements to compare: few long runs, because reads cost more than bytes, among them the first and the
+    last elements. ``at_least`` runs are chosen, so that every rank's shard is sampled."""
     count = min(max(RUNS, at_least), MAX_RUNS)
     if numel <= count * RUN_ELEMENTS:
         return ((0, numel),) if numel else ()
@@ -155,7 +155,7 @@ memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def address_of(data: Buffer) -> int:
-    """Return where a buffer that is not empty begins in memory."""
+    """Return the address of a buffer's first byte; the buffer is not empty."""
     return np.frombuffer(data, np.uint8).ctypes.data
 
 
@@ -185,7 +185,7 @@ def judge(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> Mis
 
 
 def has_vanished(live: Buffer, live_dtype: str, saved: Buffer, saved_dtype: str) -> bool:
-    """Return whether elements are zero that are not so in the checkpoint: too small for the training's dtype."""
+    """Return whether an element is zero but not in the checkpoint: its value is too small for the training's dtype."""
     live_values, saved_values = (
         np.frombuffer(cast(data, dtype, "F32"), np.float32)
         for data, dtype in ((live, live_dtype), (saved, saved_dtype))
@@ -360,7 +360,7 @@ def compare_ties(
 
 
 def compare_strays(count: int) -> list[Mismatch]:
-    """Return what is wrong with an optimizer that updates so many params that are not the model's."""
+    """Return the difference if an optimizer updates ``count`` params that are not the model's."""
     return [Mismatch(Subject.OPTIMIZER, "optimizer", count, 0, True, MismatchKind.STRAY)] if count else []
 
 
@@ -483,8 +483,7 @@ def compare_counters(subject: Subject, live: Mapping[str, Any], saved: Mapping[s
 
 
 def rates_off_schedule(live: Sequence[float | None], scheduled: Sequence[float]) -> str | None:
-    """Return what is to be said of the learning rates after a step, by group, if they are not what the scheduler
-    computes; None if they are, or that is unknown."""
+    """Return a warning if a group's learning rate after a step is not what the scheduler computes; otherwise None."""
     for number, (rate, scheduled_rate) in enumerate(zip(live, scheduled, strict=False)):
         if rate is not None and not _alike(rate, scheduled_rate):
             return f"the learning rate of param group {number} is {rate:g}, and the scheduler's is {scheduled_rate:g}"
@@ -540,7 +539,7 @@ class LossMonitor:
     same: list[int] = field(default_factory=list)
 
     def see(self, step: int, logs: Mapping[str, Any]) -> str | None:
-        """Take a log entry of the new attempt; return what is to be said about it, if anything.
+        """Record a log entry of the new attempt; return a message if it says whether the resume is right.
 
         The first loss after a resume is computed by weights and data alone, the second also by the optimizer's first
         step. So two equal losses show that the resume is right; other kernels or ranks may change them, so different

@@ -371,7 +371,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
             with work.turns, Inline() if context.inline else Threads(1) as marker:
                 watch.lap()
                 context.stop.check()
-                filled, output = _take_over(file.made(), fd, marks, work)
+                filled, output = _resume_file(file.made(), fd, marks, work)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
                 kept_bytes = output.at
@@ -389,7 +389,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     return FileResult(file, filled.crc, filled.crcs, filled.spread, output.hexdigest(), moved)
 
 
-def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) -> tuple[WriteProgress, Output]:
+def _resume_file(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) -> tuple[WriteProgress, Output]:
     """Read back what an earlier run wrote, up to the last mark that is true."""
     context = work.context
     direct = work.direct if not marks and plan.num_bytes >= MIN_DIRECT_BYTES else 0
@@ -401,14 +401,14 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) ->
                 if filled.at + piece.num_bytes > mark.num_bytes:
                     break
                 count, num_bytes, _ = summed_parts(piece)
-                filled.add(piece, [output.take_over(num_bytes, context.stop) for _ in range(count)])
+                filled.add(piece, [output.keep_prefix(num_bytes, context.stop) for _ in range(count)])
             true = (filled.at, filled.crc) == (mark.num_bytes, mark.crc)
         except OSError:  # cut short, or no longer readable
             true = False
         if not true:
             logger.info("%s: the content up to byte %d does not match the journal", plan.path, mark.num_bytes)
             context.on_progress(-output.at)
-            return _take_over(plan, fd, marks[:number], work)
+            return _resume_file(plan, fd, marks[:number], work)
     if marks:
         logger.info("%s: %d of %d bytes are there and match the journal", plan.path, output.at, plan.num_bytes)
     return filled, output

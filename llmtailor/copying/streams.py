@@ -169,7 +169,7 @@ class Output:
         self.device = os.fstat(fd).st_dev
         self.block_bytes = os.fstatvfs(fd).f_bsize
 
-    def take_over(self, length: int, stop: Stop) -> int:
+    def keep_prefix(self, length: int, stop: Stop) -> int:
         """Read back the next bytes and keep them; return their CRC-32. Raises OSError, also if there are fewer."""
         crc = 0
         for data in chunks(self.fd, self.buffer, self.at, self.at + length):

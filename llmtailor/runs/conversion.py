@@ -80,7 +80,7 @@ class Conversion:
         return {file.path: folder for file, (folder, num_bytes) in there if num_bytes == file.num_bytes}
 
     def kept_params(self) -> tuple[set[str], set[str]]:
-        """Return the params that are kept whole, and those of which only the masters are."""
+        """Return the params kept with all states, and those kept as master weights only."""
         whole = {name for part in self.parts for name in self.params_of[part]}
         return whole, {name for part in self.masters for name in self.params_of[part]}
 

@@ -176,22 +176,25 @@ def test_another_attempt_gets_no_links_to_the_first(tmp_path):
     assert links == {100: None, 200: "checkpoint-100", 250: "checkpoint-100", 300: "checkpoint-250", 350: None}
 
 
-def test_one_that_is_not_resumable_stays(tmp_path):
-    run = make_run(tmp_path / "run", STEPS, "fsdp", shape=SHORT)
-    (run / "checkpoint-200" / "scheduler.pt").unlink()
-    told = call("thin", run, "--strategy", "parity", "--reference", "--yes")
-    rows = {row["step"]: row for row in told["checkpoints"]}
-    assert rows[200]["why"].startswith("it is not resumable")
-    assert rows[300]["becomes"] == "linked"
-
-
 def test_what_stays(tmp_path):
-    run = make_run(tmp_path / "run", STEPS, "dcp", shape=SHORT)
-    (run / "checkpoint-200" / "notes.txt").write_text("mine")
-    told = call("thin", run, "--strategy", "parity", "--reference", "--yes")
-    rows = {row["step"]: row for row in told["checkpoints"]}
+    """One that is not resumable, to which nothing links; and one with a file of the user."""
+    run = make_run(tmp_path / "run", STEPS, "fsdp", shape=SHORT)
+
+    def planned():
+        rows = call("thin", run, "--strategy", "parity", "--reference")["checkpoints"]
+        return {row["step"]: row for row in rows}
+
+    scheduler, folder = run / "checkpoint-200" / "scheduler.pt", run / "checkpoint-200"
+    content = scheduler.read_bytes()
+    scheduler.unlink()
+    rows = planned()
+    assert rows[200]["why"].startswith("it is not resumable")
+    assert (rows[300]["becomes"], rows[300]["links_to"]) == ("linked", str(run / "checkpoint-100"))
+    scheduler.write_bytes(content)
+    (folder / "notes.txt").write_text("mine")
+    rows = planned()
     assert "notes.txt" in rows[200]["why"]
-    assert rows[300]["links_to"] == str(run / "checkpoint-200")
+    assert rows[300]["links_to"] == str(folder)
 
 
 def test_what_a_dcp_saver_has_linked_stays(tmp_path):

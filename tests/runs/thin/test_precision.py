@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,11 +120,17 @@ def test_a_save_of_the_saver_with_rounded_states_replaces_a_full_checkpoint(tmp_
     assert done.returncode == 7 and "its values differ from those of" in done.stderr
 
 
-@pytest.mark.parametrize("packed", ['{"master": ["F24"]}', "[1]", '{"master": "Q8"}', '{"exp_avg": "D16"}', "{", "{}"])
-def test_metadata_that_is_not_right_is_refused(tmp_path, packed):
-    run = make_run(tmp_path / "run", (100, 200))
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory):
+    """A partial checkpoint with rounded states."""
+    run = make_run(tmp_path_factory.mktemp("rounded") / "run", (100, 200))
     call("thin", run, "--strategy", "full", "--masters", "24bit", "--moments", "8bit", "--yes")
-    shard = run / "partial" / "step-00000100" / "rank-00000-of-00002.safetensors"
+    return run / "partial" / "step-00000100"
+
+
+@pytest.mark.parametrize("packed", ['{"master": ["F24"]}', "[1]", '{"master": "Q8"}', '{"exp_avg": "D16"}', "{", "{}"])
+def test_metadata_that_is_not_right_is_refused(tmp_path, rounded, packed):
+    shard = Path(shutil.copytree(rounded, tmp_path / rounded.name)) / "rank-00000-of-00002.safetensors"
     with safe_open(shard, "pt") as file:
         metadata = {**file.metadata(), "packed": packed}
     save_file(load_file(shard), shard, metadata)
