@@ -36,7 +36,7 @@ from llmtailor.live.tensors import bytes_of
 from llmtailor.model.dtypes import D24, DIFFERENCES, F24
 from llmtailor.model.precision import Precision
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
-from llmtailor.storage import casts
+from llmtailor.storage import rounding
 from llmtailor.storage.frames import ELEMENTS, encode
 
 TENSOR = 1 << 22
@@ -85,7 +85,7 @@ class Bench:
             self.states[MASTER].append(drawn * 0.02)
             self.states[EXP_AVG].append(drawn * 1e-5)
             self.states[EXP_AVG_SQ].append(drawn.square() * 1e-10)
-        self.bases = [torch.from_numpy(casts.pack(one.numpy(), F24)) for one in self.states[MASTER]]
+        self.bases = [torch.from_numpy(rounding.pack(one.numpy(), F24)) for one in self.states[MASTER]]
         for one in self.states[MASTER]:  # a few steps of fine-tuning later
             one.add_(torch.randn(TENSOR, generator=generator), alpha=1e-6)
         self.room = torch.zeros(4 * count, TENSOR)
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(), help="where files are written (default: here)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    bench, loops = Bench(max(options.params >> 2, GROUPS)), casts.loops
+    bench, loops = Bench(max(options.params >> 2, GROUPS)), rounding.loops
     if loops() is None:
         raise SystemExit("error: numba is not installed")
     numel = len(bench.bases) * TENSOR
@@ -153,7 +153,7 @@ def main() -> None:
     sizes: dict[str, tuple[float, float]] = {}
     for number in range(options.rounds + 1):
         for case in CASES:
-            casts.loops = loops if case.numba else lambda: None
+            rounding.loops = loops if case.numba else lambda: None
             share, read = bench.live(case)
             copied, computed = cpu_of(bench.copy, read), cpu_of(bench.compute, share)
             with tempfile.TemporaryDirectory(dir=options.work) as folder:

@@ -92,6 +92,8 @@ MAY_IMPORT = {
 }
 """Room -> the rooms it may import, besides itself."""
 MAY_BE_HEAVY = {"param_groups", "ranks", "live", "background", "stock_saving", "dcp_saving", "saving", "integrations"}
+ROUNDS_BY_TORCH = "storage/rounding_torch.py"
+"""It is imported when states are rounded without numba."""
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "mergekit"}
 
 
@@ -128,7 +130,7 @@ def may_import(path: str, module: str) -> bool:
     top, *below = module.split(".")
     if top == "llmtailor":
         return not below or below[0] in MAY_IMPORT[room] | {room}
-    return top not in HEAVY or room in MAY_BE_HEAVY
+    return top not in HEAVY or room in MAY_BE_HEAVY or (top, path) == ("torch", ROUNDS_BY_TORCH)
 
 
 def test_rooms_import_only_what_they_may(package):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from llmtailor.storage import casts
+from llmtailor.storage import casts, rounding
 from llmtailor.storage.frames import ELEMENTS, decode, encode
 from study.precision import SETTINGS
 from study.train import Training
@@ -22,7 +22,7 @@ AGES = (8, 4, 2, 1, 0)
 
 def main() -> None:
     torch.set_num_threads(1)
-    casts.loops()
+    rounding.loops()
     columns = "saves apart | bf16 weights that changed, % | entropy | bytes per param | ns to compress | to decompress"
     print(f"| setting | {columns} |")
     print("|---|---:|---:|---:|---:|---:|---:|")
@@ -43,7 +43,7 @@ def main() -> None:
 def _measure(masters: dict[int, torch.Tensor], age: int) -> tuple[float, ...]:
     """Return the bytes per param of the entropy of single differences and of what is stored, and the nanoseconds of CPU
     time per param to compress and to decompress them."""
-    newest, older = (casts.pack(masters[at].numpy(), "F24") for at in (0, age))
+    newest, older = (rounding.pack(masters[at].numpy(), "F24") for at in (0, age))
     numel, step = masters[0].numel(), 3 * ELEMENTS
     starts = range(0, len(newest), step)
 

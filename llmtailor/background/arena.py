@@ -20,7 +20,6 @@ from llmtailor.errors import UsageError
 from llmtailor.live.training import Training
 from llmtailor.model.precision import EXACT, Precision
 from llmtailor.ranks.team import Ranks
-from llmtailor.storage import casts
 
 logger = logging.getLogger("llmtailor.saving")
 LEAST_BUFFER = 64 << 20
@@ -43,8 +42,6 @@ class Arena:
             _pin(memory, self)
         start = -memory.data_ptr() % BLOCK_BYTES
         self.num_bytes = (size - start) // BLOCK_BYTES * BLOCK_BYTES
-        if not pinned:  # compiled here, not while a step waits for a copy
-            casts.loops()
         self.memory = memory[start : start + self.num_bytes]
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         """Those that copy from GPUs: the same in all saves, because torch keeps memory for each stream"""

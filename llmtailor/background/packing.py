@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.formats.partial.json_trees import BundleEntry
 from llmtailor.live.tensors import DTYPES, TORCH, bytes_of
-from llmtailor.model.dtypes import BLOCKS, D16, F24, ITEMSIZE, PACKED, Q8_ROOT, size_of
-from llmtailor.storage import casts
+from llmtailor.model.dtypes import BLOCKS, D16, F24, ITEMSIZE, PACKED, size_of
+from llmtailor.storage import rounding, rounding_torch
 
 SOURCE = "live"
 """The name of the source in plans"""
@@ -64,7 +65,7 @@ class LiveTensor:
             elements = self.flat[start // itemsize : stop // itemsize]
             is_alike = (elements.device.type, elements.dtype) == ("cpu", self.dtype)
             if is_alike and self.dtype.is_floating_point and elements.is_contiguous():  # complex ones may be conjugated
-                casts.copy(elements.view(torch.uint8).numpy(), room.numpy())
+                np.copyto(room.numpy(), elements.view(torch.uint8).numpy())  # faster than torch's
                 return
             room.view(self.dtype).copy_(elements, non_blocking=non_blocking)
             return
@@ -80,31 +81,32 @@ class LiveTensor:
             if at % size == 0 and until == end:
                 self._pack(some, target, non_blocking=non_blocking)
             else:  # the range cuts this block
-                device = self.flat.device if self.packed != D16 else None
-                made = torch.empty(end - first * size, dtype=torch.uint8, device=device)
-                self._pack(some, made)
-                target.copy_(made[at - first * size :][: len(target)], non_blocking=non_blocking)
+                whole = torch.empty(end - first * size, dtype=torch.uint8, device=self.flat.device)
+                self._pack(some, whole)
+                target.copy_(whole[at - first * size :][: len(target)], non_blocking=non_blocking)
             at = until
 
     def _pack(self, some: slice, room: torch.Tensor, *, non_blocking: bool = False) -> None:
-        if self.packed != D16 and self.flat.device.type != "cpu":
-            elements, size = self.flat[some], size_of(self.packed, GPU_ELEMENTS)
-            for number, begin in enumerate(range(0, len(elements), GPU_ELEMENTS)):
-                made = pack_by_torch(elements[begin : begin + GPU_ELEMENTS], self.packed)
-                room[number * size :][: len(made)].copy_(made, non_blocking=non_blocking)
+        if self.flat.device.type == "cpu":
+            self.round(self.flat[some].contiguous(), some.start, room)
             return
-        self.round(self.flat[some].cpu().contiguous(), some.start, room)
+        end = min(some.stop, self.flat.numel())
+        for begin in range(some.start, end, GPU_ELEMENTS):
+            elements = self.flat[begin : min(begin + GPU_ELEMENTS, end)]
+            octets = rounding_torch.pack(elements, self.packed, self._base_of(begin, len(elements)))
+            at = size_of(self.packed, begin - some.start)
+            room[at : at + len(octets)].copy_(octets, non_blocking=non_blocking)
 
     def round(self, elements: torch.Tensor, begin: int, room: torch.Tensor) -> None:
         """Fill ``room`` with elements in host memory, of which ``begin`` is the first, rounded."""
-        values, target = elements.numpy(), room.numpy()
-        if self.packed == D16:
-            assert self.base is not None, "what it differs from"
-            size = ITEMSIZE[F24]
-            base = self.base[size * begin : size * (begin + len(values))]
-            casts.pack_differences(values, base.numpy(), target)
-        else:
-            casts.pack(values, self.packed, target)
+        base = self._base_of(begin, len(elements))
+        rounding.pack(elements.numpy(), self.packed, room.numpy(), None if base is None else base.numpy())
+
+    def _base_of(self, begin: int, numel: int) -> torch.Tensor | None:
+        if self.packed != D16:
+            return None
+        assert self.base is not None, "what it differs from"
+        return self.base[ITEMSIZE[F24] * begin : ITEMSIZE[F24] * (begin + numel)]
 
 
 class LiveTensors:
@@ -124,8 +126,7 @@ class LiveTensors:
     ) -> BundleEntry:
         """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements.
 
-        In its plan, `SOURCE` is the first source. ``dtype`` is that in the file, or one of `dtypes.PACKED`, or, for
-        tensors in host memory that go to a file of differences, `dtypes.D24`. ``storage``
+        In its plan, `SOURCE` is the first source. ``dtype`` is that in the file, or one of `dtypes.PACKED`. ``storage``
         is a name of the tensor's storage if the file is to have tensors as they lie there; names are in the order of
         the file. ``base`` is that of `LiveTensor`.
         """
@@ -159,24 +160,3 @@ class LiveTensors:
             itemsize = live.dtype.itemsize
             room = live.flat[start // itemsize : stop // itemsize].contiguous()
         return bytes_of(room)
-
-
-def pack_by_torch(elements: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return what `casts.pack` returns, on any device."""
-    if dtype == F24:
-        octets = elements.contiguous().view(torch.uint8).view(-1, 4)
-        kept = octets[:, 1:].clone()
-        kept[:, 0] |= (octets[:, 0] != 0).to(torch.uint8)
-        return kept.view(-1)
-    is_root, most = dtype == Q8_ROOT, 255 if dtype == Q8_ROOT else 127
-    size = BLOCKS[dtype].elements
-    values = torch.nn.functional.pad(elements, (0, -elements.numel() % size)).view(-1, size)
-    rows = values.double().sqrt().float() if is_root else values  # in fp32, torch rounds some roots wrongly on CPUs
-    largest = rows.abs().amax(1, keepdim=True)
-    unit = largest / largest.new_full((), most)  # CUDA multiplies by the reciprocal of a number that is not on the GPU
-    codes = (rows / torch.where(unit > 0, unit, 1)).round_().nan_to_num_(0, 0, 0).clamp_(-most, most)
-    if is_root:
-        codes = torch.where(rows > 0, codes.clamp_(min=1), 0)
-    unit = torch.where(unit.isfinite(), unit, torch.nan)
-    records = torch.cat((unit.view(torch.uint8), codes.to(torch.int16).to(torch.uint8)), 1)
-    return records.view(-1)[: size_of(dtype, elements.numel())]

@@ -65,7 +65,7 @@ from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.planner import SavePlanner, SaveRequest
 from llmtailor.saving.restart import resume
 from llmtailor.saving.trained_parts import MOST_SKIPPED, TrainedParts
-from llmtailor.storage import casts, zstd
+from llmtailor.storage import rounding, zstd
 from llmtailor.storage.local import as_path
 
 logger = logging.getLogger("llmtailor.saving")
@@ -105,7 +105,7 @@ def _precision(policy: Policy, options: SavingOptions, training: Training) -> Pr
         policy, options.precision, DTYPES[training.precision] if training.rounds_masters else "F32"
     )
     if precision != EXACT:
-        casts.loops()  # so that they are not compiled during a save
+        rounding.loops()  # so that they are not compiled during a save
     if D24 in precision.dtypes(with_moments=False).values():
         zstd.check_installed("masters")
     return precision

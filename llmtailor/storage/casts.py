@@ -1,6 +1,6 @@
 """Elementwise casts between floating-point dtypes, on raw little-endian bytes.
 
-Rounding is to nearest, ties to even: bit for bit as torch, and so as DeepSpeed when it rounds its fp32 masters.
+Rounding is to nearest, ties to even, as in torch, and so as in DeepSpeed when it rounds its fp32 masters.
 
 Only ``F24``, the first 24 bits of fp32, is rounded to odd: the last of its bits is set if any of the bits left out is.
 So a value is never on a tie, or on a value of bf16 or fp16, that the fp32 value was not on, and rounding it to these
@@ -9,27 +9,28 @@ dtypes gives what rounding the fp32 value gives (Boldo and Melquiond, 2008). The
 ``Q8`` are blocks of 128 elements: an fp32 unit, then a signed 8-bit code for each element, its multiple of
 the unit, which is the largest magnitude / 127. ``Q8_ROOT``, for elements that are not negative, has unsigned codes of
 their square roots, and the unit is the largest root / 255. There only a zero becomes 0, because an optimizer divides by
-the root. A block with an infinite element, or one that is not a number, has no numbers afterwards.
+the root. A block with an infinite element, or one that is not a number, has no numbers afterwards: its unit is NaN, and
+its codes are 0.
 
 ``D16`` are blocks of 32 elements. After a first byte of 1, each has 16 bits: the signed difference of its ``F24``
 pattern, numbered in the order of the values, from that of the same element in an earlier save. If any difference does
 not fit, the first byte is 0, and the block has its values rounded to bf16.
+
+A NaN becomes 0x7FC0 in bf16, here and in ``D16``. torch's own casts, which save live tensors as bf16, give 0xFFFF on
+some processors. In ``F24`` a NaN keeps its first 24 bits. `storage.rounding` makes these four encodings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.model.dtypes import BLOCKS, D16, D24, DTYPES, F24, PACKED, Q8_ROOT, Block, numel_of, size_of
+from llmtailor.model.dtypes import BLOCKS, D16, D24, DTYPES, F24, PACKED, Q8_ROOT, numel_of
+from llmtailor.storage import rounding
 
-_CACHED: Final = 1 << 15
-"""Elements that are packed at once, so that they stay in a core's cache"""
 _DIFFERENCE: Final = 0x7F81
 """The upper half of a pattern, which is not a number, that stands for a difference from another save: the lower half"""
 
@@ -44,7 +45,7 @@ def cast(data: bytes | bytearray | memoryview, source: str, target: str, scale: 
         if scale != 1:
             wide = wide.astype("<f8") * scale
         if target in PACKED:
-            return pack(wide.astype("<f4", copy=False), target).tobytes()
+            return rounding.pack(wide.astype("<f4", copy=False), target).tobytes()
         return _to_bfloat16(wide) if target == "BF16" else wide.astype(DTYPES[target].numpy).tobytes()
 
 
@@ -125,24 +126,6 @@ def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]
     return bits.view("<f4")
 
 
-def pack(values: npt.NDArray[Any], target: str, room: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
-    """Return the bytes of fp32 elements as one of `dtypes.PACKED` but ``D16``, in ``room`` if there is any.
-
-    They are packed by numba, or else in pieces that stay in a core's cache.
-    """
-    made = np.empty(size_of(target, len(values)), np.uint8) if room is None else room
-    rows, records, rest = _in_blocks(values, made, target)
-    with np.errstate(invalid="ignore", over="ignore"):
-        step = _CACHED // rows.shape[1]
-        for begin in range(_packed_by_numba(rows, records, target), len(rows), step):
-            _to_records(rows[begin : begin + step], records[begin : begin + step], target)
-        if len(rest):
-            last = np.empty((1, BLOCKS[target].num_bytes), np.uint8)
-            _to_records(_in_row(rest, target), last, target)
-            made[records.size :] = last[0, : len(made) - records.size]
-    return made
-
-
 def has_lost_blocks(data: bytes | bytearray | memoryview, dtype: str, start: int = 0) -> bool:
     """Return whether a block of `dtypes.Q8` or `dtypes.Q8_ROOT` has no numbers. ``data`` begins at byte ``start``.
 
@@ -152,109 +135,6 @@ def has_lost_blocks(data: bytes | bytearray | memoryview, dtype: str, start: int
     first = -start % size
     units = np.ndarray(max(0, -(-(len(data) - first - 3) // size)), "<f4", data, first, (size,))
     return bool(np.isnan(units).any())
-
-
-def _in_blocks(
-    values: npt.NDArray[Any], made: npt.NDArray[np.uint8], target: str
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8], npt.NDArray[Any]]:
-    """Return the elements and the bytes of whole blocks, in rows, and the elements of the last, shorter one."""
-    block = BLOCKS.get(target, Block(1, 0, 3))
-    whole = len(values) // block.elements
-    records = made[: whole * block.num_bytes].reshape(whole, block.num_bytes)
-    end = whole * block.elements
-    return values[:end].reshape(whole, block.elements), records, values[end:]
-
-
-def _in_row(rest: npt.NDArray[Any], target: str) -> npt.NDArray[Any]:
-    """Return a block of a few elements, and zeros behind them."""
-    return np.pad(rest, (0, BLOCKS[target].elements - len(rest)))[None]
-
-
-@lru_cache
-def loops() -> ModuleType | None:
-    """Return the loops that numba compiles, if it is installed. The first call takes a second or two."""
-    try:
-        from llmtailor.storage import compiled
-    except ImportError:  # also what it raises for a version of numpy that it does not know
-        return None
-    return compiled
-
-
-def copy(data: npt.NDArray[np.uint8], room: npt.NDArray[np.uint8]) -> None:
-    """Copy bytes; numba leaves out the cache, where what the training has in it stays."""
-    whole = 0
-    if (compiled := loops()) is not None:
-        whole = len(data) // 8 * 8
-        compiled.copy(data[:whole].view("<u8"), room[:whole].view("<u8"))
-    room[whole:] = data[whole:]
-
-
-def _packed_by_numba(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> int:
-    """Return how many rows are packed: none without numba, else all, of ``F24`` those of whole runs."""
-    if (compiled := loops()) is None:
-        return 0
-    if target == F24:
-        whole = len(rows) - len(rows) % int(compiled.RUN)
-        compiled.to_24_bits(rows[:whole].reshape(-1).view("<u4"), records[:whole].reshape(-1).view("<u8"))
-        return whole
-    is_root = target == Q8_ROOT
-    units = np.ndarray(len(rows), "<f4", records, 0, records.strides[:1])
-    compiled.to_blocks(rows, units, records[:, 4:], np.float32(255 if is_root else 127), is_root)
-    if (is_bad := np.isnan(units)).any():
-        mended = np.empty((is_bad.sum(), records.shape[1]), np.uint8)
-        _to_records(rows[is_bad], mended, target)
-        records[is_bad] = mended
-    return len(rows)
-
-
-def _number(values: npt.NDArray[Any], room: npt.NDArray[np.int32]) -> None:
-    """Fill ``room`` with the numbers of the ``F24`` patterns of fp32 elements in the order of the values."""
-    bits = values.view("<i4")
-    np.bitwise_and(bits, 0xFF, out=room)
-    room += 0xFF  # has bit 8 if any bit was set
-    room |= bits
-    room >>= 8
-    sign = bits >> 31
-    room &= 0x7FFFFF
-    room ^= sign  # the sum is the negative number where the sign is -1
-    room -= sign
-
-
-def pack_differences(
-    values: npt.NDArray[Any], base: npt.NDArray[np.uint8], room: npt.NDArray[np.uint8] | None = None
-) -> npt.NDArray[np.uint8]:
-    """Return the bytes of fp32 elements as ``D16``; ``base`` has the bytes of those of the other save as ``F24``."""
-    assert len(base) == size_of(F24, len(values)), "compiled loops check no bounds"
-    made = np.empty(size_of(D16, len(values)), np.uint8) if room is None else room
-    rows, records, rest = _in_blocks(values, made, D16)
-    if (compiled := loops()) is not None:
-        compiled.to_differences(rows.reshape(-1).view("<u4"), base, records[:, 0], records[:, 1:].view("<u8"))
-    else:
-        step, width = 4 * _CACHED // rows.shape[1], 3 * rows.shape[1]
-        for begin in range(0, len(rows), step):
-            some = rows[begin : begin + step]
-            older = widen(base.data[begin * width :][: len(some) * width], F24).reshape(some.shape)
-            _to_differences(some, older, records[begin : begin + step])
-    if len(rest):
-        last = np.empty((1, BLOCKS[D16].num_bytes), np.uint8)
-        _to_differences(_in_row(rest, D16), _in_row(widen(base.data[3 * rows.size :], F24), D16), last)
-        made[records.size :] = last[0, : len(made) - records.size]
-    return made
-
-
-def _to_differences(rows: npt.NDArray[Any], base: npt.NDArray[Any], records: npt.NDArray[np.uint8]) -> None:
-    off, older = np.empty(rows.shape, np.int32), np.empty(rows.shape, np.int32)
-    _number(rows, off)
-    _number(base, older)
-    off -= older
-    off[rows.view("<i4") == -1 << 31] = 1 << 15  # -0.0 has no number of its own
-    is_far = (off + np.int32((1 << 15) - 1)).view("<u4") > (1 << 16) - 2
-    fits = np.bitwise_or.reduce(is_far.view("<u8"), axis=1) == 0  # eight at once
-    codes = off.astype("<i2").view(np.uint8)
-    if not fits.all():
-        codes[~fits] = np.frombuffer(_to_bfloat16(rows), np.uint8).reshape(codes.shape)[~fits]
-    records[:, 0] = fits
-    records[:, 1:] = codes
 
 
 def subtract_codes(newest: npt.NDArray[Any], older: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -273,35 +153,6 @@ def add_codes(codes: npt.NDArray[Any], older: npt.NDArray[Any]) -> npt.NDArray[A
     difference <<= np.uint32(8)
     difference += older & np.uint32(0xFFFFFF00)
     return difference
-
-
-def _to_records(rows: npt.NDArray[Any], records: npt.NDArray[np.uint8], target: str) -> None:
-    if target == F24:
-        _to_24_bits(rows.reshape(-1), records.reshape(-1))
-        return
-    most = np.float32(255 if target == Q8_ROOT else 127)
-    codes = np.sqrt(rows) if target == Q8_ROOT else np.abs(rows)
-    unit = codes.max(axis=1, keepdims=True, initial=0) / most
-    np.divide(codes if target == Q8_ROOT else rows, np.where(unit > 0, unit, 1), out=codes)
-    np.rint(codes, out=codes)
-    np.clip(codes, -most, most, out=codes)
-    records[:, :4] = np.where(np.isfinite(unit), unit, np.float32(np.nan)).astype("<f4").view(np.uint8)
-    if target == Q8_ROOT:
-        records[:, 4:] = codes.astype(np.uint8)
-        records[:, 4:] += (codes == 0) & (rows > 0)
-    else:
-        records[:, 4:] = codes.astype(np.int8).view(np.uint8)
-
-
-def _to_24_bits(values: npt.NDArray[Any], room: npt.NDArray[np.uint8]) -> None:
-    bits = values.view("<u4")
-    kept = bits & np.uint32(0xFF)
-    kept += np.uint32(0xFF)  # has bit 8 if any bit was set
-    kept |= bits
-    kept >>= np.uint32(8)
-    # four bytes each, of which the next element overwrites the last one, are written faster than three
-    np.ndarray(len(kept) - 1, "<u4", room, 0, 3)[...] = kept[:-1]
-    room[-3:] = kept[-1:].view(np.uint8)[:3]
 
 
 def from_blocks(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmtailor.model.dtypes import BLOCKS, D24, F24
-from llmtailor.storage import casts, zstd
+from llmtailor.storage import casts, rounding, zstd
 from llmtailor.storage.checksums import crc32
 
 ELEMENTS: Final = BLOCKS[D24].elements
@@ -30,7 +30,7 @@ _HEAD, _CRC = struct.Struct("<4I"), struct.Struct("<I")
 
 def encode(values: npt.NDArray[Any], older: memoryview) -> bytes:
     """Return the frame of fp32 elements, at most `ELEMENTS`, given those of the other save as ``F24``."""
-    newest, before = (casts.widen(data, F24).view("<u4") for data in (casts.pack(values, F24).data, older))
+    newest, before = (casts.widen(data, F24).view("<u4") for data in (rounding.pack(values, F24).data, older))
     octets = casts.subtract_codes(newest, before).view(np.uint8).reshape(-1, 4)
     planes = [zstd.compress(np.ascontiguousarray(octets[:, at])) for at in range(3)]
     frame = b"".join([_HEAD.pack(len(values), *map(len, planes)), *planes])

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from llmtailor.background.arena import Arena
-from llmtailor.background.packing import GPU_ELEMENTS, LiveTensors, pack_by_torch
+from llmtailor.background.packing import GPU_ELEMENTS, LiveTensors
 from llmtailor.background.snapshot import Snapshot, StepBarrier
 from llmtailor.errors import StorageError
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.live.tensors import storage_of
-from llmtailor.storage import casts
+from llmtailor.storage import casts, rounding, rounding_torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 A_TENTH = 200_000_000
@@ -52,14 +52,15 @@ def read(snapshot, file):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["F24", "Q8", "Q8_ROOT"])
+@pytest.mark.parametrize("dtype", ["F24", "Q8", "Q8_ROOT", "D16"])
 def test_it_rounds_to_the_bytes_of_the_cpu(dtype):
     values = drawn(300_037)
     values[1000:1300] = 0
     values[2000:2005] = torch.tensor([1e-45, -0.0, 1e-45, -1e-40, 3.4e38])
     values = values.abs() if dtype == "Q8_ROOT" else values
-    on_gpu = pack_by_torch(values.cuda(), dtype).cpu().numpy()
-    assert np.array_equal(on_gpu, casts.pack(values.numpy(), dtype))
+    base = rounding.pack((values * (1 + drawn(len(values)) * 1e-4)).numpy(), "F24")
+    on_gpu = rounding_torch.pack(values.cuda(), dtype, torch.from_numpy(base)).cpu().numpy()
+    assert np.array_equal(on_gpu, rounding.pack(values.numpy(), dtype, base=base))
 
 
 @pytest.mark.parametrize("dtype", [None, "BF16", "F24", "Q8"])

@@ -30,7 +30,7 @@ from llmtailor.formats.partial import differences
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.live.tensors import bytes_of
 from llmtailor.saving import SaveFailed
-from llmtailor.storage import casts, frames, zstd
+from llmtailor.storage import casts, frames, rounding, zstd
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.verify import verify_checkpoint
 from saving.loop import Disk, Loop, check_states, manifests
@@ -221,7 +221,7 @@ def test_the_file_is_the_same_wherever_they_are_compressed(tmp_path, monkeypatch
     sizes = [3 * frames.ELEMENTS + 77, 5, frames.ELEMENTS, 1000, 2 * frames.ELEMENTS + 64]
     older = [torch.randn(size, generator=generator) * 0.02 for size in sizes]
     tensors = [one + torch.randn(len(one), generator=generator) * 1e-6 for one in older]
-    bases = [torch.from_numpy(casts.pack(one.numpy(), "F24")) for one in older]
+    bases = [torch.from_numpy(rounding.pack(one.numpy(), "F24")) for one in older]
     hows = ["blocking", "ring 1", "ring 3", "ring 64"]
     contents = {how: written(tmp_path / how, how, tensors, bases) for how in hows}
     assert len({*contents.values()}) == 1

@@ -47,11 +47,11 @@ def warm_up() -> None:
     import transformers
 
     from llmtailor.background import arena
-    from llmtailor.storage import casts
+    from llmtailor.storage import rounding
     from trainings.models import CONFIGS, build
 
     arena.LEAST_BUFFER = MIN_HOST_BUFFER
-    casts.loops()  # numba takes a second to import, and a saver rounds with it in each rank
+    rounding.loops()  # numba takes a second to import, and a saver rounds with it in each rank
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
     assert peft.LoraConfig and transformers.Trainer and transformers.default_data_collator
     for name in LATE:
