@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Code(Enum):
-    """A kind of problem: its code, and what it means."""
+    """A kind of problem: its code and its meaning."""
 
     meaning: str
 

@@ -24,7 +24,7 @@ def encode(value: Any) -> Any:
     if is_dataclass(value):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {key: encode(one) for key, one in value.items()}
+        return {key: encode(item) for key, item in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return [encode(one) for one in value]
+        return [encode(item) for item in value]
     return value

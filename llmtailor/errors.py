@@ -101,7 +101,7 @@ class PathIn(str):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem: where, what, and how to fix it. The texts are for people; code decides by the other fields."""
+    """A problem: its place, a description, and a fix. The texts are for people; code decides by the other fields."""
 
     where: str
     """A path (`PathIn`), a recipe location such as ``recipe.yaml:12 slices[0].sources[0]``, or a flag."""

@@ -45,24 +45,24 @@ class Finding(Problem):
 
 
 def folded(problems: Iterable[P]) -> list[P]:
-    """Return problems for people: three or more that differ only in one word, such as the param's name, as one.
+    """Return problems for people: three or more that differ in a single word, such as a param's name, become one.
 
     ``state[1].exp_avg is missing; the same for state[3].exp_avg, state[5].exp_avg and 16 more``
     """
     listed = list(dict.fromkeys(problems))
-    counts = Counter(key for one in listed for _, key in _without_a_word(one))
+    counts = Counter(key for problem in listed for _, key in _without_a_word(problem))
     groups: dict[Hashable, list[tuple[P, str]]] = defaultdict(list)
-    for one in listed:
-        word, key = max(_without_a_word(one), key=lambda word_and_key: counts[word_and_key[1]])
-        groups[key].append((one, word))
-    found = []
-    for alike in groups.values():
-        first, others = alike[0][0], [word.rstrip(".,;:)") for _, word in alike[1:]]
+    for problem in listed:
+        word, key = max(_without_a_word(problem), key=lambda word_and_key: counts[word_and_key[1]])
+        groups[key].append((problem, word))
+    for_people = []
+    for group in groups.values():
+        first, names = group[0][0], [word.rstrip(".,;:)") for _, word in group[1:]]
         if isinstance(first.where, PathIn):
-            others = [name.removeprefix(f"{first.where.checkpoint}/") for name in others]
-        what = f"{first.what}; the same for {some(others, _NAMED)}"
-        found += [replace(first, what=what)] if len(alike) > _FEW else [one for one, _ in alike]
-    return found
+            names = [name.removeprefix(f"{first.where.checkpoint}/") for name in names]
+        what = f"{first.what}; the same for {some(names, _NAMED)}"
+        for_people += [replace(first, what=what)] if len(group) > _FEW else [problem for problem, _ in group]
+    return for_people
 
 
 def _without_a_word(problem: Problem) -> Iterator[tuple[str, Hashable]]:

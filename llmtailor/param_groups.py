@@ -68,11 +68,11 @@ def join_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
 
 
 class _JointOptimizer(torch.optim.Optimizer):
-    """What `join_optimizers` returns. Its param groups are those of the optimizers, in their order."""
+    """The optimizer that `join_optimizers` returns. Its param groups are those of the optimizers, in their order."""
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         names = {param: name for name, param in model.named_parameters()}
-        groups = [group for one in optimizers for group in one.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if lost := [number for number, group in enumerate(groups) if not names.keys() >= {*group["params"]}]:
             what = f"param group {lost[0]} has params that are not the model's"
             raise UsageError.at("join_optimizers", what, "give the model that the optimizers were made for")
@@ -84,30 +84,30 @@ class _JointOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Make groups and states the same objects here and in the optimizers."""
-        self.param_groups = [group for one in self.optimizers for group in one.param_groups]
-        for one in self.optimizers:
-            self.state.update(one.state)
-        for one in self.optimizers:
-            one.state = self.state
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for optimizer in self.optimizers:
+            self.state.update(optimizer.state)
+        for optimizer in self.optimizers:
+            optimizer.state = self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else closure()
-        for one in self.optimizers:
-            one.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss
 
     def train(self) -> None:
         """Prepare for training steps those optimizers that distinguish them, such as schedule-free ones."""
-        for one in self.optimizers:
-            getattr(one, "train", bool)()
+        for optimizer in self.optimizers:
+            getattr(optimizer, "train", bool)()
 
     def eval(self) -> None:
         """Prepare for evaluation, likewise."""
-        for one in self.optimizers:
-            getattr(one, "eval", bool)()
+        for optimizer in self.optimizers:
+            getattr(optimizer, "eval", bool)()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned: each optimizer its own part, with what it does to states."""
+        """Load a state dict that `state_dict` returned: each optimizer loads, and adapts, its own part."""
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"loaded state dict has {len(groups)} param groups instead of {len(self.param_groups)}")
@@ -116,11 +116,13 @@ class _JointOptimizer(torch.optim.Optimizer):
             raise ValueError(f"loaded param groups have {sizes[0]} params instead of {sizes[1]}")
         first = 0
         self.state.clear()
-        for one in self.optimizers:
-            own = groups[first : first + len(one.param_groups)]
+        for optimizer in self.optimizers:
+            own = groups[first : first + len(optimizer.param_groups)]
             numbers = {number for group in own for number in group["params"]}
-            state = {number: kept for number, kept in state_dict["state"].items() if number in numbers}
-            one.load_state_dict({"state": state, "param_groups": own})
+            state = {
+                number: state_of_param for number, state_of_param in state_dict["state"].items() if number in numbers
+            }
+            optimizer.load_state_dict({"state": state, "param_groups": own})
             first += len(own)
         self._share()
 

@@ -49,19 +49,19 @@ def attest(checkpoint: Path, program: tuple[str, ...], full: bool, as_json: bool
 
     if not checkpoint.exists():
         raise SourceError.at(checkpoint, "it does not exist", "check the path")
-    if (found := shutil.which(program[0])) is None:
+    if (executable := shutil.which(program[0])) is None:
         raise UsageError.at(program[0], "there is no such program", "check the name, or give its path")
     with tempfile.TemporaryDirectory(prefix="llmtailor-attest-") as folder:
         result = Path(folder) / "result.json"
         environ = {**os.environ, ATTESTING: Task(str(checkpoint.resolve()), str(result)).to_text()}
         prepare(environ, {"attest": "full" if full else "sample"})
-        code = _run([found, *program[1:]], environ)
-        made: dict[str, Any] | None = read_json(result, result.name) if result.exists() else None
-    if made is None:
+        code = _run([executable, *program[1:]], environ)
+        outcome: dict[str, Any] | None = read_json(result, result.name) if result.exists() else None
+    if outcome is None:
         what = f"PROGRAM ended with exit code {code} before its first optimizer step"
         fix = "see its output; it must resume with a Trainer, Lightning, engine.load_checkpoint or load_state"
         raise UsageError.at(checkpoint, what, fix)
-    _show(made, as_json, quiet=not is_first_launcher(environ))
+    _show(outcome, as_json, quiet=not is_first_launcher(environ))
 
 
 def _run(words: list[str], environ: Mapping[str, str]) -> int:
@@ -77,10 +77,10 @@ def _run(words: list[str], environ: Mapping[str, str]) -> int:
         raise
 
 
-def _show(made: Mapping[str, Any], as_json: bool, quiet: bool) -> None:
-    if "problems" in made:
-        raise from_json(made)
+def _show(outcome: Mapping[str, Any], as_json: bool, quiet: bool) -> None:
+    if "problems" in outcome:
+        raise from_json(outcome)
     if not quiet:
-        print_json(document("attest/1", made["attested"])) if as_json else click.echo("\n".join(made["lines"]))
-    if not made["is_same"]:
+        print_json(document("attest/1", outcome["attested"])) if as_json else click.echo("\n".join(outcome["lines"]))
+    if not outcome["is_same"]:
         click.get_current_context().exit(VerificationError.exit_code)

@@ -27,13 +27,13 @@ _LEVELS = "_llmtailor_verbosity"
 
 def _be_verbose(ctx: click.Context, _: click.Parameter, times: int) -> None:
     """Show the package's log on stderr; ``llmtailor -v merge -v`` counts as ``-vv``."""
-    found = ctx.find_root().meta
-    found[_LEVELS] = found.get(_LEVELS, 0) + times
-    if found[_LEVELS]:
+    meta = ctx.find_root().meta
+    meta[_LEVELS] = meta.get(_LEVELS, 0) + times
+    if meta[_LEVELS]:
         import logging
 
         logger = logging.getLogger("llmtailor")
-        logger.setLevel(logging.INFO if found[_LEVELS] == 1 else logging.DEBUG)
+        logger.setLevel(logging.INFO if meta[_LEVELS] == 1 else logging.DEBUG)
         if not logger.handlers:
             logger.addHandler(_handler())
 
@@ -110,7 +110,7 @@ def notify(what: object) -> None:
 
 
 def show_moved(moved: CopyStats, quiet: bool) -> None:
-    """Print on stderr how much of an output shares blocks with its sources, if anything does."""
+    """Print on stderr how many bytes of an output were cloned or linked instead of copied."""
     from llmtailor.errors import size
 
     if moved.cloned_bytes and not quiet:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from llmtailor.verify.diff import Compared, Diff
 
 _LABELS: dict[str, Callable[[Compared], str]] = {
-    "part": lambda one: one.part,
-    "module": lambda one: one.module,
-    "tensor": lambda one: one.state.param,
+    "part": lambda compared: compared.part,
+    "module": lambda compared: compared.module,
+    "tensor": lambda compared: compared.state.param,
 }
 
 
@@ -56,7 +56,7 @@ _LABELS: dict[str, Callable[[Compared], str]] = {
 )
 @click.option("--top", type=COUNT, metavar="N", help="Show only the first N rows.")
 @JSON
-def diff(a: Path, b: Path, by: str, kinds: tuple[str, ...], sort: str, top: int | None, as_json: bool) -> int:
+def diff(a: Path, b: Path, *, by: str, kinds: tuple[str, ...], sort: str, top: int | None, as_json: bool) -> int:
     """Show how checkpoint B differs from checkpoint A: counters, hyperparameters and other settings, then the values.
 
     Both may have any format, full or partial. Values are streamed in constant memory. A change is relative: the L2 norm
@@ -71,15 +71,15 @@ def diff(a: Path, b: Path, by: str, kinds: tuple[str, ...], sort: str, top: int 
     from llmtailor.formats.registry import index_checkpoint
     from llmtailor.verify.diff import diff_indexes, to_json
 
-    one, two = index_checkpoint(a), index_checkpoint(b)
+    index_a, index_b = index_checkpoint(a), index_checkpoint(b)
     with progress_bar(None, quiet=False, label="reading") as on_progress:
-        found = diff_indexes(one, two, kinds, on_progress)
+        differences = diff_indexes(index_a, index_b, kinds, on_progress)
     if as_json:
-        print_json(to_json(found, _LABELS[by]))
+        print_json(to_json(differences, _LABELS[by]))
     else:
-        click.echo(diff_text(found, found.by(_LABELS[by]), by, sort, top))
-        heat_map(found)
-    return 0 if found.is_equal else DIFFERENT
+        click.echo(diff_text(differences, differences.by(_LABELS[by]), by, sort, top))
+        heat_map(differences)
+    return 0 if differences.is_equal else DIFFERENT
 
 
 _WIDTH = 9
@@ -89,40 +89,47 @@ _SHADES = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
 _PIPED_WIDTH = 120
 
 
-def diff_text(found: Diff, rows: Mapping[str, Mapping[str, Change]], by: str, sort: str, top: int | None) -> str:
-    lines = [f"A: {found.a}, step {found.steps[0]}", f"B: {found.b}, step {found.steps[1]}", ""]
+def diff_text(differences: Diff, rows: Mapping[str, Mapping[str, Change]], by: str, sort: str, top: int | None) -> str:
+    lines = [f"A: {differences.a}, step {differences.steps[0]}", f"B: {differences.b}, step {differences.steps[1]}", ""]
     for matters, title in ((True, "different"), (False, "stored differently")):
-        rows_of = [(one.what, one.a, one.b) for one in found.training if one.matters == matters]
+        rows_of = [(fact.what, fact.a, fact.b) for fact in differences.training if fact.matters == matters]
         if rows_of:
             lines += [table((title, "A", "B"), rows_of), ""]
     labels = _sorted(rows, sort)
-    kinds = found.kinds
+    kinds = differences.kinds
     if len(kinds) == 1:
         head, cells, right = _all_of_one_kind(labels, rows, kinds[0], by)
     else:
-        head, cells, right = _change_of_each_kind(found, labels, rows, kinds, by)
+        head, cells, right = _change_of_each_kind(differences, labels, rows, kinds, by)
     lines += [table(head, cells[:top], right=right)]
     if top is not None and top < len(cells):
         lines += [f"and {len(cells) - top} more"]
-    unclean = sum(one.change.not_finite for one in found.states)
+    unclean = sum(compared.change.not_finite for compared in differences.states)
     if unclean:
         lines += ["", f"{unclean:,} elements are NaN or infinite, and left out of the changes"]
-    lines += ["", _verdict(found)]
+    lines += ["", _verdict(differences)]
     return "\n".join(lines)
 
 
-def _verdict(found: Diff) -> str:
-    if found.is_equal and found.chosen:
-        return f"equal in {', '.join(found.chosen)}; other kinds of states were not compared"
-    if found.is_equal:
-        return f"equal: all {len(found.states)} states compared, and everything else that a training continues from"
-    changed, others = sum(1 for one in found.states if one.change.changed), sum(one.matters for one in found.training)
-    more = f", and {others} other difference{'s' * (others > 1)}" if others else ""
-    return f"different: {changed} of {len(found.states)} states{more}"
+def _verdict(differences: Diff) -> str:
+    if differences.is_equal and differences.chosen:
+        return f"equal in {', '.join(differences.chosen)}; other kinds of states were not compared"
+    if differences.is_equal:
+        return (
+            f"equal: all {len(differences.states)} states compared, and everything else that a training continues from"
+        )
+    changed = sum(1 for compared in differences.states if compared.change.changed)
+    num_others = sum(fact.matters for fact in differences.training)
+    more = f", and {num_others} other difference{'s' * (num_others > 1)}" if num_others else ""
+    return f"different: {changed} of {len(differences.states)} states{more}"
 
 
 def _sorted(rows: Mapping[str, Mapping[str, Change]], sort: str) -> list[str]:
-    keys = {"relative": lambda one: one.relative, "largest": lambda one: one.largest, "changed": lambda one: one.share}
+    keys = {
+        "relative": lambda change: change.relative,
+        "largest": lambda change: change.largest,
+        "changed": lambda change: change.share,
+    }
     if sort not in keys:
         return list(rows)
     return sorted(rows, key=lambda label: -max(keys[sort](change) for change in rows[label].values()))
@@ -132,9 +139,9 @@ Table = tuple[tuple[str, ...], list[tuple[object, ...]], Sequence[int]]
 
 
 def _change_of_each_kind(
-    found: Diff, labels: list[str], rows: Mapping[str, Mapping[str, Change]], kinds: list[str], by: str
+    differences: Diff, labels: list[str], rows: Mapping[str, Mapping[str, Change]], kinds: list[str], by: str
 ) -> Table:
-    masters, moments = found.master_steps, found.part_steps
+    masters, moments = differences.master_steps, differences.part_steps
     has_steps = by == "part" and any(a != b for a, b in (*masters.values(), *moments.values()))
     has_moments = has_steps and masters != moments
     steps = (*(("A step", "B step") if has_steps else ()), *(("A moments at", "B moments at") if has_moments else ()))
@@ -173,14 +180,14 @@ def _share(change: Change) -> str:
     return f"{change.share:.1%}" if change.changed else "0"
 
 
-def heat_map(found: Diff) -> None:
+def heat_map(differences: Diff) -> None:
     """Print the relative change of each layer's modules, with shades in a terminal."""
-    kind = MASTER if MASTER in found.kinds else found.kinds[0]
+    kind = MASTER if MASTER in differences.kinds else differences.kinds[0]
     cells: dict[tuple[int, str], Change] = {}
-    for one in found.states:
-        if one.layer is not None and one.state.kind == kind:
-            at = (one.layer, one.module)
-            cells[at] = cells.get(at, Change()) + one.change
+    for compared in differences.states:
+        if compared.layer is not None and compared.state.kind == kind:
+            at = (compared.layer, compared.module)
+            cells[at] = cells.get(at, Change()) + compared.change
     finite = [change.relative for change in cells.values() if 0 < change.relative < math.inf]
     if not finite:
         return

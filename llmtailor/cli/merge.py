@@ -138,7 +138,7 @@ def _run_merge(
     dry_run: bool,
     **options: Any,
 ) -> None:
-    """Do what `_merge` does, alone or with others. ``choose`` returns the recipe, and its sources if they are open."""
+    """Run `_merge` in one process or several. ``choose`` returns the recipe, and its sources if they are open."""
     info = None
     if distributed:
         from llmtailor.ranks.launch import find_rank

@@ -277,7 +277,7 @@ target_options = _all_of(_TARGET)
 
 
 def check_output(file: Path, force: bool) -> None:
-    """Raise TargetError if a file exists, unless it may be replaced, or if the folder that it is to be in does not."""
+    """Raise TargetError if a file exists and may not be replaced, or if its folder does not exist."""
     if file.exists() and not force:
         raise TargetError.at(file, "the file already exists", "choose another one, or use --force")
     if not file.absolute().parent.is_dir():

@@ -246,7 +246,7 @@ def _text(
 
 
 def _of_ranks(model: ModelSize, schedules: dict[str, SimulatedSaves]) -> tuple[str, ...]:
-    """Return what each rank writes, if the mesh is known."""
+    """Return a line and a table on the bytes of each rank; nothing if the mesh is unknown."""
     from llmtailor.checkpoint.optimizer import count_ranks
     from llmtailor.cli.tables import table
     from llmtailor.errors import about, size

@@ -108,16 +108,16 @@ def run(resume: Path | None, attest: str | None, program: tuple[str, ...], **opt
     if resume is not None:
         given["on_restart"] = "compose"
     prepare(environ, given)
-    if (found := shutil.which(program[0])) is None:
+    if (executable := shutil.which(program[0])) is None:
         raise UsageError.at(program[0], "there is no such program", "check the name, or give its path")
     if resume is not None and is_first_launcher(environ):
         _compose(resume)
     end = _watch(environ, _NEVER if attest is None else _NEVER_ATTESTED)
     try:
-        os.execve(found, [*program], environ)
+        os.execve(executable, [*program], environ)
     except OSError as error:
         Path(environ[_UNASKED]).unlink()
-        raise StorageError.at(found, f"it can't be started: {error.strerror}", "check the file") from error
+        raise StorageError.at(executable, f"it can't be started: {error.strerror}", "check the file") from error
     finally:
         os.close(end)
 
@@ -126,7 +126,7 @@ run.allow_interspersed_args = False  # the options behind PROGRAM are its own
 
 
 def prepare(environ: MutableMapping[str, str], given: dict[str, str]) -> None:
-    """Add to an environment what makes Python attach the saver, and its options. Raises UsageError."""
+    """Add the import hook that attaches the saver, and the saver's options, to an environment. Raises UsageError."""
     from llmtailor.saving.arguments import PREFIX, check_arguments, from_environment
 
     environ.update({PREFIX + name.upper(): text for name, text in given.items()})

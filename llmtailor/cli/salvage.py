@@ -41,7 +41,15 @@ if TYPE_CHECKING:
 @JSON
 @QUIET
 def salvage(
-    run: Path, out: Path | None, replace: bool, force: bool, dry_run: bool, as_json: bool, quiet: bool, **options: Any
+    run: Path,
+    out: Path | None,
+    *,
+    replace: bool,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
 ) -> None:
     """Compose a checkpoint from the intact data of RUN_DIR when its newest checkpoint is damaged or incomplete.
 
@@ -125,7 +133,7 @@ def _show(salvage: Salvage) -> None:
         click.echo(f"not used: {problem.where}: {problem.what}", err=True)
     if salvage.composition is not None:
         damage = {*salvage.damage, *salvage.refused}
-        for notice in folded(one for one in salvage.composition.report.notices if one not in damage):
+        for notice in folded(notice for notice in salvage.composition.report.notices if notice not in damage):
             notify(notice)
         click.echo(salvage_text(salvage))
 

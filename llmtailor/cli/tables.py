@@ -93,8 +93,8 @@ def inspection_text(content: Inspection) -> str:
         f"{counted(content['num_layers'], 'layer')}, {content['num_params']:,} params in {tensors['trainable']} "
         f"trainable and {tensors['frozen']} frozen tensors, {counted(tensors['buffer'], 'buffer')}",
     ]
-    others = {name: kind for name, kind in content["optimizer_states"].items() if kind not in _USUAL}
-    lines += [f"optimizer states: {', '.join(f'{name} ({kind})' for name, kind in others.items())}"] if others else []
+    unusual = {name: kind for name, kind in content["optimizer_states"].items() if kind not in _USUAL}
+    lines += [f"optimizer states: {', '.join(f'{name} ({kind})' for name, kind in unusual.items())}"] if unusual else []
     lines += [f"tied: {name} is {stored}" for name, stored in content["tied"].items()]
     if missed := [part for part in content["parts"] if part["updates_missed"]]:
         which, most = condense(part["part"] for part in missed), max(part["updates_missed"] for part in missed)
@@ -136,7 +136,7 @@ def inspection_text(content: Inspection) -> str:
         f"{len(content['files'])} files, {size(content['num_bytes'])} ({content['num_bytes']:,} bytes)",
     ]
     noted = folded(Problem(item["where"] or "", item["what"] or "", item["fix"] or "") for item in content["findings"])
-    findings = [f"note: {one.where}: {one.what} ({one.fix})" for one in noted]
+    findings = [f"note: {problem.where}: {problem.what} ({problem.fix})" for problem in noted]
     return "\n".join(lines + (findings or ["nothing is missing or unusual"]))
 
 
@@ -160,10 +160,10 @@ def steps_text(steps: Sequence[int]) -> str:
 
 def ages_text(before: Sequence[int], ages: Sequence[StepAge]) -> str:
     """Return which steps can be composed, and how old their parts are, now and afterwards."""
-    rows = [(one.step, _age(one.now), _age(one.afterwards)) for one in ages]
+    rows = [(age.step, _age(age.now), _age(age.afterwards)) for age in ages]
     lines = [
         f"steps that can be composed now:        {steps_text(before)}",
-        f"steps that can be composed afterwards: {steps_text([one.step for one in ages])}",
+        f"steps that can be composed afterwards: {steps_text([age.step for age in ages])}",
     ]
     if ages:
         lines += ["", table(("step", "oldest parts now", "oldest parts afterwards"), rows, right=(0,)), ""]

@@ -145,6 +145,7 @@ def gc(run: Path, keep: int | None, trust_unrecorded: bool, yes: bool, as_json: 
 
 
 def _options(
+    *,
     strategy: str | None,
     select: tuple[str, ...],
     keep_full_last: int | None,
@@ -228,7 +229,7 @@ def _collection(plan: GcPlan) -> dict[str, Any]:
 
     content = {
         "run": plan.scan.run,
-        "removed": [{"path": one.path, "why": one.why, "step": one.step} for one in plan.removals],
+        "removed": [{"path": removal.path, "why": removal.why, "step": removal.step} for removal in plan.removals],
         "in_use": plan.in_use,
         "skipped": plan.left_alone,
         **_steps(plan),
@@ -270,7 +271,7 @@ def _thinning_text(plan: ThinPlan, yes: bool) -> str:
 
 
 def _outcome(action: PruneAction) -> tuple[str, str]:
-    """Return what a checkpoint becomes, and the parts it keeps."""
+    """Return the new form of a checkpoint, and the parts it keeps, in words."""
     from llmtailor.model.parts import condense
     from llmtailor.runs.prune import STAYS
 
@@ -294,9 +295,10 @@ def _collection_text(plan: GcPlan, yes: bool) -> str:
 
     removed = {removal.path for removal in plan.removals}
     outcomes = [
-        (one.path, "removed: no step needs it" if one.path in removed else "stays") for one in plan.scan.partial
+        (checkpoint.path, "removed: no step needs it" if checkpoint.path in removed else "stays")
+        for checkpoint in plan.scan.partial
     ]
-    outcomes += [(one.path, f"removed: {one.why}") for one in plan.removals if one.step is None]
+    outcomes += [(removal.path, f"removed: {removal.why}") for removal in plan.removals if removal.step is None]
     rows = [(path.name, what, size(freed_bytes(files_in(path)))) for path, what in outcomes]
     lines = [table(("folder", "becomes", "bytes freed"), rows, right=(2,)), ""] if rows else []
     lines.append(ages_text(plan.before, plan.ages))

@@ -113,23 +113,23 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
     from llmtailor.verify.verify import to_text
 
     with progress_bar(None, quiet=not deep, label="reading") as on_progress:
-        found = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded, client=client)
-    for verdict in (*found.passed_over, *([found.verdict] if found.verdict and found.verdict.findings else ())):
+        newest = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded, client=client)
+    for verdict in (*newest.passed_over, *([newest.verdict] if newest.verdict and newest.verdict.findings else ())):
         click.echo(to_text(verdict), err=True)
     if as_json:
-        print_json(latest_to_json(found))
-    elif found.path is not None:
-        click.echo(f"{found.path}")
+        print_json(latest_to_json(newest))
+    elif newest.path is not None:
+        click.echo(f"{newest.path}")
     name = shlex.quote(f"{run}")
     how = f"llmtailor merge --run {name}{f' --at {at}' if at is not None else ''}"
-    if found.newer_partial is not None:
-        notify(f"{found.newer_partial} is newer; compose a checkpoint of its step: {how}")
-    if found.unjudged is not None:
+    if newest.newer_partial is not None:
+        notify(f"{newest.newer_partial} is newer; compose a checkpoint of its step: {how}")
+    if newest.unjudged is not None:
         what = "it can't be judged whether it is resumable, so no older checkpoint is printed"
         fix = "if your program can read it, resume from it; for an older one, use --at with an earlier step"
-        raise UnsupportedCheckpoint.at(found.unjudged.name, what, fix)
-    if found.path is None:
+        raise UnsupportedCheckpoint.at(newest.unjudged.name, what, fix)
+    if newest.path is None:
         until = f" at or before step {at}" if at is not None else ""
-        what = f"none of the {len(found.passed_over)} checkpoints{until} is resumable"
-        fix = f"compose one: {how if found.newer_partial else f'llmtailor salvage {name}'}; or restart the training"
-        raise VerificationError.at(run, what if found.passed_over else f"it has no checkpoint{until}", fix)
+        what = f"none of the {len(newest.passed_over)} checkpoints{until} is resumable"
+        fix = f"compose one: {how if newest.newer_partial else f'llmtailor salvage {name}'}; or restart the training"
+        raise VerificationError.at(run, what if newest.passed_over else f"it has no checkpoint{until}", fix)

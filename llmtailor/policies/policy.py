@@ -126,7 +126,7 @@ class Configured:
     needs_drift: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        problems = [problem for one in fields(self) if (problem := self._problem(one))]
+        problems = [problem for option in fields(self) if (problem := self._problem(option))]
         if problems or (problems := self.contradictions()):
             raise UsageError(problems)
 
@@ -135,8 +135,8 @@ class Configured:
         return []
 
     def settings(self) -> dict[str, object]:
-        """Return name and options, from which `make_policy` makes the same policy."""
-        return {"name": self.name} | {one.name: getattr(self, one.name) for one in fields(self)}
+        """Return name and options in a form that `make_policy` accepts."""
+        return {"name": self.name} | {option.name: getattr(self, option.name) for option in fields(self)}
 
     def _problem(self, option: Field[Any]) -> Problem | None:
         value, kind, least = getattr(self, option.name), option.metadata["kind"], option.metadata["least"]

@@ -93,19 +93,19 @@ class Filter(Configured):
     aux_every: int = whole(1, 3)
 
     def choose(self, situation: Situation) -> dict[str, str]:
-        ends, rest, aux = self._sort(situation.structure, situation.parts)
+        ends, middle, aux = self._sort(situation.structure, situation.parts)
         chosen = dict(ends)
         turn, between = divmod(situation.save, self.every)
         if not between:
             share = (turn - 1) % self.groups
-            chosen |= dict.fromkeys(rest[share :: self.groups], f"share {share + 1} of {self.groups}")
+            chosen |= dict.fromkeys(middle[share :: self.groups], f"share {share + 1} of {self.groups}")
         hands = deal({part: situation.num_bytes[part] for part in aux}, self.aux_every)
         chosen |= dict.fromkeys(hands[(situation.save - 1) % self.aux_every], "auxiliary")
         return chosen
 
     def worst_staleness(self, structure: ModelStructure, parts: Sequence[Part]) -> int:
-        _, rest, aux = self._sort(structure, parts)
-        return max(self.every * self.groups - 1 if rest else 0, self.aux_every - 1 if aux else 0)
+        _, middle, aux = self._sort(structure, parts)
+        return max(self.every * self.groups - 1 if middle else 0, self.aux_every - 1 if aux else 0)
 
     def _sort(self, structure: ModelStructure, parts: Sequence[Part]) -> tuple[dict[str, str], list[Part], list[Part]]:
         """Return the layers of every save with their reasons, the other layers, and the auxiliary parts."""
@@ -115,8 +115,8 @@ class Filter(Configured):
             for part in parts
             if part.layer is not None and not self.first <= part.layer < tail
         }
-        rest = [part for part in parts if part.layer is not None and part not in ends]
-        return ends, rest, [part for part in parts if part.layer is None]
+        middle = [part for part in parts if part.layer is not None and part not in ends]
+        return ends, middle, [part for part in parts if part.layer is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,24 +196,24 @@ class Budget(Configured):
     def _fitting(self) -> tuple[Precision, int] | None:
         """Return the precision, and the number of groups whose moments are saved in turn."""
         size = self.size if self.size > 1 else self.size * _bytes(EXACT, 1)
-        for one in _FRESH:
-            if _bytes(one, 1) <= size and (one.masters == EXACT.masters or not self.exact):
-                return one, 1
-        for one, most in self._in_turn:
-            alone = one.master_bytes(with_moments=False)
-            if size > alone and (k := math.ceil((_bytes(one, 1) - alone) / (size - alone))) <= most:
-                return one, k
+        for precision in _FRESH:
+            if _bytes(precision, 1) <= size and (precision.masters == EXACT.masters or not self.exact):
+                return precision, 1
+        for precision, most in self._in_turn:
+            alone = precision.master_bytes(with_moments=False)
+            if size > alone and (k := math.ceil((_bytes(precision, 1) - alone) / (size - alone))) <= most:
+                return precision, k
         return None
 
     @property
     def _found(self) -> tuple[Precision, int]:
-        found = self._fitting()
-        assert found is not None, "refused when it was made"
-        return found
+        fitting = self._fitting()
+        assert fitting is not None, "refused when it was made"
+        return fitting
 
     @property
     def precision(self) -> Precision:
-        """What saves are rounded to"""
+        """Precision of the saves"""
         return self._found[0]
 
     def choose(self, situation: Situation) -> dict[str, str]:
@@ -343,7 +343,7 @@ class Adaptive(Configured):
         chosen: dict[str, str] = {}
         assert situation.expected_loss is not None, "measured for policies that need it"
         measured = {part: situation.expected_loss.get(part, math.inf) for part in situation.parts}
-        cost = {part: math.inf if math.isnan(found) else found for part, found in measured.items()}
+        cost = {part: math.inf if math.isnan(loss) else loss for part, loss in measured.items()}
 
         def rank(part: Part) -> tuple[float, float]:
             age = situation.age(part) if part in situation.last else math.inf
@@ -429,7 +429,7 @@ def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
     if kind is None:
         raise UsageError.at(_WHERE, f"there is no policy {name.strip()!r}", nearest(name, POLICIES))
     where = f"policy {kind.name}"
-    options = {one.name: one for one in fields(kind)}
+    options = {option.name: option for option in fields(kind)}
     problems: list[Problem] = []
     values: dict[str, Any] = {}
     for at, (key, value) in enumerate(given):

@@ -46,10 +46,10 @@ ONLY_MOMENTS = "moments"
 
 def checkpoints_of(origins: Iterable[Origin]) -> tuple[Path, ...]:
     """Return every checkpoint among the origins, each once, in order."""
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for origin in origins:
-        found |= dict.fromkeys([source for source, _ in origin.members] if isinstance(origin, Average) else [origin])
-    return tuple(found)
+        paths |= dict.fromkeys([source for source, _ in origin.members] if isinstance(origin, Average) else [origin])
+    return tuple(paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class NamedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """An entry of ``parts``: what the selectors name."""
+    """An entry of ``parts``: a source, and selectors of tensors."""
 
     source: Origin
     selectors: tuple[str, ...]
@@ -136,10 +136,10 @@ class Assignment:
 
     def joined(self) -> Assignment:
         """Return the same with each layer as one part if all of it comes from one checkpoint for one reason."""
-        found: dict[Part, set[tuple[RunCheckpoint, RunCheckpoint | None, str]]] = {}
+        sources: dict[Part, set[tuple[RunCheckpoint, RunCheckpoint | None, str]]] = {}
         for part, source in self.source_of.items():
-            found.setdefault(part.whole, set()).add((source, self.moments_of.get(part), self.reason[part]))
-        name = {part: part.whole if len(found[part.whole]) == 1 else part for part in self.source_of}
+            sources.setdefault(part.whole, set()).add((source, self.moments_of.get(part), self.reason[part]))
+        name = {part: part.whole if len(sources[part.whole]) == 1 else part for part in self.source_of}
         return replace(
             self,
             source_of={name[part]: source for part, source in self.source_of.items()},

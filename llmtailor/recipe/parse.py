@@ -207,9 +207,9 @@ def _read_dtype(value: Value) -> str | None:
 
 
 def _check_one_of(keys: tuple[str, ...], table: Value) -> None:
-    found = sorted((table.entries[key].line, key) for key in keys if key in table.entries)
-    if len(found) > 1:
-        (line, first), (_, second) = found[:2]
+    entries = sorted((table.entries[key].line, key) for key in keys if key in table.entries)
+    if len(entries) > 1:
+        (line, first), (_, second) = entries[:2]
         what = f"{second} and {first} (line {line}) both define where layers come from"
         table.entries[second].refuse(what, "keep one of them; parts: may override it")
 
@@ -265,25 +265,25 @@ def _read_source(value: Value, module: str | None) -> LayerRange | GroupId | Non
     return None
 
 
-def _check_order(found: LayerRange, earlier: list[LayerRange], value: Value) -> None:
+def _check_order(rule: LayerRange, earlier: list[LayerRange], value: Value) -> None:
     """Refuse a slice that repeats layers of an earlier one, or that comes after later layers."""
     (source,) = value.entries["sources"].items
     place = source.entries.get("layer_range", source)
-    for other in earlier:
-        start = max(found.start, other.start)
-        stop = min((stop for stop in (found.stop, other.stop) if stop is not None), default=None)
+    for before in earlier:
+        start = max(rule.start, before.start)
+        stop = min((stop for stop in (rule.stop, before.stop) if stop is not None), default=None)
         if stop is not None and start >= stop:
             continue
-        what = f"{_layers(start, stop)} named twice, here and at {other.where}"
-        if found.source != other.source and _UNREAD not in (found.source, other.source):
-            what += f", with different sources: {found.source} and {other.source}"
+        what = f"{_layers(start, stop)} named twice, here and at {before.where}"
+        if rule.source != before.source and _UNREAD not in (rule.source, before.source):
+            what += f", with different sources: {rule.source} and {before.source}"
         else:
             what += f", which would repeat layers in the model: {_OWN_PLACE}"
         place.refuse(what, "name every layer in one slice only")
         return
-    last = max(earlier, key=lambda other: other.start, default=found)
-    if last.start > found.start:
-        after = f"{_layers(found.start, found.stop)} listed after {_layers(last.start, last.stop)}"
+    last = max(earlier, key=lambda before: before.start, default=rule)
+    if last.start > rule.start:
+        after = f"{_layers(rule.start, rule.stop)} listed after {_layers(last.start, last.stop)}"
         what = f"{after}, which would move layers in the model: {_OWN_PLACE}"
         place.refuse(what, "put the slices in ascending order")
 
@@ -346,7 +346,7 @@ def _read_parts(value: Value, moments: str) -> list[Rule]:
         if item.mapping(keys, keys[:2]):
             chosen = item.entries.get("select")
             listed = chosen.list_of("selectors") if chosen and chosen.kind in ("list", "mapping") else [chosen]
-            selectors = tuple(_read_selector(one) for one in listed if one)
+            selectors = tuple(_read_selector(value) for value in listed if value)
             average = _read_average(item, moments) if averaged else None
             only = item.read("only", _one_of((ONLY_MOMENTS,)))
             rules.append(Select(average or item.read("from", _read_model) or _UNREAD, selectors, item.where, only))
@@ -398,13 +398,13 @@ def _one_of(choices: Sequence[str]) -> Callable[[Value], str | None]:
 
 def _read_averaged(top: Value, method: str, moments: str) -> list[WholeModel]:
     """Return the rule of a recipe whose method is ``linear`` or ``ema``: everything is the average of its models."""
-    others = [top.entries[key] for key in LAYERS_FROM if key != "models" and key in top.entries]
-    for other in others:
-        what = f"{method} averages whole models here; {other.path} would average parts of them"
+    partial_entries = [top.entries[key] for key in LAYERS_FROM if key != "models" and key in top.entries]
+    for entry in partial_entries:
+        what = f"{method} averages whole models here; {entry.path} would average parts of them"
         fix = "use models:, or for each slice an entry {average: [{from: ..., weight: ...}], select: 0-3} in parts:"
-        other.refuse(what, fix)
+        entry.refuse(what, fix)
     models, settings = top.entries.get("models"), top.entries.get("parameters")
-    if others and models is None:
+    if partial_entries and models is None:
         return []
     given = settings.entries if settings is not None and settings.mapping(_PARAMETERS[method]) else {}
     fallback = _weight(given["weight"]) if "weight" in given else None

@@ -91,35 +91,16 @@ def resolve(
     """
     problems: list[Problem] = []
     states, weights = _apply_places(recipe, structure, allow_split, problems)
-    moments: dict[str, Path] = {}
-    for rule in recipe.rules:
-        names: Collection[str] = ()
-        if isinstance(rule, Select):
-            names, found = select(rule.selectors, structure, rule.where)
-            problems += found
-        elif isinstance(rule, Parts):
-            named = {*rule.parts}
-            if lost := [part for part in named - {*structure.parts} if part.is_share]:
-                what = f"its base has no such parts: {condense(sorted(lost))}"
-                problems.append(Problem(recipe.name, what, "use a partial checkpoint as the base"))
-            names = [name for name, part in structure.part_of.items() if named & {part, part.whole}]
-        if isinstance(rule, Select | Parts) and rule.only == ONLY_MOMENTS:
-            assert isinstance(rule.source, Path), "the parser has refused an average"
-            moments |= dict.fromkeys(names, rule.source)
-            continue
-        states |= dict.fromkeys(names, rule.source)
-        weights |= dict.fromkeys(names, rule.source)
-        moments = {name: source for name, source in moments.items() if name not in names} if moments else {}
-
-    source_of = _complete(recipe, structure, states, base, params, problems)
+    moments = _apply_selections(recipe, structure, states, weights, problems)
+    source_of = _complete(recipe, structure, states, base, params=params, problems=problems)
     weights_of: dict[str, Path] = {}
     if weights != states:
-        of_weight = _complete(recipe, structure, weights, base, params, problems)
+        of_weight = _complete(recipe, structure, weights, base, params=params, problems=problems)
         # only pre_weights and post_weights set weights apart, and they name one checkpoint
         differing = {name: source for name, source in of_weight.items() if source != source_of[name]}
         weights_of = {name: source for name, source in differing.items() if isinstance(source, Path)}
     trained = _trained(structure, params)
-    moments_of = {name: one for name, one in moments.items() if name in trained and one != source_of[name]}
+    moments_of = {name: source for name, source in moments.items() if name in trained and source != source_of[name]}
     averaged = [structure.part_of[name] for name in moments_of if isinstance(source_of[name], Average)]
     if averaged:
         what = f"the masters of these parts are averaged: {condense(averaged)}"
@@ -144,6 +125,38 @@ def resolve(
     )
 
 
+def _apply_selections(
+    recipe: Recipe,
+    structure: ModelStructure,
+    states: dict[str, Origin],
+    weights: dict[str, Origin],
+    problems: list[Problem],
+) -> dict[str, Path]:
+    """Enter the sources that ``parts`` select into ``states`` and ``weights``; return those of moments alone."""
+    moments: dict[str, Path] = {}
+    for rule in recipe.rules:
+        names: Collection[str] = ()
+        if isinstance(rule, Select):
+            names, refused = select(rule.selectors, structure, rule.where)
+            problems += refused
+        elif isinstance(rule, Parts):
+            named = {*rule.parts}
+            if lost := [part for part in named - {*structure.parts} if part.is_share]:
+                what = f"its base has no such parts: {condense(sorted(lost))}"
+                problems.append(Problem(recipe.name, what, "use a partial checkpoint as the base"))
+            names = [name for name, part in structure.part_of.items() if named & {part, part.whole}]
+        else:
+            continue
+        if rule.only == ONLY_MOMENTS:
+            assert isinstance(rule.source, Path), "the parser has refused an average"
+            moments |= dict.fromkeys(names, rule.source)
+            continue
+        states |= dict.fromkeys(names, rule.source)
+        weights |= dict.fromkeys(names, rule.source)
+        moments = {name: source for name, source in moments.items() if name not in names} if moments else {}
+    return moments
+
+
 def _whole_layers(
     structure: ModelStructure,
     source_of: Mapping[str, Origin],
@@ -165,10 +178,10 @@ def _whole_layers(
     split = {(root, layer) for root, layers in apart.items() for layer in layers}
     return {
         part
-        for part, found in sources.items()
-        if len(found) == 1
+        for part, sources_of_part in sources.items()
+        if len(sources_of_part) == 1
         and len(moments[part]) <= 1
-        and split.isdisjoint((one, part) for one in (*moments[part], *(one for one, _ in found)))
+        and split.isdisjoint((source, part) for source in (*moments[part], *(source for source, _ in sources_of_part)))
     }
 
 
@@ -210,11 +223,11 @@ def _apply_places(
         except SelectorError as error:
             problems.append(Problem(rule.where, error.what, error.fix))
             continue
-        own, other = (for_weights, for_states) if isinstance(rule, NamedWeight) else (for_states, for_weights)
+        own, opposite = (for_weights, for_states) if isinstance(rule, NamedWeight) else (for_states, for_weights)
         for name in filter(names.__contains__, structure.part_of):
             first = own.setdefault(name, rule)
             if first.source == rule.source and not allow_split:
-                first = other.get(name, rule)
+                first = opposite.get(name, rule)
             if first.source != rule.source:
                 clashes[first, rule].append(structure.part_of[name])
     for (first, second), parts in clashes.items():
@@ -236,6 +249,7 @@ def _complete(
     structure: ModelStructure,
     chosen: Mapping[str, Origin],
     base: Path,
+    *,
     params: Collection[str],
     problems: list[Problem],
 ) -> dict[str, Origin]:

@@ -129,7 +129,7 @@ def _span(first: str, last: str | None, text: str) -> range:
 
 
 def _listed(numbers: str, text: str) -> set[int]:
-    found: set[int] = set()
+    listed: set[int] = set()
     for item in numbers.split(","):
         match = _SPAN.fullmatch(item.strip())
         if match is None:
@@ -137,8 +137,8 @@ def _listed(numbers: str, text: str) -> set[int]:
         span = _span(match[1], match[2], text)
         if len(span) > _TOO_MANY // 10:
             raise SelectorError(f"{quote(text)} is out of range", "name fewer numbers")
-        found.update(span)
-    return found
+        listed.update(span)
+    return listed
 
 
 def _number(digits: str) -> int:
@@ -178,11 +178,11 @@ def select(
 def _matching(glob: str, text: str, structure: ModelStructure) -> set[str]:
     is_meant = re.compile(fnmatch.translate(glob)).match
     names = [name for name in structure.part_of if is_meant(name) or is_meant(structure.stored_in(name))]
-    found = whole_embedding(names, structure)
-    if not found:
+    matching = whole_embedding(names, structure)
+    if not matching:
         example = next(iter(structure.part_of), "")
         raise SelectorError(f"{quote(text)} matches no tensor name", f"names look like {example!r}")
-    return found
+    return matching
 
 
 def _shares(
@@ -223,8 +223,8 @@ def _named(word: str, structure: ModelStructure) -> set[str]:
     # The tied name may be missing: neither the optimizer nor the safetensors file must have it.
     if structure.tied and word.removesuffix(".weight") == HEAD:
         word = EMBED
-    if found := {name for name, part in structure.part_of.items() if word in (part, part.whole)}:
-        return found
+    if names := {name for name, part in structure.part_of.items() if word in (part, part.whole)}:
+        return names
     is_tensor = word.count(".") > 1 or word.endswith((".weight", ".bias"))
     valid = structure.part_of if is_tensor else [*structure.parts, *WORDS]
     raise SelectorError(f"the model has no part or tensor {quote(word)}", nearest(word, valid))
@@ -275,10 +275,10 @@ def _in_range(rule: LayerRange, numbers: dict[str, int | None], num_layers: int,
 def _auxiliary(number: int, structure: ModelStructure) -> Part:
     """Return the part that an empty range ``[n, n]`` means. Raises SelectorError."""
     top = structure.num_layers
-    others = {n: part for n, part in numbering(structure).items() if not 1 <= n <= top}
-    if number in others:
-        return others[number]
-    valid = ", ".join(f"[{n}, {n}] is {part}" for n, part in others.items())
+    numbered = {n: part for n, part in numbering(structure).items() if not 1 <= n <= top}
+    if number in numbered:
+        return numbered[number]
+    valid = ", ".join(f"[{n}, {n}] is {part}" for n, part in numbered.items())
     if 1 <= number <= top:
         what = f"[{number}, {number}] is an empty layer range and not the number of another part"
         raise SelectorError(what, f"for layer {number - 1}, write [{number - 1}, {number}]; {valid}")
@@ -296,17 +296,17 @@ def is_text(module: str, structure: ModelStructure) -> bool:
 def parts_of(module: str, structure: ModelStructure) -> set[Part]:
     """Return the parts of a submodel. Raises SelectorError."""
     if module in structure.modules:
-        found = set(structure.modules[module])
+        parts = set(structure.modules[module])
     elif is_text(module, structure):
-        found = {part for part in structure.parts if _is_of_text(part)}
+        parts = {part for part in structure.parts if _is_of_text(part)}
     else:
         inside = f".{module}."
-        found = {part for part in structure.parts if part.layer is None and inside in f".{part}."}
-    if not found:
+        parts = {part for part in structure.parts if part.layer is None and inside in f".{part}."}
+    if not parts:
         roots = [part.split(".")[0] for part in structure.parts if not _is_of_text(part)]
         fix = nearest(module, list(dict.fromkeys([*(structure.modules or ["text_decoder"]), *roots])))
         raise SelectorError(f"no tensors are known to belong to the module {quote(module)}", f"{fix}; {_GLOBS}")
-    return found
+    return parts
 
 
 def layers_of(module: str, structure: ModelStructure) -> dict[str, int | None]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newer_masters, newest_resumable
@@ -86,15 +86,15 @@ def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, opti
     missing: list[str] = []
     for part, wish in STRATEGIES[options.strategy](task).items():
         until = [checkpoint for checkpoint in checkpoints if checkpoint.step <= wish.step]
-        found = best_holder(until, part) or best_holder(checkpoints, part)
-        if found is None:
+        source = best_holder(until, part) or best_holder(checkpoints, part)
+        if source is None:
             missing.append(part)
             continue
-        newer = newer_masters(until, {part: found}).get(part)
+        newer = newer_masters(until, {part: source}).get(part)
         if newer is not None:
-            moments_of[part] = found
-        source_of[part] = found = newer or found
-        reason[part] = wish.why if found.step == wish.step else f"{wish.why}, but step {wish.step} lacks it"
+            moments_of[part] = source
+        source_of[part] = source = newer or source
+        reason[part] = wish.why if source.step == wish.step else f"{wish.why}, but step {wish.step} lacks it"
     if missing:
         fix = "use a later step (--at), or another run, to include a full checkpoint"
         task.refuse("checkpoints", f"no usable checkpoint holds {condense(missing)}", fix)
@@ -121,12 +121,12 @@ def _parity(task: _Task) -> _Wishes:
 
 def _filter(task: _Task) -> _Wishes:
     options, structure = task.options, task.structure
-    others = [part for part in structure.parts if part.layer is None]
+    non_layers = [part for part in structure.parts if part.layer is None]
     # The tied head is another name for the embeddings, as everywhere in a recipe.
     named = [EMBED if structure.tied and part == HEAD else part for part in options.aux]
     for part in dict.fromkeys(named):
-        if part not in others:
-            task.refuse("--aux", f"{quote(part)} is not a part other than a layer", nearest(part, others))
+        if part not in non_layers:
+            task.refuse("--aux", f"{quote(part)} is not a part other than a layer", nearest(part, non_layers))
     kth = task.steps[options.every - 1 :: options.every]
     if not kth:
         what = f"of {len(task.steps)} usable checkpoints ({_steps(task.steps)}) none is number {options.every}"
@@ -142,7 +142,7 @@ def _filter(task: _Task) -> _Wishes:
         is_last = number >= structure.num_layers - options.last
         return _Wish(newest, f"last {options.last}: newest") if is_last else rest
 
-    return task.for_layers(wish) | {part: rest for part in others if named and part not in named}
+    return task.for_layers(wish) | {part: rest for part in non_layers if named and part not in named}
 
 
 def _steps(steps: Sequence[int]) -> str:
@@ -215,10 +215,11 @@ def _is_count(value: object) -> bool:
 
 def assign_flags(
     lines: Sequence[FlagLine],
-    failure_step: int,
-    base: RunCheckpoint | None,
     checkpoints: Sequence[RunCheckpoint],
     structure: ModelStructure,
+    *,
+    failure_step: int,
+    base: RunCheckpoint | None,
     total_layers: int | None,
     name: str,
 ) -> Assignment:
@@ -227,7 +228,6 @@ def assign_flags(
     The newest checkpoint used, or `base` if none is newer, supplies everything outside the parts. `total_layers` is the
     number of layers that the user expects. Raises RecipeError with every problem.
     """
-    number_of = {part: number for number, part in numbering(structure).items()}
     problems = _check_ids(lines, structure, name)
     if total_layers is not None and total_layers != structure.num_layers:
         fix = f"give --total-layers {structure.num_layers}, or the log of this run"
@@ -242,34 +242,40 @@ def assign_flags(
     for line in sorted(lines, key=lambda line: line.step):
         if since < line.step <= failure_step:
             newest |= dict.fromkeys(line.ids, line.step)
+    number_of = {part: number for number, part in numbering(structure).items()}
     flagged = {part: newest[number] for part, number in number_of.items() if number in newest}
-
     source_of = _of_steps(flagged, lines, checkpoints, name, problems)
     reason = {part: f"flagged at {step}" for part, step in flagged.items()}
     unflagged = [part for part in structure.parts if part.whole not in flagged]
-    if base is None and unflagged:
-        what = f"never flagged at or before step {failure_step}: {condense(unflagged)}"
-        problems.append(Problem(name, what, "name a checkpoint that holds them with --base"))
-    elif base is not None:
+    if base is not None:
         source_of |= dict.fromkeys(unflagged, base)
         for part in unflagged:
             is_numbered = part.whole in number_of
             reason[part] = f"not flagged after {base.step}" if is_numbered else "has no number in the log"
-        if missing := [part for part in unflagged if not base.holds(part)]:
-            what = f"{base.name} does not hold {condense(missing)}, which no line after step {base.step} flags"
-            problems.append(Problem("--base", what, "name a checkpoint that holds every part"))
+    problems += _check_unflagged(unflagged, base, failure_step, name)
 
-    used = [*source_of.values(), *([base] if base is not None else [])]
-    newest_used = newest_resumable(used)
-    if newest_used is None and not problems:
+    used = newest_resumable([*source_of.values(), *([base] if base is not None else [])])
+    if used is None and not problems:
         what = "none of the checkpoints used is resumable, so none can be the base"
         problems.append(Problem(name, what, "name a full checkpoint with --base"))
-    if problems or newest_used is None:
+    if problems or used is None:
         raise RecipeError(dict.fromkeys(problems))
     given = {part: part.whole if part.whole in flagged else part for part in structure.parts}
     in_order = {part: source_of[given[part]] for part in structure.parts}
     why = {part: reason[given[part]] for part in structure.parts}
-    return Assignment(newest_used, in_order, why, f"update log {name}, failure at step {failure_step}").joined()
+    return Assignment(used, in_order, why, f"update log {name}, failure at step {failure_step}").joined()
+
+
+def _check_unflagged(
+    unflagged: Sequence[Part], base: RunCheckpoint | None, failure_step: int, name: str
+) -> Iterator[Problem]:
+    """Yield the problems of parts that no line flags: there is no base, or it does not hold them."""
+    if base is None and unflagged:
+        what = f"never flagged at or before step {failure_step}: {condense(unflagged)}"
+        yield Problem(name, what, "name a checkpoint that holds them with --base")
+    elif base is not None and (missing := [part for part in unflagged if not base.holds(part)]):
+        what = f"{base.name} does not hold {condense(missing)}, which no line after step {base.step} flags"
+        yield Problem("--base", what, "name a checkpoint that holds every part")
 
 
 def _check_ids(lines: Iterable[FlagLine], structure: ModelStructure, name: str) -> list[Problem]:
@@ -300,11 +306,11 @@ def _of_steps(
     source_of: dict[Part, RunCheckpoint] = {}
     missing: dict[int, list[str]] = defaultdict(list)
     for part, step in flagged.items():
-        found = best_holder([checkpoint for checkpoint in checkpoints if checkpoint.step == step], part)
-        if found is None:
+        source = best_holder([checkpoint for checkpoint in checkpoints if checkpoint.step == step], part)
+        if source is None:
             missing[step].append(part)
         else:
-            source_of[part] = found
+            source_of[part] = source
     for step, parts in sorted(missing.items()):
         what = f"step {step} is flagged for {condense(parts)}, but "
         if step in steps:

@@ -101,8 +101,8 @@ class Document:
             line = _line(key_node)
             if key_node.tag == f"{_CORE}merge":
                 is_list = isinstance(value_node, yaml.SequenceNode)
-                for other in value_node.value if is_list else [value_node]:
-                    value = self.value(other, line, path)
+                for mapping in value_node.value if is_list else [value_node]:
+                    value = self.value(mapping, line, path)
                     if value.kind != "mapping":
                         self.refuse(line, path, "<< takes a mapping, or a list of them", "write <<: *anchor")
                     merged = value.entries | merged  # the earlier one wins
@@ -230,8 +230,8 @@ class Value:
             try:
                 return open_location(expanded)
             except UsageError as error:  # a URL of an unknown kind; a store that does not answer ends the command
-                for one in error.problems:
-                    self.refuse(one.what, one.fix)
+                for problem in error.problems:
+                    self.refuse(problem.what, problem.fix)
                 return None
         return with_tag(Path(os.path.normpath(self.document.folder / expanded)))
 
@@ -250,11 +250,11 @@ class Value:
         return False
 
     def _expected(self, expected: str) -> None:
-        found = f"a {self.kind}"
+        description = f"a {self.kind}"
         if self.kind not in ("mapping", "list"):
-            found = "nothing" if self.is_null or not self.text.strip() else repr(self.text)
-            found += " in quotes" * (self.kind == "str" and _INTEGER.fullmatch(self.text) is not None)
-        self.refuse(f"{found} found where {expected} is expected", f"write {expected}")
+            description = "nothing" if self.is_null or not self.text.strip() else repr(self.text)
+            description += " in quotes" * (self.kind == "str" and _INTEGER.fullmatch(self.text) is not None)
+        self.refuse(f"{description} found where {expected} is expected", f"write {expected}")
 
 
 def read_yaml(text: str, document: Document) -> Value:

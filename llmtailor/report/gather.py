@@ -1,4 +1,4 @@
-"""Reads what a report shows. Nothing in a run's folder can stop it: what can't be read becomes a problem to show."""
+"""Reads a run for a report. Nothing in its folder can stop this: an unreadable file becomes a problem to show."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class PartChange:
-    """How the newest state of a part differs from the one before."""
+    """The difference between the newest two saved states of a part."""
 
     part: Part
     steps: tuple[int, int]
@@ -150,7 +150,7 @@ def _noting(facts: RunFacts, where: str) -> Any:
 
 
 def _compose(run: Path, facts: RunFacts, index: Callable[[Path], CheckpointIndex]) -> list[Path]:
-    """Plan what ``merge --run`` would write, and return its sources."""
+    """Plan the output of ``merge --run``, and return its sources."""
     try:
         recipe, opened = choose_for_run(run, None, StrategyOptions("latest"), index=index)
         composition, there = settle_output(plan_merge(recipe, None, Options(reuse=True, step="auto"), opened))
@@ -193,22 +193,22 @@ def _losses(folder: RunFolder) -> LossCurve | None:
 
 
 def read_losses(checkpoint: Path) -> LossCurve:
-    """Return what the ``trainer_state.json`` of a checkpoint logs. Raises SourceError if it can't be read."""
+    """Return the losses in the ``trainer_state.json`` of a checkpoint. Raises SourceError if it can't be read."""
     name = display_name(checkpoint)
     entries = log_entries(checkpoint, name)
     return LossCurve(name, _series(entries, "loss"), _series(entries, "eval_loss"))
 
 
 def _series(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[tuple[int, float], ...]:
-    found = {}
+    series = {}
     for entry in entries:
         step: Any = entry.get("step")
         value: Any = entry.get(key)
         if type(step) is not int or not 0 <= step < 1 << 53 or type(value) is bool:
             continue
         if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < 1e300:
-            found[step] = float(value)
-    return tuple(sorted(found.items()))
+            series[step] = float(value)
+    return tuple(sorted(series.items()))
 
 
 def _changes(scan: Scan, on_progress: Callable[[int], None]) -> list[PartChange]:
@@ -216,20 +216,21 @@ def _changes(scan: Scan, on_progress: Callable[[int], None]) -> list[PartChange]
     pairs: dict[tuple[Path, Path], list[tuple[Part, tuple[int, int]]]] = {}
     for part in scan.structure.parts:
         # not those whose masters are newer than their moments: they are of no one step
-        whole = [one for one in scan.usable if one.holds(part) and one.master_step_of(part) == one.step_of(part)]
-        holders = {one.step_of(part): one.path for one in whole}
-        if len(holders) > 1:
-            before, newest = sorted(holders)[-2:]
-            pairs.setdefault((holders[before], holders[newest]), []).append((part, (before, newest)))
-    found = []
+        holding = [checkpoint for checkpoint in scan.usable if checkpoint.holds(part)]
+        steps = {checkpoint.path: checkpoint.step_of(part) for checkpoint in holding}
+        path_of = {steps[each.path]: each.path for each in holding if each.master_step_of(part) == steps[each.path]}
+        if len(path_of) > 1:
+            before, newest = sorted(path_of)[-2:]
+            pairs.setdefault((path_of[before], path_of[newest]), []).append((part, (before, newest)))
+    changes = []
     for (before_path, newest_path), parts in pairs.items():
         a, b = scan.indexes[before_path], scan.indexes[newest_path]
         logger.info("comparing %d parts of %s and %s", len(parts), a.name, b.name)
         compared = diff_parts(a, b, [part for part, _ in parts], on_progress)
-        found += [
+        changes += [
             PartChange(part, steps, states)
             for part, steps in parts
-            if (states := tuple(one for one in compared if one.part == part))
+            if (states := tuple(compared for compared in compared if compared.part == part))
         ]
     order = {part: number for number, part in enumerate(scan.structure.parts)}
-    return sorted(found, key=lambda change: order[change.part])
+    return sorted(changes, key=lambda change: order[change.part])

@@ -1,4 +1,4 @@
-"""Computes what the page of a report shows from what was read; templates/ has its words and its look."""
+"""Computes the tables and charts of a report's page; templates/ has its words and its look."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def _change(value: float) -> str:
 
 
 def _changes(changes: Sequence[PartChange]) -> dict[str, Any]:
-    """Return how much the newest state of each part differs from the one before, by kind of state."""
+    """Return a table of the changes between the newest two states of each part, by kind of state."""
     states = [state for change in changes for state in change.states]
     by_part, kinds = sums_by(lambda state: state.part, states), kinds_of(states)
     return {

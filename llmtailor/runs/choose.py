@@ -81,7 +81,15 @@ def choose_for_run(
             problems.add(SourceError(reason or [Problem("--base", f"{base} is later than step {at}", fix)]))
         problems.raise_if_any()
         step = at if at is not None else scan.usable[-1].step
-        assignment = assign_flags(lines, step, base_checkpoint, scan.usable, scan.structure, how.total_layers, how.name)
+        assignment = assign_flags(
+            lines,
+            scan.usable,
+            scan.structure,
+            failure_step=step,
+            base=base_checkpoint,
+            total_layers=how.total_layers,
+            name=how.name,
+        )
     _log_choice(assignment)
     output, base_path = None, assignment.base.path
     if base_path.parent in [staging / FOLDER for staging in also]:  # by default, it would be written there

@@ -89,7 +89,7 @@ class UsableSource:
 
 
 def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None) -> UsableSource:
-    """Return what is usable of a checkpoint. With ``deep``, also read its tensors.
+    """Return the usable parts of a checkpoint. With ``deep``, also read its tensors.
 
     Raises SourceError if nothing is usable, and Interrupted on Ctrl-C.
     """
@@ -246,7 +246,7 @@ def choose(sources: Sequence[UsableSource], structure: ModelStructure) -> Source
 
 
 def _within(runs: Mapping[str, Runs], lost: Mapping[State, Runs]) -> dict[State, Runs]:
-    """Return which of these elements of params are lost."""
+    """Return the lost elements among these elements of params."""
     return {state: both for state, gone in lost.items() if (both := common(gone, runs.get(state.param, ())))}
 
 
@@ -299,7 +299,7 @@ def _states_by_part(index: CheckpointIndex, structure: ModelStructure) -> dict[s
 
 
 def _lost(source: UsableSource, states: Mapping[str, Sequence[State]], reference: CheckpointIndex) -> dict[State, Runs]:
-    """Return what a source lacks of some states."""
+    """Return the elements of these states that a source lacks."""
     lost: dict[State, Runs] = {}
     for of_param in states.values():
         for state in of_param:
@@ -315,7 +315,7 @@ def _lost(source: UsableSource, states: Mapping[str, Sequence[State]], reference
 
 
 def _why(newest: UsableSource, lost: Mapping[State, Runs]) -> str:
-    """Return in words what the newest source lacks of a part."""
+    """Return in words why the newest source can't supply a part."""
     paths: dict[str, None] = {}
     for state, runs in lost.items():
         stored = newest.index.held.get(state)
@@ -334,7 +334,7 @@ OnProgress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """What is usable of a run's checkpoints, from the newest on, as far back as needed, and what to make of it.
+    """The usable checkpoints of a run, from the newest back to the oldest needed, and the composite to write.
 
     Nothing is written yet.
     """
@@ -512,11 +512,11 @@ def _plan(salvage: Salvage, out: Path | None, options: Options) -> MergePlan:
 def _replace_files(run: Path, base: UsableSource) -> tuple[list[FileLayout], list[Problem]]:
     """Replace damaged files of the base that a run never changes (config, tokenizer) with other checkpoints' copies."""
     layouts, notices = [], []
-    others = list(reversed(RunFolder(run).full().values()))
+    roots = list(reversed(RunFolder(run).full().values()))
     for path in base.dropped:
         where, donor = PathIn(base.name, path), None
         if not is_rng_file(path):
-            donor = next((root for root in others if root != base.index.root and _is_sound(root, path)), None)
+            donor = next((root for root in roots if root != base.index.root and _is_sound(root, path)), None)
         if donor is None:
             fix = "if you have a copy elsewhere, put it into the output before you resume"
             notices.append(Problem(where, "the file is damaged and omitted", fix))

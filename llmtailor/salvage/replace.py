@@ -29,7 +29,7 @@ from llmtailor.storage.local import disk_errors, fsync_folder, list_files, repla
 
 RECORD = ".llmtailor-replacing"
 SETTLED_S = 60.0
-"""A checkpoint that has not changed for so long is not being written. A training may pause between two files."""
+"""Seconds without a change after which no training is writing a checkpoint; it may pause between two files"""
 _PREFIX = re.compile(f"({'|'.join(ASIDE)})?")
 _SCHEMA = "llmtailor.replacing/1"
 
@@ -68,7 +68,7 @@ def plan_replacement(salvage: Salvage) -> Replacement:
 
 
 def seen_in(run: Path) -> dict[Path, str]:
-    """Return what the full checkpoints of a run look like now, for `check_settled`; take it before they are read."""
+    """Return fingerprints of a run's full checkpoints for `check_settled`; call this before reading them."""
     return {entry.path: _fingerprint(entry.path) for entry in RunFolder(run).entries(FolderKind.FULL)}
 
 

@@ -210,6 +210,11 @@ SHARE = RunCheckpoint(Path("/w/run/partial/step-120"), 120, frozenset({"layer 0"
 PARTLY = [full(100), full(110), SHARE]
 
 
+def flags(lines, failure, base, run, structure, total):
+    more = {"failure_step": failure, "base": base, "total_layers": total, "name": LOG}
+    return assign_flags(lines, run, structure, **more)
+
+
 @pytest.mark.parametrize(
     ("log", "failure", "base", "run", "structure", "expected", "newest"),
     [
@@ -227,7 +232,7 @@ PARTLY = [full(100), full(110), SHARE]
     ],
 )  # fmt: skip
 def test_the_flagged_step_of_each_part(log, failure, base, run, structure, expected, newest):
-    found = assign_flags(lines(*log), failure, base, run, structure, structure.num_layers, LOG)
+    found = flags(lines(*log), failure, base, run, structure, structure.num_layers)
     assert by_part(found) == dict(zip(structure.parts, expected, strict=True))
     assert (list(found.source_of), found.base) == (list(structure.parts), full(newest))
     assert found.title == f"update log flags.jsonl, failure at step {failure}"
@@ -240,7 +245,7 @@ def test_the_flagged_step_of_each_part(log, failure, base, run, structure, expec
 
 def test_the_bases_own_step_is_the_base_wherever_that_lies():
     base = RunCheckpoint(Path("/elsewhere"), 100, None)
-    found = assign_flags(lines((100, [1]), (110, [2])), 160, base, [full(100), full(110)], TWO, None, LOG)
+    found = flags(lines((100, [1]), (110, [2])), 160, base, [full(100), full(110)], TWO, None)
     assert found.source_of["layer 0"] == base
     assert found.reason["layer 0"] == "not flagged after 100"
 
@@ -280,7 +285,7 @@ STEPS = ", ".join(str(one.step) for one in TENS)
     ],
 )  # fmt: skip
 def test_refusals_of_a_log(log, failure, base, run, structure, total, expected):
-    check(problems_of(lambda: assign_flags(lines(*log), failure, base, run, structure, total, LOG)), *expected)
+    check(problems_of(lambda: flags(lines(*log), failure, base, run, structure, total)), *expected)
 
 
 def naive(flagged: list[Flagged], number: int, base: int, failure: int) -> int:
@@ -302,7 +307,7 @@ def naive(flagged: list[Flagged], number: int, base: int, failure: int) -> int:
 def test_as_a_naive_oracle(flagged, base, failure, tied):
     structure = llama(4 if tied else 3, tied=tied)
     run = [full(step) for step in range(31)]
-    found = assign_flags(lines(*flagged), failure, full(base), run, structure, structure.num_layers, LOG)
+    found = flags(lines(*flagged), failure, full(base), run, structure, structure.num_layers)
     number_of = {"norm": 0, "layer 0": 1, "layer 1": 2, "layer 2": 3}
     number_of |= {"layer 3": 4, "embed_tokens": 5} if tied else {"lm_head": 4, "embed_tokens": 5}
     expected = {part: naive(flagged, number, base, failure) for part, number in number_of.items()}
