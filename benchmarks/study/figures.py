@@ -16,9 +16,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from llmtailor.report.chart import Chart, Scale
-from llmtailor.report.page import templates
 from study import failures, precision
+from study.chart import Chart, Scale
 from study.run import LIKE_FILTER, OTHER_ORDER, SETTINGS, SHORTER, Cells
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -160,7 +159,7 @@ def picture(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) -> str:
     for number, (_, text) in enumerate(KINDS):
         chart.draw(f"dots c{number}", [f"M{40 + 200 * number} 10h0"])
         chart.write(50 + 200 * number, 14, "", text)
-    return str(templates().get_template("charts.j2").module.svg(chart, "http://www.w3.org/2000/svg")) + "\n"
+    return chart.to_svg()
 
 
 MEASURES: Mapping[str, Callable[[Cell], float]] = {

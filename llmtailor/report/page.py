@@ -137,10 +137,9 @@ def _oldest(facts: RunFacts) -> str:
     return f"The oldest parts are {oldest:,} steps older: {some(old)}."
 
 
-def _resumed(columns: Columns, facts: RunFacts) -> dict[float, str]:
-    """Return the columns before which the training resumed, with a label each; the first start is not a resume."""
-    steps = [attempt.resumed_at for attempt in facts.attempts[1:] if attempt.resumed_at]
-    return {_column_of(columns, step + 1): "resumed" for step in steps}
+def _resumed(columns: Columns, facts: RunFacts) -> list[int]:
+    """Return the columns before which the training resumed; the first start is not a resume."""
+    return [_column_of(columns, attempt.resumed_at + 1) for attempt in facts.attempts[1:] if attempt.resumed_at]
 
 
 def _column_of(columns: Columns, step: int) -> int:
@@ -161,7 +160,7 @@ def _rows(saves: Sequence[LoggedSave]) -> Rows:
     return dict([*rows.items()][:_MOST_ROWS])
 
 
-def _saves(columns: Columns, facts: RunFacts, resumed: Mapping[float, str]) -> dict[str, Any]:
+def _saves(columns: Columns, facts: RunFacts, resumed: Sequence[int]) -> dict[str, Any]:
     saves, heads = facts.log.saves, [column[0].step for column in columns]
 
     def most(value: Callable[[LoggedSave], float]) -> list[float]:
@@ -185,10 +184,10 @@ def _saves(columns: Columns, facts: RunFacts, resumed: Mapping[float, str]) -> d
     full = (float(max(whole)), "a save of every part") if whole else None
     return {
         "most": max(map(len, columns)),
-        "times": bars("seconds from the start of a save", heads, layers, seconds, resumed, crosses=failed),
-        "stalls": bars("seconds that training stopped", heads, [("box c1", stalls)], seconds, resumed),
+        "times": bars("seconds from the start of a save", heads, layers, seconds, resumed=resumed, crosses=failed),
+        "stalls": bars("seconds that training stopped", heads, [("box c1", stalls)], seconds, resumed=resumed),
         "sizes": bars(
-            "bytes of a save", heads, [("box c0", sizes)], lambda value: size(int(value)), resumed, reference=full
+            "bytes of a save", heads, [("box c0", sizes)], lambda value: size(int(value)), resumed=resumed, line=full
         ),
         "medians": ", ".join(
             f"{name} {_seconds(median(values))} (at most {_seconds(max(values))})" for name, values in times.items()
@@ -207,9 +206,7 @@ def _saves(columns: Columns, facts: RunFacts, resumed: Mapping[float, str]) -> d
     }
 
 
-def _ages(
-    columns: Columns, rows: Rows, saves: Sequence[LoggedSave], resumed: Mapping[float, str]
-) -> dict[str, Any] | None:
+def _ages(columns: Columns, rows: Rows, saves: Sequence[LoggedSave], resumed: Sequence[int]) -> dict[str, Any] | None:
     def behind(save: LoggedSave, parts: Sequence[str]) -> int | None:
         return max((save.steps_behind[part] for part in parts if part in save.steps_behind), default=None)
 
@@ -236,7 +233,7 @@ def _ages(
     }
 
 
-def _drift(columns: Columns, rows: Rows, resumed: Mapping[float, str]) -> dict[str, Any] | None:
+def _drift(columns: Columns, rows: Rows, resumed: Sequence[int]) -> dict[str, Any] | None:
     cells = {
         row: [_mean(save.drift[part] for save in column for part in parts if part in save.drift) for column in columns]
         for row, parts in rows.items()
@@ -251,7 +248,7 @@ def _grid(
     columns: Columns,
     cells: Mapping[str, Sequence[float | None]],
     text: Callable[[float], str],
-    resumed: Mapping[float, str],
+    resumed: Sequence[int],
     dots: Mapping[str, Sequence[bool]],
 ) -> dict[str, Any]:
     """Return a table of shaded cells, with dots, or with numbers if there are few columns."""
@@ -267,7 +264,7 @@ def _grid(
     return {
         "title": title,
         "heads": [f"{column[0].step:,}" for column in columns],
-        "resumed": [*resumed],
+        "resumed": resumed,
         "rows": {row: [cell(row, *numbered) for numbered in enumerate(cells[row])] for row in cells},
         "legend": {
             f"h{at}": " to ".join(dict.fromkeys(map(text, ends))) for at, ends in ranges_of(values, shade).items()
