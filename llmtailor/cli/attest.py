@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import click
 
 from llmtailor.cli.command import command, print_json
 from llmtailor.cli.options import JSON, PATH
-from llmtailor.cli.run import PROGRAM, is_first_launcher, prepare
+from llmtailor.cli.run import PROGRAM, find_program, is_first_launcher, prepare
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
 from llmtailor.errors import SourceError, StorageError, UsageError, VerificationError
@@ -49,8 +48,7 @@ def attest(checkpoint: Path, program: tuple[str, ...], full: bool, as_json: bool
 
     if not checkpoint.exists():
         raise SourceError.at(checkpoint, "it does not exist", "check the path")
-    if (executable := shutil.which(program[0])) is None:
-        raise UsageError.at(program[0], "there is no such program", "check the name, or give its path")
+    executable = find_program(program[0])
     with tempfile.TemporaryDirectory(prefix="llmtailor-attest-") as folder:
         result = Path(folder) / "result.json"
         environ = {**os.environ, ATTESTING: Task(str(checkpoint.resolve()), str(result)).to_text()}

@@ -34,11 +34,16 @@ if TYPE_CHECKING:
     from llmtailor.runs.scan import Index
 
 
+_WRITING = {
+    7: "the output did not read back as planned and was removed; OUT is absent",
+    8: "also with --dry-run, if the output does not fit",
+}
+
+
 @command(
     {
         0: "OUT is complete; with --dry-run: it fits; with --run: also if there is nothing to merge",
-        7: "the output did not read back as planned and was removed; OUT is absent",
-        8: "also with --dry-run, if the output does not fit",
+        **_WRITING,
     }
 )
 @click.argument("config", type=LOCATION, required=False, metavar="[CONFIG]")
@@ -95,8 +100,7 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
 @command(
     {
         0: "OUT is complete; with --dry-run: it fits",
-        7: "the output did not read back as planned and was removed; OUT is absent",
-        8: "also with --dry-run, if the output does not fit",
+        **_WRITING,
     }
 )
 @click.argument("checkpoint", type=LOCATION)

@@ -108,8 +108,7 @@ def run(resume: Path | None, attest: str | None, program: tuple[str, ...], **opt
     if resume is not None:
         given["on_restart"] = "compose"
     prepare(environ, given)
-    if (executable := shutil.which(program[0])) is None:
-        raise UsageError.at(program[0], "there is no such program", "check the name, or give its path")
+    executable = find_program(program[0])
     if resume is not None and is_first_launcher(environ):
         _compose(resume)
     end = _watch(environ, _NEVER if attest is None else _NEVER_ATTESTED)
@@ -123,6 +122,13 @@ def run(resume: Path | None, attest: str | None, program: tuple[str, ...], **opt
 
 
 run.allow_interspersed_args = False  # the options behind PROGRAM are its own
+
+
+def find_program(name: str) -> str:
+    """Return the path of a program. Raises UsageError."""
+    if (path := shutil.which(name)) is None:
+        raise UsageError.at(name, "there is no such program", "check the name, or give its path")
+    return path
 
 
 def prepare(environ: MutableMapping[str, str], given: dict[str, str]) -> None:

@@ -128,7 +128,6 @@ def test_merge_run_writes_nothing_where_the_newest_has_it_all(run):
         (["recipe", "run", "--at", "50"], 4, "the first is 100"),
         (["recipe", "run", "--strategy", "filter", "--every", "9"], 3, "--every"),
         (["recipe", "run", "-o", "list.json"], 6, "--force"),
-        (["merge"], 2, "needs a recipe"),
         (["merge", "recipe.yaml", "--strategy", "parity"], 2, "--run"),
         (["merge", "recipe.yaml", "out", "--run", "run"], 2, "CONFIG"),
     ],
