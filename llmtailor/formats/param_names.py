@@ -23,14 +23,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.placement import Bundled, Contiguous
@@ -378,76 +378,118 @@ class Fitted:
 def fit(
     groups: tuple[tuple[str, ...], ...],
     optimizer: SavedOptimizer,
-    weights_held: Mapping[str, TensorEntry],
+    held: Mapping[str, TensorEntry],
     model: ModelFacts | None,
-    listed: Collection[str],
     where: PathIn,
+    *,
+    listed: Collection[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Fitted:
-    """Return the params with their roles; ``listed`` are the buffers that the weight files list, ``where`` is the
-    optimizer's file, ``aliases`` names that a weight file lists for tensors that it holds under other names.
+    """Return the params with their roles. ``held`` are the weights, ``where`` is the optimizer's file; the weight files
+    list the buffers ``listed``, and ``aliases``, names for tensors that they hold under other names.
 
     Raises SourceError if optimizer, weights and model do not fit together.
     """
     name, trainable = where.checkpoint, {param: None for group in groups for param in group}
     ids = [number for group in optimizer.groups for number in group.ids]
     shapes = [optimizer.shape(number) for number in ids]
-    # a tied param may be stored under any of its names
-    own = {*trainable, *(model.params if model else ())}
     ties = {**aliases, **{stored: name for name, stored in aliases.items()}, **(model.tied if model else {})}
-    by_alias = {
-        name: alias
-        for alias, name in ties.items()
-        if name in own and name not in weights_held and alias in weights_held and alias not in own
-    }
-    moved = {name: weights_held[alias] for name, alias in by_alias.items()}
-    weights_held = {name: held for name, held in weights_held.items() if name not in by_alias.values()} | moved
-    other_names, used = _saved_otherwise(model, weights_held) if model else ({}, set[str]())
-    weights_held = {weight: held for weight, held in weights_held.items() if weight not in used} | other_names
-    weights = {weight: held.shape for weight, held in weights_held.items()}
+    weights = _under_own_names(held, {*trainable, *(model.params if model else ())}, ties, model)
     others = [weight for weight in weights if weight not in trainable and not (model and weight in model.tied)]
     if model and all(param in model.params for param in trainable):
-        buffers = {buffer for buffer in others if buffer in model.buffers or buffer in listed}
-        if model.params.keys() <= weights.keys():  # the rest are modules that the config does not describe
-            buffers |= {name for name in others if name not in model.params and _is_integer(weights_held[name])}
-            added = others
-        else:  # or other names of the params that are missing
-            added = [name for name in others if name in buffers]
-        wanted = {**model.params, **{name: weights[name] for name in added}}
-        tied = model.tied
-    else:  # a custom model, known by the names in the param groups
-        known = {param: shape or weights.get(param, ()) for param, shape in zip(trainable, shapes, strict=True)}
-        wanted = {**known, **{other: weights[other] for other in others}}
-        buffers = {other for other in others if _is_integer(weights_held[other])} | set(listed)
-        tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
-        tied |= {alias: name for alias, name in ties.items() if name in own and alias not in own}
-    problems = compare_shapes(ids, shapes, list(trainable), wanted, where)
-    for param, shape in wanted.items():
-        if weights.get(param, shape) != shape:
-            what = f"the weight {param} has shape {list(weights[param])} instead of {list(shape)}"
-            problems.append(Problem(name, what, COPY_CHECKPOINT))
-    for param, held in weights_held.items():
-        if param in trainable and _is_integer(held):
-            what = f"the weight {param} is {held.dtype}, not floating-point"
-            problems.append(Problem(name, what, COPY_CHECKPOINT, Code.WEIGHTS_DTYPE))
-    lacking = {param: shape for param, shape in wanted.items() if param not in weights}
-    extra = {other: weights[other] for other in others if other not in wanted or (lacking and other not in buffers)}
-    extra = {other: shape for other, shape in extra.items() if not (model and other in model.params)}
+        roles = _roles_in_model(model, weights, others, listed)
+    else:
+        roles = _roles_by_names(dict(zip(trainable, shapes, strict=True)), weights, others, listed, model, ties)
+    problems = compare_shapes(ids, shapes, list(trainable), roles.shapes, where)
+    problems += _odd_weights(roles, weights, trainable, name)
+    lacking = {param: shape for param, shape in roles.shapes.items() if param not in weights}
+    # what may be the missing ones under other names
+    extra = {
+        other: weights[other].shape
+        for other in others
+        if (other not in roles.shapes or (lacking and other not in roles.buffers))
+        and not (model and other in model.params)
+    }
     if lacking and _numel(lacking) != _numel(extra):
         what = f"the weights of {some(lacking)} are missing; a resume would keep their initial values"
         problems.append(Problem(name, what, COPY_CHECKPOINT))
     if problems:
         raise SourceError(problems)
-    renamed = zip(lacking, extra, strict=True) if len(lacking) == 1 and [*lacking.values()] == [*extra.values()] else ()
-    params = {}
-    for param, shape in wanted.items():
-        role = "trainable" if param in trainable else "buffer" if param in buffers else "frozen"
-        params[param] = Param(param, shape, role)
-    entries = {param: weights_held[param] for param in wanted if param in weights}
-    entries |= {param: weights_held[weight] for param, weight in renamed}
-    named = {*(model.params if model else ())}
-    unclear = frozenset(name for name, param in params.items() if param.role == "frozen" and name not in named)
-    return Fitted(params, tied, entries, unclear)
+    entries = {param: weights[param] for param in roles.shapes if param in weights}
+    if len(lacking) == 1 and [*lacking.values()] == [*extra.values()]:
+        entries |= {param: weights[weight] for param, weight in zip(lacking, extra, strict=True)}
+    params = {param: Param(param, shape, roles.role(param, trainable)) for param, shape in roles.shapes.items()}
+    known = model.params if model else {}
+    unclear = frozenset(name for name, param in params.items() if param.role == "frozen" and name not in known)
+    return Fitted(params, roles.tied, entries, unclear)
+
+
+def _under_own_names(
+    held: Mapping[str, TensorEntry], own: Collection[str], ties: Mapping[str, str], model: ModelFacts | None
+) -> dict[str, TensorEntry]:
+    """Return the weights by the params' names: a tied one may be stored under any of its names, others in pieces."""
+    by_alias = {
+        name: alias
+        for alias, name in ties.items()
+        if name in own and name not in held and alias in held and alias not in own
+    }
+    moved = {name: held[alias] for name, alias in by_alias.items()}
+    weights = {name: entry for name, entry in held.items() if name not in by_alias.values()} | moved
+    joined, used = _saved_otherwise(model, weights) if model else ({}, set[str]())
+    return {weight: entry for weight, entry in weights.items() if weight not in used} | joined
+
+
+class _Roles(NamedTuple):
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all params and buffers"""
+    buffers: Collection[str]
+    tied: Mapping[str, str]
+
+    def role(self, param: str, trainable: Container[str]) -> str:
+        return "trainable" if param in trainable else "buffer" if param in self.buffers else "frozen"
+
+
+def _roles_in_model(
+    model: ModelFacts, weights: Mapping[str, TensorEntry], others: Sequence[str], listed: Collection[str]
+) -> _Roles:
+    buffers = {buffer for buffer in others if buffer in model.buffers or buffer in listed}
+    if model.params.keys() <= weights.keys():  # the rest are modules that the config does not describe
+        buffers |= {name for name in others if name not in model.params and _is_integer(weights[name])}
+        added = others
+    else:  # or other names of the params that are missing
+        added = [name for name in others if name in buffers]
+    return _Roles({**model.params, **{name: weights[name].shape for name in added}}, buffers, model.tied)
+
+
+def _roles_by_names(
+    trained: Mapping[str, _Shape],
+    weights: Mapping[str, TensorEntry],
+    others: Sequence[str],
+    listed: Collection[str],
+    model: ModelFacts | None,
+    ties: Mapping[str, str],
+) -> _Roles:
+    """Return those of a custom model, known by the names in the param groups."""
+    of_weights = {name: entry.shape for name, entry in weights.items()}
+    known = {param: shape or of_weights.get(param, ()) for param, shape in trained.items()}
+    shapes = {**known, **{other: of_weights[other] for other in others}}
+    buffers = {other for other in others if _is_integer(weights[other])} | set(listed)
+    own = {*trained, *(model.params if model else ())}
+    tied = {name: stored for name, stored in model.tied.items() if stored in shapes} if model else {}
+    return _Roles(shapes, buffers, tied | {name: of for name, of in ties.items() if of in own and name not in own})
+
+
+def _odd_weights(
+    roles: _Roles, weights: Mapping[str, TensorEntry], trainable: Container[str], name: str
+) -> Iterator[Problem]:
+    for param, shape in roles.shapes.items():
+        if param in weights and weights[param].shape != shape:
+            what = f"the weight {param} has shape {list(weights[param].shape)} instead of {list(shape)}"
+            yield Problem(name, what, COPY_CHECKPOINT)
+    for param, entry in weights.items():
+        if param in trainable and _is_integer(entry):
+            what = f"the weight {param} is {entry.dtype}, not floating-point"
+            yield Problem(name, what, COPY_CHECKPOINT, Code.WEIGHTS_DTYPE)
 
 
 def _saved_otherwise(model: ModelFacts, weights: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], set[str]]:

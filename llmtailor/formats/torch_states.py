@@ -69,6 +69,7 @@ def make_index(
     name: str,
     optimizer: SavedOptimizer,
     groups: Sequence[tuple[str, ...]],
+    *,
     params: Mapping[str, Param],
     tied: Mapping[str, str],
     dtypes: Mapping[str, str],
@@ -113,8 +114,9 @@ def index_with_weights(
     optimizer: SavedOptimizer,
     weights: Mapping[str, TensorEntry],
     model: ModelFacts | None,
-    buffers: Collection[str],
     trainer: TrainerFiles,
+    *,
+    buffers: Collection[str],
     ties: Mapping[str, str] | None = None,
 ) -> tuple[CheckpointIndex, Fitted]:
     """Return the index of an optimizer and the weights that it updates, and how they fit.
@@ -125,10 +127,10 @@ def index_with_weights(
     is_named = has_names(optimizer) or model is None
     groups = listed_names(optimizer, where) if model is None or is_named else derived_names(optimizer, model, where)
     aliases = listed_aliases(root, where.checkpoint) if not trainer.has_adapters else {}
-    known = fit(groups, optimizer, weights, model, buffers, where, aliases)
+    known = fit(groups, optimizer, weights, model, where, listed=buffers, aliases=aliases)
     of_weights = {param: weight.dtype for param, weight in known.weights.items()}
     tied = known.tied if ties is None else {name: of for name, of in ties.items() if of in known.params}
-    index = make_index(root, where.checkpoint, optimizer, groups, known.params, tied, of_weights)
+    index = make_index(root, where.checkpoint, optimizer, groups, params=known.params, tied=tied, dtypes=of_weights)
     findings = [*_find_stateless(index, where)]
     if not is_named and (frozen := [param.name for param in known.params.values() if param.role == "frozen"]):
         fix = "if they were trained, their states are lost: leave this checkpoint out"

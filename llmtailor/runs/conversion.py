@@ -102,7 +102,13 @@ class Conversion:
             else:
                 carried[file.path] = file.num_bytes, crc
         description = describe_partial(
-            self.source, self.save_id, self.parts, self.params_of, tuple(facts), self.ledger.to_json(), self.masters
+            self.source,
+            save_id=self.save_id,
+            parts=self.parts,
+            params_of=self.params_of,
+            bundles=tuple(facts),
+            ledger=self.ledger.to_json(),
+            masters=self.masters,
         )
         return manifest_json(
             replace(description, carried=carried),

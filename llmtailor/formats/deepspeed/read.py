@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -64,7 +64,7 @@ from llmtailor.formats.deepspeed.shards import (
     Known,
     ModelShard,
     OptimShard,
-    read_all,
+    ShardReader,
     read_model_shard,
     read_optim_shard,
     section,
@@ -165,8 +165,9 @@ def _read_tp_rank(
     found: list[Finding] = []
     # of ZeRO-1/2, each file of model states has its own params
     read_model = partial(read_model_shard, is_adapter=trainer.has_adapters)
-    model = read_all(read_model, trees, files, files.model, name, problems, found, known if files.is_zero3 else {})
-    optim = read_all(read_optim_shard, trees, files, files.optim, name, problems, found, known)
+    reader = ShardReader(trees, files, name, problems, found)
+    model = reader.read_all(read_model, files.model, known if files.is_zero3 else {})
+    optim = reader.read_all(read_optim_shard, files.optim, known)
     if of_first and model[0]:  # only the very first file lists tied names
         model[0] = replace(model[0], tied=of_first.tied)
     usual, sample = first_of(model), first_of(optim)
@@ -186,13 +187,13 @@ def _read_tp_rank(
         return Draft(problems), None, {}
     if framework is None and trainer.framework.name == DEEPSPEED and is_from_lightning(usual.rest):
         trainer = replace(trainer, framework=FRAMEWORKS[LIGHTNING])
-    draft = draft_of_engine(
-        DEEPSPEED,
-        trees.root,
-        name,
-        files,
-        sample,
-        model,
+    draft = EngineStates(
+        format=DEEPSPEED,
+        root=trees.root,
+        name=name,
+        files=files,
+        optim=sample,
+        model=model,
         trained=_trained(files, usual, sample, optim, cuts, whole),
         rests=[None if shard is None else shard.rest for shard in optim],
         facts=facts,
@@ -200,87 +201,101 @@ def _read_tp_rank(
         findings=[*found, *_odd_shards(sample, usual.world_size, PathIn(name, files.tag))],
         trainer=trainer,
         problems=problems,
-    )
+    ).draft()
     of_all = chain(usual.facts.items(), sample.facts.items())
     return draft, usual, {what: fact for what, fact in of_all if what not in OF_SHARDS}
 
 
-def draft_of_engine(
-    framework: str,
-    root: Path,
-    name: str,
-    files: ShardFiles,
-    optim: OptimShard,
-    model: Sequence[ModelShard | None],
-    *,
-    trained: _Placed,
-    rests: Sequence[Mapping[str, Any] | None],
-    facts: Mapping[str, FileFact],
-    unreadable: Iterable[str],
-    findings: Iterable[Finding],
-    trainer: TrainerFiles,
-    problems: Problems,
-) -> Draft:
-    """Return the draft of a checkpoint with DeepSpeed's model states; at least one of them can be used.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStates:
+    """What was read of a checkpoint with DeepSpeed's model states; at least one of them can be used."""
 
-    ``trained`` are the places of the trained params' states, ``rests`` what each rank's ``optim_states`` hold besides.
-    """
-    usual, config = first_of(model), optim.ds_config
-    assert usual is not None, "one can be used"
-    params: dict[str, Param] = {}
-    held: dict[State, TensorEntry] = {}
-    for param, kind, entry in (*trained, *(_rest3(files, usual, model) if files.is_zero3 else _rest12(usual))):
-        params[param.name] = param
-        if entry is not None:
-            held[State(param.name, kind)] = entry
-    groups, sub_groups = _order_groups(optim, usual)
-    second: set[str] = set()  # ZeRO-1/2's module has second places of trainable params, tied names, frozen fragments
-    if framework == DEEPSPEED and not files.is_zero3:
-        second = {*chain(*usual.param_shapes), *usual.tied, *usual.fragments}
-    index = CheckpointIndex(
-        root=root,
-        name=name,
-        form=Form(framework, optim.stage, optim.variant),
-        world_size=usual.world_size,
-        global_step=usual.global_steps,
-        precision="BF16" if files.is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
-        params=params,
-        tied={tied: stored for tied, stored in usual.tied.items() if stored in params},
-        held=held,
-        groups=groups,
-        sub_groups=sub_groups,
-        files=facts,
-        zero=ZeroFacts(
-            files.tag,
-            usual.skipped_steps,
-            _read_settings(config, files.is_bf16, optim.variant),
-            {State(name, MODULE): tensor.entry for name, tensor in usual.module.items() if name in second},
-        ),
-        unreadable=frozenset((*unreadable, *(one for one, of in zip(files.model, model, strict=True) if of is None))),
-        train=TrainState(
-            optim.step_is_tensor,
-            tuple(usual.rest["module"]),
-            optim=tuple(rests),
-            model=tuple(None if shard is None else shard.rest for shard in model),
-        ),
-        findings=tuple(findings),
-    )
+    format: str
+    root: Path
+    name: str
+    files: ShardFiles
+    optim: OptimShard
+    model: Sequence[ModelShard | None]
+    trained: _Placed
+    """The places of the trained params' states"""
+    rests: Sequence[Mapping[str, Any] | None]
+    """What each rank's ``optim_states`` hold besides"""
+    facts: Mapping[str, FileFact]
+    unreadable: Iterable[str]
+    findings: Iterable[Finding]
+    trainer: TrainerFiles
+    problems: Problems
 
-    def check(index: CheckpointIndex) -> Iterator[Finding]:
-        first = PathIn(name, files.model[0])
+    @property
+    def usual(self) -> ModelShard:
+        """The model states of most ranks"""
+        return next(shard for shard in self.model if shard is not None)
+
+    def draft(self) -> Draft:
+        return Draft(self.problems, self._index(), self.trainer, self._check)
+
+    def _index(self) -> CheckpointIndex:
+        usual, files, optim = self.usual, self.files, self.optim
+        params: dict[str, Param] = {}
+        held: dict[State, TensorEntry] = {}
+        untrained = _rest3(files, usual, self.model) if files.is_zero3 else _rest12(usual)
+        for param, kind, entry in (*self.trained, *untrained):
+            params[param.name] = param
+            if entry is not None:
+                held[State(param.name, kind)] = entry
+        groups, sub_groups = _order_groups(optim, usual)
+        lost = (path for path, shard in zip(files.model, self.model, strict=True) if shard is None)
+        is_fp16 = section(optim.ds_config, "fp16").get("enabled") is True
+        return CheckpointIndex(
+            root=self.root,
+            name=self.name,
+            form=Form(self.format, optim.stage, optim.variant),
+            world_size=usual.world_size,
+            global_step=usual.global_steps,
+            precision="BF16" if files.is_bf16 else "F16" if is_fp16 else "F32",
+            params=params,
+            tied={tied: stored for tied, stored in usual.tied.items() if stored in params},
+            held=held,
+            groups=groups,
+            sub_groups=sub_groups,
+            files=self.facts,
+            zero=ZeroFacts(
+                files.tag,
+                usual.skipped_steps,
+                _read_settings(optim.ds_config, files.is_bf16, optim.variant),
+                self._second_places(),
+            ),
+            unreadable=frozenset((*self.unreadable, *lost)),
+            train=TrainState(
+                optim.step_is_tensor,
+                tuple(usual.rest["module"]),
+                optim=tuple(self.rests),
+                model=tuple(None if shard is None else shard.rest for shard in self.model),
+            ),
+            findings=tuple(self.findings),
+        )
+
+    def _second_places(self) -> dict[State, TensorEntry]:
+        """Return what ZeRO-1/2's module repeats: trainable params, tied names, frozen fragments."""
+        usual, second = self.usual, set[str]()
+        if self.format == DEEPSPEED and not self.files.is_zero3:
+            second = {*chain(*usual.param_shapes), *usual.tied, *usual.fragments}
+        return {State(name, MODULE): tensor.entry for name, tensor in usual.module.items() if name in second}
+
+    def _check(self, index: CheckpointIndex) -> Iterator[Finding]:
+        usual, files, trainer, config = self.usual, self.files, self.trainer, self.optim.ds_config
+        first = PathIn(self.name, files.model[0])
         yield from _check_folder(index, files, trainer, config)
         if trainer.framework.name == LIGHTNING:
             yield from check_engine(usual.rest, first)
-        yield from attempt(lambda: [*_check_steps(index, trainer.step_lags)], problems) or ()
-        yield from _find_contradictions(index, files, config, optim.facts)
+        yield from attempt(lambda: [*_check_steps(index, trainer.step_lags)], self.problems) or ()
+        yield from _find_contradictions(index, files, config, self.optim.facts)
         yield from _find_strays(index, files)
         yield from _check_schedulers(index, trainer, first, usual.scheduler, "scheduler" in config)
         if trainer.global_step not in (None, index.global_step):
             what = f"global_step is {trainer.global_step}, but DeepSpeed's is {index.global_step}"
             fix = "data order and step count would follow the former; copy the file of this save"
-            yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
-
-    return Draft(problems, index, trainer, check)
+            yield Finding(PathIn(self.name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
 
 
 def fit_models(

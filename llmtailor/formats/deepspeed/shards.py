@@ -25,7 +25,7 @@ without param groups, and strip the moments too.
 empty placeholders for params in ``module``, and full buffers; ZeRO-1/2 have one file for all ranks, with everything in
 full.
 
-`read_all` reads the files of all ranks. Files with the same bytes apart from the archive's name and tensor data, as
+`ShardReader` reads the files of all ranks. Files with the same bytes apart from the archive's name and tensor data, as
 most ranks of ZeRO-3 have, are decoded once and share the result.
 
 The tables list the fields that decide a training, except those that the readers refuse themselves: see
@@ -39,7 +39,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.checkpoint.index import BF16_OPTIMIZER, ELASTIC, PLAIN
 from llmtailor.codes import Code
@@ -216,100 +216,156 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def read_optim_shard(file: TorchFile, root: Path, path: str, where: str, is_zero3: bool) -> OptimShard:
     """Return the content of one ``optim_states`` file. Raises SourceError or UnsupportedCheckpoint."""
-    tree = file.tree
+    tree, table = file.tree, ZERO3 if is_zero3 else ZERO12
     check_archive(file.archive, path, where)
     outer = get(tree, "optimizer_state_dict", dict, where)
     if is_zero3:
         _check_zero3(outer, where)
     masters_key, inner_key = STATE_KEYS[is_zero3]
-    sub_group, table = ("sub-group", ZERO3) if is_zero3 else ("group", ZERO12)
-    nodes = get(outer, masters_key, list, where)
-    masters = [read_tensor(node, f"{masters_key}[{number}]", where) for number, node in enumerate(nodes)]
-    if odd := [(number, list(one.shape)) for number, one in enumerate(masters) if len(one.shape) != 1]:
-        what = f"{masters_key}[{odd[0][0]}] has shape {odd[0][1]} instead of being flat"
-        raise damaged(where, what, Code.STATE_SIZE)
+    masters = _read_masters(outer, masters_key, where)
     inner = outer.get(inner_key)
-    elastic = isinstance(inner, list) and not is_zero3
-    groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
-    state: dict[Any, Any]
-    if elastic:
-        groups, state = tuple(((number,), {}) for number in range(len(masters))), dict(enumerate(inner))
-    else:
-        inner = get(outer, inner_key, dict, where)
-        groups = tuple(read_param_group(root, group, where) for group in get(inner, "param_groups", list, where))
-        state = get(inner, "state", dict, where)
-        owned = [list(ids) for ids, _ in groups]
-        if [*chain(*owned)] != [*range(len(masters))] or not (is_zero3 or len(groups) == len(masters)):
-            have = counted(len(masters), "flat master")
-            what = f"it has {have}, but the param groups own {owned}, in this order"
-            raise damaged(where, what, Code.FIELD_CONFLICT)
-    state = {flat_id: flattened(one) if isinstance(one, dict) else one for flat_id, one in state.items()}
-    refuse_objects(state, where)
-    if unexpected := [key for key in state if key not in range(len(masters))]:
-        what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"
-        raise damaged(where, what, Code.FIELD_UNKNOWN)
-    flats: list[Mapping[str, Tensor]] = []
-    steps, step_is_tensor = dict[int, float | None](), True
-    options = {str(option) for _, hyper in groups for option in hyper}
-    scalars: list[Mapping[str, Any]] = []
-    for flat_id, master in enumerate(masters):
-        if not state:  # fp16, and every step so far has overflowed
-            flats.append({MASTER: master})
-            steps[flat_id] = 0.0 if elastic or has_adams_options(options) else None
-            scalars.append({})
-            continue
-        if flat_id not in state:
-            what = f"the optimizer state of {sub_group} {flat_id} is missing; a resume would restart Adam for it"
-            raise damaged(where, what, Code.STATE_MISSING)
-        states, numel = as_dict(state[flat_id], f"state[{flat_id}]", where), master.numel if is_zero3 else None
-        kinds = fields.read_elementwise(states, numel, flat_id, where)
-        flats.append({MASTER: master, **kinds})
-        step = states.get("step")
-        rest = {str(kind): one for kind, one in states.items() if kind != "step" and kind not in kinds}
-        scalars.append({kind: fields.read_option(root, one, where) for kind, one in rest.items()})
-        if step is None and keeps_as_adam(kinds, options) and "step" not in options:
-            raise damaged(where, f"the step of sub-group {flat_id} is missing", Code.FIELD_MISSING)
-        if step is not None:
-            step_is_tensor = not isinstance(step, (int, float))
-        steps[flat_id] = None if step is None else fields.read_step(root, step, flat_id, where)
-    distinct = {frozenset(flat) for flat in flats}
-    for flat_id, flat in enumerate(flats):
-        if lacking := next((other - flat.keys() for other in distinct if flat.keys() < other), ()):
-            what = f"sub-group {flat_id} lacks the state {some(sorted(lacking))}, which others have"
-            raise damaged(where, what, Code.STATE_MISSING)
-    gaps = () if is_zero3 else outer.get("param_alignment_paddings") or ()
-    if not isinstance(gaps, (list, tuple)):
-        raise damaged(where, "param_alignment_paddings is not a list", Code.FIELD_TYPE)
-    stated = [get_count(outer, "partition_count", where)] if is_zero3 else outer.get("partition_count")
-    counts = _counts(stated, "partition_count", where)
-    stage = 3 if is_zero3 else read_stage(outer, (1, 2), "with the layout of ZeRO-1 and ZeRO-2", where)
-    all_gaps = tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps)
+    is_elastic = isinstance(inner, list) and not is_zero3
+    groups: tuple[_Group, ...] = tuple(((number,), {}) for number in range(len(masters)))
+    state: dict[Any, Any] = dict(enumerate(inner)) if isinstance(inner, list) else {}
+    if not is_elastic:
+        groups, state = _read_groups(root, get(outer, inner_key, dict, where), len(masters), is_zero3, where)
+    of_groups = _checked(state, len(masters), where)
+    states = _read_states(root, masters, groups, of_groups, where, is_zero3=is_zero3, is_elastic=is_elastic)
+    cut = _cut_of_zero3(outer, where) if is_zero3 else _cut_of_zero12(outer, where)
+    counts = cut.partition_counts
     alike = {
-        "zero_stage": stage,
-        "Adam's step": tuple(steps.values()),
+        "zero_stage": cut.stage,
+        "Adam's step": tuple(states.steps.values()),
         "partition_count": counts if len({*counts}) > 1 else counts[0] if counts else None,
-        "the kinds of optimizer state": [sorted(flat) for flat in flats],
-        "the dtype of a state": [{kind: tensor.dtype for kind, tensor in flat.items()} for flat in flats],
-        "param_alignment_paddings": all_gaps,
+        "the kinds of optimizer state": [sorted(flat) for flat in states.flats],
+        "the dtype of a state": [{kind: tensor.dtype for kind, tensor in flat.items()} for flat in states.flats],
+        "param_alignment_paddings": cut.gaps,
     }
     return OptimShard(
         path=path,
         rest={**tree, "optimizer_state_dict": {key: value for key, value in outer.items() if key not in STATES}},
         facts={**alike, **facts_of_rank(tree, table)},
         findings=tuple(check_fields(tree, table, where)),
-        stage=stage,
-        variant=ELASTIC if elastic else PLAIN if "zero_stage" in outer else BF16_OPTIMIZER,
+        stage=cut.stage,
+        variant=ELASTIC if is_elastic else PLAIN if "zero_stage" in outer else BF16_OPTIMIZER,
         partition_counts=counts,
-        flats=tuple(flats),
-        steps=steps,
-        step_is_tensor=step_is_tensor,
-        scalars=tuple(scalars),
+        flats=tuple(states.flats),
+        steps=states.steps,
+        step_is_tensor=states.step_is_tensor,
+        scalars=tuple(states.scalars),
         groups=groups,
-        gaps=all_gaps,
+        gaps=cut.gaps,
         mappings=_mappings(outer.get("param_slice_mappings")),
         has_group_step="base_optimizer_state_step" in outer,
         ds_config=as_dict(tree.get("ds_config", {}), "ds_config", where),
     )
+
+
+_Group = tuple[tuple[int, ...], Mapping[str, Any]]
+"""The sub-groups that a param group owns, and its hyperparameters"""
+
+
+def _read_masters(outer: Mapping[str, Any], key: str, where: str) -> list[Tensor]:
+    nodes = get(outer, key, list, where)
+    masters = [read_tensor(node, f"{key}[{number}]", where) for number, node in enumerate(nodes)]
+    for flat_id, master in enumerate(masters):
+        if len(master.shape) != 1:
+            what = f"{key}[{flat_id}] has shape {list(master.shape)} instead of being flat"
+            raise damaged(where, what, Code.STATE_SIZE)
+    return masters
+
+
+def _read_groups(
+    root: Path, inner: Mapping[str, Any], count: int, is_zero3: bool, where: str
+) -> tuple[tuple[_Group, ...], dict[Any, Any]]:
+    """Return the param groups of ``count`` flat masters, and the states by sub-group."""
+    groups = tuple(read_param_group(root, group, where) for group in get(inner, "param_groups", list, where))
+    state: dict[Any, Any] = get(inner, "state", dict, where)
+    owned = [list(ids) for ids, _ in groups]
+    if [*chain(*owned)] != [*range(count)] or not (is_zero3 or len(groups) == count):
+        what = f"it has {counted(count, 'flat master')}, but the param groups own {owned}, in this order"
+        raise damaged(where, what, Code.FIELD_CONFLICT)
+    return groups, state
+
+
+def _checked(state: Mapping[Any, Any], count: int, where: str) -> dict[Any, Any]:
+    """Return the states of ``count`` sub-groups. Raises SourceError for others, AnotherOptimizer for objects."""
+    states = {flat_id: flattened(node) if isinstance(node, dict) else node for flat_id, node in state.items()}
+    refuse_objects(states, where)
+    if unexpected := [key for key in states if key not in range(count)]:
+        what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"
+        raise damaged(where, what, Code.FIELD_UNKNOWN)
+    return states
+
+
+@dataclass(slots=True)
+class _States:
+    """The states of all sub-groups; see `OptimShard`."""
+
+    flats: list[Mapping[str, Tensor]] = field(default_factory=list)
+    steps: dict[int, float | None] = field(default_factory=dict)
+    scalars: list[Mapping[str, Any]] = field(default_factory=list)
+    step_is_tensor: bool = True
+
+
+def _read_states(
+    root: Path,
+    masters: Sequence[Tensor],
+    groups: Sequence[_Group],
+    state: Mapping[Any, Any],
+    where: str,
+    *,
+    is_zero3: bool,
+    is_elastic: bool,
+) -> _States:
+    found, options = _States(), {str(option) for _, hyper in groups for option in hyper}
+    if not state:  # fp16, and every step so far has overflowed
+        step = 0.0 if is_elastic or has_adams_options(options) else None
+        flats: list[Mapping[str, Tensor]] = [{MASTER: master} for master in masters]
+        return _States(flats, dict.fromkeys(range(len(masters)), step), [{} for _ in masters])
+    for flat_id, master in enumerate(masters):
+        if flat_id not in state:
+            name = "sub-group" if is_zero3 else "group"
+            what = f"the optimizer state of {name} {flat_id} is missing; a resume would restart Adam for it"
+            raise damaged(where, what, Code.STATE_MISSING)
+        states, numel = as_dict(state[flat_id], f"state[{flat_id}]", where), master.numel if is_zero3 else None
+        kinds = fields.read_elementwise(states, numel, flat_id, where)
+        found.flats.append({MASTER: master, **kinds})
+        step = states.get("step")
+        rest = {str(kind): value for kind, value in states.items() if kind != "step" and kind not in kinds}
+        found.scalars.append({kind: fields.read_option(root, value, where) for kind, value in rest.items()})
+        if step is None and keeps_as_adam(kinds, options) and "step" not in options:
+            raise damaged(where, f"the step of sub-group {flat_id} is missing", Code.FIELD_MISSING)
+        if step is not None:
+            found.step_is_tensor = not isinstance(step, (int, float))
+        found.steps[flat_id] = None if step is None else fields.read_step(root, step, flat_id, where)
+    distinct = {frozenset(flat) for flat in found.flats}
+    for flat_id, flat in enumerate(found.flats):
+        if lacking := next((other - flat.keys() for other in distinct if flat.keys() < other), ()):
+            what = f"sub-group {flat_id} lacks the state {some(sorted(lacking))}, which others have"
+            raise damaged(where, what, Code.STATE_MISSING)
+    return found
+
+
+class _StatedCut(NamedTuple):
+    """How a file says that the params are cut over the ranks."""
+
+    stage: int
+    partition_counts: tuple[int, ...]
+    gaps: tuple[tuple[int, ...], ...] = ()
+
+
+def _cut_of_zero3(outer: Mapping[str, Any], where: str) -> _StatedCut:
+    return _StatedCut(3, _counts([get_count(outer, "partition_count", where)], "partition_count", where))
+
+
+def _cut_of_zero12(outer: Mapping[str, Any], where: str) -> _StatedCut:
+    gaps = outer.get("param_alignment_paddings") or ()
+    if not isinstance(gaps, (list, tuple)):
+        raise damaged(where, "param_alignment_paddings is not a list", Code.FIELD_TYPE)
+    counts = _counts(outer.get("partition_count"), "partition_count", where)
+    stage = read_stage(outer, (1, 2), "with the layout of ZeRO-1 and ZeRO-2", where)
+    return _StatedCut(stage, counts, tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps))
 
 
 def _check_zero3(outer: dict[str, Any], where: str) -> None:
@@ -504,55 +560,58 @@ Known = dict[bytes, Any]
 """Files that were read before, such as those of other tensor-parallel ranks, by what they are alike in"""
 
 
-def read_all(
-    read: _Read[AnyShard],
-    trees: Trees,
-    files: ShardFiles,
-    paths: Sequence[str],
-    name: str,
-    problems: Problems,
-    found: list[Finding],
-    known: Known,
-) -> list[AnyShard | None]:
-    """Read every rank's file; continue after a bad one so that all are reported. Missing ones have been reported.
+@dataclass(frozen=True, slots=True)
+class ShardReader:
+    """Reads the files of all ranks, and reports all damage."""
 
-    Adds findings on each single file, then reports every fact that differs from most ranks', and puts None for such
-    a file. Stock DeepSpeed compares none of this: each rank loads its own file and continues.
-    """
+    trees: Trees
+    files: ShardFiles
+    name: str
+    problems: Problems
+    findings: list[Finding]
+    """Gets those on each single file"""
 
-    others: dict[str, AnotherOptimizer] = {}
+    def read_all(self, read: _Read[AnyShard], paths: Sequence[str], known: Known) -> list[AnyShard | None]:
+        """Read every rank's file, also after a bad one. Missing ones have been reported.
 
-    def read_one(path: str) -> AnyShard | None:
-        where = PathIn(name, path)
-        try:
-            file = trees.open(path, where)
-            shard: AnyShard | None = known.get(file.key) if file.key else None
-            if shard is None:
-                with naming_others(where) if path in files.optim else nullcontext():
-                    decoded = file.decode()
-                shard = read(decoded, trees.root, path, where, files.is_zero3)
-                if file.key and not _has_bytes(shard.rest):
-                    known[file.key] = shard
-            else:
-                check_archive(file.archive, path, where)
-        except AnotherOptimizer as error:
-            others[path] = error
-            return None
-        except SourceError as error:
-            problems.add(error)
-            return None
-        found.extend(replace(finding, where=where) if shard.path != path else finding for finding in shard.findings)
+        Every fact that differs from most ranks' is reported, and such a file becomes None. Stock DeepSpeed compares
+        none of this: each rank loads its own file and continues.
+        """
+        others: dict[str, AnotherOptimizer] = {}
+        shards: list[AnyShard | None] = []
+        for path in paths:
+            try:
+                shards.append(None if path in self.files.missing else self._read_one(read, path, known))
+            except AnotherOptimizer as error:
+                others[path] = error
+                shards.append(None)
+            except SourceError as error:
+                self.problems.add(error)
+                shards.append(None)
+        is_damage = any(shard is not None for shard in shards)
+        for path, other in others.items():
+            if not is_damage:  # all ranks have the same optimizer, which is refused once
+                self.problems.add(other)
+                break
+            what = "the optimizer states are of another kind than those of the other ranks"
+            self.problems.add(SourceError.at(PathIn(self.name, path), what, COPY_CHECKPOINT, Code.RANKS_DIFFER))
+        return _drop_unlike(shards, paths, self.name, self.problems)
+
+    def _read_one(self, read: _Read[AnyShard], path: str, known: Known) -> AnyShard:
+        where = PathIn(self.name, path)
+        file = self.trees.open(path, where)
+        shard: AnyShard | None = known.get(file.key) if file.key else None
+        if shard is None:
+            with naming_others(where) if path in self.files.optim else nullcontext():
+                decoded = file.decode()
+            shard = read(decoded, self.trees.root, path, where, self.files.is_zero3)
+            if file.key and not _has_bytes(shard.rest):
+                known[file.key] = shard
+        else:
+            check_archive(file.archive, path, where)
+        of_another = shard.path != path
+        self.findings.extend(replace(finding, where=where) if of_another else finding for finding in shard.findings)
         return shard
-
-    shards = [None if path in files.missing else read_one(path) for path in paths]
-    is_damage = any(shard is not None for shard in shards)
-    for path, other in others.items():
-        if not is_damage:  # all ranks have the same optimizer, which is refused once
-            problems.add(other)
-            break
-        what = "the optimizer states are of another kind than those of the other ranks"
-        problems.add(SourceError.at(PathIn(name, path), what, COPY_CHECKPOINT, Code.RANKS_DIFFER))
-    return _drop_unlike(shards, paths, name, problems)
 
 
 def _drop_unlike(

@@ -55,12 +55,12 @@ from llmtailor.formats.deepspeed.files import (
     read_tag,
     refuse_other_parallelism,
 )
-from llmtailor.formats.deepspeed.read import draft_of_engine, first_of, fit_models, uses_round_robin
+from llmtailor.formats.deepspeed.read import EngineStates, first_of, fit_models, uses_round_robin
 from llmtailor.formats.deepspeed.shards import (
     STATES,
     ZERO12,
     OptimShard,
-    read_all,
+    ShardReader,
     read_model_shard,
     read_param_group,
     read_stage,
@@ -169,7 +169,7 @@ def read(root: Path, name: str, framework: str | None = None) -> Draft:
     model_paths = tuple(f"{tag}/{model_name(rank, known.stage)}" for rank in range(count))
     files = ShardFiles(tag, False, (path,), model_paths, known.stage == 3)
     read_model = partial(read_model_shard, is_adapter=trainer.has_adapters)
-    model = read_all(read_model, trees, files, files.model, name, problems, findings, {})
+    model = ShardReader(trees, files, name, problems, findings).read_all(read_model, files.model, {})
     model = fit_models(files, model, name, problems, trainer)
     usual = first_of(model)
     if usual is None:
@@ -199,13 +199,13 @@ def read(root: Path, name: str, framework: str | None = None) -> Draft:
         scalars=({},) * len(steps),
         step_is_tensor=[*are_tensors, known.step_is_tensor][0],
     )
-    return draft_of_engine(
-        UNIVERSAL,
-        root,
-        name,
-        replace(files, is_bf16=section(config, "bf16").get("enabled") is True),
-        optim,
-        model,
+    return EngineStates(
+        format=UNIVERSAL,
+        root=root,
+        name=name,
+        files=replace(files, is_bf16=section(config, "bf16").get("enabled") is True),
+        optim=optim,
+        model=model,
         trained=[*reader.placed(usual.param_shapes, stored)],
         rests=[{"ds_config": config, "ds_version": version, "optimizer_state_dict": known.rest}],
         facts=facts,
@@ -213,7 +213,7 @@ def read(root: Path, name: str, framework: str | None = None) -> Draft:
         findings=[*findings, *known.findings, *_other_steps(known.steps.get(0), steps, where)],
         trainer=trainer,
         problems=problems,
-    )
+    ).draft()
 
 
 def _files_in(root: Path, folder: str) -> Iterator[tuple[str, FileFact]]:

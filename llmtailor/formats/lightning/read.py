@@ -67,7 +67,7 @@ def _draft(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems
     weights, tied = _weights(lightning.read_names(tree, where), where)
     model = _facts(weights, tied)
     trainer = replace(trainer, global_step=step, trees={**trainer.trees, CKPT: lightning.without_states(tree)})
-    index, known = index_with_weights(root, where, saved, weights, model, model.buffers, trainer)
+    index, known = index_with_weights(root, where, saved, weights, model, trainer, buffers=model.buffers)
     hyper = [group.hyper for group in saved.groups]
     findings = [*saved.findings, *lightning.check_loops(tree, where)]
     for one in schedulers:

@@ -487,7 +487,7 @@ def _read_plain(partial: Partial, framework: str | None) -> Draft:
     if {param for group in groups for param in group} != trained:
         raise SourceError.at(name, "its optimizer's params differ from its manifest's", _FIX)
     dtypes = {param: fact.dtype for param, fact in manifest.params.items()}
-    index = make_index(partial.root, name, optimizer, groups, params, manifest.tied, dtypes)
+    index = make_index(partial.root, name, optimizer, groups, params=params, tied=manifest.tied, dtypes=dtypes)
     index = replace(
         index,
         world_size=manifest.world_size,

@@ -214,6 +214,7 @@ def lay_out_partial(
 
 def describe_partial(
     index: CheckpointIndex,
+    *,
     save_id: str,
     parts: Mapping[Part, str],
     params_of: Mapping[Part, Sequence[str]],

@@ -148,7 +148,7 @@ def _index(
     ties = listed_ties(root, name) if has_names(optimizer) and not trainer.has_adapters else None
     model = _ask_model(root, name, optimizer, trainer, findings) if ties is None else None
     buffers = listed_buffers(root, name)
-    index, known = index_with_weights(root, where, optimizer, weights, model, buffers, trainer, ties)
+    index, known = index_with_weights(root, where, optimizer, weights, model, trainer, buffers=buffers, ties=ties)
     findings += index.findings
     by_alias = {stored for alias, stored in known.tied.items() if alias in weights}  # which a resume finds
     if renamed := [param for param in known.params if param not in weights and param not in by_alias]:
