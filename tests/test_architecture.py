@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -140,20 +141,47 @@ def test_rooms_import_only_what_they_may(package):
 
 
 FORMATS = {"deepspeed", "trainer", "fsdp", "dcp", "verl", "megatron", "lightning", "partial"}
-"""The folders of formats/: each is a name of ``--to``, or llmtailor's own."""
+"""The folders of formats/: each is a name of ``--to`` or ``--for``, or llmtailor's own."""
 BUILT_ON = {"fsdp": {"dcp"}, "verl": {"dcp"}, "megatron": {"dcp"}, "partial": {"deepspeed"}}
 """Format -> the formats whose files its own consist of"""
+SHARED = (
+    *("optimizer_objects", "torch_optimizer", "param_names", "safetensors_weights", "lightning_tree", "composite"),
+    *("format", "torch_states"),
+)
+"""What formats share, each importing only those before it"""
+ABOVE_FORMATS = {"provenance", "registry"}
+
+
+def imported_from_formats(nodes: Iterable[ast.AST]) -> set[str]:
+    """The folders and modules of formats/ that a file imports."""
+    parts = [module.split(".") for module in imports(nodes)]
+    return {names[2] for names in parts if names[:2] == ["llmtailor", "formats"] and names[2:]}
 
 
 def test_formats_know_each_other_only_through_what_they_share(package):
-    paths = [path.split("/")[1:] for path in package if path.startswith("formats/")]
-    assert {folder for folder, *files in paths if files} == FORMATS
-    for path, nodes in package.items():
-        if path.startswith("formats/") and path.split("/")[1] in FORMATS:
-            own = path.split("/")[1]
-            parts = [module.split(".") for module in imports(nodes)]
-            others = {names[2] for names in parts if names[:2] == ["llmtailor", "formats"] and names[2:]} - {own}
-            assert others & FORMATS <= BUILT_ON.get(own, set()), path
+    paths = {path: path.removesuffix(".py").split("/")[1:] for path in package if path.startswith("formats/")}
+    assert {names[0] for names in paths.values() if names[1:]} == FORMATS
+    assert {names[0] for names in paths.values() if not names[1:]} == {"__init__", *SHARED, *ABOVE_FORMATS}
+    for path, (own, *_) in paths.items():
+        others = imported_from_formats(package[path]) - {own}
+        if own in FORMATS:
+            assert others <= {*SHARED, *BUILT_ON.get(own, ())}, path
+        elif own in SHARED:
+            assert others <= {*SHARED[: SHARED.index(own)]}, path
+
+
+KNOWS_A_FORMAT = {
+    "live/deepspeed.py": ({"deepspeed"}, "an engine has the names of its files"),
+    "verify/verify.py": ({"dcp", "fsdp", "trainer"}, "which files a resume reads, and blobs beside those with states"),
+}
+"""Files outside of formats/ that import a format's folder, and why. ``partial`` is llmtailor's own. The list may only
+get shorter."""
+
+
+def test_nobody_above_knows_a_format(package):
+    outside = {path: imported_from_formats(nodes) for path, nodes in package.items() if path[:8] != "formats/"}
+    found = {path: known for path, names in outside.items() if (known := names & FORMATS - {"partial"})}
+    assert found == {path: known for path, (known, _) in KNOWS_A_FORMAT.items()}
 
 
 def modules_in_circles(imported_by: dict[str, set[str]]) -> set[str]:
@@ -193,6 +221,63 @@ def test_such_imports_would_be_seen(path, module):
 
 def test_files_can_be_read_in_one_sitting():
     assert not [path for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 800]
+
+
+TOO_LONG = {
+    ("cli/diff.py", "diff"),
+    ("cli/salvage.py", "salvage"),
+    ("cli/thin.py", "_options"),
+    ("compose/write.py", "write"),
+    ("copying/recheck.py", "read_again"),
+    ("live/deepspeed.py", "ZeroTraining"),
+    ("ranks/group.py", "RankGroup"),
+    ("recipe/strategies.py", "assign_flags"),
+    ("saving/api.py", "make_saver"),
+    ("saving/restart.py", "resume"),
+}
+"""Functions of more than 80 lines or with 7 or more positional params, and classes of more than 300 lines. The list may
+only get shorter."""
+
+
+def is_too_long(node: ast.AST) -> bool:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            positional = [arg for arg in (*node.args.posonlyargs, *node.args.args) if arg.arg not in ("self", "cls")]
+            return num_lines(node) > 80 or len(positional) >= 7
+        case ast.ClassDef():
+            return num_lines(node) > 300
+    return False
+
+
+def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def test_functions_and_classes_have_the_size_of_a_page(package):
+    found = {(path, node.name) for path, nodes in package.items() for node in nodes if is_too_long(node)}
+    assert found <= TOO_LONG, found - TOO_LONG
+    assert found >= TOO_LONG, f"shorten the list: {TOO_LONG - found}"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_seen"),
+    [
+        ("def f(a, b, c, d, e, f, g): ...", True),
+        ("def f(self, a, b, c, d, e, f): ...", False),
+        ("def f(a, b, c, *, d, e, f, g): ...", False),
+        ("def f():" + "\n    1" * 80, True),
+        ("class C:" + "\n    a = 1" * 299, False),
+        ("class C:" + "\n    a = 1" * 300, True),
+    ],
+)
+def test_such_sizes_would_be_seen(source, is_seen):
+    assert any(is_too_long(node) for node in nodes_of(source)) == is_seen
+
+
+def test_no_class_name_stands_twice(package):
+    names = Counter(node.name for nodes in package.values() for node in nodes if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 LIGHT = [

@@ -401,7 +401,7 @@ def lay_out(
         framework=read.framework,
         linkable=Linkable(states.indexes, unchanged) if options.reference else None,
     )
-    own, about_weights = writer_of(read.format, read.framework)(reference, wanted)
+    own, about_weights = writer_of(read.format, read.framework).lay_out(reference, wanted)
     stated, about_attempts = attempt_of(states.attempts, read.base, reference.global_step)
     output_attempt = None if stated is None else replace(stated, missed=states.missed)
     with_attempt = state_attempt([*own, *parts.tokenizer, *opened.files], reference, output_attempt)

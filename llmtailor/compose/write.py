@@ -65,7 +65,8 @@ from llmtailor.errors import (
     masked,
 )
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.provenance import read_manifest, read_merge
+from llmtailor.formats.composite import read_merge
+from llmtailor.formats.provenance import read_manifest
 from llmtailor.formats.registry import BESIDE, display_name
 from llmtailor.frameworks.files import CARD, MANIFEST, PARTIAL_MANIFEST
 from llmtailor.frameworks.framework import FRAMEWORKS, is_resumed_from

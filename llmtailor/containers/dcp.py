@@ -39,7 +39,7 @@ from llmtailor.containers.dcp_pickle import (
     Places,
 )
 from llmtailor.containers.json import check_name, is_count
-from llmtailor.containers.pickle_writer import STOP, Writer
+from llmtailor.containers.pickle_writer import STOP, PickleWriter
 from llmtailor.containers.torch_file import ZipRecord, list_blob_records
 from llmtailor.containers.unpickle import MAX_OPCODES, Call, Global, as_shape, read_pickle
 from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
@@ -472,7 +472,7 @@ def lay_out_metadata(path: str, entries: Mapping[str, Entry]) -> FileLayout:
 
 
 def _pickled(entries: Mapping[str, Entry]) -> Iterator[bytes]:
-    writer = Writer()
+    writer = PickleWriter()
     properties: dict[str, Call] = {}
     lists: dict[tuple[bytes, bytes, int], list[Any]] = {}
     """Chunks -> what stands for their list in the memo: tensors that are cut alike share one"""
@@ -520,12 +520,12 @@ def _pickled(entries: Mapping[str, Entry]) -> Iterator[bytes]:
     yield writer.taken() + b"ub" + STOP
 
 
-def _begin(writer: Writer, name: str) -> None:
+def _begin(writer: PickleWriter, name: str) -> None:
     writer.save(Global(MODULE, name))
     writer.out += _NEW
 
 
-def _write_chunks(writer: Writer, chunks: Chunks) -> None:
+def _write_chunks(writer: PickleWriter, chunks: Chunks) -> None:
     classes, words = (Global(MODULE, "ChunkStorageMetadata"), SIZE), ("offsets", "sizes")
     first = 0
     while first < len(chunks) and not writer.memo.keys() >= {*classes, *words}:
@@ -540,7 +540,7 @@ def _write_chunks(writer: Writer, chunks: Chunks) -> None:
         writer.out += _records(len(chunks) - first, [*parts, b"ub"])
 
 
-def _write_places(writer: Writer, key: str, chunks: Chunks) -> None:
+def _write_places(writer: PickleWriter, key: str, chunks: Chunks) -> None:
     import numpy as np
 
     classes = Global(MODULE, "MetadataIndex"), Global(FILESYSTEM, "_StorageInfo"), SIZE
@@ -564,7 +564,7 @@ def _write_places(writer: Writer, key: str, chunks: Chunks) -> None:
         writer.out += _records(len(left), parts)
 
 
-def _write_place(writer: Writer, index: dict[str, Any], blob: Blob) -> None:
+def _write_place(writer: PickleWriter, index: dict[str, Any], blob: Blob) -> None:
     at = {"relative_path": blob.path, "offset": blob.start, "length": blob.stop - blob.start}
     writer.save(writer.keep(_object("MetadataIndex", index)))
     writer.save(writer.keep(_object("_StorageInfo", at)))

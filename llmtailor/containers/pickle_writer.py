@@ -33,12 +33,12 @@ def write_pickle(tree: Any) -> tuple[bytes, list[Storage]]:
 
     Storage number n is written with the key ``str(n)``, so its record is ``data/n``.
     """
-    writer = Writer()
+    writer = PickleWriter()
     writer.save(tree)
     return writer.taken() + STOP, writer.storages
 
 
-class Writer:
+class PickleWriter:
     """A pickle being written, piece by piece."""
 
     def __init__(self) -> None:
@@ -167,17 +167,17 @@ class Writer:
 
 
 _NUMBERS = (bool, int, float, NoneType)
-_SAVERS: dict[type, Callable[[Writer, Any, Any], None]] = {
-    **dict.fromkeys(_NUMBERS, Writer.save_number),
-    str: Writer.save_text,
-    Global: Writer.save_global,
-    Storage: Writer.save_storage,
-    bytes: Writer.save_bytes,
-    set: Writer.save_set,
-    Ordered: Writer.save_ordered,
-    Call: Writer.save_call,
-    dict: Writer.save_dict,
-    list: Writer.save_list,
-    tuple: Writer.save_tuple,
+_SAVERS: dict[type, Callable[[PickleWriter, Any, Any], None]] = {
+    **dict.fromkeys(_NUMBERS, PickleWriter.save_number),
+    str: PickleWriter.save_text,
+    Global: PickleWriter.save_global,
+    Storage: PickleWriter.save_storage,
+    bytes: PickleWriter.save_bytes,
+    set: PickleWriter.save_set,
+    Ordered: PickleWriter.save_ordered,
+    Call: PickleWriter.save_call,
+    dict: PickleWriter.save_dict,
+    list: PickleWriter.save_list,
+    tuple: PickleWriter.save_tuple,
 }
 """Type of a node -> what writes it"""

@@ -20,15 +20,11 @@ from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problem, Problems, attempt
 from llmtailor.findings import NOTE, Finding
-from llmtailor.formats.provenance import read_part_steps
+from llmtailor.formats.composite import read_part_steps
 from llmtailor.frameworks.read import TrainerFiles
 from llmtailor.frameworks.rng import find_lost_rng
 from llmtailor.frameworks.scheduler import compare_scheduler
 
-Writer = Callable[[CheckpointIndex, Wanted], tuple[list[FileLayout], list[Problem]]]
-"""Returns the layouts of all files except the tokenizer's, based on a base's, and notices. Raises SourceError,
-UnsupportedCheckpoint or MismatchError for a base that lacks something that the format needs, or can't be stored in it.
-"""
 _SHOWN = 3
 
 
@@ -47,7 +43,28 @@ class Draft:
 
 
 class Reader(Protocol):
-    """A module that reads one format."""
+    """A module that reads one format. That of a format with one safetensors file, without an optimizer, would be::
+
+        def detects(root: Path) -> bool:
+            return (root / "all.safetensors").is_file()
+
+        def read(root: Path, name: str, framework: str | None = None) -> Draft:
+            problems = Problems()
+            where = PathIn(name, "all.safetensors")
+            file = attempt(lambda: read_header(root, where.path, where), problems)  # places, no values
+            if file is None:
+                return Draft(problems)  # the damage is all that is known
+            index = CheckpointIndex(
+                root=root,
+                name=name,
+                form=Form("all"),
+                held={State(param, MASTER): entry for param, entry in file.tensors.items()},
+                ...
+            )
+            return Draft(problems, index)
+
+    `finish` is called next. `registry.READERS` lists the module.
+    """
 
     def detects(self, root: Path) -> bool:
         """Return whether a folder is, or was, a checkpoint of this format; `read` reports what is missing."""
@@ -59,6 +76,34 @@ class Reader(Protocol):
 
         Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """What writes one format. That of the example of `Reader` would be::
+
+        def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+            filled = {name: (State(name, MASTER), 0) for name in base.params}  # what fills each tensor
+            tensors = {name: TensorEntry("F32", param.shape, Absent()) for name, param in base.params.items()}
+            return [lay_out_weights(WeightFile("all.safetensors", tensors, {}, filled), wanted.dtype)], []
+
+        WRITER = Writer(lay_out=lay_out)
+
+    The planner replaces each state by bytes of a source; a writer reads and writes none. `registry` lists it.
+    """
+
+    lay_out: Callable[[CheckpointIndex, Wanted], tuple[list[FileLayout], list[Problem]]]
+    """Returns the layouts of all files except the tokenizer's, based on a base's, and notices. Raises SourceError,
+    UnsupportedCheckpoint or MismatchError for a base that lacks something that the format needs, or can't be stored in
+    it."""
+    weights_folder: str = ""
+    """The folder with weights alone, if they are in one"""
+    lay_out_weights: Callable[[CheckpointIndex], list[FileLayout]] | None = None
+    """Returns the files with the weights alone, of a format that has them in the files of the optimizer's states"""
+    has_linkable_files: Callable[[CheckpointIndex], bool] = lambda index: False
+    """Returns whether composites can have hard links to a checkpoint's files with the optimizer's states"""
+    check_linkable: Callable[[CheckpointIndex], None] = lambda index: None
+    """Raises UnsupportedCheckpoint for one of these whose states can't be stored again"""
 
 
 def finish(draft: Draft, root: Path, name: str) -> Survey:

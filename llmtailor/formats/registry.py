@@ -88,19 +88,25 @@ READERS: tuple[Reader, ...] = (
 
 
 WRITERS: Mapping[str, Writer] = {
-    DEEPSPEED: deepspeed_writer.lay_out,
-    UNIVERSAL: universal.lay_out,
-    TRAINER: trainer_writer.lay_out,
-    FSDP: fsdp_writer.lay_out,
-    DCP: dcp_writer.lay_out,
-    VERL: verl_writer.lay_out,
-    MEGATRON: megatron_writer.lay_out,
+    DEEPSPEED: Writer(lay_out=deepspeed_writer.lay_out),
+    UNIVERSAL: Writer(lay_out=universal.lay_out),
+    TRAINER: Writer(lay_out=trainer_writer.lay_out),
+    FSDP: fsdp_writer.WRITER,
+    DCP: dcp_writer.WRITER,
+    VERL: Writer(lay_out=verl_writer.lay_out),
+    MEGATRON: Writer(lay_out=megatron_writer.lay_out),
 }
+_LIGHTNING = Writer(lay_out=lightning_writer.lay_out)
 
 
 def writer_of(to_format: str, framework: str = TRAINER) -> Writer:
     """Return the writer of a format; ``framework`` will resume from the output."""
-    return lightning_writer.lay_out if to_format == TRAINER and FRAMEWORKS[framework].holds_all else WRITERS[to_format]
+    return _LIGHTNING if to_format == TRAINER and FRAMEWORKS[framework].holds_all else WRITERS[to_format]
+
+
+def own_writer(index: CheckpointIndex) -> Writer:
+    """Return the writer of a checkpoint's own format."""
+    return writer_of(index.form.file_format, index.framework)
 
 
 def check_options(to_format: str, dtype: str | None, allow_split: bool) -> None:

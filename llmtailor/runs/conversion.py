@@ -13,18 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor._version import __version__
-from llmtailor.checkpoint.index import ACCELERATE, DCP, FSDP, CheckpointIndex
+from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Plan
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
-from llmtailor.containers.dcp import METADATA
 from llmtailor.copying.copy import FileResult
-from llmtailor.formats.dcp.folder import MODEL_FOLDER
-from llmtailor.formats.dcp.write import lay_out_model
 from llmtailor.formats.partial.manifest import BundleFact, manifest_json, ranges_of
 from llmtailor.formats.partial.write import PartialLayout, describe_partial, lay_out_partial, trained_states
-from llmtailor.frameworks.files import LATEST, LATEST_UNIVERSAL, OPTIMIZER, SCALER, SCHEDULER, is_rng_file, owner_of
+from llmtailor.formats.registry import own_writer
+from llmtailor.frameworks.files import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    OPTIMIZER,
+    SCALER,
+    SCHEDULER,
+    is_of_states,
+    is_rng_file,
+    owner_of,
+)
 from llmtailor.frameworks.read import adapters_of
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.precision import EXACT, Precision
@@ -140,17 +147,17 @@ def kept_files(index: CheckpointIndex) -> list[str]:
 
 
 def _is_kept(path: str, index: CheckpointIndex) -> bool:
+    writer = own_writer(index)
     if "/" in path:
-        folders = (
-            [f"{MODEL_FOLDER}/"] if index.form.file_format == FSDP else [*filter(None, adapters_of(index).values())]
-        )
+        folders = [writer.weights_folder] if writer.weights_folder else [*filter(None, adapters_of(index).values())]
         return path.startswith(tuple(folders))
-    if index.form.file_format == DCP and (path == METADATA or path.endswith(".distcp")):
+    if writer.lay_out_weights is not None and is_of_states(path):
         return False  # its weights are written to other files
     is_of_accelerate = owner_of(path) == ACCELERATE
     return path not in _OF_A_RESUME and not (is_rng_file(path) or is_of_accelerate or _SCRIPT.fullmatch(path))
 
 
 def plan_weights(index: CheckpointIndex) -> Plan:
-    """Return the plan of the files to be written: none, but for a DCP folder."""
-    return _copied_from(index, lay_out_model(index)) if index.form.file_format == DCP else Plan((), ())
+    """Return the plan of the files to be written: none, unless weights and states are in the same files."""
+    lay_out = own_writer(index).lay_out_weights
+    return Plan((), ()) if lay_out is None else _copied_from(index, lay_out(index))

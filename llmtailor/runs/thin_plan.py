@@ -18,12 +18,10 @@ from llmtailor.copying.copy import FileResult
 from llmtailor.copying.moving import Clone
 from llmtailor.errors import MismatchError, PathIn, UnsupportedCheckpoint, UsageError, some
 from llmtailor.findings import ERROR
-from llmtailor.formats.dcp.links import has_linkable_files
-from llmtailor.formats.dcp.target import check_states
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.write import check_can_be_partial, trained_states
 from llmtailor.formats.provenance import stated_attempt
-from llmtailor.formats.registry import find_structure
+from llmtailor.formats.registry import find_structure, own_writer
 from llmtailor.frameworks.files import ADAPTER, DCP_RECORD, MANIFEST, TRAINER_STATE
 from llmtailor.frameworks.framework import framework_of, is_partial, survey_contents
 from llmtailor.frameworks.read import adapters_of
@@ -132,12 +130,12 @@ def _why_untouchable(index: CheckpointIndex) -> str:
 
 
 def _why_no_links(index: CheckpointIndex) -> str:
-    if not has_linkable_files(index):
+    if not own_writer(index).has_linkable_files(index):
         return "it is not a folder of torch.distributed.checkpoint"
     if DCP_RECORD in index.files:
         return "its saver has made links already"
     try:
-        check_states(index, index.groups)
+        own_writer(index).check_linkable(index)
     except UnsupportedCheckpoint as error:
         return error.problems[0].what
     errors = verify_checkpoint(index.root).of_severity(ERROR)  # as the one with links must be without
@@ -244,7 +242,7 @@ def plan_thinning(run: str | Path, options: ThinOptions, *, trust_unrecorded: bo
 
 def _check_reference(scan: Scan) -> None:
     full = [checkpoint for checkpoint in scan.usable if not checkpoint.is_partial]
-    if full and not has_linkable_files(newest := scan.indexes[full[-1].path]):
+    if full and not own_writer(newest := scan.indexes[full[-1].path]).has_linkable_files(newest):
         what = f"{newest.name} is {newest.format}: only FSDP's and DCP's sharded checkpoints have files to link to"
         fix = "leave it out; merge --run then composes a step when it is needed"
         raise MismatchError.at("--reference", what, fix)

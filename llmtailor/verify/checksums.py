@@ -11,7 +11,7 @@ from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.torch_file import ZipRecord, is_torch_file, list_records
 from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.provenance import ManifestFacts
+from llmtailor.formats.composite import ManifestFacts
 from llmtailor.formats.registry import find_structure
 from llmtailor.frameworks.framework import is_resumed_from
 from llmtailor.model.roles import MODULE, WEIGHT, State

@@ -22,7 +22,7 @@ from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.formats.provenance import ManifestFacts
+from llmtailor.formats.composite import ManifestFacts
 from llmtailor.frameworks.files import CONFIG, MANIFEST, is_weight_file
 from llmtailor.frameworks.framework import framework_of, is_resumed_from
 from llmtailor.frameworks.read import adapters_of

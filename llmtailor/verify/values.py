@@ -26,7 +26,7 @@ from llmtailor.containers.torch_file import ZipRecord
 from llmtailor.copying.pool import Stop, num_workers, run_all, stoppable
 from llmtailor.errors import PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.formats.provenance import ManifestFacts
+from llmtailor.formats.composite import ManifestFacts
 from llmtailor.frameworks.files import CONFIG
 from llmtailor.frameworks.framework import is_resumed_from
 from llmtailor.model.dtypes import DTYPES, F24, FLOATING, ITEMSIZE

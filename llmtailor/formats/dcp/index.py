@@ -39,11 +39,11 @@ from llmtailor.containers.json import Tensor, read_option, read_step, read_tied
 from llmtailor.containers.unpickle import SmallTensor
 from llmtailor.errors import COPY_BACK, COPY_CHECKPOINT, PathIn, Problem, Problems, SourceError, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.composite import ManifestFacts
 from llmtailor.formats.dcp.folder import DcpCheckpoint, Stored, rank_of_file
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, carried, check_options, sort_keys, split_model
 from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.optimizer_objects import refuse_objects
-from llmtailor.formats.provenance import ManifestFacts
 from llmtailor.formats.torch_optimizer import deciding_options
 from llmtailor.formats.torch_states import listed_buffers, listed_ties
 from llmtailor.frameworks.files import DCP_RECORD, MANIFEST, is_rng_file

@@ -11,10 +11,10 @@ from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA, SHARD_FILE, mentions
 from llmtailor.containers.json import get, read_json
 from llmtailor.errors import COPY_BACK, PathIn, Problems, SourceError, UnsupportedCheckpoint, attempt, damaged, some
+from llmtailor.formats.composite import read_composite
 from llmtailor.formats.dcp.folder import read_folder, read_shards
 from llmtailor.formats.dcp.index import Folders, draft_of
 from llmtailor.formats.format import Draft
-from llmtailor.formats.provenance import read_manifest
 from llmtailor.frameworks.files import DCP_RECORD
 
 _CHECKSUM = re.compile("[0-9a-f]{8}")
@@ -40,7 +40,7 @@ def read(root: Path, name: str, framework: str | None = None) -> Draft:
     if any(_RANK_METADATA.fullmatch(path.name) for path in root.iterdir()):
         what = "saved with use_collectives=False: only the same set of ranks can load it"
         raise UnsupportedCheckpoint.at(name, what, "save it with use_collectives=True")
-    manifest = attempt(lambda: read_manifest(root, name), problems)
+    manifest = attempt(lambda: read_composite(root, name), problems)
     linked: Mapping[str, int | None] = manifest.links if manifest is not None else _files_of_save(root, name, problems)
     folder = None
     if any(map(SHARD_FILE.fullmatch, linked)):

@@ -7,7 +7,9 @@ from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.wanted import Wanted
 from llmtailor.errors import Problem, some
 from llmtailor.formats.dcp.builder import FolderBuilder
-from llmtailor.formats.dcp.target import DcpTarget
+from llmtailor.formats.dcp.links import has_linkable_files
+from llmtailor.formats.dcp.target import DcpTarget, check_states
+from llmtailor.formats.format import Writer
 from llmtailor.frameworks.files import TRAINER_STATE
 from llmtailor.frameworks.write import random_states
 
@@ -34,9 +36,17 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     return [*folder.finish(), *target.linked()], notices
 
 
-def lay_out_model(base: CheckpointIndex) -> list[FileLayout]:
+def lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
     """Return the layouts of a DCP folder's files with its model alone, cut for as many ranks."""
     target = DcpTarget(base, Wanted(layout=base.layout), base.train.dcp or _USUAL)
     folder = FolderBuilder("", base.world_size)
     target.add_model(folder)
     return folder.finish()
+
+
+WRITER = Writer(
+    lay_out=lay_out,
+    lay_out_weights=lay_out_weights,
+    has_linkable_files=has_linkable_files,
+    check_linkable=lambda index: check_states(index, index.groups),
+)

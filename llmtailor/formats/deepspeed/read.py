@@ -56,6 +56,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import FileTrees, Tensor, Trees
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, counted, some
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.composite import read_composite
 from llmtailor.formats.deepspeed.autotp import join_ranks, read_cuts
 from llmtailor.formats.deepspeed.files import ShardFiles, fit_world_size, survey_shard_files, write_latest
 from llmtailor.formats.deepspeed.shards import (
@@ -71,7 +72,6 @@ from llmtailor.formats.deepspeed.shards import (
 )
 from llmtailor.formats.format import Draft
 from llmtailor.formats.lightning_tree import check_engine, is_from_lightning
-from llmtailor.formats.provenance import read_manifest
 from llmtailor.frameworks.files import LATEST, LATEST_UNIVERSAL, MANIFEST, SCALER, TRAINER_STATE
 from llmtailor.frameworks.framework import FRAMEWORKS, is_tag_alone
 from llmtailor.frameworks.read import TrainerFiles, file_fact, read_trainer_files
@@ -575,8 +575,9 @@ def _check_steps(index: CheckpointIndex, lags: frozenset[int]) -> Iterator[Findi
     expected = index.global_step - index.zero.skipped_steps  # fp16: no step when the gradients overflow
     usual = {expected - lag for lag in lags}
     if steps and not steps & usual:
-        made = read_manifest(index.root, index.name)
-        if made is None or (0 in steps and 0 not in made.steps.values()):
+        composed = None if index.form.is_partial else read_composite(index.root, index.name)
+        may_mix = composed is not None or index.form.is_partial
+        if not may_mix or (0 in steps and (composed is None or 0 not in composed.steps.values())):
             model = f"the model states are from step {expected} (without skipped ones)"
             what = f"{model}, the optimizer states from step {max(steps):g}"
             raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)

@@ -25,6 +25,7 @@ from llmtailor.containers.json import FileTrees, as_dict, check_name, read_tenso
 from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.containers.unpickle import as_tensor
 from llmtailor.errors import COPY_BACK, PathIn, Problems, SourceError, attempt
+from llmtailor.formats.composite import read_composite
 from llmtailor.formats.dcp.folder import (
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
@@ -39,7 +40,6 @@ from llmtailor.formats.dcp.index import Folders, draft_of
 from llmtailor.formats.dcp.rank_files import RankFileReader, walk_optimizer
 from llmtailor.formats.format import Draft
 from llmtailor.formats.optimizer_objects import naming_others
-from llmtailor.formats.provenance import read_manifest
 from llmtailor.frameworks.files import FSDP_RANK, OPTIMIZER, SCHEDULER, is_rng_file
 from llmtailor.frameworks.read import read_trainer_files
 
@@ -71,7 +71,7 @@ def read(root: Path, name: str, framework: str | None = None) -> Draft:
     """Read a checkpoint; of its tensors only the 4 bytes of each ``step`` are read, and samples of tensors that may be
     tied."""
     problems = Problems()
-    manifest = attempt(lambda: read_manifest(root, name), problems)
+    manifest = attempt(lambda: read_composite(root, name), problems)
     folders = _read_folders(root, name, problems, manifest.links if manifest is not None else {})
     if folders is None or not folders.have_all_objects:
         return Draft(problems)

@@ -15,8 +15,10 @@ from llmtailor.containers.unpickle import state_tensor
 from llmtailor.errors import Problem
 from llmtailor.formats.dcp.builder import FolderBuilder
 from llmtailor.formats.dcp.folder import MODEL_FOLDER, OPTIMIZER_FOLDER, SHARDING
+from llmtailor.formats.dcp.links import has_linkable_files
 from llmtailor.formats.dcp.rank_layout import check_mesh, lay_out_ranks
-from llmtailor.formats.dcp.target import DcpTarget
+from llmtailor.formats.dcp.target import DcpTarget, check_states
+from llmtailor.formats.format import Writer
 from llmtailor.formats.fsdp.read import MODEL_FILE, MODEL_OF_RANK, OPTIMIZER_FILE, OPTIMIZER_OF_RANK
 from llmtailor.formats.torch_states import lay_out_master_weights, state_nodes
 from llmtailor.frameworks.files import ENGINE_FILES, SCALER
@@ -86,3 +88,11 @@ def _shards(target: DcpTarget) -> list[FileLayout]:
         path = f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
         layouts.append(lay_out_weights(WeightFile(path, tensors, metadata, filled), None))
     return layouts
+
+
+WRITER = Writer(
+    lay_out=lay_out,
+    weights_folder=f"{MODEL_FOLDER}/",
+    has_linkable_files=has_linkable_files,
+    check_linkable=lambda index: check_states(index, index.groups),
+)

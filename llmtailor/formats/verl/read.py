@@ -38,12 +38,12 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import WARNING, Finding
+from llmtailor.formats.composite import read_composite
 from llmtailor.formats.dcp.index import Folders, draft_of
 from llmtailor.formats.dcp.keys import GROUPS, STATE
 from llmtailor.formats.dcp.rank_files import OLD_FSDP, USE_FSDP2, RankFileReader, refuse_flat, walk_optimizer
 from llmtailor.formats.format import Draft
 from llmtailor.formats.param_names import ModelFacts, compare_shapes, derived_names, has_names, listed_names
-from llmtailor.formats.provenance import read_manifest
 from llmtailor.formats.torch_optimizer import SavedGroup, SavedOptimizer
 from llmtailor.frameworks.files import VERL_CONFIG, VERL_RANK
 from llmtailor.frameworks.write import LR_SCHEDULER
@@ -77,7 +77,7 @@ def read(root: Path, name: str, framework: str | None = None) -> Draft:
         what = f"it is a step of verl with the checkpoints of {some(models)}"
         raise UnsupportedCheckpoint.at(name, what, f"name one of them: {name}/{models[0]}")
     problems = Problems()
-    manifest = attempt(lambda: read_manifest(root, name), problems)
+    manifest = attempt(lambda: read_composite(root, name), problems)
     return draft_of(root, name, _read_files(root, name, problems), manifest, problems)
 
 

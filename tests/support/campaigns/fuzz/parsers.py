@@ -24,7 +24,7 @@ from llmtailor.containers.safetensors import INDEX, SINGLE, read_weights
 from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.containers.unpickle import Machine, Storage, read_pickle
 from llmtailor.formats import param_names as model
-from llmtailor.formats.provenance import read_part_steps
+from llmtailor.formats.composite import read_part_steps
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.frameworks.files import PARTIAL_MANIFEST
 from llmtailor.recipe import Recipe
