@@ -170,7 +170,7 @@ def saved_schedule(index: CheckpointIndex) -> LearningRates | None:
     """Return the scheduler: that of the loader's file, of DeepSpeed's model states, Lightning's one, or the one that a
     loop has saved in a DCP folder, whatever key it gave it."""
     tree = index.train.trees.get(FRAMEWORKS[index.framework].scheduler) or index.train.trees.get(SCHEDULER)
-    models: list[Mapping[str, Any]] = [model for model in index.train.model[:1] if model]
+    models: list[Mapping[str, Any]] = [model for model in index.zero.engine.model[:1] if model]
     listed = [state.get(SCHEDULERS) for state in (index.train.trees.get(CKPT), *models) if isinstance(state, Mapping)]
     of_lightning = [schedulers[0] for schedulers in listed if isinstance(schedulers, list) and len(schedulers) == 1]
     for state in (tree, *(model.get("lr_scheduler") for model in models), *of_lightning, _scheduler_in_dcp(index)):
@@ -201,7 +201,7 @@ MAX_STEPS = "max_steps"
 
 def _scheduler_in_dcp(index: CheckpointIndex) -> Mapping[str, Any] | None:
     entries: dict[tuple[str | int, ...], dict[str, Any]] = {}
-    for entry in index.train.others.values():
+    for entry in index.others.values():
         if not entry.is_tensor:
             entries.setdefault(entry.path[:-1], {})[str(entry.path[-1])] = entry.content
     states = {path: state for path, state in entries.items() if path and "last_epoch" in state}
@@ -227,7 +227,7 @@ def saved_scale(index: CheckpointIndex) -> Mapping[str, Any]:
     is none."""
     if isinstance(tree := index.train.trees.get(SCALER), Mapping):
         return tree
-    outer = (index.train.optim[0] or {}).get("optimizer_state_dict") if index.train.optim else None
+    outer = (index.zero.engine.optim[0] or {}).get("optimizer_state_dict") if index.zero.engine.optim else None
     scaler = outer.get("loss_scaler") if isinstance(outer, Mapping) else None
     state = scaler.state if isinstance(scaler, Call) else None
     return state if isinstance(state, Mapping) and index.form.format == DEEPSPEED else {}
@@ -239,9 +239,9 @@ ENGINE_COUNTERS = {f"DeepSpeed's {key}": key for key in ("global_steps", "skippe
 def saved_counters(index: CheckpointIndex) -> dict[str, Any]:
     """Return the counters that the checkpoint states. A step that is only known from the optimizer's is none: it does
     not count steps that a GradScaler has skipped."""
-    is_stated = any(index.train.model) or {TRAINER_STATE, CKPT} & index.files.keys()
+    is_stated = any(index.zero.engine.model) or {TRAINER_STATE, CKPT} & index.files.keys()
     counters: dict[str, Any] = {"global_step": index.global_step} if is_stated else {}
-    for model in index.train.model[:1]:
+    for model in index.zero.engine.model[:1]:
         if model:
             counters |= {name: model.get(key) for name, key in ENGINE_COUNTERS.items()}
     return counters

@@ -45,7 +45,7 @@ FOLDERS, SHARDS, FULL, RANKS = "folders", "shards", "whole", "ranks"
 instead; both in one torch file each; both in one torch file of each rank"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankMesh:
     """The mesh of ranks that cut the tensors of a checkpoint of the form `RANKS`."""
 
@@ -63,7 +63,7 @@ class RankMesh:
     """``_preserve_rank_order`` of torch 2.15; None where a version before it saved the mesh"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DcpKeyLayout:
     """How a folder of torch.distributed.checkpoint names and arranges its values."""
 
@@ -89,7 +89,7 @@ class DcpKeyLayout:
         return self.optimizer[:-1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronLayout:
     """What a checkpoint of Megatron-core holds, by Megatron's own keys."""
 
@@ -104,9 +104,9 @@ class MegatronLayout:
     """Kind of state, and key of the weight -> key of the state"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """The state of a training besides its tensors: for any format, or for the same framework only."""
+    """The state of a training besides its tensors, in any format."""
 
     step_is_tensor: bool = True
     """torch's AdamW keeps ``step`` as a 0-dim fp32 tensor, DeepSpeedCPUAdam as an int."""
@@ -115,22 +115,20 @@ class TrainState:
     code defines the order."""
     trees: Mapping[str, Any] = field(default_factory=dict)
     """Name of a stock file in the root -> its content: the scheduler's state, the loss scale, random number states"""
-    optim: tuple[Mapping[str, Any] | None, ...] = ()
-    """DeepSpeed: each rank's ``optim_states`` without the states; None for a file that can't be used"""
-    model: tuple[Mapping[str, Any] | None, ...] = ()
-    """DeepSpeed: the ``model_states``, of each rank or of all, without params and buffers"""
-    dcp: DcpKeyLayout | None = None
-    """FSDP and others that save with torch.distributed.checkpoint"""
-    megatron: MegatronLayout | None = None
     step_dtype: str = "F32"
     """Of a step that is a tensor, in a torch optimizer's state dict"""
     unclear: frozenset[str] = frozenset()
     """Tensors that are listed as frozen params, but may be buffers"""
 
-    @property
-    def others(self) -> Mapping[str, DcpEntry]:
-        """What a DCP folder holds beside model and optimizer, by key"""
-        return self.dcp.others if self.dcp else {}
+
+@dataclass(frozen=True, slots=True)
+class EngineTrees:
+    """What DeepSpeed's files hold besides states, params and buffers; None for a file that can't be used."""
+
+    optim: tuple[Mapping[str, Any] | None, ...] = ()
+    """Each rank's ``optim_states``"""
+    model: tuple[Mapping[str, Any] | None, ...] = ()
+    """The ``model_states``, of each rank or of all"""
 
     @property
     def ds_config(self) -> Mapping[str, Any]:
@@ -138,8 +136,8 @@ class TrainState:
         return config if isinstance(config, dict) else {}
 
     @property
-    def engine_scheduler(self) -> Any:
-        """The scheduler's state that DeepSpeed keeps in its model states, if it keeps one"""
+    def scheduler(self) -> Any:
+        """The state of the scheduler in the model states, if there is one"""
         return next((tree.get("lr_scheduler") for tree in self.model if tree), None)
 
 
@@ -259,7 +257,7 @@ class Form:
         return not (self.has_masters or self.is_partial)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroFacts:
     """Facts that only DeepSpeed's checkpoints record"""
 
@@ -271,6 +269,7 @@ class ZeroFacts:
     step after a resume uses. Never a source of states, so that the two agree."""
     tensor_parallel: TensorParallel | None = None
     """AutoTP: how its ranks have cut the params"""
+    engine: EngineTrees = field(default_factory=EngineTrees)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +281,7 @@ class DeltaEncoding:
     """``save_id`` of the other save"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartialFacts:
     """Facts that only partial checkpoints record"""
 
@@ -345,6 +344,9 @@ class CheckpointIndex:
     ``deepspeed`` for an engine in a loop, or ``dcp``"""
     train: TrainState = field(default_factory=TrainState)
     zero: ZeroFacts = field(default_factory=ZeroFacts)
+    dcp: DcpKeyLayout | None = None
+    """Of FSDP and others that save with torch.distributed.checkpoint"""
+    megatron: MegatronLayout | None = None
     partial: PartialFacts = field(default_factory=PartialFacts)
     composite: PartSteps = field(default_factory=PartSteps)
 
@@ -370,6 +372,11 @@ class CheckpointIndex:
         elif name == TRAINER and self.framework in (ACCELERATE, LIGHTNING):
             name = self.framework
         return f"partial-{name}" if self.form.is_partial else name
+
+    @property
+    def others(self) -> Mapping[str, DcpEntry]:
+        """What a DCP folder holds beside model and optimizer, by key"""
+        return self.dcp.others if self.dcp else {}
 
     @property
     def has_weight_files(self) -> bool:

@@ -452,7 +452,7 @@ def _report(
 
 def _lacks_trainers_groups(base: CheckpointIndex, to_format: str, framework: str) -> bool:
     """Return whether DeepSpeed has made the optimizer, with one group, where a resume by the Trainer has two."""
-    is_made = "optimizer" in base.train.ds_config and len(base.groups) == 1
+    is_made = "optimizer" in base.zero.engine.ds_config and len(base.groups) == 1
     return is_made and to_format == framework == TRAINER
 
 

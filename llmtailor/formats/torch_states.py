@@ -104,7 +104,7 @@ def make_index(
         groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
         sub_groups=tuple(sub_groups),
         files={},
-        train=TrainState(optimizer.step_is_tensor, step_dtype=optimizer.step_dtype),
+        train=TrainState(step_is_tensor=optimizer.step_is_tensor, step_dtype=optimizer.step_dtype),
     )
 
 

@@ -197,14 +197,14 @@ def saved_scheduler(base: CheckpointIndex) -> Any:
             return tree
         return {**tree, "last_epoch": base.global_step, "_step_count": base.global_step + 1}
     if base.framework == DEEPSPEED:
-        return base.train.engine_scheduler
-    entries = (entry for entry in base.train.others.values() if is_of_scheduler(base, entry) and not entry.is_tensor)
+        return base.zero.engine.scheduler
+    entries = (entry for entry in base.others.values() if is_of_scheduler(base, entry) and not entry.is_tensor)
     return {str(entry.path[-1]): entry.content for entry in entries} or None
 
 
 def is_of_scheduler(base: CheckpointIndex, entry: DcpEntry) -> bool:
     """Return whether a value is one of the scheduler's, in a DCP folder."""
-    return base.train.dcp is not None and entry.path[:-1] == (*base.train.dcp.root, LR_SCHEDULER)
+    return base.dcp is not None and entry.path[:-1] == (*base.dcp.root, LR_SCHEDULER)
 
 
 def scheduler_tree(base: CheckpointIndex, from_group: Sequence[int] | None) -> Any:
@@ -242,7 +242,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         notices = [*_other_ranks(base, wanted.layout.world_size)]
         if wanted.layout.stage or base.offers(SCHEDULER) or not FRAMEWORKS[base.framework].needs_scheduler:
             return [], notices
-        if base.train.engine_scheduler is None:
+        if base.zero.engine.scheduler is None:
             what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
             raise SourceError.at(PathIn(base.name, SCHEDULER), what, COPY_BACK, Code.SCHEDULER_MISSING)
         scheduler, more = _scheduler(base, wanted)  # DeepSpeed kept its own
@@ -252,7 +252,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         raise UnsupportedCheckpoint.at(base.name, what, "leave out --layout")
     made: list[FileLayout] = []
     notices = []
-    own = base.train.engine_scheduler
+    own = base.zero.engine.scheduler
     is_engines = bool(wanted.layout.stage and own) and not is_torch_scheduler(own)  # made from the DeepSpeed config
     if wanted.framework == TRAINER or (wanted.framework == ACCELERATE and not is_engines):
         scheduler, notices = _scheduler(base, wanted)
@@ -266,7 +266,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
         what = "it has no random states; accelerate logs that, and draws other numbers"
         notices.append(Problem(base.name, what, "no action needed if the run that resumes seeds its processes"))
     if wanted.framework == TRAINER:
-        size = base.train.ds_config.get("train_micro_batch_size_per_gpu")
+        size = base.zero.engine.ds_config.get("train_micro_batch_size_per_gpu")
         what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
         fix = (
             "set logging_steps, save_steps and eval_steps in it to those of the run that resumes: the Trainer takes "
@@ -332,8 +332,8 @@ def _without_counterpart(base: CheckpointIndex, framework: str) -> list[str]:
         known = {framework_of(base).scheduler, framework_of(base).optimizer}
         has_rng = FRAMEWORKS[framework].saves_rng
         return [path for path in own if path not in known and not (is_rng_file(path) and has_rng)]
-    others = [entry.path for entry in base.train.others.values() if not is_of_scheduler(base, entry)]
-    root = base.train.dcp.root if base.train.dcp else ()
+    others = [entry.path for entry in base.others.values() if not is_of_scheduler(base, entry)]
+    root = base.dcp.root if base.dcp else ()
     within = (path[len(root) :] if path[: len(root)] == root else path for path in others if path[0] != "llmtailor")
     return [*sorted({str(path[0]) for path in within}), *random_states(base)]
 

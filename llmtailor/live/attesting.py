@@ -328,7 +328,7 @@ def _lost(opened: AttestedPair) -> frozenset[str]:
 
 def _unsure(index: CheckpointIndex) -> frozenset[str]:
     """Return the tensors of a DCP folder that may be anything else than the model's: both are at its top level."""
-    layout = index.train.dcp
+    layout = index.dcp
     return index.train.unclear if layout is not None and not layout.model else frozenset()
 
 

@@ -155,7 +155,7 @@ def mesh_of(path: Path) -> Mesh | None:
     if not path.is_dir() or not is_checkpoint(path):
         return None
     index = index_checkpoint(path)
-    if index.train.dcp and (saved := index.train.dcp.mesh) and len(saved.shape) == 2 and saved.cuts[0] is None:
+    if index.dcp and (saved := index.dcp.mesh) and len(saved.shape) == 2 and saved.cuts[0] is None:
         return Mesh(dp=saved.shape[1], dp_replicate=saved.shape[0])
     return Mesh(index.tp, index.world_size // index.tp)
 

@@ -80,8 +80,8 @@ def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStr
         is_of_rank = is_rng_file(path) and a.world_size != b.world_size and not (path in trees_a and path in trees_b)
         for difference in _fields(path, _trees(a, path), _trees(b, path)):
             yield replace(difference, matters=not is_of_rank)
-    for key in sorted({*a.train.others, *b.train.others}):
-        leaves_a, leaves_b = (dict(_leaves_of(index, key)) if key in index.train.others else None for index in (a, b))
+    for key in sorted({*a.others, *b.others}):
+        leaves_a, leaves_b = (dict(_leaves_of(index, key)) if key in index.others else None for index in (a, b))
         yield from _fields(key, leaves_a, leaves_b)
     yield from _fields(TRAINER_STATE, _trees(a, TRAINER_STATE), _trees(b, TRAINER_STATE))
     for path in sorted(path for path in {*a.files, *b.files} if _is_beside(path)):
@@ -212,7 +212,7 @@ def _leaves(root: Path, name: str, node: Any, path: tuple[str, ...] = ()) -> Ite
 
 
 def _leaves_of(index: CheckpointIndex, key: str) -> Iterator[tuple[str, str]]:
-    entry = index.train.others[key]
+    entry = index.others[key]
     if not entry.is_tensor:
         yield from _leaves(index.root, index.name, entry.content)
         return

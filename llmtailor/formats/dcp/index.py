@@ -240,19 +240,19 @@ class _DcpIndexing:
             unreadable=self.folders.unreadable,
             framework=self.folders.framework,
             train=TrainState(
-                all("step" in optimizer.tensors.get(param, {}) for param in counted),
-                tuple(weights) if self._are_in_order(weights, trained) else (),
+                step_is_tensor=all("step" in optimizer.tensors.get(param, {}) for param in counted),
+                model_order=tuple(weights) if self._are_in_order(weights, trained) else (),
                 trees=self.folders.extra,
-                dcp=DcpKeyLayout(
-                    prefix,
-                    optimizer.prefix,
-                    optimizer.is_flat,
-                    self.folders.form,
-                    others,
-                    self.folders.mesh,
-                    self.folders.owned,
-                ),
                 unclear=frozenset(whole),
+            ),
+            dcp=DcpKeyLayout(
+                model=prefix,
+                optimizer=optimizer.prefix,
+                is_flat=optimizer.is_flat,
+                form=self.folders.form,
+                others=others,
+                mesh=self.folders.mesh,
+                owned=self.folders.owned,
             ),
         )
         buffers = self._buffers(weights, others)

@@ -31,7 +31,7 @@ _IN_FOLDERS = {True: (FOLDERS,), False: (FOLDERS, SHARDS)}
 def has_linkable_files(index: CheckpointIndex, *, is_model: bool = False) -> bool:
     """Return whether composites can link to a checkpoint's files with the optimizer's states, or with weights."""
     is_dcp = index.form.format in (FSDP, DCP) and not index.form.is_partial
-    return is_dcp and index.train.dcp is not None and index.train.dcp.form in _IN_FOLDERS[is_model]
+    return is_dcp and index.dcp is not None and index.dcp.form in _IN_FOLDERS[is_model]
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Links:
         if source is None or not math.prod(shape):
             return None
         index = self.linkable.indexes[source]
-        layout = index.train.dcp
+        layout = index.dcp
         if layout is None or not has_linkable_files(index, is_model=bool(name)):
             return None
         path: KeyPath = (*layout.model, name) if name else (*layout.optimizer, STATE, state.param, state.kind)

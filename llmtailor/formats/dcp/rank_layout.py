@@ -27,7 +27,7 @@ from llmtailor.model.roles import State
 
 def check_mesh(base: CheckpointIndex, ranks: int) -> None:
     """Raise UnsupportedCheckpoint for a mesh that can't be written, MismatchError for ranks that don't fit it."""
-    mesh = base.train.dcp.mesh if base.train.dcp else None
+    mesh = base.dcp.mesh if base.dcp else None
     if mesh is None:
         return
     if mesh.cuts not in ((0,), (None, 0)):
@@ -60,7 +60,7 @@ def lay_out_ranks(
 def _mesh(target: DcpTarget, rank: int) -> DeviceMesh:
     """Return the mesh as a rank has it: the base's, for as many ranks as are wanted."""
     ranks = target.wanted.layout.world_size
-    own = target.base.train.dcp.mesh if target.base.train.dcp else None
+    own = target.base.dcp.mesh if target.base.dcp else None
     if own is None:  # random states show whether it has trained on GPUs
         rng = [tree for path, tree in target.base.train.trees.items() if is_rng_file(path) and isinstance(tree, dict)]
         on_cpu = rng and not any("cuda" in key for tree in rng for key in tree)

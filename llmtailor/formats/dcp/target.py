@@ -78,7 +78,7 @@ class DcpTarget:
         is_quantized = any(isinstance(value, Quantized) for one in base.sub_groups for value in one.scalars.values())
         if (framework != DCP or is_quantized) and (problems := refuse_cuts(base, f"--to {framework}")):
             raise MismatchError(problems)
-        style = base.train.dcp if base.train.dcp and base.form.format == framework else usual
+        style = base.dcp if base.dcp and base.form.format == framework else usual
         if style.is_flat and len(merge_alike(wanted.layout.groups)) != len(wanted.layout.groups):
             what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
             raise MismatchError.at("--groups", what, "leave --groups out")
@@ -146,7 +146,7 @@ class DcpTarget:
         """Return the options of a param group, with those that its loader asks for."""
         if self.style.is_flat:
             return without_names(group.hyper)
-        if self.base.train.dcp:
+        if self.base.dcp:
             return dict(group.hyper)
         own = {}
         # torch's loader asks for it if the run that resumes has a scheduler, which adds it to the groups
@@ -159,7 +159,7 @@ class DcpTarget:
         """Return the options that torch's AdamW has and DeepSpeed's own optimizers don't save; none for others."""
         if not is_adam(self.base):
             return {}
-        made = self.base.train.ds_config.get("optimizer")
+        made = self.base.zero.engine.ds_config.get("optimizer")
         if not isinstance(made, dict) or str(made.get("type")).lower() != "adam":
             return ADAMW
         options = made.get("params")
@@ -169,7 +169,7 @@ class DcpTarget:
         """Add everything except model and optimizer, such as the scheduler's state."""
         tree = scheduler_tree(self.base, self.wanted.from_group)
         scheduler = (*self.style.root, LR_SCHEDULER)
-        for key, entry in self.base.train.others.items():
+        for key, entry in self.base.others.items():
             if not is_of_scheduler(self.base, entry) and key not in (".".join(BUFFERS), ".".join(TIED)):
                 folder.add_entry(entry)
         if isinstance(tree, dict):
@@ -194,7 +194,7 @@ class DcpTarget:
             what = "its weights are written as the fp32 master weights; loss scale, counters and ds_config are left out"
             found.append(Problem(self.base.name, what, "resume with a model in fp32, and mixed precision as before"))
         added = sorted(self._defaults().keys() - {key for group in self.wanted.layout.groups for key in group.hyper})
-        if added and not self.base.train.dcp:
+        if added and not self.base.dcp:
             what = f"its param groups lack options that torch's AdamW asks for: {', '.join(added)}"
             found.append(Problem(self.base.name, what, "no action needed: they get AdamW's defaults"))
         return found

@@ -13,7 +13,7 @@ from llmtailor.formats.format import Writer
 from llmtailor.frameworks.files import TRAINER_STATE
 from llmtailor.frameworks.write import random_states
 
-_USUAL = DcpKeyLayout(("model",), ("optim",))
+_USUAL = DcpKeyLayout(model=("model",), optimizer=("optim",))
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
@@ -38,7 +38,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
 
 def lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
     """Return the layouts of a DCP folder's files with its model alone, cut for as many ranks."""
-    target = DcpTarget(base, Wanted(layout=base.layout), base.train.dcp or _USUAL)
+    target = DcpTarget(base, Wanted(layout=base.layout), base.dcp or _USUAL)
     folder = FolderBuilder("", base.world_size)
     target.add_model(folder)
     return folder.finish()

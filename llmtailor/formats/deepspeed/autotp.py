@@ -27,7 +27,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.index import CheckpointIndex, EngineTrees, TensorEntry
 from llmtailor.checkpoint.placement import Box, Placement
 from llmtailor.checkpoint.tensor_parallel import TensorParallel, TpShard, TpSplit
 from llmtailor.codes import Code
@@ -172,12 +172,15 @@ def join_ranks(
         files={path: fact for index in indexes for path, fact in index.files.items()},
         unreadable=frozenset().union(*(index.unreadable for index in indexes)),
         findings=tuple(dict.fromkeys(chain.from_iterable(index.findings for index in indexes))),
-        train=replace(
-            first.train,
-            optim=_by_rank([index.train.optim for index in indexes]),
-            model=_by_rank([index.train.model for index in indexes]),
+        zero=replace(
+            first.zero,
+            module=module,
+            tensor_parallel=TensorParallel(degree, cuts, copies),
+            engine=EngineTrees(
+                _by_rank([index.zero.engine.optim for index in indexes]),
+                _by_rank([index.zero.engine.model for index in indexes]),
+            ),
         ),
-        zero=replace(first.zero, module=module, tensor_parallel=TensorParallel(degree, cuts, copies)),
     )
 
 
@@ -205,9 +208,9 @@ def without_tensor_parallel(base: CheckpointIndex) -> CheckpointIndex:
             changed[_DEGREES] = {**degrees, "tp_degree": 1}
         return changed
 
-    optim, model = (each(trees[:: base.tp], change) for trees in (base.train.optim, base.train.model))
-    zero, train = replace(base.zero, tensor_parallel=None), replace(base.train, optim=optim, model=model)
-    return replace(base, zero=zero, train=train)
+    engine = base.zero.engine
+    optim, model = (each(trees[:: base.tp], change) for trees in (engine.optim, engine.model))
+    return replace(base, zero=replace(base.zero, tensor_parallel=None, engine=EngineTrees(optim, model)))
 
 
 _Tree = Mapping[str, Any]

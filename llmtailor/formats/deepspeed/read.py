@@ -34,6 +34,7 @@ from llmtailor.checkpoint.index import (
     LIGHTNING,
     PLAIN,
     CheckpointIndex,
+    EngineTrees,
     Form,
     TensorEntry,
     TrainState,
@@ -260,18 +261,16 @@ class EngineStates:
             sub_groups=sub_groups,
             files=self.facts,
             zero=ZeroFacts(
-                files.tag,
-                usual.skipped_steps,
-                _read_settings(optim.ds_config, files.is_bf16, optim.variant),
-                self._second_places(),
+                tag=files.tag,
+                skipped_steps=usual.skipped_steps,
+                settings=_read_settings(optim.ds_config, files.is_bf16, optim.variant),
+                module=self._second_places(),
+                engine=EngineTrees(
+                    tuple(self.rests), tuple(None if shard is None else shard.rest for shard in self.model)
+                ),
             ),
             unreadable=frozenset((*self.unreadable, *lost)),
-            train=TrainState(
-                optim.step_is_tensor,
-                tuple(usual.rest["module"]),
-                optim=tuple(self.rests),
-                model=tuple(None if shard is None else shard.rest for shard in self.model),
-            ),
+            train=TrainState(step_is_tensor=optim.step_is_tensor, model_order=tuple(usual.rest["module"])),
             findings=tuple(self.findings),
         )
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import BF16_OPTIMIZER, PLAIN, UNIVERSAL, CheckpointIndex, TensorEntry, TrainState
+from llmtailor.checkpoint.index import BF16_OPTIMIZER, PLAIN, UNIVERSAL, CheckpointIndex, EngineTrees, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout, differing, without_names
 from llmtailor.checkpoint.placement import Extent
@@ -356,17 +356,17 @@ def _check_base(base: CheckpointIndex) -> None:
         raise UnsupportedCheckpoint(problems)
 
 
-def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
+def _lay_out_states(target: ZeroTarget, engine: EngineTrees) -> Iterator[FileLayout]:
     tag = f"{target.tag}{UNIVERSAL_SUFFIX}"
     if target.framework.finds(target.tag) and not target.framework.finds(tag):
         tag = target.tag
     yield FileLayout(LATEST_UNIVERSAL, (Bytes(tag.encode(), "the tag"),))
-    models = RankFiles(target, train).layouts(tag, (model_states,))
+    models = RankFiles(target, engine).layouts(tag, (model_states,))
     yield next(models)
-    other = {**model_states(target, train, 0, 0), **dict.fromkeys(_PARAMS), "module": Ordered()}
+    other = {**model_states(target, engine, 0, 0), **dict.fromkeys(_PARAMS), "module": Ordered()}
     yield lay_out_torch_file(f"{tag}/{model_name(0, 3 if target.layout.stage < 3 else 1)}", other)
     yield from models
-    rest = next(tree for tree in train.optim if tree is not None)
+    rest = next(tree for tree in engine.optim if tree is not None)
     yield lay_out_torch_file(f"{tag}/{FOLDER}/{GLOBAL_STATE}", _global_state(target, rest))
     for number, one in enumerate(target.layout.sub_groups):
         for param in one.params:

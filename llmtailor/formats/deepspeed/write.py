@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, VERL, CheckpointIndex, TrainState
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, VERL, CheckpointIndex, EngineTrees
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Segment, Slot, Zeros
 from llmtailor.checkpoint.optimizer import (
     FlatLayout,
@@ -98,7 +98,7 @@ def scaling_nodes(outer: Mapping[str, Any], is_needed: bool) -> dict[str, Any]:
     }
 
 
-def new_engine(base: CheckpointIndex, stage: int, precision: str) -> TrainState:
+def new_engine(base: CheckpointIndex, stage: int, precision: str) -> EngineTrees:
     """Return what DeepSpeed would have stored for a training that ran without it."""
     config = {
         "bf16": {"enabled": precision == "BF16"},
@@ -120,7 +120,7 @@ def new_engine(base: CheckpointIndex, stage: int, precision: str) -> TrainState:
         "ds_config": config,
         "ds_version": DS_VERSION,
     }
-    return TrainState(optim=(optim,), model=(model,))
+    return EngineTrees(optim=(optim,), model=(model,))
 
 
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -207,7 +207,7 @@ class ZeroTarget:
 
     def keeps_whole(self, one: SubGroup, kind: str) -> bool:
         """Return whether DeepSpeed's ranks have a state as `OverlappingParams`, as without an offloaded optimizer."""
-        zero = section(self.base.train.ds_config, "zero_optimization")
+        zero = section(self.base.zero.engine.ds_config, "zero_optimization")
         is_offloaded = section(zero, "offload_optimizer").get("device") == "cpu"
         return is_muons(self.layout.groups[one.group].hyper, kind) and not is_offloaded
 
@@ -258,12 +258,12 @@ def refuse_states(base: CheckpointIndex, layout: OptimizerLayout) -> None:
         raise MismatchError(problems)
 
 
-def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
+def optim_states(target: ZeroTarget, engine: EngineTrees, rank: int, cut_as: int) -> dict[str, Any]:
     """Return the tree of a rank's ``optim_states``, with the slices of rank ``cut_as``; unknown keys are the base's.
 
     That of ZeRO-1/2 is plain, or as BF16_Optimizer writes it.
     """
-    base, layout, rest = target.base, target.layout, rest_of(train.optim, rank)
+    base, layout, rest = target.base, target.layout, rest_of(engine.optim, rank)
     outer, cut, stage = rest["optimizer_state_dict"], layout.sub_groups, layout.stage
 
     def tensor(one: SubGroup, kind: str) -> Any:
@@ -325,9 +325,9 @@ def step_nodes(target: ZeroTarget, number: int) -> dict[str, Any]:
     return {"step": make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of sub-group {number}"),))}
 
 
-def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
+def model_states(target: ZeroTarget, engine: EngineTrees, rank: int, cut_as: int) -> dict[str, Any]:
     """Return the tree of a rank's ``model_states``, or of those of all, with the slices of rank ``cut_as``."""
-    base, stage, rest = target.base, target.layout.stage, target.adapted(rest_of(train.model, rank))
+    base, stage, rest = target.base, target.layout.stage, target.adapted(rest_of(engine.model, rank))
     frozen = [param for param in base.params.values() if param.role == "frozen"]
     fragments = Ordered()
     if stage == 3:
@@ -416,7 +416,7 @@ def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
     )
 
 
-_TreeOf = Callable[["ZeroTarget", TrainState, int, int], dict[str, Any]]
+_TreeOf = Callable[["ZeroTarget", EngineTrees, int, int], dict[str, Any]]
 _MAX_FORMS = 32
 """More than there are: the files of ranks on GPUs have up to 8 forms, one per GPU of a node, and rank 0's differ."""
 
@@ -429,10 +429,10 @@ def shard_files(target: ZeroTarget, folder: str) -> Iterator[tuple[int, str, _Tr
         yield rank, f"{folder}/{model_name(rank, target.layout.stage, target.tp_rank)}", model_states
 
 
-def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
+def make_shards(target: ZeroTarget, engine: EngineTrees) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield the rank, the path and the object tree of each shard file, with its tensors bound to states."""
     for rank, path, tree_of in shard_files(target, target.tag):
-        yield rank, path, tree_of(target, train, rank, rank)
+        yield rank, path, tree_of(target, engine, rank, rank)
 
 
 def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str, Any]:
@@ -443,8 +443,8 @@ def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str
 class RankFiles:
     """The files of the data-parallel ranks; tensor-parallel ranks may share their ``digests``, as they share trees."""
 
-    def __init__(self, target: ZeroTarget, train: TrainState, digests: dict[int, bytes] | None = None):
-        self.target, self.train = target, train
+    def __init__(self, target: ZeroTarget, engine: EngineTrees, digests: dict[int, bytes] | None = None):
+        self.target, self.engine = target, engine
         self._numels = {name: param.numel for name, param in target.base.params.items()}
         parallel = target.base.zero.tensor_parallel
         found = {param: cut.runs(target.tp_rank) for param, cut in parallel.cuts.items()} if parallel else {}
@@ -480,15 +480,15 @@ class RankFiles:
 
     def _content_of_shards(self, path: str, rank: int, tree_of: _TreeOf) -> Content:
         if self.target.layout.stage < 3:
-            return pickle_content(path, tree_of(self.target, self.train, rank, rank))
-        rests = self.train.optim if tree_of is optim_states else self.train.model
+            return pickle_content(path, tree_of(self.target, self.engine, rank, rank))
+        rests = self.engine.optim if tree_of is optim_states else self.engine.model
         like = self._first.setdefault((tree_of, self._digest(rest_of(rests, rank))), rank) if rank else 0
         pickled, storages = self._form(tree_of, like)
         return pickled, [self._of_rank(content, rank) if content else content for content in storages]
 
     def _make_form(self, tree_of: _TreeOf, like: int) -> Content:
         """Return the content of a rank's file, but with the slices of rank 0."""
-        return pickle_content(f"rank {like}", tree_of(self.target, self.train, like, 0))
+        return pickle_content(f"rank {like}", tree_of(self.target, self.engine, like, 0))
 
     def _of_rank(self, content: tuple[Segment, ...], rank: int) -> tuple[Segment, ...]:
         """Return a storage with the slices of a rank instead of those of rank 0, which has no padding."""
@@ -519,7 +519,7 @@ class RankFiles:
 
 
 def lay_out_engine(
-    base: CheckpointIndex, wanted: Wanted, lay_out_states: Callable[[ZeroTarget, TrainState], Iterable[FileLayout]]
+    base: CheckpointIndex, wanted: Wanted, lay_out_states: Callable[[ZeroTarget, EngineTrees], Iterable[FileLayout]]
 ) -> tuple[list[FileLayout], list[Problem]]:
     """Return the layouts of a checkpoint of DeepSpeed, whose own files ``lay_out_states`` lays out; see `lay_out`."""
     if base.form.has_masters:
@@ -532,24 +532,24 @@ def lay_out_engine(
     own = replace(base, world_size=base.world_size // base.tp)  # that of the states
     if base.tp > wanted.layout.tp:
         own = without_tensor_parallel(own)
-    target, train = ZeroTarget.of(own, wanted.layout, precision, wanted.framework), own.train
-    if not train.optim:
-        train = new_engine(base, target.layout.stage, precision)
+    target, engine = ZeroTarget.of(own, wanted.layout, precision, wanted.framework), own.zero.engine
+    if not engine.optim:
+        engine = new_engine(base, target.layout.stage, precision)
     if wanted.from_group is not None:
         where, old = f"{base.name}: lr_scheduler of the model states", len(base.groups)
         from_group = wanted.from_group
-        train = replace(train, model=each(train.model, lambda tree: _with_scheduler(tree, where, old, from_group)))
+        engine = replace(engine, model=each(engine.model, lambda tree: _with_scheduler(tree, where, old, from_group)))
     notices: list[Problem] = []
-    is_without = any(tree is not None and not tree.get("lr_scheduler") for tree in train.model)
+    is_without = any(tree is not None and not tree.get("lr_scheduler") for tree in engine.model)
     if (
         wanted.framework != base.framework and is_without
     ):  # an engine that has a scheduler can't load None; others don't look
         scheduler, about = scheduler_for(base, wanted)
         notices += about if wanted.framework == DEEPSPEED else []
         given = {"lr_scheduler": scheduler}
-        model = each(train.model, lambda tree: tree if tree.get("lr_scheduler") else {**tree, **given})
-        train = replace(train, model=model)
-    states = [*lay_out_states(target, train)]
+        model = each(engine.model, lambda tree: tree if tree.get("lr_scheduler") else {**tree, **given})
+        engine = replace(engine, model=model)
+    states = [*lay_out_states(target, engine)]
     weights: list[FileLayout] = []
     if target.framework.saves_model or base.form.is_partial:
         weights, missing = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
@@ -614,10 +614,10 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     return lay_out_engine(base, wanted, _lay_out_shards)
 
 
-def _lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
-    if LATEST not in target.base.files or not target.base.train.optim or target.tag != target.base.zero.tag:
+def _lay_out_shards(target: ZeroTarget, engine: EngineTrees) -> Iterator[FileLayout]:
+    if LATEST not in target.base.files or not target.base.zero.engine.optim or target.tag != target.base.zero.tag:
         yield FileLayout(LATEST, (Bytes(target.tag.encode(), "the tag"),))
     digests: dict[int, bytes] = {}
     for rank in range(tp := target.layout.tp):
-        of_rank = replace(train, optim=train.optim[rank::tp], model=train.model[rank::tp])
+        of_rank = replace(engine, optim=engine.optim[rank::tp], model=engine.model[rank::tp])
         yield from RankFiles(target.on_tp_rank(rank) if tp > 1 else target, of_rank, digests).layouts(target.tag)

@@ -24,7 +24,7 @@ from llmtailor.formats.torch_states import lay_out_master_weights, state_nodes
 from llmtailor.frameworks.files import ENGINE_FILES, SCALER
 from llmtailor.frameworks.write import lay_out_trainer_files, synthesize_files
 
-_USUAL = DcpKeyLayout(("model",), ("optimizer",))
+_USUAL = DcpKeyLayout(model=("model",), optimizer=("optimizer",))
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
@@ -49,7 +49,7 @@ def _folders(target: DcpTarget) -> list[FileLayout]:
     ranks = target.wanted.layout.world_size
     optimizer, model = (FolderBuilder(folder, ranks, target.links) for folder in (OPTIMIZER_FOLDER, MODEL_FOLDER))
     target.add_optimizer(optimizer)
-    if target.style is target.base.train.dcp:
+    if target.style is target.base.dcp:
         target.add_others(optimizer)
     target.add_roles(optimizer)
     if target.style.form == SHARDS:

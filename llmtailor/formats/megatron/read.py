@@ -198,15 +198,13 @@ class _MegatronIndexing:
             findings=(*self.folder.findings, *self._notes(dropped)),
             unreadable=self.folder.unreadable,
             framework=MEGATRON,
-            train=TrainState(
-                model_order=tuple(one.param for one in selections),
-                megatron=MegatronLayout(
-                    kept,
-                    groups,
-                    {key: one.held for key, one in self.folder.tensors.items()},
-                    {key: extent for key, (_, extent) in self.folder.objects.items()},
-                    self._written(),
-                ),
+            train=TrainState(model_order=tuple(one.param for one in selections)),
+            megatron=MegatronLayout(
+                common=kept,
+                groups=groups,
+                tensors={key: stored.held for key, stored in self.folder.tensors.items()},
+                objects={key: extent for key, (_, extent) in self.folder.objects.items()},
+                written=self._written(),
             ),
         )
         return Draft(self.problems, index)

@@ -70,7 +70,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     _check_base(base)
     if wanted.from_group is not None:
         raise MismatchError.at("--groups", "Megatron-core decides its param groups itself", "leave --groups out")
-    own = base.train.megatron
+    own = base.megatron
     shapes = {key: own.tensors[key].shape for kind, key in own.written if kind == WEIGHT} if own else _stacked(base)
     groups = own.groups if own else _query_groups(base)
     try:
@@ -93,7 +93,7 @@ def arrange(base: CheckpointIndex, world_size: int | None) -> OptimizerLayout:
     Raises MismatchError if a base's groups differ in more than the params that decay.
     """
     groups = base.groups
-    if base.train.megatron is None:
+    if base.megatron is None:
         group_of = {param: group for group in base.groups for param in group.params}
         known = sorted((name for name in group_of if has_row(name)), key=place_of)  # `lay_out` refuses others
         groups = tuple(

@@ -383,12 +383,12 @@ def _draft(root: Path, name: str, framework: str | None) -> Draft:
         findings=(*index.findings, *rounded),
         files=files_among(sorted(root.iterdir())),
         partial=PartialFacts(
-            frozenset(partial.tree_of),
-            manifest.saved_as,
-            setback,
-            manifest.save_id,
-            differences,
-            manifest.is_thinned,
+            inside=frozenset(partial.tree_of),
+            saved_as=manifest.saved_as,
+            setback=setback,
+            save_id=manifest.save_id,
+            differences=differences,
+            is_thinned=manifest.is_thinned,
         ),
         zero=replace(index.zero, module={}),
         train=replace(index.train, unclear=frozenset(manifest.unclear)),
@@ -495,7 +495,8 @@ def _read_plain(partial: Partial, framework: str | None) -> Draft:
         precision=manifest.precision,
         held=dict(_hold(partial, index.held)),
         findings=optimizer.findings,
-        train=replace(index.train, model_order=tuple(params), dcp=style),
+        train=replace(index.train, model_order=tuple(params)),
+        dcp=style,
     )
     return Draft(problems, index, trainer)
 
@@ -512,7 +513,9 @@ def _read_key_layout(partial: Partial) -> DcpKeyLayout | None:
     model, optimizer = (_read_prefix(tree.get(key), where) for key in ("model", "optimizer"))
     entries = [_read_entry(node, where) for node in get(tree, "others", list, where)]
     others = {".".join(map(str, entry.path)): entry for entry in entries}
-    return DcpKeyLayout(model, optimizer, get(tree, "is_flat", bool, where), form, others)
+    return DcpKeyLayout(
+        model=model, optimizer=optimizer, is_flat=get(tree, "is_flat", bool, where), form=form, others=others
+    )
 
 
 def _read_prefix(node: Any, where: str) -> KeyPath:

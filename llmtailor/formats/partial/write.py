@@ -376,15 +376,15 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
         bundles[rank].add_tree(path, tree, PathIn(index.name, path))
 
     if index.form.has_masters:
-        for rank, path, tree in make_shards(_zero_target(index), index.train):
+        for rank, path, tree in make_shards(_zero_target(index), index.zero.engine):
             outer = tree.get("optimizer_state_dict")
             if outer is not None:  # it follows from the layout
                 tree = {**tree, "optimizer_state_dict": {k: v for k, v in outer.items() if k != "param_slice_mappings"}}
             add(rank, path, tree if outer is not None else _model_tree(tree, index, rank))
     else:
         add(0, framework_of(index).optimizer, optimizer_tree(index, index.layout, is_partial=True))
-    if index.train.dcp is not None:
-        add(0, KEY_LAYOUT, _key_layout_tree(index.train.dcp))
+    if index.dcp is not None:
+        add(0, KEY_LAYOUT, _key_layout_tree(index.dcp))
     owners = {framework_of(index).scheduler: 0, **({} if index.form.has_masters else {SCALER: 0})}
     owners |= {rng_file(rank, index.world_size, index.framework): rank for rank in range(index.world_size)}
     for path, rank in owners.items():

@@ -19,7 +19,7 @@ from llmtailor.frameworks.files import VERL_CONFIG
 from llmtailor.frameworks.framework import FRAMEWORKS
 from llmtailor.frameworks.write import lay_out_settings, scheduler_for, scheduler_tree
 
-_USUAL = DcpKeyLayout(("model",), ("optimizer",), form=RANKS)
+_USUAL = DcpKeyLayout(model=("model",), optimizer=("optimizer",), form=RANKS)
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
@@ -61,11 +61,11 @@ def _owned(base: CheckpointIndex, group: ParamGroup, number: int) -> tuple[str, 
 
     Raises UnsupportedCheckpoint if their order is not known. A base without groups does not say it.
     """
-    known = base.train.dcp.owned[number : number + 1] if base.train.dcp else ()
+    known = base.dcp.owned[number : number + 1] if base.dcp else ()
     if known and set(group.params) <= set(known[0]):
         return known[0]
     frozen = {name for name, param in base.params.items() if param.role == "frozen"}
-    if not frozen and not (base.train.dcp and base.train.dcp.is_flat):
+    if not frozen and not (base.dcp and base.dcp.is_flat):
         return group.params
     order = base.train.model_order
     if lost := (frozen | {*group.params}) - {*order}:

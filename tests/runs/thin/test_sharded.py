@@ -49,7 +49,7 @@ def assert_same_index(found: CheckpointIndex, wanted: CheckpointIndex, older: Ch
 
 def value_of(index: CheckpointIndex, key: str) -> Any:
     """Return a value that belongs neither to the model nor to the optimizer."""
-    entry = index.train.dcp.others[key]
+    entry = index.dcp.others[key]
     if not entry.is_tensor:
         return entry.content
     dtype, shape, boxes = entry.content
@@ -96,7 +96,7 @@ def test_what_trainings_saved(runs: Runs, name: str, tmp_path: Path) -> None:
     assert_same_index(index, wanted)
     own = {"llmtailor.json", "README.md", ".metadata"}
     assert {path for path in index.files if path not in own} >= {path for path in wanted.files if path not in own}
-    for key, entry in wanted.train.dcp.others.items():
+    for key, entry in wanted.dcp.others.items():
         assert value_of(index, key) == value_of(wanted, key), (key, entry)
     assert verify_checkpoint(out, deep=True).level == verify_checkpoint(full, deep=True).level
 

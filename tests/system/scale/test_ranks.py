@@ -107,8 +107,8 @@ def test_a_rank_gets_the_file_that_its_own_tree_makes(small, tmp_path, world):
     base = index_checkpoint(small)
     composition = plan_merge(Recipe("test", "", small, (), None, None), tmp_path / "out", Options(world_size=world))
     target = ZeroTarget.of(base, composition.target, base.precision, base.framework)
-    alike = [*RankFiles(target, base.train).layouts(target.tag)]
-    own = [lay_out_torch_file(path, tree) for _, path, tree in make_shards(target, base.train)]
+    alike = [*RankFiles(target, base.zero.engine).layouts(target.tag)]
+    own = [lay_out_torch_file(path, tree) for _, path, tree in make_shards(target, base.zero.engine)]
     sources = Sources(dict.fromkeys([*base.params, *base.tied], 0))
     made, wanted = (plan_composite(layouts, [base], sources, 0).files for layouts in (alike, own))
     assert [one.path for one in made] == [one.path for one in wanted]
