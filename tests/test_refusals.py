@@ -41,7 +41,7 @@ def test_an_error_of_an_output_is_known_only_if_the_same_file_of_a_source_has_it
     base = make(tmp_path, 100)
     for one in (0, 1):
         edit(optim_states(base, one), lambda tree: tree["optimizer_state_dict"].update(dynamic_loss_scale="yes"))
-    composition = plan_merge(Recipe("recipe", "", base, (), None, None), tmp_path / "out", Options(allow_errors=True))
+    composition = plan_merge(Recipe(name="recipe", base=base), tmp_path / "out", Options(allow_errors=True))
     report = composition.report
     errors = [one for one in report.notices if isinstance(one, Finding) and one.severity == ERROR]
     paths = [optim_states(base, one).relative_to(base).as_posix() for one in (0, 1)]

@@ -130,7 +130,7 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
     base = checkpoint.absolute()
     out = out or base.with_name(f"{base.name}-converted")
     weights = SPELLINGS[dtype] if dtype else None
-    recipe = Recipe(f"convert {checkpoint}", "", base, (), weights, None)
+    recipe = Recipe(name=f"convert {checkpoint}", base=base, dtype=weights)
     _run_merge(lambda: (recipe, None), out, **{**options, "step": options["step"] or "base"})
 
 

@@ -160,19 +160,19 @@ class Assignment:
         return [*by_source(self.source_of, [self.base], None), *by_source(self.moments_of, [], ONLY_MOMENTS)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A recipe with its paths expanded, so that different spellings of a folder are the same source."""
 
     name: str
     """Its name in messages: the path of its file"""
-    text: str
+    text: str = ""
     """The YAML as written; empty if there is none"""
-    base: Path | None
-    rules: tuple[Rule, ...]
-    dtype: str | None
+    base: Path | None = None
+    rules: tuple[Rule, ...] = ()
+    dtype: str | None = None
     """Dtype of the weights in the output, as a safetensors dtype name; None keeps the base's."""
-    output: Path | None
+    output: Path | None = None
     notices: tuple[Problem, ...] = ()
     """Entries that have no effect or were ignored"""
     tokenizer: Path | None = None
@@ -191,7 +191,7 @@ class Recipe:
     ) -> Recipe:
         """Return the recipe that composes an assignment. `text` is for people and is never parsed."""
         rules = tuple(Parts(source.path, parts, only) for source, parts, only in assignment.rules() if parts)
-        return cls(name, text, assignment.base.path, rules, None, output, notices)
+        return cls(name=name, text=text, base=assignment.base.path, rules=rules, output=output, notices=notices)
 
     def is_unlike_mergekit(self, parts: Collection[str]) -> bool:
         """Return whether mergekit would take some of these parts, which no rule names, from elsewhere than the base.

@@ -146,7 +146,17 @@ def _read_recipe(top: Value, text: str) -> Recipe:
     tokenizer = _read_tokenizer(top, base)
     template = top.read("chat_template", _read_chat_template)
     notices, dtype = tuple(document.notices), out_dtype or dtype
-    return Recipe(document.name, text, base, tuple(rules), dtype, output, notices, tokenizer, template)
+    return Recipe(
+        name=document.name,
+        text=text,
+        base=base,
+        rules=tuple(rules),
+        dtype=dtype,
+        output=output,
+        notices=notices,
+        tokenizer=tokenizer,
+        chat_template=template,
+    )
 
 
 def _read_model(value: Value) -> Path:

@@ -577,7 +577,7 @@ def test_padded_files_hold_the_same_for_every_reader(tmp_path, monkeypatch, copi
     for name in ("padded", "plain"):
         if name == "plain":
             monkeypatch.setattr(layout, "MIN_PADDED_BYTES", 1 << 60)
-        composition = plan_merge(Recipe(name, "", root, (), None, None), tmp_path / name, Options(world_size=4))
+        composition = plan_merge(Recipe(name=name, base=root), tmp_path / name, Options(world_size=4))
         shareable = composition.plan.shareable_bytes  # pieces are made when they are asked for
         outs[name] = (tmp_path / name, composition.plan, write(composition), shareable)
     (padded, plan, moved, shareable), (plain, plain_plan, _, less) = outs.values()

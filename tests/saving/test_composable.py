@@ -86,8 +86,8 @@ def test_modules_that_no_config_describes_and_tensors_as_options(tmp_path, add, 
         assert verdict.is_resumable and not verdict.findings
 
     zero, back = tmp_path / "zero", tmp_path / "back"
-    llmtailor.merge(Recipe("x", "", out, (), None, None), zero, llmtailor.Options(stage=2, world_size=2))
-    llmtailor.merge(Recipe("x", "", zero, (), None, None), back, llmtailor.Options(stage=0, world_size=1))
+    llmtailor.merge(Recipe(name="x", base=out), zero, llmtailor.Options(stage=2, world_size=2))
+    llmtailor.merge(Recipe(name="x", base=zero), back, llmtailor.Options(stage=0, world_size=1))
     for source in (out, back):
         again = make(tmp_path / "unused", add, tied=tied)
         load_model(again.model, source / "model.safetensors")

@@ -91,7 +91,7 @@ def test_a_recipe_selects_experts_of_complete_checkpoints(trained, tmp_path):
 @pytest.mark.parametrize("options", [{}, {"to": "dcp"}], ids=["again", "converted"])
 def test_a_composite_of_a_composite_keeps_the_step_of_every_expert(trained, options, tmp_path):
     first = trained.compose(12, tmp_path / "first")
-    llmtailor.merge(Recipe("again", "", first, (), None, None), tmp_path / "out", llmtailor.Options(**options))
+    llmtailor.merge(Recipe(name="again", base=first), tmp_path / "out", llmtailor.Options(**options))
     steps = steps_of(tmp_path / "out")
     assert steps == steps_of(first)
     assert {steps[f"layer 0 {share}"] for share in SHARES} == {4, 6}

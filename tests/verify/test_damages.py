@@ -66,7 +66,7 @@ def each(prefix: str, *usual: str) -> Any:
 
 
 def plan(checkpoint: Path) -> None:
-    llmtailor.plan_merge(Recipe("x", "", checkpoint, (), None, None), checkpoint.parent / "out")
+    llmtailor.plan_merge(Recipe(name="x", base=checkpoint), checkpoint.parent / "out")
 
 
 @cache

@@ -165,7 +165,7 @@ def test_a_manifest_that_does_not_fit(composite, change, told):
 def test_merge_does_not_publish_what_no_resume_takes(run, tmp_path, monkeypatch):
     from llmtailor.compose import write as publish
 
-    recipe = Recipe("copy", "", run / "checkpoint-200", (), None, None)
+    recipe = Recipe(name="copy", base=run / "checkpoint-200")
     composition = plan_merge(recipe, tmp_path / "out", Options())
     execute = publish.execute
 
@@ -185,7 +185,7 @@ def test_what_a_base_lacks_is_published_only_if_asked_for(run, tmp_path):
     base = tmp_path / "checkpoint-200"
     shutil.copytree(run / "checkpoint-200", base)
     (base / "scheduler.pt").unlink()
-    recipe = Recipe("copy", "", base, (), None, None)
+    recipe = Recipe(name="copy", base=base)
     composition = plan_merge(recipe, tmp_path / "out", Options())
     assert any("no scheduler state" in notice.what for notice in composition.report.notices)
     moved: list[int] = []

@@ -111,9 +111,9 @@ def test_what_the_format_loses_is_said(runs, tmp_path):
         assert said in told
     convert(runs["zero2-rr"].checkpoint(2), tmp_path / "rr", to="universal")
     assert "mixes up the params" in (tmp_path / "rr" / "llmtailor.json").read_text()
-    mixed = Recipe("x", "", runs["llama-layer"].checkpoint(4), (), None, None)
+    mixed = Recipe(name="x", base=runs["llama-layer"].checkpoint(4))
     older = runs["llama-layer"].checkpoint(2)
-    mixed = Recipe("x", "", mixed.base, (Select(older, ("odd",), "x"),), None, None)
+    mixed = Recipe(name="x", base=mixed.base, rules=(Select(older, ("odd",), "x"),))
     llmtailor.merge(mixed, tmp_path / "mixed", llmtailor.Options(to="universal"))
     assert "gives all params one step" in (tmp_path / "mixed" / "llmtailor.json").read_text()
     steps = index_checkpoint(tmp_path / "mixed").steps()

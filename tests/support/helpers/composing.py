@@ -19,7 +19,7 @@ Taken = Mapping[str | int, Path]
 
 def recipe(base: Path, taken: Taken | None = None, dtype: str | None = None) -> Recipe:
     parts = tuple(Select(source, (str(selector),), "parts") for selector, source in (taken or {}).items())
-    return Recipe("recipe", "", base, parts, dtype, None)
+    return Recipe(name="recipe", base=base, rules=parts, dtype=dtype)
 
 
 def merge(base: Path, out: Path, taken: Taken | None = None, *, dtype: str | None = None, **options: Any) -> Report:

@@ -245,7 +245,7 @@ def test_a_file_that_grows_under_us(tmp_path):
 
 def test_files_that_change_between_plan_and_copy(copy_of, tmp_path):
     checkpoint = copy_of("zero3")
-    composition = plan_merge(Recipe("x", "", checkpoint, (), None, None), tmp_path / "out")
+    composition = plan_merge(Recipe(name="x", base=checkpoint), tmp_path / "out")
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(SourceError, match="changed while it was read"):

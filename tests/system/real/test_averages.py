@@ -33,7 +33,7 @@ Member = tuple[str, int, float]
 
 
 def merge(base: Path, members: list[tuple[Path, float]], moments: str, out: Path, **options: Any) -> Path:
-    recipe = Recipe("x", "", base, (WholeModel(Average(tuple(members), moments), None, "x"),), None, None)
+    recipe = Recipe(name="x", base=base, rules=(WholeModel(Average(tuple(members), moments), None, "x"),))
     llmtailor.merge(recipe, out, llmtailor.Options(**options))
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.level == RESUMABLE, verdict.findings
@@ -141,7 +141,7 @@ def test_the_plain_trainer_resumes_too(tmp_path: Path, moments: str) -> None:
     members = tuple((run.checkpoint(step), 1.0) for step in (2, 4))
     rule = Select(Average(members, moments), ("0",), "x")
     out = tmp_path / "checkpoint-4"
-    llmtailor.merge(Recipe("x", "", run.checkpoint(4), (rule,), None, None), out)
+    llmtailor.merge(Recipe(name="x", base=run.checkpoint(4), rules=(rule,)), out)
     assert verify_checkpoint(out, deep=True).level == RESUMABLE
     resumed = train_alone(tmp_path / "resumed", resume_from=out, steps=6)
     assert sorted(resumed.losses) == [5, 6] and all(map(math.isfinite, resumed.losses.values()))

@@ -95,7 +95,7 @@ def copies_held(plan) -> int:
 def test_a_plan_holds_no_pieces_of_ranks(large, tmp_path):
     held = []
     for world in WORLDS:
-        recipe = Recipe("test", "", large[world], (), None, None)
+        recipe = Recipe(name="test", base=large[world])
         composition = plan_merge(recipe, tmp_path / f"out-{world}", Options())
         held.append(copies_held(composition.plan))
         del composition
@@ -105,7 +105,7 @@ def test_a_plan_holds_no_pieces_of_ranks(large, tmp_path):
 @pytest.mark.parametrize("world", [1, 3, 13])
 def test_a_rank_gets_the_file_that_its_own_tree_makes(small, tmp_path, world):
     base = index_checkpoint(small)
-    composition = plan_merge(Recipe("test", "", small, (), None, None), tmp_path / "out", Options(world_size=world))
+    composition = plan_merge(Recipe(name="test", base=small), tmp_path / "out", Options(world_size=world))
     target = ZeroTarget.of(base, composition.target, base.precision, base.framework)
     alike = [*RankFiles(target, base.zero.engine).layouts(target.tag)]
     own = [lay_out_torch_file(path, tree) for _, path, tree in make_shards(target, base.zero.engine)]
@@ -180,7 +180,7 @@ def test_a_plan_of_tensor_parallel_ranks_does_not_list_rows(tmp_path, stage, mes
         shape = replace(SMALL, hidden_size=hidden, intermediate_size=128, num_kv_heads=2, head_dim=4)
         root = tmp_path / f"{hidden}" / "checkpoint-100"
         make_checkpoint(root, shape, lay_out(shape, 4, tp=2), 100, sparse=True)
-        recipe = Recipe("test", "", root, (), None, None)
+        recipe = Recipe(name="test", base=root)
         files = plan_merge(recipe, tmp_path / f"out-{hidden}", Options(stage=stage, mesh=mesh)).plan.files
         assert any(isinstance(piece, Strided) for file in files for piece in file.pieces)
         planned.append(sum(len(file.pieces) for file in files))
@@ -220,7 +220,7 @@ def test_planning_reads_a_few_headers_of_a_file(sharded, tmp_path, monkeypatch):
         return real(fd, size, at)
 
     monkeypatch.setattr(os, "pread", counted)
-    plan_merge(Recipe("test", "", sharded[48], (), None, None), tmp_path / "out", Options())
+    plan_merge(Recipe(name="test", base=sharded[48]), tmp_path / "out", Options())
     blobs = Counter(
         chunk.blob.path for entry in read_metadata(sharded[48], METADATA, "x").values() for chunk in entry.chunks
     )
@@ -230,7 +230,7 @@ def test_planning_reads_a_few_headers_of_a_file(sharded, tmp_path, monkeypatch):
 def test_a_plan_of_sharded_tensors_holds_no_pieces_of_ranks(sharded, tmp_path):
     held = []
     for world, root in sharded.items():
-        composition = plan_merge(Recipe("test", "", root, (), None, None), tmp_path / f"out-{world}", Options())
+        composition = plan_merge(Recipe(name="test", base=root), tmp_path / f"out-{world}", Options())
         held.append(copies_held(composition.plan))
         del composition
     assert held[1] == held[0]

@@ -246,7 +246,7 @@ def _read_checkpoint(data: bytes, folder: Path, sound: dict[str, Path]) -> Any:
         else:
             others = [Options(world_size=3, stage=2 if index.form.stage == 3 else 3, groups="default")]
         for options in (Options(), *others):
-            plan_merge(Recipe("x", "", root, (), None, None), folder / "out", options)
+            plan_merge(Recipe(name="x", base=root), folder / "out", options)
 
 
 def _state_size(manifest: Path, path: str, num_bytes: int) -> None:
