@@ -15,7 +15,7 @@ import torch
 
 from llmtailor.background.snapshot import CHANGE_EARLIER
 from llmtailor.errors import StorageError, some
-from llmtailor.live.tensors import bytes_of
+from llmtailor.live.tensors import bytes_of, local_of, version_of
 from llmtailor.live.training import FrozenFile
 from llmtailor.storage.checksums import crc32
 
@@ -76,13 +76,12 @@ class FrozenParams:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
-    local = _local(tensor)
-    version = 0 if local.is_inference() else local._version
-    return local.data_ptr(), version, tuple(local.shape), local.dtype
+    local = local_of(tensor)
+    return local.data_ptr(), version_of(local), tuple(local.shape), local.dtype
 
 
 def _sample(tensor: torch.Tensor) -> int:
-    flat = _local(tensor).detach().reshape(-1)
+    flat = local_of(tensor).detach().reshape(-1)
     stride = max(1, flat.numel() * flat.element_size() // _SAMPLE_BYTES)
     sample = flat[::stride].to("cpu").contiguous()
     return crc32(bytes_of(sample), crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode()))
@@ -90,7 +89,7 @@ def _sample(tensor: torch.Tensor) -> int:
 
 def digest_of(tensor: torch.Tensor) -> int:
     """Return a checksum of all bytes of a tensor, and of its shape and dtype: computed where the tensor is."""
-    local = _local(tensor).detach()
+    local = local_of(tensor).detach()
     head = crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     if local.device.type == "cpu":
         return crc32(bytes_of(local.reshape(-1).contiguous()), head)
@@ -120,8 +119,3 @@ def _factors(device: torch.device) -> torch.Tensor:
     """Return odd random numbers, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(-(1 << 63), (1 << 63) - 1, (_CHUNK,), generator=generator) | 1).to(device)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

@@ -23,7 +23,7 @@ from llmtailor.background.arena import Arena
 from llmtailor.background.packing import ANY_STEP, LiveTensor, LiveTensors
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.errors import Problem, StorageError
-from llmtailor.live.tensors import bytes_of, not_compiled, storage_of
+from llmtailor.live.tensors import bytes_of, not_compiled, storage_of, version_of
 from llmtailor.model.dtypes import numel_of, size_of
 
 CHUNK_BYTES = 16 << 20
@@ -86,7 +86,7 @@ class Snapshot:
         self._check = check
         self._last = {live.tensors[number].written_with: at for at, number in enumerate(self._order)}
         self._checked_at = self._last.get(ANY_STEP, len(self._order) - 1)
-        self._versions = [_version(one.flat) for one in live.tensors]
+        self._versions = [version_of(one.flat) for one in live.tensors]
         self._unsure = deque(
             at for at, number in enumerate(self._order) if copies_asynchronously(live.tensors[number].flat)
         )
@@ -209,7 +209,7 @@ class Snapshot:
     def _check_version(self, number: int) -> None:
         live = self._live.tensors[number]
         # ZeRO-3 writes to frozen params what they are already; `check` compares those
-        if live.written_with not in (0, ANY_STEP) and _version(live.flat) != self._versions[number]:
+        if live.written_with not in (0, ANY_STEP) and version_of(live.flat) != self._versions[number]:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
     def _run(self) -> None:
@@ -323,10 +323,6 @@ class _Streams:
 def copies_asynchronously(tensor: torch.Tensor) -> bool:
     """Return whether copies of this tensor are asynchronous."""
     return tensor.is_cuda
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class StepBarrier:

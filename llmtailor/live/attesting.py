@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from llmtailor.attestation.by_position import index_by_position
 from llmtailor.attestation.check import (
@@ -48,7 +47,7 @@ from llmtailor.frameworks.files import CKPT
 from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.model import is_adapted, saved_names
 from llmtailor.live.objects import Attestable, attestable_of, held_of, parts_of
-from llmtailor.live.tensors import DTYPES, TORCH, bytes_of
+from llmtailor.live.tensors import DTYPES, TORCH, bytes_of, local_of
 from llmtailor.live.torch_training import NamedTraining
 from llmtailor.live.training import HasState, LiveShard, TrainingObjects, persistent_buffers, rng_tree
 from llmtailor.model.roles import BUFFER
@@ -343,7 +342,7 @@ def _ignored(model: torch.nn.Module) -> Callable[[str], bool]:
 def _number(value: Any) -> Number | None:
     """Return a state that is a single number; None for any other."""
     if isinstance(value, torch.Tensor):
-        value = value.to_local() if isinstance(value, DTensor) else value
+        value = local_of(value)
         if value.numel() != 1 or value.dtype not in DTYPES:
             return None
         is_floating = value.is_floating_point()

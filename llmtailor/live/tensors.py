@@ -19,10 +19,20 @@ def not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def local_of(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or another tensor itself."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage; of a DTensor, that of this rank's part."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.untyped_storage().data_ptr()
+    return local_of(tensor).untyped_storage().data_ptr()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return what grows with each write that torch sees."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -23,7 +23,7 @@ from llmtailor.formats.safetensors_weights import adapter_naming
 from llmtailor.frameworks.files import OPTIMIZER, SCALER
 from llmtailor.frameworks.stock_fields import adams_first_kinds, has_adams_options, keeps_as_adam
 from llmtailor.live.model import Names, is_adapted, saved_adapter, saved_names
-from llmtailor.live.tensors import DTYPES, not_compiled
+from llmtailor.live.tensors import DTYPES, local_of, not_compiled
 from llmtailor.live.training import (
     FrozenFile,
     HasState,
@@ -125,7 +125,7 @@ class NamedTraining:
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements that this rank has of a state, in one dimension."""
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+        return local_of(tensor).detach().reshape(-1)
 
     def _saved(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = self.optimizer.state.get(self._live[name]) or {}

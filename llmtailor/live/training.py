@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from llmtailor.checkpoint.placement import Box
@@ -18,7 +17,7 @@ from llmtailor.containers.json import is_name
 from llmtailor.containers.unpickle import QUANTIZED, Call
 from llmtailor.errors import UnsupportedCheckpoint, some
 from llmtailor.formats.partial.manifest import ParamFact
-from llmtailor.live.tensors import DTYPES
+from llmtailor.live.tensors import DTYPES, local_of
 from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT
 
 
@@ -326,8 +325,7 @@ def is_plain_tensor(value: Any) -> bool:
     A quantized state, such as torchao's, is a tensor subclass with codes and scales inside, which claims the param's
     shape and dtype.
     """
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return type(local) in (torch.Tensor, torch.nn.Parameter)
+    return type(local_of(value)) in (torch.Tensor, torch.nn.Parameter)
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -364,7 +362,7 @@ def find_overlaps(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """
     spans = []
     for name, tensor in tensors.items():
-        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local: Any = local_of(tensor)
         if is_traceable_wrapper_subclass(local):  # quantized, without memory of its own
             continue
         if local.numel() and local.layout == torch.strided and (begin := local.data_ptr()):

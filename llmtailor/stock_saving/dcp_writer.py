@@ -16,7 +16,8 @@ from torch.futures import Future
 
 from llmtailor.background.packing import LiveTensors
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Segment
-from llmtailor.stock_saving.torch_save import Stepped, lay_out_saved_blob, local_of
+from llmtailor.live.tensors import local_of
+from llmtailor.stock_saving.torch_save import Stepped, lay_out_saved_blob
 
 
 class FileSink(Protocol):

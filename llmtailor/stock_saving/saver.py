@@ -38,7 +38,7 @@ from llmtailor.checkpoint.layout import BLOCK_BYTES, FileLayout
 from llmtailor.errors import StorageError, TailorError, TargetError, UsageError
 from llmtailor.formats.optimizer_objects import unsupported
 from llmtailor.formats.partial.manifest import BundleFact
-from llmtailor.live.tensors import DTYPES, storage_of
+from llmtailor.live.tensors import DTYPES, local_of, storage_of
 from llmtailor.live.torch_training import innermost
 from llmtailor.patching import patch_method
 from llmtailor.ranks.team import Ranks, check_same
@@ -49,7 +49,6 @@ from llmtailor.stock_saving.torch_save import (
     Stepped,
     lay_out_saved,
     lay_out_saved_tensors,
-    local_of,
     masters_of,
     stepped_storages,
 )
@@ -105,12 +104,18 @@ class _OpenSave:
 class _Record:
     """Implements `background.pending.SaveRecord`."""
 
-    def __init__(self, ranks: Ranks, write_timeout: float, mirror: StockMirror | None) -> None:
-        self.ranks, self.store, self.write_timeout = ranks, ranks.store(), write_timeout
-        self.mirror = mirror
-        """On rank 0: where finished checkpoints are copied to"""
+    mirror: StockMirror | None = None
+    """On rank 0: where finished checkpoints are copied to"""
+
+    def __init__(self, ranks: Ranks, options: SavingOptions) -> None:
+        self.ranks, self.store, self.write_timeout = ranks, ranks.store(), options.write_timeout
+        if options.mirror is not None:
+            ranks.run_on_first(partial(self._open_mirror, options.mirror))
         self.locks: dict[Path, Lock] = {}
         """Hidden folder -> its lock, on rank 0"""
+
+    def _open_mirror(self, url: str) -> None:
+        self.mirror = StockMirror(url)
 
     def claim(self, hidden: Path) -> None:
         """Make a hidden folder anew.
@@ -174,10 +179,7 @@ class StockSaver(BackgroundSaver):
         masters: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
         self._model, self._held, self._masters, ranks = model, optimizers, masters, Ranks.here()
-        mirrors: list[StockMirror] = []
-        if options.mirror is not None:
-            ranks.run_on_first(lambda: mirrors.append(StockMirror(f"{options.mirror}")))
-        self.record: _Record = _Record(ranks, options.write_timeout, mirrors[0] if mirrors else None)
+        self.record: _Record = _Record(ranks, options)
         super().__init__(options, ranks, self.record, lambda: self._why_not() or writes_unseen(), self._needed)
         self.is_closed = False
         self._open: _OpenSave | None = None

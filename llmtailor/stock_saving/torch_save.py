@@ -19,7 +19,7 @@ from llmtailor.background.packing import ANY_STEP, LiveTensor, LiveTensors
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Segment
 from llmtailor.containers.torch_file import TorchLayout, place_torch_blob
 from llmtailor.formats.partial.json_trees import BundleEntry, lay_out_tensors
-from llmtailor.live.tensors import DTYPES, bytes_of, storage_of
+from llmtailor.live.tensors import DTYPES, bytes_of, local_of, storage_of
 
 _SMALL_BYTES = 4096
 """Storages on the CPU up to this size are copied at once: a piece of its own costs more"""
@@ -56,12 +56,6 @@ def masters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     listed = (param for group in optimizer.param_groups for param in group["params"])
     params = {id(param): param for param in (*listed, *optimizer.state) if isinstance(param, torch.Tensor)}
     yield from (param for param in params.values() if param.numel() and _has_storage(param))
-
-
-def local_of(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a DTensor, or another tensor itself."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
