@@ -56,7 +56,7 @@ class _Loaded:
     """What was loaded since the last optimizer step."""
 
     checkpoint: Path | None = None
-    find_held: Callable[[], TrainingObjects] | None = None
+    find_objects: Callable[[], TrainingObjects] | None = None
     """Returns what holds the training"""
     is_making_states: bool = False
     """Whether torch makes an optimizer's states by a step with a rate of 0, to load them"""
@@ -66,14 +66,14 @@ _loaded = _Loaded()
 _task: Task | None = None
 
 
-def remember(checkpoint: Path, find_held: Callable[[], TrainingObjects]) -> None:
+def remember(checkpoint: Path, find_objects: Callable[[], TrainingObjects]) -> None:
     """Attest a training, which holds what was loaded from a checkpoint, before its next optimizer step."""
-    _loaded.checkpoint, _loaded.find_held = checkpoint, find_held
+    _loaded.checkpoint, _loaded.find_objects = checkpoint, find_objects
 
 
 def forget() -> None:
     """Leave what was loaded to somebody else who attests it."""
-    _loaded.checkpoint, _loaded.find_held = None, None
+    _loaded.checkpoint, _loaded.find_objects = None, None
 
 
 def _hook_engine(module: ModuleType) -> None:
@@ -175,7 +175,7 @@ HOOKS: Mapping[str, Callable[[ModuleType], None]] = {
 
 
 def _is_due() -> bool:
-    is_pending = _loaded.find_held is not None or task().checkpoint is not None
+    is_pending = _loaded.find_objects is not None or task().checkpoint is not None
     return is_pending and not _loaded.is_making_states
 
 
@@ -183,16 +183,16 @@ def _before_step() -> None:
     """Attest what was loaded, if anything, before an optimizer step."""
     if not _is_due():
         return
-    loaded, find_held = _loaded.checkpoint, _loaded.find_held
-    from llmtailor.live.attesting import attest_held, attest_loop
+    loaded, find_objects = _loaded.checkpoint, _loaded.find_objects
+    from llmtailor.live.attesting import attest_loop, attest_objects
     from llmtailor.saving.arguments import resume_options
 
     options = resume_options(os.environ)
     forget()
 
     def attest() -> Attestation:
-        assert find_held is not None and loaded is not None
-        return attest_held(find_held(), loaded, options.attest)
+        assert find_objects is not None and loaded is not None
+        return attest_objects(find_objects(), loaded, options.attest)
 
     if task().checkpoint is None:
         attest_loop(attest, loaded, options.on_mismatch, say=announce_or_leave)

@@ -31,7 +31,7 @@ from llmtailor.errors import TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.frameworks.files import CKPT, TRAINER_STATE
 from llmtailor.frameworks.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.integrations.attested import forget, remember, task
-from llmtailor.live.attesting import attest_held, attest_loop
+from llmtailor.live.attesting import attest_loop, attest_objects
 from llmtailor.live.objects import kept_buffers
 from llmtailor.live.training import TrainingObjects
 from llmtailor.patching import next_call
@@ -105,12 +105,12 @@ class LightningPartialSaving(SaverCallback, Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close(trainer)
         step = trainer.global_step
-        held = _held(trainer, pl_module)
+        objects = _objects(trainer, pl_module)
         beside = LightningClient(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
         output_dir = self.output_dir or trainer.default_root_dir
-        self.saver = make_saver(output_dir, held, beside, None, self.policy, self.options)
+        self.saver = make_saver(output_dir, objects, beside, None, self.policy, self.options)
         self._saved_step = self._step = step
-        self._resume = _Resume(trainer, held, self.options) if _is_attested(trainer, self.options) else None
+        self._resume = _Resume(trainer, objects, self.options) if _is_attested(trainer, self.options) else None
         if self._resume is None:
             self._start(trainer, step)
 
@@ -186,11 +186,11 @@ class LightningAttestResume(AttestingCallback, Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _is_attested(trainer, self.options):
-            held = partial(_held, trainer, pl_module, "AttestResume")
-            attest_or_warn(lambda: self._begin(trainer, held()), _loaded(trainer), Ranks.here().is_first)
+            objects = partial(_objects, trainer, pl_module, "AttestResume")
+            attest_or_warn(lambda: self._begin(trainer, objects()), _loaded(trainer), Ranks.here().is_first)
 
-    def _begin(self, trainer: Trainer, held: TrainingObjects) -> None:
-        self._resume = _Resume(trainer, held, self.options)
+    def _begin(self, trainer: Trainer, objects: TrainingObjects) -> None:
+        self._resume = _Resume(trainer, objects, self.options)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
         if (resume := self._resume) is not None:
@@ -215,8 +215,8 @@ class _Resume:
     """What Lightning has restored: after ``on_fit_start`` and before ``on_train_start`` optimizers and loops, no random
     states. It is attested before the first optimizer step: callbacks may change it until then."""
 
-    def __init__(self, trainer: Trainer, held: TrainingObjects, options: SavingOptions) -> None:
-        self._trainer, self._options, self._buffers = trainer, options, kept_buffers(held)
+    def __init__(self, trainer: Trainer, objects: TrainingObjects, options: SavingOptions) -> None:
+        self._trainer, self._options, self._buffers = trainer, options, kept_buffers(objects)
 
     def attest(self, module: LightningModule, **how: Any) -> None:
         """Do what `attest_loop` does."""
@@ -224,8 +224,8 @@ class _Resume:
         attest_loop(lambda: self.found(module), loaded, self._options.on_mismatch, **how)
 
     def found(self, module: LightningModule) -> Attestation:
-        held = replace(_held(self._trainer, module, "AttestResume"), buffers=self._buffers)
-        return attest_held(held, _loaded(self._trainer), self._options.attest)
+        objects = replace(_objects(self._trainer, module, "AttestResume"), buffers=self._buffers)
+        return attest_objects(objects, _loaded(self._trainer), self._options.attest)
 
 
 class LaunchedLightningAttest(LightningAttestResume):
@@ -252,11 +252,11 @@ class LaunchedLightningAttest(LightningAttestResume):
         loaded = _loaded(trainer)
         if loaded.name == CKPT and Path(task().checkpoint or CKPT).name != CKPT:
             loaded = loaded.parent
-        held = partial(_held, trainer, pl_module, "AttestResume")
+        objects = partial(_objects, trainer, pl_module, "AttestResume")
         buffers = {}
         with suppress(UnsupportedCheckpoint):  # it is raised once more when the training is attested
-            buffers = kept_buffers(held())
-        remember(loaded, lambda: replace(held(), buffers=buffers))
+            buffers = kept_buffers(objects())
+        remember(loaded, lambda: replace(objects(), buffers=buffers))
 
 
 def _loaded(trainer: Trainer) -> Path:
@@ -305,7 +305,7 @@ def _is_first() -> bool:
     return not rank_zero_only.rank and (by_launcher or not LightningEnvironment().node_rank())
 
 
-def _held(trainer: Trainer, module: LightningModule, where: str = "PartialSaving") -> TrainingObjects:
+def _objects(trainer: Trainer, module: LightningModule, where: str = "PartialSaving") -> TrainingObjects:
     """Return what Lightning holds. Raises UnsupportedCheckpoint for a training whose states can't be read."""
     strategy, optimizers = trainer.strategy, trainer.optimizers
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):  # DeepSpeed's is a DDPStrategy

@@ -46,7 +46,7 @@ from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.frameworks.files import CKPT
 from llmtailor.live.any_training import AnyTraining
 from llmtailor.live.model import is_adapted, saved_names
-from llmtailor.live.objects import Attestable, attestable_of, held_of, parts_of
+from llmtailor.live.objects import Attestable, attestable_of, objects_of, parts_of
 from llmtailor.live.tensors import DTYPES, TORCH, bytes_of, local_of
 from llmtailor.live.torch_training import NamedTraining
 from llmtailor.live.training import HasState, LiveShard, TrainingObjects, persistent_buffers, rng_tree
@@ -73,13 +73,13 @@ def attest_training(
     training: Attestable,
     checkpoint: Path,
     how: str,
-    held: TrainingObjects,
+    objects: TrainingObjects,
     *,
     with_random: bool = False,
 ) -> Attestation:
-    """Compare a live training with a checkpoint, on all ranks, and what is ``held`` beside it: scheduler, scaler and
-    counters; ``with_random`` also the random states. That they differ is a note: the program may have drawn from them
-    since. That they are another rank's is an alarm.
+    """Compare a live training with a checkpoint, on all ranks, and the program's other ``objects``: scheduler, scaler
+    and counters; ``with_random`` also the random states. That they differ is a note: the program may have drawn from
+    them since. That they are another rank's is an alarm.
 
     Raises SourceError, UnsupportedCheckpoint."""
     ranks = Ranks.here()
@@ -90,7 +90,7 @@ def attest_training(
         if not has_other_params or (judgement := judged(error, display_name(checkpoint), how)) is None:
             raise
         return judgement
-    found = attest_opened(opened, ranks, how, held)
+    found = attest_opened(opened, ranks, how, objects)
     if not with_random:
         return found
     mine = ranks.run_on_all(lambda: compare_random(opened.index, rng_tree(), ranks.rank, ranks.world_size))
@@ -156,26 +156,26 @@ def attest(
     if problems:
         raise UsageError(problems)
     if trainer is not None:
-        held = parts_of(trainer)
+        objects = parts_of(trainer)
     else:
-        held = held_of(accelerator, engine, model, optimizer, scheduler, scaler)
-        held = replace(held, counters={} if step is None else {"global_step": step})
-    attested = attest_held(held, as_path(checkpoint), how, with_random=accelerator is not None)
+        objects = objects_of(accelerator, engine, model, optimizer, scheduler, scaler)
+        objects = replace(objects, counters={} if step is None else {"global_step": step})
+    attested = attest_objects(objects, as_path(checkpoint), how, with_random=accelerator is not None)
     announce(attested, Ranks.here(), on_mismatch)
     return attested
 
 
-def attest_held(held: TrainingObjects, checkpoint: Path, how: str, *, with_random: bool = False) -> Attestation:
+def attest_objects(objects: TrainingObjects, checkpoint: Path, how: str, *, with_random: bool = False) -> Attestation:
     """Do what `attest_training` does, with what a program holds."""
-    return attest_training(attestable_of(held), checkpoint, how, held, with_random=with_random)
+    return attest_training(attestable_of(objects), checkpoint, how, objects, with_random=with_random)
 
 
-def attest_opened(opened: AttestedPair, ranks: Ranks, how: str, held: TrainingObjects) -> Attestation:
+def attest_opened(opened: AttestedPair, ranks: Ranks, how: str, objects: TrainingObjects) -> Attestation:
     with known_model(_facts_of(opened.training)):
-        found = attest_live(opened.index, lambda: live_of(opened, held), ranks, how)
-    if not held.not_compared:
+        found = attest_live(opened.index, lambda: live_of(opened, objects), ranks, how)
+    if not objects.not_compared:
         return found
-    what = f"objects that accelerate saves along are not compared: {some(held.not_compared)}"
+    what = f"objects that accelerate saves along are not compared: {some(objects.not_compared)}"
     return replace(found, notes=(*found.notes, what))
 
 
@@ -255,11 +255,11 @@ def _facts_of(training: Attestable) -> ModelFacts:
     return ModelFacts(params, decaying, tied, buffers, saved_as=saved_as or {})
 
 
-def live_of(opened: AttestedPair, held: TrainingObjects) -> Live:
+def live_of(opened: AttestedPair, objects: TrainingObjects) -> Live:
     """Return what this process holds of a training, and beside it, for `attestation`."""
     training, ranks = opened.training, Ranks.here()
     engine: Any = getattr(training, "engine", None)
-    scheduler = held.scheduler if held.scheduler is not None else getattr(engine, "lr_scheduler", None)
+    scheduler = objects.scheduler if objects.scheduler is not None else getattr(engine, "lr_scheduler", None)
     more = {name: getattr(engine, key) for name, key in ENGINE_COUNTERS.items() if engine is not None}
     transient = _transient_buffers(opened)
     lost = _lost(opened)
@@ -270,7 +270,7 @@ def live_of(opened: AttestedPair, held: TrainingObjects) -> Live:
         for number, (names, hyper) in enumerate(training.groups())
     ]
     return Live(
-        fragments=lambda: _fragments(training, held.buffers, transient),
+        fragments=lambda: _fragments(training, objects.buffers, transient),
         copies=lambda: (_fragment(one, training.params[one.param].shape) for one in training.copies()),
         roles={name: fact.role for name, fact in training.params.items()} | dict.fromkeys(transient, "buffer"),
         aliases=aliases_of(training.tied),
@@ -282,9 +282,9 @@ def live_of(opened: AttestedPair, held: TrainingObjects) -> Live:
         groups=groups,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        schedule=schedule_of(scheduler, engine, held.trainer) if scheduler is not None else None,
-        counters={**held.counters, **more},
-        scale=held.scaler.state_dict() if held.scaler is not None else _scale_of(engine),
+        schedule=schedule_of(scheduler, engine, objects.trainer) if scheduler is not None else None,
+        counters={**objects.counters, **more},
+        scale=objects.scaler.state_dict() if objects.scaler is not None else _scale_of(engine),
         without_gradient=frozenset(
             name for name, param in training.model.named_parameters() if not param.requires_grad
         ),

@@ -32,37 +32,39 @@ FSDP1 = "the flat tensors of FSDP version 1 can't be saved in parts"
 FSDP1_FIX = "use FSDP version 2 (fsdp_version), DeepSpeed ZeRO or DDP"
 
 
-def training_of(held: TrainingObjects, loader: Framework = FRAMEWORKS[DEEPSPEED], *, is_saved: bool = True) -> Training:
+def training_of(
+    objects: TrainingObjects, loader: Framework = FRAMEWORKS[DEEPSPEED], *, is_saved: bool = True
+) -> Training:
     """Return the live training of an engine, or of a model and its optimizer. Raises UnsupportedCheckpoint.
 
     ``loader`` names the checkpoints of an engine. A training that is only compared, not ``is_saved``, may be wrong in
     ways that a saver refuses.
     """
-    if held.engine is not None:
+    if objects.engine is not None:
         from llmtailor.live.deepspeed import ZeroTraining
 
-        return ZeroTraining(held.engine, loader, is_saved=is_saved)
-    assert held.model is not None and held.optimizer is not None, "without an engine"
-    return PlainTraining(held.model, held.optimizer, held.scaler, is_saved=is_saved)
+        return ZeroTraining(objects.engine, loader, is_saved=is_saved)
+    assert objects.model is not None and objects.optimizer is not None, "without an engine"
+    return PlainTraining(objects.model, objects.optimizer, objects.scaler, is_saved=is_saved)
 
 
-def attestable_of(held: TrainingObjects) -> Attestable:
+def attestable_of(objects: TrainingObjects) -> Attestable:
     """Return a live training that is compared only, also one whose states can't be saved in parts.
 
     Raises UnsupportedCheckpoint for one whose states can't be read either.
     """
-    modules = held.model.modules() if held.model is not None else ()
+    modules = objects.model.modules() if objects.model is not None else ()
     if any(type(one).__name__ == "FullyShardedDataParallel" for one in modules):
         raise UnsupportedCheckpoint.at("attest", "the flat tensors of FSDP version 1 can't be compared", FSDP1_FIX)
     try:
-        return training_of(held, is_saved=False)
+        return training_of(objects, is_saved=False)
     except UnsupportedCheckpoint:
-        if held.engine is not None or held.model is None or held.optimizer is None:
+        if objects.engine is not None or objects.model is None or objects.optimizer is None:
             raise
-        return AnyTraining(held.model, held.optimizer)
+        return AnyTraining(objects.model, objects.optimizer)
 
 
-def held_of(
+def objects_of(
     accelerator: Accelerator | None, engine: Any, model: Any, optimizer: Any, scheduler: Any, scaler: Any
 ) -> TrainingObjects:
     """Return what a loop gives: an accelerator, or an engine, or a model with its optimizer."""
@@ -98,9 +100,9 @@ def prepared(accelerator: Accelerator) -> TrainingObjects:
     return TrainingObjects(None, models[0], optimizers[0], scheduler, accelerator.scaler, not_compared=objects)
 
 
-def kept_buffers(held: TrainingObjects) -> dict[str, torch.Tensor]:
+def kept_buffers(objects: TrainingObjects) -> dict[str, torch.Tensor]:
     """Return copies of a model's persistent buffers, which the forward pass may change before the first step."""
-    model = held.engine.module if held.engine is not None else held.model
+    model = objects.engine.module if objects.engine is not None else objects.model
     assert model is not None
     return {name: buffer.detach().clone() for name, buffer in persistent_buffers(unwrap(model)).items()}
 

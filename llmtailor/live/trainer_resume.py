@@ -111,13 +111,13 @@ class TrainerResume:
             self._checkpoint = None
             self._call(self._then)
             return
-        self._is_due, held = True, parts_of(trainer)
-        self._buffers = kept_buffers(held)
+        self._is_due, objects = True, parts_of(trainer)
+        self._buffers = kept_buffers(objects)
         self._waits_for_rng = not trainer.args.ignore_data_skip
         if self._waits_for_rng:
             self._watch_rng(trainer)
-        if held.engine is not None:  # which makes the step within the backward pass
-            patch_method(held.engine, "step")(self._stepping)
+        if objects.engine is not None:  # which makes the step within the backward pass
+            patch_method(objects.engine, "step")(self._stepping)
 
     def before_step(self) -> None:
         """Attest the training within the call of the optimizer's step that follows, after all other callbacks, and
@@ -155,7 +155,7 @@ class TrainerResume:
     def _attest_all(self) -> None:
         checkpoint, trainer = self._checkpoint, self._trainer
         assert checkpoint is not None
-        training, held = self._find_training(), replace(parts_of(trainer), buffers=self._buffers)
+        training, objects = self._find_training(), replace(parts_of(trainer), buffers=self._buffers)
         try:
             opened = open_on_first(training, checkpoint, self._ranks)
         except SourceError as error:
@@ -163,7 +163,7 @@ class TrainerResume:
                 raise
             self._report(judgement)
             return
-        found = self._with_random(attest_opened(opened, self._ranks, self._how, held), opened.index)
+        found = self._with_random(attest_opened(opened, self._ranks, self._how, objects), opened.index)
         if self._ranks.is_first:
             state = trainer.state
             log = abandoned_log(Path(trainer.args.output_dir), state.global_step, state.log_history)

@@ -16,7 +16,7 @@ from llmtailor.background.pending import PendingSave
 from llmtailor.background.report import SaveFailed
 from llmtailor.background.writing import owners_of
 from llmtailor.errors import TailorError, UsageError
-from llmtailor.live.objects import held_of, training_of
+from llmtailor.live.objects import objects_of, training_of
 from llmtailor.live.training import HasState, Pretrained, TrainingObjects
 from llmtailor.policies import DEFAULT_POLICY, Policy
 from llmtailor.saving.arguments import Arguments, from_environment
@@ -75,23 +75,23 @@ def saver_for(
     """
     if accelerator is not None and (engine is not None or model is not None or optimizer is not None):
         raise UsageError.at("saver_for", "the accelerator has the model already", "give the accelerator only")
-    held = held_of(accelerator, engine, model, optimizer, scheduler, scaler)
-    if (held.engine is None) == (held.model is None or held.optimizer is None):
+    objects = objects_of(accelerator, engine, model, optimizer, scheduler, scaler)
+    if (objects.engine is None) == (objects.model is None or objects.optimizer is None):
         raise UsageError.at(
             "saver_for", "it needs a DeepSpeed engine, or a model and its optimizer", "give exactly one of the two"
         )
-    if held.engine is None and held.scheduler is None and accelerator is None:
+    if objects.engine is None and objects.scheduler is None and accelerator is None:
         what = "it needs a scheduler: without one, the Trainer ignores the optimizer's states when it resumes"
         fix = "for a constant learning rate, use torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)"
         raise UsageError.at("saver_for", what, fix)
-    own = held.own_scheduler
+    own = objects.own_scheduler
     beside = TrainerClient(own) if accelerator is None else AccelerateClient(accelerator, own)
-    return make_saver(output_dir, held, beside, tokenizer, policy, SavingOptions(**options))
+    return make_saver(output_dir, objects, beside, tokenizer, policy, SavingOptions(**options))
 
 
 def make_saver(
     output_dir: str | Path,
-    held: TrainingObjects,
+    objects: TrainingObjects,
     beside: ClientState,
     tokenizer: Pretrained | None,
     policy: str | Mapping[str, object] | Policy,
@@ -99,7 +99,7 @@ def make_saver(
     is_tested: bool = False,
 ) -> PartialSaver:
     """Return a saver for a DeepSpeed engine, or for a model and its optimizer; see `PartialSaver`."""
-    training = training_of(held, beside.loader)
+    training = training_of(objects, beside.loader)
     carried = owners_of(training.model, tokenizer)
     return PartialSaver(
         output_dir, training, policy, beside=beside, carried=carried, options=options, is_tested=is_tested

@@ -286,10 +286,10 @@ class PartialSaving(SaverCallback, Resuming):
         if self.saver is not None:  # from a training that ended with an error
             self.saver.close()
         self._pending_rng, self._is_last = None, False
-        held = parts_of(trainer)
-        beside, tokenizer = TrainerClient(held.own_scheduler), getattr(trainer.data_collator, "tokenizer", None)
+        objects = parts_of(trainer)
+        beside, tokenizer = TrainerClient(objects.own_scheduler), getattr(trainer.data_collator, "tokenizer", None)
         tokenizer = trainer.processing_class or tokenizer
-        self.saver = make_saver(args.output_dir, held, beside, tokenizer, self.policy, self.options, is_tested=True)
+        self.saver = make_saver(args.output_dir, objects, beside, tokenizer, self.policy, self.options, is_tested=True)
         saver, step, before = self.saver, state.global_step, {CALLBACKS: {**state.stateful_callbacks}}
 
         def start() -> None:

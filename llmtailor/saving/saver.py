@@ -250,8 +250,8 @@ class PartialSaver(BackgroundSaver):
 
     def _attest(self, step: int, checkpoint: Path) -> None:
         """Compare the training with the checkpoint that its loop names, before the first step."""
-        held = TrainingObjects(scheduler=self._client.scheduler)
-        attest = partial(attest_training, self._trained.live, checkpoint, self.options.attest, held)
+        objects = TrainingObjects(scheduler=self._client.scheduler)
+        attest = partial(attest_training, self._trained.live, checkpoint, self.options.attest, objects)
         say = self._hooks.take or announce
         attest_loop(attest, checkpoint, self.options.on_mismatch, step, self.record.append, say)
 
