@@ -454,6 +454,7 @@ MAY_ASK_FOR_THE_FORM = {
     "runs/scan.py": "a partial checkpoint builds on others, and needs no stock resume",
     "salvage/plan.py": "a full checkpoint needs no salvage; a file's checksum does not say which states it costs",
     "live/deepspeed.py": "a live DeepSpeed engine cuts by its stage",
+    "verify/checksums.py": "a save wrote a partial checkpoint, a merge any other with a manifest",
     "verify/values.py": "partial checkpoints have checksums of other files, and may lack what is zero elsewhere",
     "verify/verify.py": "no stock resume reads a partial checkpoint, so it is judged as a source",
 }

@@ -35,7 +35,7 @@ ODD = (".layers.1.", ".layers.3.", "lm_head.")
 
 def assert_same_index(found: CheckpointIndex, wanted: CheckpointIndex, older: CheckpointIndex | None = None) -> None:
     """Compare all states of a composite with those of the full checkpoint; even parts may be an older one's."""
-    told = ("format", "form", "world_size", "global_step", "precision", "params", "tied", "groups", "client")
+    told = ("format", "form", "world_size", "global_step", "precision", "params", "tied", "groups", "framework")
     for what in told:
         assert getattr(found, what) == getattr(wanted, what), what
     assert found.zero.tag == wanted.zero.tag

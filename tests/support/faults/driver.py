@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import llmtailor
-from helpers.places import ROOT
+from helpers.places import ROOT, SUPPORT
 
 NAMES = ("mkdir", "rmdir", "unlink", "rename", "renameat2")
 CHANGES = ("open", "write", "ftruncate", "fsync", "fdatasync", *NAMES)
@@ -308,8 +308,7 @@ def speak_often() -> None:
 @cache
 def started() -> subprocess.Popen[str]:
     """Start the server; one is enough for all tests of this process."""
-    root = ROOT
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SUPPORT)))}
     process = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )

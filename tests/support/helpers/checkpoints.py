@@ -55,13 +55,13 @@ def copied(run: Path, to: Path, steps: Iterable[int] = (4, 6)) -> Path:
 
 @cache
 def _made(layout: tuple[Shape, int, str, int], step: int, shard_bytes: int) -> Path:
-    path = Path(tempfile.mkdtemp(dir=_folder().name)) / "checkpoint"
+    path = Path(tempfile.mkdtemp(dir=made_folder().name)) / "checkpoint"
     make_checkpoint(path, layout[0], lay_out(*layout), step, shard_bytes=shard_bytes)
     return path
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def made_folder() -> tempfile.TemporaryDirectory[str]:
     """Removed when this process ends"""
     return tempfile.TemporaryDirectory(prefix="llmtailor-tests-")
 

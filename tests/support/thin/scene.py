@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
 
 import llmtailor
-from helpers.checkpoints import SMALL, make
+from helpers.checkpoints import SMALL, made_folder, make
 from helpers.composing import convert
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
@@ -42,10 +44,17 @@ def make_run(folder: Path, steps: Iterable[int], form: str | None = None, **shap
         if form is None:
             make(folder, step, **shape)
         else:
-            source = make(folder / "source", step, **shape)
-            convert(source, folder / source.name, to=form)
-            shutil.rmtree(folder / "source")
+            shutil.copytree(_converted(form, step, tuple(shape.items())), folder / f"checkpoint-{step}")
     return folder
+
+
+@cache
+def _converted(form: str, step: int, shape: tuple[tuple[str, Any], ...]) -> Path:
+    """Return a checkpoint to copy, as most tests want the same few."""
+    folder = Path(tempfile.mkdtemp(dir=made_folder().name))
+    source = make(folder / "source", step, **dict(shape))
+    convert(source, folder / source.name, to=form)
+    return folder / source.name
 
 
 def save_partial(run: Path, full: Path, parts: Iterable[str], ledger: Ledger) -> Ledger:
