@@ -170,10 +170,7 @@ def test_formats_know_each_other_only_through_what_they_share(package):
             assert others <= {*SHARED[: SHARED.index(own)]}, path
 
 
-KNOWS_A_FORMAT = {
-    "live/deepspeed.py": ({"deepspeed"}, "an engine has the names of its files"),
-    "verify/verify.py": ({"dcp", "fsdp", "trainer"}, "which files a resume reads, and blobs beside those with states"),
-}
+KNOWS_A_FORMAT = {"live/deepspeed.py": ({"deepspeed"}, "an engine has the names of its files")}
 """Files outside of formats/ that import a format's folder, and why. ``partial`` is llmtailor's own. The list may only
 get shorter."""
 

@@ -34,6 +34,7 @@ from llmtailor.errors import (
     MismatchError,
     PathIn,
     Problem,
+    Problems,
     SourceError,
     UnsupportedCheckpoint,
     counted,
@@ -43,12 +44,14 @@ from llmtailor.errors import (
 )
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp import write as dcp_writer
+from llmtailor.formats.dcp.folder import check_blobs
 from llmtailor.formats.deepspeed import read as deepspeed_reader
 from llmtailor.formats.deepspeed import universal
 from llmtailor.formats.deepspeed import write as deepspeed_writer
 from llmtailor.formats.format import Reader, Writer, finish
 from llmtailor.formats.fsdp import read as fsdp_reader
 from llmtailor.formats.fsdp import write as fsdp_writer
+from llmtailor.formats.fsdp.read import is_of_fsdp
 from llmtailor.formats.lightning import read as lightning_reader
 from llmtailor.formats.lightning import write as lightning_writer
 from llmtailor.formats.megatron import read as megatron_reader
@@ -212,6 +215,18 @@ def survey_checkpoint(root: Path, name: str | None = None, framework: str | None
         at = f"{as_remote(path) or path}" if path is not None else "it"
         what = f"can't read {at}: {error.strerror or error}"
         raise SourceError.at(name, what, fix, Code.FILE_UNREADABLE) from error
+
+
+def check_headers(index: CheckpointIndex, problems: Problems) -> set[str]:
+    """Read what reading a checkpoint has left out: the headers of all blobs in DCP folders. Damage is added to
+    ``problems``; returns the files that can't be read."""
+    folders = [path for path in index.files if path.rpartition("/")[2] == METADATA]
+    return {lost for path in folders for lost in check_blobs(index.root, path, index.name, problems)}
+
+
+def resumes_from_weights(root: Path, path: str) -> bool:
+    """Return whether a stock resume reads the weights in a file, and config.json: without DeepSpeed it does."""
+    return trainer_reader.detects(root) or is_of_fsdp(path)
 
 
 def display_name(path: Path) -> str:

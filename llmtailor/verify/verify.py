@@ -16,19 +16,23 @@ from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.checkpoint.optimizer import count_ranks
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
-from llmtailor.containers.dcp import METADATA
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_file import list_records
 from llmtailor.documents import document
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, counted
 from llmtailor.findings import ERROR, NOTE, SEVERITIES, WARNING, Finding, folded
-from llmtailor.formats.dcp.folder import check_blobs
-from llmtailor.formats.fsdp.read import is_of_fsdp
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.provenance import read_manifest
-from llmtailor.formats.registry import absent_parts, display_name, find_structure, split_parts, survey_checkpoint
-from llmtailor.formats.trainer.read import detects as is_plain
+from llmtailor.formats.registry import (
+    absent_parts,
+    check_headers,
+    display_name,
+    find_structure,
+    resumes_from_weights,
+    split_parts,
+    survey_checkpoint,
+)
 from llmtailor.frameworks.files import (
     CONFIG,
     FOLDER,
@@ -295,8 +299,7 @@ def verify_surveyed(
         else:
             findings += [*check_index(index), *(check_manifest(index, manifest) if manifest else ())]
             problems = Problems()
-            for path in (path for path in index.files if path.rpartition("/")[2] == METADATA):
-                unreadable |= check_blobs(index.root, path, index.name, problems)
+            unreadable |= check_headers(index, problems)
             reported = {(finding.path, finding.what) for finding in findings}
             more = [Finding.of(problem, ERROR) for error in problems.errors for problem in error.problems]
             findings += [finding for finding in more if (finding.path, finding.what) not in reported]
@@ -348,7 +351,7 @@ def _severity(problem: Problem, root: Path) -> str:
         return WARNING
     if path == MANIFEST:
         return WARNING
-    if path is not None and not is_plain(root) and not is_of_fsdp(path) and (is_weight_file(path) or path == CONFIG):
+    if path is not None and (is_weight_file(path) or path == CONFIG) and not resumes_from_weights(root, path):
         return WARNING
     return ERROR
 
