@@ -25,7 +25,7 @@ ANY_STEP = -1
 """`LiveTensor.written_with` of a tensor that any step of the training may change"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTensor:
     """A tensor of a save."""
 
@@ -33,7 +33,7 @@ class LiveTensor:
     """One dimension, on any device"""
     dtype: torch.dtype
     """Dtype in the file; elements of another dtype are cast"""
-    packed: str
+    packed: str = ""
     """One of `dtypes.PACKED` that its fp32 elements are written as, empty if they are not; ``dtype`` is uint8 then"""
     written_with: int
     """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
@@ -133,7 +133,11 @@ class LiveTensors:
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
         packed = dtype if dtype in PACKED else ""
         live = LiveTensor(
-            flat, torch.uint8 if packed else TORCH.get(dtype or "", flat.dtype), packed, written_with, base
+            flat=flat,
+            dtype=torch.uint8 if packed else TORCH.get(dtype or "", flat.dtype),
+            packed=packed,
+            written_with=written_with,
+            base=base,
         )
         content = self.add(live)
         lies = None

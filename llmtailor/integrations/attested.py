@@ -87,8 +87,8 @@ def _hook_engine(module: ModuleType) -> None:
         if result[0] is not None:  # else it has only logged that there is no checkpoint
             folder = Path(load_dir)
             is_newest = tag is None or tag_in(folder / LATEST) == str(tag)
-            buffers = kept_buffers(TrainingObjects(self))
-            remember(folder if is_newest else folder / str(tag), lambda: TrainingObjects(self, buffers=buffers))
+            buffers = kept_buffers(TrainingObjects(engine=self))
+            remember(folder if is_newest else folder / str(tag), lambda: TrainingObjects(engine=self, buffers=buffers))
         return result
 
     @patch_method(module.DeepSpeedEngine, "step")

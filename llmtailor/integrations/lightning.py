@@ -108,7 +108,7 @@ class LightningPartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         objects = _objects(trainer, pl_module)
         beside = LightningClient(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
         output_dir = self.output_dir or trainer.default_root_dir
-        self.saver = make_saver(output_dir, objects, beside, None, self.policy, self.options)
+        self.saver = make_saver(output_dir, objects, beside, policy=self.policy, options=self.options)
         self._saved_step = self._step = step
         self._resume = _Resume(trainer, objects, self.options) if _is_attested(trainer, self.options) else None
         if self._resume is None:
@@ -318,5 +318,5 @@ def _objects(trainer: Trainer, module: LightningModule, where: str = "PartialSav
     scheduler = schedulers[0] if len(schedulers) == 1 else None
     counters = {"global_step": trainer.global_step}
     if isinstance(strategy, DeepSpeedStrategy):
-        return TrainingObjects(strategy.deepspeed_engine, scheduler=scheduler, counters=counters)
-    return TrainingObjects(None, module, optimizers[0], scheduler, counters=counters)
+        return TrainingObjects(engine=strategy.deepspeed_engine, scheduler=scheduler, counters=counters)
+    return TrainingObjects(model=module, optimizer=optimizers[0], scheduler=scheduler, counters=counters)

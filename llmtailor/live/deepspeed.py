@@ -155,16 +155,16 @@ class ZeroTraining:
             if fact.role == "buffer":
                 yield LiveShard(name, BUFFER, 0, self.model.get_buffer(name).detach().reshape(-1))
             elif fact.role == "frozen":
-                begin, numel = self._share(params[name])
+                begin, numel = _share(params[name], self.ranks)
                 if numel:
-                    yield LiveShard(name, FROZEN, begin, self._elements(params[name])[:numel])
+                    yield LiveShard(name, FROZEN, begin, _elements(params[name])[:numel])
 
     def weight_of(self, master: LiveShard) -> torch.Tensor | None:
         param = self._named.get(master.param)
         if param is None:
             return None
-        begin = master.begin - self._share(param)[0]
-        return self._elements(param)[begin : begin + master.tensor.numel()]
+        begin = master.begin - _share(param, self.ranks)[0]
+        return _elements(param)[begin : begin + master.tensor.numel()]
 
     @cached_property
     def _named(self) -> dict[str, Any]:
@@ -178,18 +178,7 @@ class ZeroTraining:
     def copies(self) -> Iterator[LiveShard]:
         for name, fact in self.params.items():
             if fact.role == "trainable" and _is_whole(param := self._named[name]):
-                yield LiveShard(name, MASTER, 0, self._elements(param))
-
-    def _share(self, param: Any) -> tuple[int, int]:
-        """Return the first element that this rank has of a param outside the optimizer, and how many."""
-        if _is_whole(param):
-            return 0, param.numel()
-        begin, end = slice_on(self.ranks.rank, param.ds_numel, self.ranks.world_size)
-        return begin, end - begin
-
-    def _elements(self, param: Any) -> torch.Tensor:
-        tensor: torch.Tensor = param if _is_whole(param) else param.ds_tensor
-        return tensor.detach().reshape(-1)
+                yield LiveShard(name, MASTER, 0, _elements(param))
 
     def steps(self) -> Mapping[str, float | None]:
         inner = self.zero.state_dict()[self._keys[1]]
@@ -357,6 +346,19 @@ def _is_whole(param: Any) -> bool:
     """Return whether a rank has all of a param: below stage 3 always, there if it is small enough to persist, and if
     it was put into the model since. The forward pass then uses that, not the share of each rank."""
     return not hasattr(param, "ds_tensor") or param.ds_status.name == "AVAILABLE"
+
+
+def _share(param: Any, ranks: Ranks) -> tuple[int, int]:
+    """Return the first element that this rank has of a param outside the optimizer, and how many."""
+    if _is_whole(param):
+        return 0, param.numel()
+    begin, end = slice_on(ranks.rank, param.ds_numel, ranks.world_size)
+    return begin, end - begin
+
+
+def _elements(param: Any) -> torch.Tensor:
+    tensor: torch.Tensor = param if _is_whole(param) else param.ds_tensor
+    return tensor.detach().reshape(-1)
 
 
 def writes_unseen(engine: Any, optimizers: Collection[object]) -> str | None:

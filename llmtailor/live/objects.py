@@ -69,7 +69,7 @@ def objects_of(
 ) -> TrainingObjects:
     """Return what a loop gives: an accelerator, or an engine, or a model with its optimizer."""
     if accelerator is None:
-        return TrainingObjects(engine, model, optimizer, scheduler, scaler)
+        return TrainingObjects(engine=engine, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     found = prepared(accelerator)
     return replace(found, scheduler=scheduler or found.scheduler, scaler=scaler or found.scaler)
 
@@ -97,7 +97,13 @@ def prepared(accelerator: Accelerator) -> TrainingObjects:
     if problems:
         raise UsageError(problems)
     scheduler = schedulers[0] if schedulers else None
-    return TrainingObjects(None, models[0], optimizers[0], scheduler, accelerator.scaler, not_compared=objects)
+    return TrainingObjects(
+        model=models[0],
+        optimizer=optimizers[0],
+        scheduler=scheduler,
+        scaler=accelerator.scaler,
+        not_compared=objects,
+    )
 
 
 def kept_buffers(objects: TrainingObjects) -> dict[str, torch.Tensor]:
@@ -115,5 +121,7 @@ def parts_of(trainer: Trainer) -> TrainingObjects:
         scheduler = engine.lr_scheduler
     scaler, counters = getattr(trainer.accelerator, "scaler", None), {"global_step": trainer.state.global_step}
     if engine is not None:
-        return TrainingObjects(engine, scheduler=scheduler, scaler=scaler, counters=counters, trainer=trainer)
-    return TrainingObjects(None, trainer.model, trainer.optimizer, scheduler, scaler, counters, trainer=trainer)
+        objects = TrainingObjects(engine=engine)
+    else:
+        objects = TrainingObjects(model=trainer.model, optimizer=trainer.optimizer)
+    return replace(objects, scheduler=scheduler, scaler=scaler, counters=counters, trainer=trainer)

@@ -101,7 +101,7 @@ class HasState(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingObjects:
     """What a program holds of a training: an engine, or a model with its optimizer, and what is attested beside."""
 

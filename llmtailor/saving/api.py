@@ -86,14 +86,15 @@ def saver_for(
         raise UsageError.at("saver_for", what, fix)
     own = objects.own_scheduler
     beside = TrainerClient(own) if accelerator is None else AccelerateClient(accelerator, own)
-    return make_saver(output_dir, objects, beside, tokenizer, policy, SavingOptions(**options))
+    return make_saver(output_dir, objects, beside, tokenizer=tokenizer, policy=policy, options=SavingOptions(**options))
 
 
 def make_saver(
     output_dir: str | Path,
     objects: TrainingObjects,
     beside: ClientState,
-    tokenizer: Pretrained | None,
+    *,
+    tokenizer: Pretrained | None = None,
     policy: str | Mapping[str, object] | Policy,
     options: SavingOptions,
     is_tested: bool = False,

@@ -289,7 +289,15 @@ class PartialSaving(SaverCallback, Resuming):
         objects = parts_of(trainer)
         beside, tokenizer = TrainerClient(objects.own_scheduler), getattr(trainer.data_collator, "tokenizer", None)
         tokenizer = trainer.processing_class or tokenizer
-        self.saver = make_saver(args.output_dir, objects, beside, tokenizer, self.policy, self.options, is_tested=True)
+        self.saver = make_saver(
+            args.output_dir,
+            objects,
+            beside,
+            tokenizer=tokenizer,
+            policy=self.policy,
+            options=self.options,
+            is_tested=True,
+        )
         saver, step, before = self.saver, state.global_step, {CALLBACKS: {**state.stateful_callbacks}}
 
         def start() -> None:

@@ -94,6 +94,7 @@ def resume_automatically(trainer: Trainer, also: Sequence[str | Path] = ()) -> N
 def resume(
     folder: RunFolder,
     training: Training,
+    *,
     parts: Collection[Part],
     step: int,
     lineage: str,

@@ -123,7 +123,7 @@ def _live(flat: torch.Tensor, live: LiveTensors, stepped: Stepped) -> tuple[Segm
     known = stepped.get(storage_of(flat))
     if known is None:
         flat = flat.to("cpu", copy=True)
-    return live.add(LiveTensor(flat, torch.uint8, "", known[1] if known else 0))
+    return live.add(LiveTensor(flat=flat, dtype=torch.uint8, written_with=known[1] if known else 0))
 
 
 class _Pickler(pickle.Pickler):

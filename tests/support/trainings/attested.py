@@ -54,13 +54,16 @@ class Resumed:
         if isinstance(spec, Fsdp):
             loop: Any = Loop(spec)
             given = {"model": loop.model, "optimizer": loop.optimizer, "scheduler": loop.scheduler}
-            made = cls(given, TrainingObjects(None, **given), newer, older)
+            made = cls(given, TrainingObjects(**given), newer, older)
             made.load = lambda path: KINDS[spec.kind][1](loop, path)
             return made
         if spec.client == "deepspeed":
             loop = EngineLoop(spec)
             made = cls(
-                {"engine": loop.engine}, TrainingObjects(loop.engine, scheduler=loop.engine.lr_scheduler), newer, older
+                {"engine": loop.engine},
+                TrainingObjects(engine=loop.engine, scheduler=loop.engine.lr_scheduler),
+                newer,
+                older,
             )
         else:
             loop = AccelerateLoop(spec)
