@@ -5,20 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from llmtailor.copying import staging as commit
-from llmtailor.copying import staging as placing
+from llmtailor.copying import staging as module
 from llmtailor.copying.journal import Identity, Mark
-from llmtailor.copying.pool import run_all, stoppable
 from llmtailor.copying.staging import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
 from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError, VerificationError
-from llmtailor.storage import local as rename
+from llmtailor.storage import local
 from llmtailor.storage.local import FileFact, Lock, LockHeld, list_entries
 
 IDENTITY = Identity("1", "plan", {"/source": FileFact(1, 2, 3, 4)}, "request", "recipe.yaml", "today", 10)
@@ -165,8 +160,8 @@ def test_what_comes_into_the_old_output_meanwhile_is_not_lost(tmp_path, monkeypa
     (out / "old" / "old").write_text("old")
     replaces = {"old/": None, "old/old": FileFact.of((out / "old" / "old").stat())}
     if not can_exchange:
-        monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
-    really = placing.replace_folder
+        monkeypatch.setattr(local, "_renameat2", lambda *_: False)
+    really = module.replace_folder
 
     def replace_folder(*folders):
         if not calls:
@@ -182,7 +177,7 @@ def test_what_comes_into_the_old_output_meanwhile_is_not_lost(tmp_path, monkeypa
         if moment == "before the exchange":
             NEWS[news](out)
         else:
-            monkeypatch.setattr(placing, "replace_folder", replace_folder)
+            monkeypatch.setattr(module, "replace_folder", replace_folder)
         staging.publish()
     assert str(out) in str(told.value)
     expected = tmp_path / "expected"
@@ -214,7 +209,7 @@ def test_file_systems_without_renameat2(tmp_path, monkeypatch, replace):
         def __init__(self, *_, **__):
             raise OSError
 
-    monkeypatch.setattr(rename.ctypes, "CDLL", NoLibc)
+    monkeypatch.setattr(local.ctypes, "CDLL", NoLibc)
     out = tmp_path / "out"
     if replace:
         out.mkdir()
@@ -247,18 +242,18 @@ def test_an_output_that_was_put_aside_stays_if_it_cannot_come_back(tmp_path, mon
     aside = tmp_path / ".out.llmtailor-staging" / "old"
     aside.mkdir(parents=True)
     (aside / "mine").write_text("old")
-    monkeypatch.setattr(commit.Path, "rename", refuse_with(errno.EIO))
+    monkeypatch.setattr(module.Path, "rename", refuse_with(errno.EIO))
     with pytest.raises(StorageError, match="Input/output error"), Staging(tmp_path / "out"):
         pass
     assert (aside / "mine").read_text() == "old"
 
 
 def test_replacing_takes_back_the_first_of_two_renames_if_the_second_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
+    monkeypatch.setattr(local, "_renameat2", lambda *_: False)
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "mine").write_text("old")
     with pytest.raises(FileNotFoundError):
-        rename.replace_folder(tmp_path / "missing", tmp_path / "target", tmp_path / "aside")
+        local.replace_folder(tmp_path / "missing", tmp_path / "target", tmp_path / "aside")
     assert names(tmp_path / "target") == ["mine"]
 
 
@@ -335,108 +330,3 @@ def test_without_locks_and_without_a_name_for_the_owner_nobody_is_kept_out(tmp_p
     for _ in range(2):
         Lock(tmp_path / "lock").acquire()
     assert names(tmp_path) == ["lock"]
-
-
-# --- signals become requests, and workers stop at the next chunk -----------------------------------------------------
-
-
-@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM])
-def number(request):
-    """A signal that raises KeyboardInterrupt, as both do under the command line."""
-    before = signal.signal(request.param, signal.default_int_handler)
-    yield request.param
-    signal.signal(request.param, before)
-
-
-def test_a_signal_is_a_request_and_no_exception(number):
-    with stoppable() as stop:
-        stop.check()
-        os.kill(os.getpid(), number)
-        assert stop.requested
-        with pytest.raises(Interrupted):
-            stop.check()
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), number)
-        time.sleep(1)
-
-
-def test_the_handlers_of_the_program_still_run(number):
-    """A training script may save its own state on SIGTERM; a merge in it is none the wiser."""
-    seen = []
-    signal.signal(number, lambda *arguments: seen.append(arguments[0]))
-    with stoppable() as stop:
-        os.kill(os.getpid(), number)
-        assert seen == [number]
-        assert not stop.requested
-    signal.signal(number, signal.SIG_IGN)
-    with stoppable():
-        assert signal.getsignal(number) == signal.SIG_IGN
-
-
-def test_other_threads_leave_the_handlers_alone():
-    before = signal.getsignal(signal.SIGINT)
-    seen = []
-
-    def work():
-        with stoppable() as stop:
-            seen.append((stop.requested, signal.getsignal(signal.SIGINT)))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(False, before)]
-
-
-def test_workers_stop_on_a_signal_however_often_it_comes(number):
-    before = set(threading.enumerate())  # other tests leave some: tqdm's monitor
-    running = threading.Barrier(3)
-
-    def work(stop):
-        running.wait(30)
-        while True:
-            stop.check()
-
-    with stoppable() as stop:
-        signaller = threading.Thread(
-            target=lambda: [running.wait(30), *(os.kill(os.getpid(), number) for _ in range(5))]
-        )
-        signaller.start()
-        with pytest.raises(Interrupted):
-            run_all([lambda: work(stop)] * 50, 2, stop)
-        signaller.join()
-    assert not set(threading.enumerate()) - before
-
-
-def test_a_signal_that_the_kernel_gives_to_a_worker_is_seen(number):
-    """The main thread sleeps meanwhile, and Python runs handlers in the main thread only."""
-
-    def work():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-        time.sleep(0.1)  # until the main thread waits
-        os.kill(os.getpid(), number)
-        while True:
-            stop.check()
-
-    with stoppable() as stop:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-        try:
-            with pytest.raises(Interrupted):
-                run_all([work], 1, stop)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-
-
-def test_the_first_failure_is_told_and_not_what_follows_from_it():
-    running = threading.Barrier(2)
-
-    def fail():
-        running.wait(30)
-        raise SourceError.at("x", "it")
-
-    def work():
-        running.wait(30)
-        while True:
-            stop.check()
-
-    with stoppable() as stop, pytest.raises(SourceError, match="it"):
-        run_all([work, fail, *[work] * 50], 2, stop)
