@@ -64,6 +64,7 @@ def _by_numba(values: npt.NDArray[Any], target: str, room: npt.NDArray[np.uint8]
     if target == F24:
         compiled.to_24_bits(values.view("<u4"), room.view("<u4"))
     elif target == D16:
-        compiled.to_differences(values.view("<u4"), base, room)
+        records = room.reshape(-1, BLOCKS[D16].num_bytes)
+        compiled.to_differences(values.view("<u4"), base, records[:, 0], records[:, 1:].view("<u8"))
     else:
         compiled.to_8_bits(values, room, target == Q8_ROOT)
