@@ -89,12 +89,13 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
         if key not in known and saved_as is not None
     }
     entries_of |= {State(key, KIND_OF_ROLE[param.role]): weights[key] for key, param in not_live.items()}
+    steps = [group.step for group in sub_groups if group.step is not None]
     index = CheckpointIndex(
         root,
         name,
         Form(TRAINER),
         world_size=max((rank + 1 for path in trainer.files if (rank := rank_of(path)) is not None), default=1),
-        global_step=trainer.global_step if trainer.global_step is not None else _step_of(sub_groups),
+        global_step=int(max(steps, default=0)) if trainer.global_step is None else trainer.global_step,
         precision="F32",
         params={**live.params, **not_live},
         tied=live.tied,
@@ -116,10 +117,6 @@ def index_by_position(root: Path, live: Positions) -> tuple[CheckpointIndex, fro
 
 def _counts(groups: Sequence[Sequence[Any]]) -> str:
     return " + ".join(str(len(group)) for group in groups)
-
-
-def _step_of(groups: Sequence[SubGroup]) -> int:
-    return int(max((group.step for group in groups if group.step is not None), default=0))
 
 
 def _entries(state: Any, where: str) -> Iterator[tuple[str, TensorEntry]]:

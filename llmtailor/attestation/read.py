@@ -275,7 +275,7 @@ def _compare(
         offset += (search.live.rank % max(1, entry.numel // fragment.numel)) * fragment.numel
     is_beyond = fragment.box is None and offset + fragment.numel > entry.numel
     if is_beyond or (fragment.kind != BUFFER and _sizes(fragment.shape) != _sizes(entry.shape)):
-        shapes = (_shape_text(shape) for shape in (entry.shape, fragment.shape))
+        shapes = ("x".join(map(str, shape)) or "a scalar" for shape in (entry.shape, fragment.shape))
         return ElementDiff(state, MismatchKind.CHANGED, "{} in the checkpoint, {} in the training".format(*shapes))
     if fragment.box is not None:
         entry, offset = fragment.among(entry)
@@ -327,10 +327,6 @@ def _holds(reader: StateReader, entry: TensorEntry, runs: Runs, mine: Buffer) ->
 
 def _sizes(shape: tuple[int, ...]) -> list[int]:
     return [size for size in shape if size != 1]
-
-
-def _shape_text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "a scalar"
 
 
 def _narrow(runs: Runs, mine: Buffer, fragment: LiveFragment, saved: Buffer, entry: TensorEntry) -> Runs:
@@ -588,7 +584,7 @@ def compare_random(
     mine = {
         "Python": _python_state(live.get("python")),
         "numpy": _numpy_state(live.get("numpy")),
-        "torch": _live_bytes(live.get("cpu")),
+        "torch": None if (tensor := live.get("cpu")) is None else bytes(tensor.cpu().numpy().tobytes()),
     }
     with OpenFiles(index.root, index.files) as files:
         own = _saved_random(index, rank, files)
@@ -642,10 +638,6 @@ def _numpy_state(state: Any) -> object:
     elif isinstance(words, (list, tuple)):
         words = b"".join(int(word).to_bytes(4, "little") for word in words)
     return None if words is None else (bytes(words), int(state[2]))
-
-
-def _live_bytes(tensor: Any) -> bytes | None:
-    return None if tensor is None else bytes(tensor.cpu().numpy().tobytes())
 
 
 def _saved_bytes(node: Any, files: OpenFiles, where: str) -> bytes | None:

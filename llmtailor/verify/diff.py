@@ -84,8 +84,9 @@ def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStr
         leaves_a, leaves_b = (dict(_leaves_of(index, key)) if key in index.others else None for index in (a, b))
         yield from _fields(key, leaves_a, leaves_b)
     yield from _fields(TRAINER_STATE, _trees(a, TRAINER_STATE), _trees(b, TRAINER_STATE))
-    for path in sorted(path for path in {*a.files, *b.files} if _is_beside(path)):
-        yield from _file(path, a, b)
+    for path in sorted({*a.files, *b.files}):
+        if path in (CONFIG, "generation_config.json") or is_tokenizer_file(path) or holds(path, Holds.OBJECTS):
+            yield from _file(path, a, b)
 
 
 def _facts(a: CheckpointIndex, b: CheckpointIndex, facts: Sequence[str], *, matters: bool) -> Iterator[StateDiff]:
@@ -233,10 +234,6 @@ def _digest(root: Path, name: str, content: Iterable[Segment]) -> str:
         else:
             digest.update(piece.data if isinstance(piece, Bytes) else bytes(piece.num_bytes))
     return digest.hexdigest()[:12]
-
-
-def _is_beside(path: str) -> bool:
-    return path in (CONFIG, "generation_config.json") or is_tokenizer_file(path) or holds(path, Holds.OBJECTS)
 
 
 def _file(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[StateDiff]:
