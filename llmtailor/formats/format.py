@@ -1,9 +1,8 @@
 """The interface of a checkpoint format: its reader, its writer, and their arguments.
 
-A reader turns a folder into a `Draft` of a `CheckpointIndex` with its `TrainState`. `finish` does the rest, which is
-the same for all formats: the loader's files enter the index and are compared with it. A writer turns the base's index,
-and what is `Wanted`, into the layouts of files. Each format is a module or folder next to this file; `formats.registry`
-lists them.
+A reader turns a folder into a `Draft` of a `CheckpointIndex`. `finish` does the rest, which is the same for all
+formats: the framework's files enter the index and are compared with it. A writer turns the base's index, and what is
+`Wanted`, into the layouts of files. `formats.registry` lists both.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class Draft:
     index: CheckpointIndex | None = None
     """Of the files with states; None if damage hides where they are. Its findings are the reader's."""
     trainer: TrainerFiles | None = None
-    """The loader's files; None for a folder without any"""
+    """The framework's files; None for a folder without any"""
     check: Callable[[CheckpointIndex], Iterable[Finding]] = lambda index: ()
-    """The format's own checks, once the loader's files are in the index. May raise SourceError."""
+    """The format's own checks, once the framework's files are in the index. May raise SourceError."""
 
 
 class Reader(Protocol):
@@ -107,7 +106,7 @@ class Writer:
 
 
 def finish(draft: Draft, root: Path, name: str) -> Survey:
-    """Return the index with the loader's files, the steps of a composite's parts, and all findings."""
+    """Return the index with the framework's files, the steps of a composite's parts, and all findings."""
     steps = attempt(lambda: read_part_steps(root, name), draft.problems)
     if draft.index is None:
         return Survey(None, draft.problems)

@@ -1,7 +1,7 @@
 """The checkpoint formats, and the entry point for a folder of any format.
 
-A format is a module or folder next to this file, with a reader (from a folder to a `CheckpointIndex`, its `TrainState`
-inside) and a writer (from these and `Wanted` to the layouts of files). To add one, write both and list them here.
+A format is a folder next to this file, called as ``--to`` calls it, with a `Reader` and a `Writer`. To add one, write
+both and list them here.
 """
 
 from __future__ import annotations
