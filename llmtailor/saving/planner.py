@@ -62,13 +62,8 @@ class SavePlanner:
         ranks: Ranks,
         keeps_bases: bool,
     ) -> None:
-        self.trained, self.policy, self.precision, self._client, self.ledger = (
-            trained,
-            policy,
-            precision,
-            client,
-            ledger,
-        )
+        self.trained, self.policy, self.precision = trained, policy, precision
+        self._client, self.ledger = client, ledger
         self._max_staleness, self._ranks = max_staleness, ranks
         self._bases = DeltaBases() if keeps_bases else None
         self._base_of: dict[Part, str] = {}

@@ -77,7 +77,6 @@ class _Vote:
 
     in_flight: tuple[str, ...]
     """The ids of the saves that are not done"""
-
     has_changed: str
     """What has changed of the model since the last save; empty if nothing has"""
     has_state: bool
@@ -101,9 +100,8 @@ def _work_of(save: PendingSave) -> PartialWork:
 
 def _precision(policy: Policy, options: SavingOptions, training: Training) -> Precision:
     """Return what is rounded. Raises UsageError if a package is missing that this needs."""
-    precision = precision_of(
-        policy, options.precision, DTYPES[training.precision] if training.rounds_masters else "F32"
-    )
+    weights = DTYPES[training.precision] if training.rounds_masters else "F32"
+    precision = precision_of(policy, options.precision, weights)
     if precision != EXACT:
         rounding.loops()  # so that they are not compiled during a save
     if D24 in precision.dtypes(with_moments=False).values():
