@@ -118,6 +118,15 @@ def test_they_do_in_long_tensors_too(numel):
     check(bits.tolist(), older.tolist())
 
 
+@pytest.mark.parametrize("off", [0, 32767, 32768, -32767, -32768, -32769])
+def test_they_do_at_the_edges_of_16_bits(off):
+    """Of a block of 32, one element decides; so does a negative zero."""
+    bits = [0x3F800000] * 40
+    check(bits, [0x3F800000 - (off << 8), *bits[1:]])
+    zeros = [0] * 40
+    check([1 << 31, *zeros[1:]], zeros)
+
+
 def in_16_bits(newest, older):
     """Return masters as differences from older ones."""
     return rounding.pack(newest.numpy(), "D16", base=rounding.pack(older.numpy(), "F24")).tobytes()
