@@ -149,6 +149,9 @@ class TailorError(Exception):
         """Whether another process tells the user"""
         super().__init__("\n".join(map(str, self.problems)))
 
+    def __reduce__(self) -> tuple[type[Self], tuple[tuple[Problem, ...]], dict[str, object]]:
+        return type(self), (self.problems,), self.__dict__
+
     @classmethod
     def at(cls, where: object, what: str, fix: str = "", code: Code | None = None) -> Self:
         """Build an error with a single problem."""

@@ -185,14 +185,12 @@ def test_a_job_does_not_resume_when_there_is_nothing_to_resume_from(tmp_path):
     assert calls == [f"train.py --output_dir {tmp_path}/empty"]
 
 
-@pytest.mark.parametrize(
-    ("codes", "count", "code"),
-    [("137 9 8", 3, 8), ("9 0", 2, 0), ("8 4 0", 2, 4), ("0", 1, 0), ("130", 1, 130)],
-)
-def test_a_merge_is_started_again_if_a_rank_dies_or_the_disk_fails(stub, codes, count, code):
-    start("slurm_merge.sh", "convert", "a", "b", LAUNCH="env", ATTEMPTS=3, CODES=codes, code=code)
-    assert stub() == [["convert", "a", "b", "--distributed"]] * count
+def test_a_job_shares_a_merge(stub):
+    start(
+        "slurm_merge.sh", "convert", "a", "b", LAUNCH=os.environ["LLMTAILOR"], LLMTAILOR="llmtailor", CODES="3", code=3
+    )
+    assert stub() == [["-m", "llmtailor", "convert", "a", "b", "--distributed"]]
 
 
 def test_a_job_without_output(tmp_path):
-    start("slurm_merge.sh", "merge", "recipe.yaml", code=2)
+    start("slurm_merge.sh", "merge", code=2)

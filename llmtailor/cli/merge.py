@@ -27,11 +27,9 @@ from llmtailor.cli.options import (
 from llmtailor.errors import RecipeError, UsageError
 
 if TYPE_CHECKING:
-    from llmtailor.compose.plan import OpenedSources
-    from llmtailor.ranks.group import RankGroup
-    from llmtailor.ranks.launch import RankInfo
+    from llmtailor.compose.plan import MergePlan, OpenedSources
+    from llmtailor.ranks.team import Ranks
     from llmtailor.recipe import Recipe
-    from llmtailor.runs.scan import Index
 
 
 _WRITING = {
@@ -80,12 +78,8 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
 
         options |= {"allow_split": allow_split, "reuse": config is None}
 
-        def compose(index: Index | None = None) -> None:
-            _run_merge(partial(choose, run, choosing, index=index), config, **options)
-
-        with explain_deletions(run, choosing["also"]):
-            # of several ranks, each would find damage of its own
-            compose() if options["distributed"] else without_damaged(compose)
+        with _ranks_for(options) as ranks, explain_deletions(run, choosing["also"]):
+            without_damaged(lambda index: _merge(partial(choose, run, choosing, index=index), config, ranks, **options))
         return
     if config is None:
         raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run folder with --run")
@@ -94,7 +88,8 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
     if config.is_dir():
         fix = f"use llmtailor convert {shlex.quote(str(config))}, or for a run llmtailor merge --run RUN_DIR"
         raise RecipeError.at(config, "it is a folder, not a recipe", fix)
-    _run_merge(lambda: (config, None), out, allow_split=allow_split, **options)
+    with _ranks_for(options) as ranks:
+        _merge(lambda: (config, None), out, ranks, allow_split=allow_split, **options)
 
 
 @command(
@@ -131,52 +126,44 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
     out = out or base.with_name(f"{base.name}-converted")
     weights = SPELLINGS[dtype] if dtype else None
     recipe = Recipe(name=f"convert {checkpoint}", base=base, dtype=weights)
-    _run_merge(lambda: (recipe, None), out, **{**options, "step": options["step"] or "base"})
-
-
-def _run_merge(
-    choose: Callable[[], tuple[Recipe | Path, OpenedSources | None]],
-    out: Path | None,
-    *,
-    distributed: bool,
-    dry_run: bool,
-    **options: Any,
-) -> None:
-    """Run `_merge` in one process or several. ``choose`` returns the recipe, and its sources if they are open."""
-    info = None
-    if distributed:
-        from llmtailor.ranks.launch import find_rank
-
-        info = find_rank(os.environ)
-    if info is None or dry_run:
-        if info is None or info.rank == 0:
-            _merge(*choose(), out, None, dry_run=dry_run, **options)
-        return
-    from llmtailor.compose.write import meeting
-    from llmtailor.storage.remote import RemotePath
-
-    if out is None:
-        raise UsageError.at("--distributed", "the ranks communicate next to the output", "name OUT on the command line")
-    if isinstance(out, RemotePath):
-        raise UsageError.at("--distributed", "an object store can't be written by several ranks", "name a folder")
-    with meeting(info, out) if info.world_size > 1 else nullcontext() as group, _only_rank_0_prints(info):
-        _merge(*choose(), out, group, dry_run=False, **options)
+    options["step"] = options["step"] or "base"
+    with _ranks_for(options) as ranks:
+        _merge(lambda: (recipe, None), out, ranks, **options)
 
 
 @contextmanager
-def _only_rank_0_prints(info: RankInfo) -> Iterator[None]:
-    if info.rank == 0:
-        yield
+def _ranks_for(options: dict[str, Any]) -> Iterator[Ranks]:
+    """Yield the ranks that share the command, of which only rank 0 prints; takes ``--distributed`` out of the options.
+
+    A dry run is not shared: the other ranks end at once.
+    """
+    from llmtailor.ranks.team import Ranks
+
+    if not options.pop("distributed"):
+        yield Ranks()
         return
+    from llmtailor.ranks.torchrun import find_rank, launched_ranks
+
+    rank, _ = find_rank(os.environ)
+    if options["dry_run"]:
+        if rank != 0:
+            raise click.exceptions.Exit
+        yield Ranks()
+        return
+    with launched_ranks() as ranks, nullcontext() if ranks.is_first else _printing_nothing():
+        yield ranks
+
+
+@contextmanager
+def _printing_nothing() -> Iterator[None]:
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
 
 
 def _merge(
-    recipe: Recipe | Path,
-    opened: OpenedSources | None,
+    choose: Callable[[], tuple[Recipe | Path, OpenedSources | None]],
     out: Path | None,
-    group: RankGroup | None,
+    ranks: Ranks,
     *,
     stage: str,
     force: bool,
@@ -185,16 +172,33 @@ def _merge(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Plan, print the plan, and write the output unless this is a dry run; takes the `target_options`."""
+    """Plan, print the plan, and write the output unless this is a dry run; takes the `target_options`.
+
+    ``choose`` returns the recipe, and its sources if they are open.
+    """
     from llmtailor.cli.tables import parts_text, plan_text
     from llmtailor.compose.plan import Options, plan_merge
     from llmtailor.compose.report import to_json
-    from llmtailor.compose.write import bytes_to_move, check_room, preview, settle_output, write
+    from llmtailor.compose.resume import choose_output, preview, with_output
+    from llmtailor.compose.write import bytes_to_move, check_room, write
 
     wanted = Options(stage=STAGES[stage], replace=force, **options)
-    composition, there = plan_merge(recipe, out, wanted, opened), None
+    plans: list[MergePlan] = []
+
+    def plan() -> None:
+        recipe, opened = choose()
+        plans.append(plan_merge(recipe, out, wanted, opened))
+
+    ranks.run_on_all(plan)  # nothing is returned: plans are large
+    composition, there = plans[0], None
     if wanted.reuse:
-        composition, there = settle_output(composition)
+
+        def choose_name() -> tuple[Path, str | None]:
+            named, there = choose_output(plans[0])
+            return named.out, there
+
+        named, there = ranks.run_on_first(choose_name)
+        composition = with_output(composition, named)
     report = composition.report
 
     def print_report(moved: Any = None) -> None:
@@ -222,7 +226,7 @@ def _merge(
         click.echo("dry run: nothing was written", err=True)
     else:
         with progress_bar(bytes_to_move(composition), quiet=quiet) as on_progress:
-            moved = write(composition, on_progress, notify, group)
+            moved = write(composition, on_progress, notify, ranks)
         show_moved(moved, quiet)
         click.echo(f"wrote {report.out}", err=as_json)
         if as_json:

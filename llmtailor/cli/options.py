@@ -149,7 +149,7 @@ MOMENTS_AS = _rounded("--moments", MOMENTS, "Adam's fp32 moments")
 DISTRIBUTED = click.option(
     "--distributed",
     is_flag=True,
-    help="Split the work over the ranks of this torchrun, srun or mpirun launch; see docs/compose.md.",
+    help="Split the work over the ranks that torchrun has started; see docs/compose.md.",
 )
 _CHOOSING = [
     click.option(

@@ -17,7 +17,9 @@ from llmtailor.errors import StorageError, UsageError
 
 _STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
 _OF_NODE = ("NODE_RANK", "SLURM_NODEID")
-"""Besides the ranks of processes, these identify the launcher among those of one job."""
+"""These identify the launcher of a node among those of one job."""
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""The ranks of processes, by torchrun, Slurm, Open MPI and MPICH"""
 _UNASKED = "LLMTAILOR_UNASKED"
 """The variable with a file that `integrations.startup` removes once a process looks for the Trainer"""
 _NEVER = (
@@ -160,9 +162,7 @@ def _watch(environ: MutableMapping[str, str], note: str) -> int:
 
 def is_first_launcher(environ: MutableMapping[str, str]) -> bool:
     """Return whether this is the only launcher of a job, or that of its first node."""
-    from llmtailor.ranks.launch import RANK_VARIABLES
-
-    return all(environ.get(name, "") in ("", "0") for name in (*_OF_NODE, *RANK_VARIABLES))
+    return all(environ.get(name, "") in ("", "0") for name in (*_OF_NODE, *_RANKS))
 
 
 def _compose(folder: Path) -> None:

@@ -244,6 +244,11 @@ class FileResult:
         return self.plan.num_bytes
 
     @property
+    def facts(self) -> tuple[object, ...]:
+        """All but the plan, which other ranks have"""
+        return self.crc, self.crcs, self.spread, self.digest, self.moved
+
+    @property
     def checked(self) -> Iterator[tuple[Segment, int]]:
         """The pieces with their CRC-32; none of a link"""
         return zip(self.plan.each(), self.crcs, strict=True) if self.crcs else iter(())

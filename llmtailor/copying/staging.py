@@ -37,7 +37,7 @@ from llmtailor.storage.local import (
 from llmtailor.storage.remote import RemotePath, device_of
 
 logger = logging.getLogger(__name__)
-OUT, JOURNAL, OWNER, OLD, RANKS = "out", "journal", "owner", "old", "ranks"
+OUT, JOURNAL, OWNER, OLD = "out", "journal", "owner", "old"
 MAX_JOURNAL_BYTES = 1 << 30
 """A journal has about 100 bytes for each file, and for each 256 MiB"""
 _ATTEMPTS = 100
@@ -148,7 +148,7 @@ def peek(out: Path) -> Unfinished | None:
 
 def _check_own(folder: Path) -> None:
     """Raise TargetError if something that no merge makes has a name in a staging folder, or of it. Raises OSError."""
-    for path in (folder, folder / OUT, folder / OLD, folder / RANKS):
+    for path in (folder, folder / OUT, folder / OLD):
         check_own(path)
     check_own(folder / OWNER, is_file=True)
     for path in (folder / JOURNAL, *rank_journals(folder)):
@@ -200,18 +200,6 @@ def acquire(lock: Lock, out: Path, until: float = 0.0) -> None:
             time.sleep(_RETRY_S)
 
 
-def release(lock: Lock, out: Path) -> None:
-    """Release the lock of an output, and remove its staging folder unless there is something to resume."""
-    folder = staging_folder(out)
-    with suppress(OSError):  # removed already
-        journal = (folder / JOURNAL).stat()
-        if not journal.st_size and os.path.samestat(journal, os.fstat(lock.fd)):
-            (folder / JOURNAL).unlink()
-    lock.release()
-    with suppress(OSError):
-        folder.rmdir()
-
-
 def _held(out: Path, holder: str) -> TargetError:
     what, fix = "another llmtailor is writing this output", "wait until it is done"
     if holder:
@@ -228,30 +216,30 @@ class Staging:
         .OUT.llmtailor-staging/
           journal       what is being written, and how far it is; this file is locked
           journal-N     the same of rank N, if several ranks share the merge; locked by that rank
-          ranks/        the messages of these ranks, see `ranks.group`
           out/          becomes OUT
           old/          the old OUT during a replacement, where the file system can't exchange folders
 
-    Leaving the block after an interrupt or a disk error keeps the folder if the journal has anything to resume from.
-    Otherwise it is removed.
+    Leaving the block after an interrupt or a disk error keeps the folder if the journal has anything to resume from,
+    and in any case if another rank did not answer. Otherwise it is removed.
     """
 
-    def __init__(self, out: Path, replaces: Entries | None = None, lock: Lock | None = None):
-        """``replaces`` is what an existing ``out`` may hold (None: it must not exist), ``lock`` the lock, if held."""
+    def __init__(self, out: Path, replaces: Entries | None = None, patience_s: float = 0.0):
+        """``replaces`` is what an existing ``out`` may hold (None: it must not exist); the lock is tried for
+        ``patience_s``."""
         self.out = out.absolute()
         self.replaces = replaces
         self.folder = staging_folder(self.out)
         self.path = self.folder / OUT
         self.unfinished: Unfinished | None = None
         """What an earlier merge left"""
-        self._lock, self._is_shared = lock or lock_of(self.out), lock is not None
+        self._lock, self._patience_s = lock_of(self.out), patience_s
         self._is_empty = False
         self._is_published = False
 
     def __enter__(self) -> Staging:
         try:
             with self._faults("can't make the staging folder", "choose an output where you may write"):
-                acquire(self._lock, self.out)
+                acquire(self._lock, self.out, time.monotonic() + self._patience_s)
                 self.journal = Journal(self._lock.fd)
                 self._recover()
         except BaseException:
@@ -366,9 +354,11 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_resumable = (Interrupted, StorageError, TargetError, Unanswered)
+        is_resumable = (Interrupted, StorageError, TargetError)
         is_refused = isinstance(error, TailorError) and not isinstance(error, is_resumable)
-        if is_refused or not self.kept_bytes:
+        if isinstance(error, Unanswered):  # the rank that hangs may go on, and its lock must be there
+            logger.info("kept %s", self.folder)
+        elif is_refused or not self.kept_bytes:
             self._remove()
         else:
             logger.info("kept %s, with %s bytes to resume from", self.folder, f"{self.kept_bytes:,}")
@@ -381,8 +371,6 @@ class Staging:
             self._remove_old()
             for journal in rank_journals(self.folder):
                 journal.unlink()
-            if not self._is_shared:  # else other ranks still read there
-                shutil.rmtree(self.folder / RANKS, ignore_errors=True)
             (self.folder / JOURNAL).unlink()
         except OSError:
             pass  # the next merge into this output removes the rest

@@ -14,8 +14,6 @@ from llmtailor.codes import Code
 from llmtailor.errors import BRANCHES, Interrupted, PathIn, Problem, StorageError, TailorError
 from llmtailor.findings import Finding
 
-_SHORT = 300
-
 
 def as_error(error: BaseException, where: str = "") -> TailorError:
     """Return an exception as ranks report it; ``where`` is the place of one that names none."""
@@ -30,16 +28,12 @@ def as_error(error: BaseException, where: str = "") -> TailorError:
     return TailorError.at(where, f"unexpected {type(error).__name__}: {error!s:.500}", fix)
 
 
-def to_json(error: TailorError, *, brief: bool = False) -> dict[str, Any]:
-    """Return an error as JSON; a brief one has fewer problems and shorter texts, for a full disk."""
-    problems = [_problem_to_json(one) for one in dict.fromkeys(error.problems)]
-    if brief:
-        problems = [{name: _shortened(value) for name, value in one.items()} for one in problems[:2]]
+def to_json(error: TailorError) -> dict[str, Any]:
     return {
         "class": type(error).__name__,
         "exit_code": error.exit_code,
         "came_late": error.came_late,
-        "problems": problems,
+        "problems": [_problem_to_json(problem) for problem in dict.fromkeys(error.problems)],
     }
 
 
@@ -57,16 +51,20 @@ def merged(errors: Mapping[int, TailorError], num_ranks: int) -> TailorError:
 
     Its class is that of the lowest exit code: a full disk must not hide a bug or a refusal.
     """
+    first = min(errors.values(), key=lambda error: error.exit_code)
+    if len(errors) == num_ranks == 1:
+        return first
     ranks_of: dict[Problem, list[int]] = {}
     for rank, error in sorted(errors.items()):
         for problem in dict.fromkeys(error.problems):
             ranks_of.setdefault(problem, []).append(rank)
-    found = type(min(errors.values(), key=lambda error: error.exit_code))(
-        one if one.ranks or len(ranks) == num_ranks else replace(one, ranks=tuple(ranks))
-        for one, ranks in ranks_of.items()
+    whole = type(first)(
+        problem if problem.ranks or len(ranks) == num_ranks else replace(problem, ranks=tuple(ranks))
+        for problem, ranks in ranks_of.items()
     )
-    found.came_late = any(error.came_late for error in errors.values())
-    return found
+    whole.__dict__ |= {**first.__dict__, "problems": whole.problems}
+    whole.came_late = any(error.came_late for error in errors.values())
+    return whole
 
 
 def _kinds(kind: type[TailorError]) -> Iterator[type[TailorError]]:
@@ -89,7 +87,3 @@ def _problem_from_json(content: Mapping[str, Any]) -> Problem:
     }
     found |= {"where": PathIn(*where) if isinstance(where, list) else where, "code": known[content["code"]]}
     return (Finding if "severity" in found else Problem)(**found)
-
-
-def _shortened(value: Any) -> Any:
-    return value[:_SHORT] if isinstance(value, str) else value[:8] if isinstance(value, (list, tuple)) else value

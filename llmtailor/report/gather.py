@@ -16,7 +16,7 @@ from llmtailor.checkpoint.index import CheckpointIndex, Survey
 from llmtailor.codes import Code
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.report import Report
-from llmtailor.compose.write import settle_output
+from llmtailor.compose.resume import choose_output
 from llmtailor.errors import Interrupted, Problem, SourceError, TailorError
 from llmtailor.formats.registry import display_name, survey_checkpoint
 from llmtailor.model.parts import Part
@@ -153,7 +153,7 @@ def _compose(run: Path, facts: RunFacts, index: Callable[[Path], CheckpointIndex
     """Plan the output of ``merge --run``, and return its sources."""
     try:
         recipe, opened = choose_for_run(run, None, StrategyOptions("latest"), index=index)
-        composition, there = settle_output(plan_merge(recipe, None, Options(reuse=True, step="auto"), opened))
+        composition, there = choose_output(plan_merge(recipe, None, Options(reuse=True, step="auto"), opened))
     except Interrupted:
         raise
     except TailorError as error:

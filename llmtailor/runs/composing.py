@@ -12,8 +12,10 @@ from typing import TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.compose.readback import prove
 from llmtailor.compose.report import Report
-from llmtailor.compose.write import preview, prove, settle_output, write
+from llmtailor.compose.resume import choose_output, preview
+from llmtailor.compose.write import write
 from llmtailor.errors import DamagedSource, SourceError, TargetError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.strategies import StrategyOptions
@@ -64,7 +66,7 @@ def merge_run(
         recipe, opened = choose_for_run(as_path(run), at, how, index=index)
         composition, there = plan_merge(recipe, out, options, opened), None
         if options.reuse:
-            composition, there = settle_output(composition)
+            composition, there = choose_output(composition)
         if there is not None:
             return replace(composition.report, out=f"{there}")
         write(composition)
@@ -121,10 +123,10 @@ def _compose_newest(run: Path, world_size: int | None, also: Sequence[Path], wai
     while True:
         names = frozenset(run.iterdir())
         recipe, opened = choose_for_run(run, None, StrategyOptions("latest"), also=also, index=index)
-        composition, there = settle_output(plan_merge(recipe, None, options, opened))
+        composition, there = choose_output(plan_merge(recipe, None, options, opened))
         while waits and there is None and names == frozenset(run.iterdir()):
             time.sleep(_POLL_S)
-            composition, there = settle_output(composition)
+            composition, there = choose_output(composition)
         if not waits or there is not None:
             break  # otherwise the other process may have published between this one's scan and its choice of a name
     step = composition.report.global_step

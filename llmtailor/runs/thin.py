@@ -27,8 +27,9 @@ from llmtailor.checkpoint.layout import Cast, Copy, LinkLayout, Plan, Strided
 from llmtailor.checkpoint.lineage import RunCheckpoint, newest_resumable, sources_at, usable_at
 from llmtailor.checkpoint.placement import Extent, StoredRange
 from llmtailor.compose.plan import plan_merge
+from llmtailor.compose.readback import check_written
 from llmtailor.compose.report import card
-from llmtailor.compose.write import check_written, now
+from llmtailor.compose.resume import now
 from llmtailor.copying.copy import Context, CopyStats, FileResult, execute
 from llmtailor.copying.moving import Clone
 from llmtailor.copying.pool import Stop, num_workers, run_all, stoppable

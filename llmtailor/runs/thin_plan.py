@@ -11,8 +11,8 @@ from pathlib import Path
 
 from llmtailor.checkpoint.index import LIGHTNING, MEGATRON, CheckpointIndex
 from llmtailor.checkpoint.lineage import THINNED, Ledger, RunCheckpoint, composable_steps
+from llmtailor.compose.manifest import make_manifest
 from llmtailor.compose.plan import MergePlan, OpenedSources, Options, plan_merge
-from llmtailor.compose.write import make_manifest
 from llmtailor.containers.json import read_json
 from llmtailor.copying.copy import FileResult
 from llmtailor.copying.moving import Clone

@@ -19,7 +19,7 @@ from llmtailor.checkpoint.step_names import SALVAGED
 from llmtailor.codes import Code
 from llmtailor.compose.plan import MergePlan, OpenedSources, Options, plan_merge
 from llmtailor.compose.report import to_json as plan_to_json
-from llmtailor.compose.write import is_written
+from llmtailor.compose.resume import is_written
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.copying.copy import CopyStats

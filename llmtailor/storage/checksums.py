@@ -111,6 +111,17 @@ class Taken(Generic[_Key]):
             with self._lock:
                 self._rows[key].extend((start, stop, crc))
 
+    def __getstate__(self) -> dict[_Key, array[int]]:  # for a copy on another rank
+        return self._rows
+
+    def __setstate__(self, rows: dict[_Key, array[int]]) -> None:
+        self._rows, self._lock = rows, threading.Lock()
+
+    def include(self, others: Taken[_Key]) -> None:
+        """Add the CRCs of ranges that another rank has read."""
+        for key, rows in others._rows.items():
+            self._rows[key].extend(rows)
+
     def watch(self, key: _Key, start: int, data: Iterator[memoryview]) -> Iterator[memoryview]:
         """Pass on the bytes from ``start`` on, and add their CRC once all were read."""
         if key not in self._rows:

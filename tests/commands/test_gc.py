@@ -174,7 +174,7 @@ def test_what_a_merge_left_goes_unless_one_is_at_work(tmp_path):
     program = (
         "import sys, llmtailor; from pathlib import Path\n"
         "def wait(*_):\n    print('in', flush=True); input()\n"
-        "import llmtailor.compose.write as p; p._check_sources = wait\n"
+        "import llmtailor.compose.write as p; p.check_sources = wait\n"
         "llmtailor.merge(Path(sys.argv[1]) / 'recipe.yaml', Path(sys.argv[1]) / 'out')\n"
     )
     command = [sys.executable, "-c", program, str(run)]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from faults.driver import Request, ask
 from helpers.checkpoints import make_run
 from helpers.commands import call
 from helpers.composing import convert
@@ -71,6 +72,19 @@ def test_a_flipped_bit_of_a_partial_save_is_not_laundered(tmp_path, request, for
     told = call("merge", tmp_path / "recipe.yaml", tmp_path / "named", *words, code=4).stderr
     assert path.name in told and "it is not as it was written" in told
     assert not (tmp_path / "named").exists(), "what a recipe names is not replaced"
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_what_any_rank_converts_is_compared_and_all_take_an_older_save(tmp_path, rounded, number):
+    run, out = Path(shutil.copytree(rounded, tmp_path / "run")), tmp_path / "out"
+    path = next((run / "partial" / "step-00000200").glob(f"rank-{number:05}*"))
+    flip(path, next(at for key, at in tensors(path).items() if key.startswith("exp_avg/") and at[0] < at[1])[0] + 1)
+    words = ["merge", "--run", str(run), "--at", "200", str(out), "--distributed"]
+    said = [tmp_path / f"said-{rank}" for rank in range(2)]
+    assert ask({"LLMTAILOR_TIMEOUT": "60"}, [Request(words, str(tmp_path), said=str(file)) for file in said]) == [0, 0]
+    assert path.name in said[0].read_text() and "it is not as it was written" in said[0].read_text()
+    assert not said[1].read_text()
+    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 100
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "config.json"])

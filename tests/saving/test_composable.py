@@ -120,7 +120,7 @@ def test_a_save_that_can_not_be_composed_is_reported_at_once(tmp_path, caplog, b
 
 def test_the_proof_moves_no_state(tmp_path, monkeypatch):
     """What it writes is at its full size, but has holes where the states will be."""
-    from llmtailor.compose import write as prove
+    from llmtailor.compose import readback as prove
 
     seen, check = {}, prove.check_written
 

@@ -1,6 +1,7 @@
 """Runs llmtailor in processes that fail on demand: a server that forks, so that a trial takes milliseconds.
 
     python driver.py          reads requests per line (JSON), runs them at once, answers with a list of exit codes
+    torchrun driver.py FILE   runs the request of this rank in a list (JSON); without its fault if it is started again
 
 The child's ``os`` functions are wrapped; the package itself knows nothing of this. A request is a `Request`.
 """
@@ -18,11 +19,13 @@ import pathlib
 import pickle
 import pkgutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,8 @@ NAMES = ("mkdir", "rmdir", "unlink", "rename", "renameat2")
 CHANGES = ("open", "write", "ftruncate", "fsync", "fdatasync", *NAMES)
 """What changes the disk; ``open`` counts if it makes a file."""
 READS = ("preadv", "readv")
-POLL_S = 0.05
-"""How often ranks of a shared merge speak and look"""
+TICK_S, SIGN_S, LEAVING_S = 0.02, 1.0, 0.5
+"""How often ranks of a shared merge look at each other, and how long they wait for those that may have died"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Request:
     cwd: str
     fault: str = ""
     """``kill``, ``SIGTERM``, ``SIGINT``, ``SIGSTOP``, or the name of an errno. Without ``at``: ``short`` (reads
-    and writes), ``EINTR`` (a storm of signals), ``trace`` and ``count`` (into ``record``)."""
+    and writes), ``slow``, ``EINTR`` (a storm of signals), ``trace`` and ``count`` (into ``record``)."""
     at: int = 0
     """At which operation, from 1 on."""
     lasting: bool = False
@@ -104,6 +107,8 @@ class Injector:
         if name not in request.only or not path.startswith(request.under):
             return
         self.count += 1
+        if request.fault == "slow":
+            time.sleep(0.05)
         if request.fault in ("SIGTERM", "SIGINT", "SIGSTOP") and self.count == request.at:
             os.kill(os.getpid(), getattr(signal, request.fault))
         elif self.count == request.at or (request.lasting and self.count > request.at):
@@ -225,11 +230,14 @@ def run(request: Request) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["llmtailor", *request.arguments]
     from llmtailor.cli.main import main
+    from llmtailor.compose import write as writing
     from llmtailor.copying import copy as runner
     from llmtailor.copying import pool, streams
     from llmtailor.copying import recheck as sources
+    from llmtailor.ranks import watch
     from llmtailor.salvage import replace as replacing
 
+    watch.TICK_S, watch.SIGN_S, writing.LEAVING_S = TICK_S, SIGN_S, LEAVING_S
     pool.MAX_WRITERS = 2  # so that what is done at an operation depends less on the machine
     replacing.SETTLED_S = 0.0  # what tests damage has just been written
     if request.small:
@@ -275,34 +283,50 @@ def serve() -> None:
 
 def run_all(environment: Mapping[str, str], requests: Sequence[Request]) -> list[int]:
     """Run each request in a child, at once; return exit codes: -9 if killed, -19 if stopped, and killed then."""
+    launch = {**environment, **serve_store(len(requests))} if environment else {}
     numbers = {}
     for number, request in enumerate(requests):
         child = os.fork()
         if child == 0:
-            if environment:
-                os.environ.update(environment, RANK=str(number), WORLD_SIZE=str(len(requests)))
-                speak_often()
+            if launch:
+                os.environ.update(launch, RANK=str(number))
             run(request)
         numbers[child] = number
     codes, stopped = [0] * len(requests), set()
     while len(numbers) > len(stopped):
         child, status = os.waitpid(-1, os.WUNTRACED)
+        if child not in numbers:
+            continue
         if os.WIFSTOPPED(status):
             stopped.add(child)
         else:
             codes[numbers.pop(child)] = os.waitstatus_to_exitcode(status)
-    for child in stopped:
+    for child in (*stopped, *([int(launch["STORE"])] if launch else ())):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        codes[numbers[child]] = -signal.SIGSTOP
+        if child in stopped:
+            codes[numbers[child]] = -signal.SIGSTOP
     return codes
 
 
-def speak_often() -> None:
-    """Let a rank speak and look more often than is good for many of them on a network's file system."""
-    from llmtailor.ranks import group
+def serve_store(world_size: int) -> dict[str, str]:
+    """Start what torchrun's agent serves its ranks; return their environment."""
+    import torch.distributed as dist
 
-    group.BEAT_S, group.POLL_S = POLL_S, (POLL_S, POLL_S)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    is_ready, ready = os.pipe()
+    if (child := os.fork()) == 0:
+        store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        os.write(ready, b"1")
+        while store:
+            signal.pause()
+    os.read(is_ready, 1)
+    os.close(is_ready)
+    os.close(ready)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "STORE": str(child)}
+    return {**agent, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 
 
 @cache
@@ -331,4 +355,7 @@ def ask(environment: Mapping[str, str], requests: Sequence[Request]) -> list[int
 
 
 if __name__ == "__main__":
+    if "RANK" in os.environ:
+        request = Request(**json.loads(Path(sys.argv[1]).read_text())[int(os.environ["RANK"])])
+        run(request if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else replace(request, fault=""))
     serve()

@@ -12,7 +12,6 @@ from helpers.commands import call
 from llmtailor.background.report import abandon_after
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import TargetError
-from llmtailor.ranks.group import FileBoard
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.save_log import LOG
 from llmtailor.storage.local import append_line
@@ -125,12 +124,3 @@ def test_the_log_of_saves_is_not_written_behind_a_link(tmp_path, name):
         append_line(tmp_path / name, b"{}")
     abandon_after(tmp_path, 7)
     assert (tmp_path / "precious").read_bytes() == text and (tmp_path / name).is_symlink()
-
-
-def test_messages_of_ranks_are_not_written_behind_a_link(tmp_path):
-    (tmp_path / "precious").write_text("precious")
-    (tmp_path / "0").symlink_to("precious")
-    with pytest.raises(OSError):
-        FileBoard(tmp_path).post("0", {})
-    assert FileBoard(tmp_path).read("0") is None
-    assert (tmp_path / "precious").read_text() == "precious"

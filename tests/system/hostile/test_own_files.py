@@ -16,7 +16,6 @@ from llmtailor.background.report import abandon_after
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import SourceError
 from llmtailor.frameworks.files import tag_in
-from llmtailor.ranks.group import FileBoard
 from llmtailor.runs.save_log import LOG, read_log
 from llmtailor.storage.local import Lock, LockHeld, OpenFile
 from thin.scene import SHORT, make_run, save_partial
@@ -109,9 +108,7 @@ def test_the_tag_of_a_checkpoint_is_read_with_a_limit(tmp_path, special):
         open_index(checkpoint)
 
 
-def test_messages_and_owners_are_read_with_a_limit(tmp_path, special, monkeypatch):
-    special(tmp_path / "0")
-    assert FileBoard(tmp_path).read("0") is None
+def test_owners_are_read_with_a_limit(tmp_path, special, monkeypatch):
     owner = special(tmp_path / "owner")
     monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(38, "no locks here")))
     with pytest.raises(LockHeld):
