@@ -29,6 +29,7 @@ from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, Us
 from llmtailor.formats.partial import differences
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.live.tensors import bytes_of
+from llmtailor.model.dtypes import size_of
 from llmtailor.saving import SaveFailed
 from llmtailor.storage import casts, frames, rounding, zstd
 from llmtailor.verify.inspect import inspect_checkpoint
@@ -311,7 +312,7 @@ def test_a_frame_that_the_index_makes_too_large_is_refused(loop):
     path = loop.run / "partial/step-00000005" / FILE
     content = bytearray(path.read_bytes())
     count = struct.unpack("<Q", content[-16:-8])[0]
-    most = casts.size_of("D24", frames.ELEMENTS)
+    most = size_of("D24", frames.ELEMENTS)
     struct.pack_into("<I", content, len(content) - 16 - 4 * count, most + 1)
     path.write_bytes(content)
     with pytest.raises(SourceError, match="a frame that is too large"):
@@ -384,7 +385,7 @@ def test_every_pattern_comes_back():
         for begin in range(0, 1 << 24, 41 * frames.ELEMENTS + 7):
             mine, other = every[begin:][: frames.ELEMENTS], older[begin:][: frames.ELEMENTS]
             frame = packed(mine, other)
-            assert len(frame) <= casts.size_of("D24", len(mine))
+            assert len(frame) <= size_of("D24", len(mine))
             assert (casts.add_codes(frames.decode(frame), other << 8) >> 8 == mine).all()
 
 
@@ -396,7 +397,7 @@ def test_any_differences_are_packed_as_documented(numel, moved):
     older = random.integers(0, 1 << 24, numel, dtype="<u4")
     off = random.integers(0, moved, numel)
     frame = packed((older + off & 0xFFFFFF).astype("<u4"), older)
-    assert len(frame) <= casts.size_of("D24", numel)
+    assert len(frame) <= size_of("D24", numel)
     codes = frames.decode(frame)
     assert codes.tolist() == [2 * one if one < 1 << 23 else 2 * ((1 << 24) - one) - 1 for one in off.tolist()]
     assert numel > 1000 or read_frame(frame) == codes.tolist()
