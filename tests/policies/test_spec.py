@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.places import ROOT
+from helpers.places import ROOT, SUPPORT
 from llmtailor.errors import UsageError
 from llmtailor.model.parts import ModelStructure, Part
 from llmtailor.model.precision import Precision
@@ -194,8 +194,7 @@ print(json.dumps(answers))
 
 def test_every_process_gets_the_same_answers():
     """Ranks have different hash seeds, so nothing may depend on the order of a set."""
-    root = ROOT
-    path = os.pathsep.join([str(root), str(root / "tests")])
+    path = os.pathsep.join([str(ROOT), str(SUPPORT)])
     said = {
         subprocess.run(
             [sys.executable, "-c", ASK, json.dumps(SPECS)],
