@@ -105,7 +105,9 @@ def write(
     with stoppable() as stop, _begin(composition, identity, ranks, notify) as begun:
         with _uploading(composition, on_progress, stop) as upload:
             recorded = recorded_checksums(composition)
-            written = _write_files(composition, begun, recorded, ranks, stop, on_progress, upload)
+            written = _write_files(
+                composition, begun, recorded, ranks, stop=stop, on_progress=on_progress, upload=upload
+            )
             size = f"{composition.plan.num_bytes:,}"
             logger.info("wrote %d files, %s bytes, in %s", len(written.results), size, watch.lap())
             compare_with_records(
@@ -204,6 +206,7 @@ def _write_files(
     begun: Begun,
     recorded: Mapping[SourcePath, object],
     ranks: Ranks,
+    *,
     stop: Stop,
     on_progress: Callable[[int], None],
     upload: Upload | None,
