@@ -126,15 +126,15 @@ class _Filler:
         """Return grids if one source holds all rows as they are, else the pieces of each row."""
         state, dtype, begin, end, rows, stride = slot
         last = end + (rows - 1) * stride
-        is_sum = self.sources.sums and self.sources.sum_of(state) is not None
-        supply, *others = self._of(state, dtype)
-        is_direct = not (is_sum or others or supply.refined_by or supply.stored_as in PACKED or dtype in PACKED)
-        if is_direct and not isinstance(supply.place, AllZero) and supply.holds(begin, last):
-            found = columns(supply.place, begin, end - begin, rows, stride)
-            scale = self.scales.get((state, supply.source), 1.0)
-            return [Strided(grid, supply.dtype, dtype, supply.source, state, scale, stride) for grid in found]
-        each = (slot._replace(begin=begin + at, end=end + at, rows=1) for at in range(0, rows * stride, stride))
-        return [piece for one in each for piece in self.fill(one)]
+        if self.sources.sum_of(state) is None:
+            supply, *others = self._of(state, dtype)
+            is_direct = not (others or supply.refined_by or supply.stored_as in PACKED or dtype in PACKED)
+            if is_direct and not isinstance(supply.place, AllZero) and supply.holds(begin, last):
+                grids = columns(supply.place, begin, end - begin, rows, stride)
+                scale = self.scales.get((state, supply.source), 1.0)
+                return [Strided(grid, supply.dtype, dtype, supply.source, state, scale, stride) for grid in grids]
+        row_slots = (slot._replace(begin=begin + at, end=end + at, rows=1) for at in range(0, rows * stride, stride))
+        return [segment for row in row_slots for segment in self.fill(row)]
 
     def _of(self, state: State, dtype: str) -> tuple[_Supply, ...]:
         if (state, dtype) not in self.known:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+import llmtailor
 from helpers.composing import convert, convert_to_resume, merge
 from helpers.files import flip
 from helpers.states import assert_same_states, loaded_by, read
@@ -137,6 +139,22 @@ def test_a_composite_with_a_source_without_tensor_parallelism(runs: Runs, tmp_pa
         index = old if state.param == NORM or ".layers.0." in state.param else new
         assert torch.equal(read(out.root, held), read(index.root, index.held[state])), state
     assert {finding.code for finding in verify_checkpoint(tmp_path / "out", deep=True).findings} <= {Code.STEPS_DIFFER}
+
+
+@pytest.mark.parametrize("name", ["tp-2", "columns"])
+def test_an_average_of_tensors_that_are_cut_by_columns(name: str, runs: Runs, tmp_path: Path) -> None:
+    older, newer = (index_checkpoint(runs.checkpoint(name, step)) for step in (2, 4))
+    shares = ((older, 0.25), (newer, 0.75))
+    weighted = [{"model": str(index.root), "parameters": {"weight": weight}} for index, weight in shares]
+    recipe = {"merge_method": "linear", "base_model": str(newer.root), "models": weighted}
+    (tmp_path / "average.yaml").write_text(yaml.safe_dump(recipe))
+    llmtailor.merge(tmp_path / "average.yaml", tmp_path / "out")
+    out = index_checkpoint(tmp_path / "out")
+    masters = [state for state in newer.held if state.kind == MASTER]
+    assert masters
+    for state in masters:
+        a, b, c = (read(index.root, index.held[state]).double() for index in (older, newer, out))
+        assert torch.allclose(c, 0.25 * a + 0.75 * b, rtol=1e-6, atol=0)
 
 
 def test_fused_weights_are_two_boxes_of_each_rank(runs: Runs) -> None:
