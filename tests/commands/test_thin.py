@@ -315,7 +315,6 @@ def test_a_newest_checkpoint_that_only_a_merge_can_read(tmp_path, command):
         (("--strategy", "parrot"), "there is no policy 'parrot'"),
         (("--strategy", "adaptive:0.25"), "only the training can measure"),
         (("--strategy", "adaptive:no"), "only the training can measure"),
-        (("--strategy", "update"), "there is no policy 'update' any more"),
         (("--select", "layer 9"), "out of range"),
         (("--select", "*.mlp.*"), "the selectors match only some of the tensors of layers 0-3"),
     ],

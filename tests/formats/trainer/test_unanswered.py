@@ -12,7 +12,7 @@ from helpers.asking import in_a_fresh_process
 from helpers.composing import convert
 from helpers.files import contents
 from llmtailor.cli.main import cli
-from llmtailor.compose import write
+from llmtailor.compose import readback
 from llmtailor.errors import Unanswered, UsageError
 from llmtailor.formats import param_names as model
 from llmtailor.timing import too_slow
@@ -112,7 +112,7 @@ def test_a_composite_that_could_not_be_verified_in_time_stays_to_be_gone_on_with
     Loop(Path("run"), model=build("qwen2", 2, tied=True), policy="full").trained(1)
     monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0")
     with monkeypatch.context() as patch, pytest.raises(Unanswered, match="no result after 0 s"):
-        patch.setattr(write, "verify_checkpoint", give_up)
+        patch.setattr(readback, "verify_checkpoint", give_up)
         invoke("merge", "--run", "run")
     assert not Path("run/checkpoint-1").exists()
     assert Path("run/.checkpoint-1.llmtailor-staging/out/optimizer.pt").exists()
