@@ -22,6 +22,7 @@ import pytest
 from faults.driver import Request, ask
 from faults.scene import RECIPE, Scene, contents
 from helpers.commands import call, run_here
+from helpers.places import ROOT, SUPPORT
 from llmtailor.copying.staging import acquire, lock_of
 from llmtailor.storage.local import Lock, LockHeld
 
@@ -298,9 +299,8 @@ def torchrun(scene, faults, *options) -> Iterator[subprocess.Popen[str]]:
     ]
     (scene.root / "requests.json").write_text(json.dumps(requests))
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(len(faults)), *options]
-    tests = Path(__file__).parents[1]
-    words = [*launch, str(tests / "faults" / "driver.py"), str(scene.root / "requests.json")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    words = [*launch, str(SUPPORT / "faults" / "driver.py"), str(scene.root / "requests.json")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
     with (scene.root / "torchrun.log").open("w") as log:
         process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, text=True)
     try:
