@@ -124,7 +124,7 @@ TRUST_UNRECORDED = click.option(
 )
 FOR = click.option(
     "--for",
-    "client",
+    "framework",
     type=_Registered(_frameworks),
     help="Loader that will resume from it: the Trainer, accelerate's load_state, Lightning, or a DeepSpeed engine in "
     "your own loop. Default: detected from the files.",

@@ -85,7 +85,7 @@ def inspection_text(content: Inspection) -> str:
     lines = [
         f"{content['name']}: {content['format']} (ZeRO stage {content['zero_stage']}), step {content['global_step']}, "
         f"saved by {count_ranks(content['mesh'])}"
-        + ("" if content["client"] in ("trainer", "dcp") else f", resumed by {content['client']}"),
+        + ("" if content["framework"] in ("trainer", "dcp") else f", resumed by {content['framework']}"),
         f"trained in {content['precision']}, weights {', '.join(content['weights_dtype']) or unsaved}, "
         f"optimizer {content['optimizer']}"
         + (f" at step {counted_steps}" if counted_steps else "")

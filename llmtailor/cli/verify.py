@@ -21,7 +21,7 @@ from llmtailor.errors import UnsupportedCheckpoint, VerificationError
 @click.argument("checkpoint", type=LOCATION)
 @FOR
 @JSON
-def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
+def inspect(checkpoint: Path, framework: str | None, as_json: bool) -> None:
     """Describe CHECKPOINT: format, world size, step, param groups, parts with their sizes, and anything unusual.
 
     Only headers are read; no tensor is loaded.
@@ -34,7 +34,7 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
     from llmtailor.cli.tables import inspection_text
     from llmtailor.verify.inspect import inspect_checkpoint
 
-    content = inspect_checkpoint(checkpoint, client)
+    content = inspect_checkpoint(checkpoint, framework)
     print_json(content) if as_json else click.echo(inspection_text(content))
 
 
@@ -52,7 +52,7 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
 @FOR
 @JSON
 @click.pass_context
-def verify(ctx: click.Context, checkpoint: Path, deep: bool, client: str | None, as_json: bool) -> None:
+def verify(ctx: click.Context, checkpoint: Path, deep: bool, framework: str | None, as_json: bool) -> None:
     """Check whether an unmodified Trainer, accelerate or DeepSpeed will resume from CHECKPOINT correctly.
 
     An error means that a resume fails or silently continues from a wrong state; a warning means that it loses
@@ -73,7 +73,7 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, client: str | None,
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
     with progress_bar(total, quiet=not deep, label="reading") as on_progress:
-        verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client)
+        verdict = verify_checkpoint(checkpoint, deep, on_progress, framework=framework)
     if as_json:
         print_json(to_json(verdict))
     else:
@@ -97,7 +97,7 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, client: str | None,
 @TRUST_UNRECORDED
 @FOR
 @JSON
-def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client: str | None, as_json: bool) -> None:
+def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, framework: str | None, as_json: bool) -> None:
     """Print the newest checkpoint in RUN_DIR that verifies as resumable.
 
     Checkpoints of abandoned attempts are skipped. Only the path is printed on stdout; the reasons for skipping newer
@@ -113,7 +113,7 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
     from llmtailor.verify.verify import to_text
 
     with progress_bar(None, quiet=not deep, label="reading") as on_progress:
-        newest = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded, client=client)
+        newest = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded, framework=framework)
     for verdict in (*newest.passed_over, *([newest.verdict] if newest.verdict and newest.verdict.findings else ())):
         click.echo(to_text(verdict), err=True)
     if as_json:

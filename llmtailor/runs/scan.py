@@ -307,7 +307,7 @@ def find_latest(
     on_progress: Callable[[int], None] | None = None,
     *,
     trust_unrecorded: bool = False,
-    client: str | None = None,
+    framework: str | None = None,
 ) -> Latest:
     """Find the newest full checkpoint of a run that `verify_checkpoint` finds resumable.
 
@@ -320,7 +320,7 @@ def find_latest(
         deep: also read every tensor.
         on_progress: with ``deep``, called with a number of bytes read, from several threads.
         trust_unrecorded: also consider checkpoints that do not state their attempt.
-        client: what will resume, see `verify_checkpoint`.
+        framework: what will resume, see `verify_checkpoint`.
 
     Raises:
         SourceError: the folder does not exist.
@@ -337,7 +337,7 @@ def find_latest(
         try:
             if (problem := attempt.why_not(path, step)) is not None:
                 raise SourceError(problem)
-            verdict = verify_checkpoint(path, deep, on_progress, client=client)
+            verdict = verify_checkpoint(path, deep, on_progress, framework=framework)
         except SourceError as error:  # also for a folder that is not a checkpoint, or of an unsupported kind
             verdict = refused(path, deep, error)
         verdicts.append(verdict)

@@ -66,7 +66,7 @@ class Inspection(TypedDict):
     """The same by kind of parallelism: ``dp``, and ``tp`` under AutoTP"""
     global_step: int
     skipped_steps: int
-    client: str
+    framework: str
     """What resumes: ``trainer``, ``accelerate``, ``lightning``, ``deepspeed`` (an engine in a loop) or ``dcp``"""
     tag: str
     """DeepSpeed's name of the folder with the shards"""
@@ -89,12 +89,12 @@ class Inspection(TypedDict):
     findings: list[dict[str, str | None]]
 
 
-def inspect_checkpoint(root: str | Path, client: str | None = None) -> Inspection:
-    """Describe a checkpoint without loading a tensor. ``client`` will resume from it; None: detected from the files.
+def inspect_checkpoint(root: str | Path, framework: str | None = None) -> Inspection:
+    """Describe a checkpoint without loading a tensor. ``framework`` will resume from it; None: detected from the files.
 
     Raises SourceError with everything damaged or missing, or UnsupportedCheckpoint.
     """
-    return describe(index_checkpoint(as_path(root), framework=client))
+    return describe(index_checkpoint(as_path(root), framework=framework))
 
 
 def describe(index: CheckpointIndex) -> Inspection:
@@ -124,7 +124,7 @@ def describe(index: CheckpointIndex) -> Inspection:
         "mesh": index.layout.mesh,
         "global_step": index.global_step,
         "skipped_steps": index.zero.skipped_steps,
-        "client": index.framework,
+        "framework": index.framework,
         "tag": index.zero.tag,
         "precision": index.precision,
         "weights_dtype": sorted({entry.dtype for state, entry in index.held.items() if state.kind == WEIGHT}),

@@ -243,7 +243,7 @@ def verify_checkpoint(
     deep: bool = False,
     on_progress: Callable[[int], None] | None = None,
     name: str | None = None,
-    client: str | None = None,
+    framework: str | None = None,
 ) -> Verdict:
     """Check whether unmodified software resumes from a checkpoint correctly; find damage.
 
@@ -254,7 +254,7 @@ def verify_checkpoint(
         deep: read every tensor, in parallel. Otherwise only headers and pickles are read, in seconds for any size.
         on_progress: with ``deep``, called with a number of bytes read, from several threads.
         name: the checkpoint's name in messages; None for its path.
-        client: what will resume from it: ``trainer``, ``accelerate``, ``lightning`` or ``deepspeed`` (an engine in a
+        framework: what will resume from it: ``trainer``, ``accelerate``, ``lightning`` or ``deepspeed`` (an engine in a
             loop); None for the one whose files it has.
 
     Raises:
@@ -264,7 +264,7 @@ def verify_checkpoint(
     """
     path = as_path(path)
     name = name or display_name(path)
-    return verify_surveyed(survey_checkpoint(path, name, client), path, deep, on_progress or unreported, name)
+    return verify_surveyed(survey_checkpoint(path, name, framework), path, deep, on_progress or unreported, name)
 
 
 def verify_surveyed(

@@ -49,7 +49,7 @@ def test_each_tag_is_a_checkpoint(tags: Path, runs: Runs, tmp_path: Path) -> Non
     for step in (2, 4):
         for name in (f"{tags}@global_step{step}", tags / f"global_step{step}"):
             told = call("inspect", name)
-            assert (told["global_step"], told["client"], told["findings"]) == (step, "deepspeed", [])
+            assert (told["global_step"], told["framework"], told["findings"]) == (step, "deepspeed", [])
         assert call("verify", f"{tags}@global_step{step}", "--deep")["verdict"] == RESUMABLE
     assert call("inspect", tags)["global_step"] == 4  # as ``latest`` says
     assert_same(Path(call("convert", f"{tags}@global_step2", tmp_path / "out")["out"]), runs.checkpoint("engine-3"))

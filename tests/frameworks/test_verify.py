@@ -88,7 +88,7 @@ def test_what_the_client_saves_is_resumable(name: str, runs: Runs) -> None:
     assert find_latest(runs[name].folder).path == newest
     assert call("latest", runs[name].folder)["path"] == str(newest)
     told, client = inspect_checkpoint(runs.checkpoint(name)), getattr(runs[name].spec, "client", "lightning")
-    assert (told["client"], told["global_step"], told["num_layers"]) == (client, 2, 3)
+    assert (told["framework"], told["global_step"], told["num_layers"]) == (client, 2, 3)
     assert len(told["findings"]) == len(notes)
 
 
@@ -135,7 +135,7 @@ def test_several_models_are_refused(other: str, runs: Runs, tmp_path: Path) -> N
 
 def test_another_loader_can_be_asked_for(runs: Runs) -> None:
     def lacks(name: str, client: str) -> set[str | None]:
-        verdict = verify_checkpoint(runs.checkpoint(name), client=client)
+        verdict = verify_checkpoint(runs.checkpoint(name), framework=client)
         return {one.path for one in verdict.of_severity(ERROR)}
 
     assert lacks("engine-3", "trainer") == {"trainer_state.json"}  # its schedule is in the model states
@@ -146,7 +146,7 @@ def test_another_loader_can_be_asked_for(runs: Runs) -> None:
     assert lacks("engine-3", "accelerate") == {"global_step2"}
     for name in LIGHTNING:
         assert not lacks(name, "lightning") and lacks(name, "trainer")
-    assert find_latest(runs["engine-3"].folder, client="trainer").path is None
+    assert find_latest(runs["engine-3"].folder, framework="trainer").path is None
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_one_file_at_a_url(runs: Runs, tmp_path: Path) -> None:
     for name in (newest, f"memory://{tmp_path}/run/epoch=0-step=2.ckpt"):
         forget_urls()
         told = call("inspect", name)
-        assert (told["client"], told["findings"]) == ("lightning", [])
+        assert (told["framework"], told["findings"]) == ("lightning", [])
         assert call("verify", name, "--deep")["verdict"] == RESUMABLE
     forget_urls()
     (recipe := tmp_path / "recipe.yaml").write_text(f"base_model: {newest}\n")
