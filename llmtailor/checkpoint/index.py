@@ -23,7 +23,6 @@ MEGATRON = "megatron"
 """Formats, as ``--to`` calls them: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's
 run without DeepSpeed and FSDP, its FSDP run, any loop that saves with torch.distributed.checkpoint, verl's FSDP2 run,
 and Megatron-core"""
-FORMATS = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP, VERL, MEGATRON)
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
 """Frameworks that resume, as ``--for`` and ``--layout`` call them, beside those that are called like their formats:
 `TRAINER`, `DEEPSPEED`, `DCP`, `VERL` and `MEGATRON`; see `frameworks.framework`"""

@@ -126,10 +126,10 @@ class Options:
     compare: bool = field(default=True, repr=False)  # the output is the same
     """Whether what is read is compared with llmtailor's own records of the sources; not to salvage damaged ones"""
     to: str | None = None
-    """Format of the output: ``deepspeed``, ``universal``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as
+    """Format of the output: one of `formats.registry.WRITERS`; None keeps the base's, as
     far as `stage` allows."""
     layout: str | None = field(default=None, repr=False)  # not shown: the plan's digest depends on it
-    """Whose loader finds the output's files: ``trainer``, ``accelerate`` or ``deepspeed``; None keeps the base's."""
+    """What will resume from the output: ``trainer``, ``accelerate`` or ``deepspeed``; None keeps the base's."""
     reference: bool = False
     """Whether the output holds the sources' data files as hard links, where its format and theirs allow that"""
     clone: Clone = "auto"
@@ -154,7 +154,7 @@ class MergePlan:
     format: str
     """The output's, as ``--to`` calls it"""
     framework: str
-    """Whose loader will resume from the output, see `frameworks.framework`"""
+    """The one that will resume from the output, see `frameworks.framework`"""
     attempt: Past | None
     """The attempt of the run that it belongs to, if its sources state one"""
     replaces: Entries | None = None

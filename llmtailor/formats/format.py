@@ -123,7 +123,7 @@ def finish(draft: Draft, root: Path, name: str) -> Survey:
     findings = [
         *index.findings,
         *(attempt(lambda: [*draft.check(index)], draft.problems) or ()),
-        *(_compare_loader(index, trainer) if trainer is not None else ()),
+        *(_compare_framework_files(index, trainer) if trainer is not None else ()),
         *_links_outside(index),
     ]
     steps = steps or PartSteps()
@@ -134,7 +134,7 @@ def finish(draft: Draft, root: Path, name: str) -> Survey:
     return Survey(known, draft.problems)
 
 
-def _compare_loader(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
+def _compare_framework_files(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
     if trainer.scheduler is not None:
         groups = [group.hyper for group in index.groups]
         # without ZeRO, the format's check compares the steps

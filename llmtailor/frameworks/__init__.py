@@ -1,1 +1,1 @@
-"""Which files a loader has besides the states: the Trainer's, accelerate's, Lightning's, a DeepSpeed engine's."""
+"""Which files a framework has besides the states: the Trainer's, accelerate's, Lightning's, a DeepSpeed engine's."""

@@ -1,6 +1,6 @@
 """The names of the files in a checkpoint: who saves each, what it holds, and whether it may be deleted.
 
-`TABLE` has a row per name or family of names. It decides which loader is detected, and which files are left out of
+`TABLE` has a row per name or pattern of names. It decides which framework is detected, and which files are left out of
 other formats, replaced or deleted. Checked against transformers 5.23, accelerate 1.15, lightning 2.6.6, DeepSpeed 0.19,
 torch 2.13 and peft 0.21.
 """
@@ -59,7 +59,7 @@ ENGINE_FILES = frozenset((LATEST, *_SCRIPTS))
 """What DeepSpeed leaves in the root for its loader and its tools"""
 
 MODEL, TOKENIZER, SEVERAL = "model", "tokenizer", "several loaders"
-"""Other owners of files than the loaders and frameworks of `checkpoint.index`"""
+"""Other owners of files than the frameworks of `checkpoint.index`"""
 
 
 def tag_in(latest: Path) -> str:
@@ -85,7 +85,7 @@ class Holds(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """The name of a file, or of a family of files."""
+    """The name of a file, or a pattern of such names."""
 
     pattern: str
     """A regex of the path below the root; a folder ends in ``/``."""
@@ -95,7 +95,7 @@ class FileName:
     is_known: bool = True
     """Whether it may be deleted whatever else is in the folder; else `frameworks.framework` looks at the other files"""
     is_sign: bool = True
-    """Whether the file alone means that its owner's loader resumes from the checkpoint"""
+    """Whether the file alone means that its owner resumes from the checkpoint"""
 
 
 _N = r"(_[0-9]{1,5})?"
@@ -180,9 +180,9 @@ def is_known_name(path: str) -> bool:
     return row_of(path).is_known
 
 
-def is_sign_of(loader: str, path: str) -> bool:
-    """Return whether a file of this name alone means that a loader resumes from the checkpoint."""
-    return row_of(path).is_sign and owner_of(path) == loader
+def is_sign_of(framework: str, path: str) -> bool:
+    """Return whether a file of this name alone means that a framework resumes from the checkpoint."""
+    return row_of(path).is_sign and owner_of(path) == framework
 
 
 def is_second_models(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which loader resumes from a checkpoint, the files that it opens beside weights and shards, and what may be removed.
+"""Which framework resumes from a checkpoint, its files beside weights and shards, and which files may be removed.
 
 ::
 
@@ -72,7 +72,8 @@ from llmtailor.storage.local import Entries, FileFact, OpenFiles, list_entries, 
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """The files that a loader opens beside weights and shards, and those that its saver writes."""
+    """A framework that resumes from checkpoints: the files that it opens beside weights and shards, and those that it
+    saves."""
 
     name: str
     title: str
@@ -170,12 +171,12 @@ FRAMEWORKS = {
 
 
 def framework_of(index: CheckpointIndex) -> Framework:
-    """Return the loader of a checkpoint."""
+    """Return the framework of a checkpoint."""
     return FRAMEWORKS[index.framework]
 
 
-def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bool) -> Framework:
-    """Return the loader that a checkpoint is for.
+def detect_framework(names: Iterable[str], is_trainers: bool | None, is_engines: bool) -> Framework:
+    """Return the framework that a checkpoint is for.
 
     ``names`` are the entries of its root, folders with a ``/`` at the end. ``is_trainers`` says whether its
     trainer_state.json is the Trainer's (llmtailor writes one in a loop without a Trainer); None without the file.
@@ -192,11 +193,11 @@ def detect_loader(names: Iterable[str], is_trainers: bool | None, is_engines: bo
 
 
 def choose_framework(base: CheckpointIndex, to_format: str, to: str | None, layout: str | None = None) -> str:
-    """Return the loader of an output: ``layout`` if it is given, else the base's where it can read the format.
+    """Return the framework of an output: ``layout`` if it is given, else the base's where it can read the format.
 
     ``to_format`` is the output's format, ``to`` and ``layout`` the options ``--to`` and ``--layout``. Raises
-    MismatchError for a format that another loader reads, or for a loader that can't resume from the base's states: only
-    Lightning takes the names of a LightningModule.
+    MismatchError for a format that another framework reads, or for a framework that can't resume from the base's
+    states: only Lightning takes the names of a LightningModule.
     """
     if layout is not None and not base.framework == layout == LIGHTNING:
         _check_layout(base, to_format, layout)
@@ -234,12 +235,12 @@ def _check_layout(base: CheckpointIndex, to_format: str, layout: str) -> None:
 
 
 def is_tag_alone(folder: Path) -> bool:
-    """Return whether a folder is an engine's tag folder in a loop: a checkpoint without a loader's files beside it."""
+    """Return whether a folder is an engine's tag folder in a loop: a checkpoint with no framework's files beside it."""
     if not folder.is_dir() or not any(OPTIM_STATES.fullmatch(entry.name) for entry in folder.iterdir()):
         return False
     above = folder.absolute().parent
     beside = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in above.iterdir()]
-    framework = detect_loader(beside, True if TRAINER_STATE in beside else None, is_engines=True)
+    framework = detect_framework(beside, True if TRAINER_STATE in beside else None, is_engines=True)
     return framework.name == DEEPSPEED and above.suffix != ".ckpt"
 
 

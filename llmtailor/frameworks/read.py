@@ -28,7 +28,7 @@ from llmtailor.frameworks.files import (
     is_second_models,
     may_have_adapters,
 )
-from llmtailor.frameworks.framework import FRAMEWORKS, Framework, detect_loader
+from llmtailor.frameworks.framework import FRAMEWORKS, Framework, detect_framework
 from llmtailor.frameworks.rng import check_rng, find_swapped
 from llmtailor.frameworks.scheduler import SchedulerFacts, check_scheduler, read_scheduler
 from llmtailor.frameworks.trainer_state import (
@@ -50,7 +50,7 @@ class TrainerFiles:
     """The content of the files in the checkpoint's root."""
 
     framework: Framework
-    """The loader that resumes from the checkpoint"""
+    """The framework that resumes from the checkpoint"""
     files: Mapping[str, FileFact]
     """Every regular file in the root"""
     inside: frozenset[str] = frozenset()
@@ -63,7 +63,7 @@ class TrainerFiles:
     step_lags: frozenset[int] = frozenset((0,))
     """How many steps Adam may be behind the run; see `trainer_state.read_lags`"""
     scheduler: SchedulerFacts | None = None
-    """The content of the loader's scheduler file; None without it"""
+    """The content of the framework's scheduler file; None without it"""
     scales_loss: bool | None = None
     """Whether the run trains in fp16, by training_args.bin; None if unknown"""
     findings: tuple[Finding, ...] = ()
@@ -81,7 +81,7 @@ def read_trainer_files(
 ) -> TrainerFiles:
     """Read the files in the root. Damaged ones are added to ``problems``, missing ones become findings.
 
-    ``framework`` is the one to judge them by; None uses the detected one, see `framework.detect_loader`. Raises
+    ``framework`` is the one to judge them by; None uses the detected one, see `framework.detect_framework`. Raises
     UnsupportedCheckpoint if accelerate saved several models.
     """
     there = sorted(trees.root.iterdir())
@@ -98,7 +98,7 @@ def read_trainer_files(
     entries = [f"{path.name}/" if path.is_dir() else path.name for path in there]
     below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in trees.inside]
     is_stated = is_trainers if TRAINER_STATE in files else None
-    own = FRAMEWORKS[framework] if framework else detect_loader([*entries, *below], is_stated, is_engines)
+    own = FRAMEWORKS[framework] if framework else detect_framework([*entries, *below], is_stated, is_engines)
     _refuse_several(own, entries, name)
     findings = []
     if not weights and has_all_weights and not (trees.inside or adapters_among(files)) and own.saves_model:

@@ -233,7 +233,7 @@ def _content(layouts: Sequence[FileLayout], reference: CheckpointIndex) -> dict[
     if there is None:
         return None
     first = there.pieces[0] if there.pieces else None
-    if isinstance(first, Bytes):  # made for another loader than the base's, or changed already
+    if isinstance(first, Bytes):  # made for another framework than the base's, or changed already
         return dict(json.loads(first.data))
     return read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")
 

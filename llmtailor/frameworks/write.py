@@ -1,6 +1,6 @@
-"""Layout of the files that a loader needs beside states: copied from the base, or synthesized.
+"""Layout of the files that a framework needs beside states: copied from the base, or synthesized.
 
-A base of another loader lacks a scheduler's state and a trainer_state.json. The scheduler's state is taken from
+A base of another framework lacks a scheduler's state and a trainer_state.json. The scheduler's state is taken from
 accelerate's ``scheduler.bin``, from DeepSpeed's model states, or from ``lr_scheduler`` of a folder of
 torch.distributed.checkpoint, where torchtitan keeps it.
 """
@@ -232,7 +232,7 @@ def first_rates(base: CheckpointIndex, wanted: Wanted) -> list[Any]:
 
 
 def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the files that the wanted loader needs and a base of another one lacks, and notices.
+    """Return the files that the wanted framework needs and a base of another one lacks, and notices.
 
     An engine has none: it keeps a scheduler's state in the model states.
 
@@ -282,7 +282,7 @@ def synthesize_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLa
 
 
 def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Problem]]:
-    """Return the state of a torch scheduler that has counted the base's steps, for another loader, and notices.
+    """Return the state of a torch scheduler that has counted the base's steps, for another framework, and notices.
 
     If the base holds none, it is made from the rates in the param groups. Without ``base_lrs``, a scheduler keeps those
     of the run's arguments.
@@ -326,7 +326,7 @@ def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[
 
 
 def _without_counterpart(base: CheckpointIndex, framework: str) -> list[str]:
-    """Return the files, or values, of a base's loader that another loader does not have."""
+    """Return the files, or values, of a base's framework that another framework does not have."""
     if base.framework in (ACCELERATE, TRAINER):
         own = [path for path in base.files if owner_of(path) == base.framework]
         known = {framework_of(base).scheduler, framework_of(base).optimizer}

@@ -40,7 +40,7 @@ from llmtailor.ranks.team import Ranks
 from llmtailor.runs.composing import compose_newest
 from llmtailor.saving.api import AttestingCallback, SaverCallback, make_saver
 from llmtailor.saving.arguments import resume_options
-from llmtailor.saving.client_state import LightningClient
+from llmtailor.saving.framework_state import StateOfLightning
 from llmtailor.storage.local import as_path
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class LightningPartialSaving(SaverCallback, Callback):  # type: ignore[misc]
         self._close(trainer)
         step = trainer.global_step
         objects = _objects(trainer, pl_module)
-        beside = LightningClient(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        beside = StateOfLightning(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
         output_dir = self.output_dir or trainer.default_root_dir
         self.saver = make_saver(output_dir, objects, beside, policy=self.policy, options=self.options)
         self._saved_step = self._step = step

@@ -51,10 +51,10 @@ class ZeroTraining:
 
     inventory = Inventory()
 
-    def __init__(self, engine: Any, loader: Framework = FRAMEWORKS[DEEPSPEED], *, is_saved: bool = True) -> None:
+    def __init__(self, engine: Any, framework: Framework = FRAMEWORKS[DEEPSPEED], *, is_saved: bool = True) -> None:
         self.engine = engine
         self._is_saved = is_saved
-        self.loader = loader
+        self.framework = framework
         self.zero = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
         self._keys = STATE_KEYS[self.stage == 3]
@@ -76,7 +76,7 @@ class ZeroTraining:
 
     @property
     def tag(self) -> str:
-        return self.loader.default_tag.format(self.engine.global_steps)
+        return self.framework.default_tag.format(self.engine.global_steps)
 
     may_skip = True
 

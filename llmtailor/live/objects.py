@@ -33,17 +33,17 @@ FSDP1_FIX = "use FSDP version 2 (fsdp_version), DeepSpeed ZeRO or DDP"
 
 
 def training_of(
-    objects: TrainingObjects, loader: Framework = FRAMEWORKS[DEEPSPEED], *, is_saved: bool = True
+    objects: TrainingObjects, framework: Framework = FRAMEWORKS[DEEPSPEED], *, is_saved: bool = True
 ) -> Training:
     """Return the live training of an engine, or of a model and its optimizer. Raises UnsupportedCheckpoint.
 
-    ``loader`` names the checkpoints of an engine. A training that is only compared, not ``is_saved``, may be wrong in
-    ways that a saver refuses.
+    ``framework`` names the checkpoints of an engine. A training that is only compared, not ``is_saved``, may be wrong
+    in ways that a saver refuses.
     """
     if objects.engine is not None:
         from llmtailor.live.deepspeed import ZeroTraining
 
-        return ZeroTraining(objects.engine, loader, is_saved=is_saved)
+        return ZeroTraining(objects.engine, framework, is_saved=is_saved)
     assert objects.model is not None and objects.optimizer is not None, "without an engine"
     return PlainTraining(objects.model, objects.optimizer, objects.scaler, is_saved=is_saved)
 

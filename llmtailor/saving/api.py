@@ -20,7 +20,7 @@ from llmtailor.live.objects import objects_of, training_of
 from llmtailor.live.training import HasState, Pretrained, TrainingObjects
 from llmtailor.policies import DEFAULT_POLICY, Policy
 from llmtailor.saving.arguments import Arguments, from_environment
-from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
+from llmtailor.saving.framework_state import FrameworkState, StateOfAccelerate, StateOfTrainer
 from llmtailor.saving.saver import PartialSaver
 
 if TYPE_CHECKING:
@@ -85,14 +85,14 @@ def saver_for(
         fix = "for a constant learning rate, use torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)"
         raise UsageError.at("saver_for", what, fix)
     own = objects.own_scheduler
-    beside = TrainerClient(own) if accelerator is None else AccelerateClient(accelerator, own)
+    beside = StateOfTrainer(own) if accelerator is None else StateOfAccelerate(accelerator, own)
     return make_saver(output_dir, objects, beside, tokenizer=tokenizer, policy=policy, options=SavingOptions(**options))
 
 
 def make_saver(
     output_dir: str | Path,
     objects: TrainingObjects,
-    beside: ClientState,
+    beside: FrameworkState,
     *,
     tokenizer: Pretrained | None = None,
     policy: str | Mapping[str, object] | Policy,
@@ -100,7 +100,7 @@ def make_saver(
     is_tested: bool = False,
 ) -> PartialSaver:
     """Return a saver for a DeepSpeed engine, or for a model and its optimizer; see `PartialSaver`."""
-    training = training_of(objects, beside.loader)
+    training = training_of(objects, beside.framework)
     carried = owners_of(training.model, tokenizer)
     return PartialSaver(
         output_dir, training, policy, beside=beside, carried=carried, options=options, is_tested=is_tested

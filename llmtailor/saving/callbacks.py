@@ -40,7 +40,7 @@ from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.api import AttestingCallback, SaverCallback, make_saver
 from llmtailor.saving.arguments import check_layout, from_environment, stock_arguments
 from llmtailor.saving.cadence import FIRST, SaveDecision, StepTimer
-from llmtailor.saving.client_state import TrainerClient
+from llmtailor.saving.framework_state import StateOfTrainer
 from llmtailor.saving.restart import resume_automatically
 from llmtailor.stock_saving.trainer import StockSaving
 
@@ -287,7 +287,7 @@ class PartialSaving(SaverCallback, Resuming):
             self.saver.close()
         self._pending_rng, self._is_last = None, False
         objects = parts_of(trainer)
-        beside, tokenizer = TrainerClient(objects.own_scheduler), getattr(trainer.data_collator, "tokenizer", None)
+        beside, tokenizer = StateOfTrainer(objects.own_scheduler), getattr(trainer.data_collator, "tokenizer", None)
         tokenizer = trainer.processing_class or tokenizer
         self.saver = make_saver(
             args.output_dir,

@@ -23,7 +23,7 @@ from llmtailor.model.parts import Part
 from llmtailor.model.precision import ADAMS, EXACT, Precision
 from llmtailor.policies import DEFAULT_POLICY, PartChoice, Policy, Situation, choose, restore_state, setbacks, state_of
 from llmtailor.ranks.team import Ranks
-from llmtailor.saving.client_state import ClientState
+from llmtailor.saving.framework_state import FrameworkState
 from llmtailor.saving.trained_parts import TrainedParts
 
 logger = logging.getLogger("llmtailor.saving")
@@ -55,7 +55,7 @@ class SavePlanner:
         trained: TrainedParts,
         policy: Policy,
         precision: Precision,
-        client: ClientState,
+        beside: FrameworkState,
         ledger: Ledger,
         *,
         max_staleness: int,
@@ -63,7 +63,7 @@ class SavePlanner:
         keeps_bases: bool,
     ) -> None:
         self.trained, self.policy, self.precision = trained, policy, precision
-        self._client, self.ledger = client, ledger
+        self._beside, self.ledger = beside, ledger
         self._max_staleness, self._ranks = max_staleness, ranks
         self._bases = DeltaBases() if keeps_bases else None
         self._base_of: dict[Part, str] = {}
@@ -103,7 +103,7 @@ class SavePlanner:
 
     def trees(self, rng: Mapping[str, object] | None) -> dict[str, Any]:
         """Return the object trees of all stock files that this rank would write."""
-        return self._client.trees(self.trained.training.trees(), self._ranks, rng)
+        return self._beside.trees(self.trained.training.trees(), self._ranks, rng)
 
     def begun(self, work: PartialWork) -> None:
         self.ledger = work.ledger
@@ -253,7 +253,7 @@ class SavePlanner:
             policy={"name": self.policy.name, **self.policy.settings(), "max_staleness": self._max_staleness},
             num_bytes=dict(model.num_bytes),
             attempt=ledger.past(step),
-            files={**self._client.files(), **(files_of(write_state) if write_state is not None else {})},
+            files={**self._beside.files(), **(files_of(write_state) if write_state is not None else {})},
             carried=record.carried(),
             before=self._before,
             elsewhere=copier.elsewhere if (copier := record.copier) is not None else (),

@@ -61,7 +61,7 @@ from llmtailor.policies import (
 from llmtailor.ranks.errors import as_error
 from llmtailor.ranks.team import Ranks, check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.client_state import ClientState
+from llmtailor.saving.framework_state import FrameworkState
 from llmtailor.saving.planner import SavePlanner, SaveRequest
 from llmtailor.saving.restart import resume
 from llmtailor.saving.trained_parts import MOST_SKIPPED, TrainedParts
@@ -137,7 +137,7 @@ class PartialSaver(BackgroundSaver):
         training: Training,
         policy: str | Mapping[str, object] | Policy = DEFAULT_POLICY,
         *,
-        beside: ClientState,
+        beside: FrameworkState,
         carried: Iterable[object] = (),
         options: SavingOptions | None = None,
         is_tested: bool = False,
@@ -146,7 +146,7 @@ class PartialSaver(BackgroundSaver):
         self.options, self.ranks = options or SavingOptions(), Ranks.here()
         self.folder = RunFolder(Path(output_dir).absolute())
         self.policy = fitted(make_policy(policy), weights_are_masters=not training.rounds_masters)
-        self._hooks, self._client = hooks or PROCESS_HOOKS, beside
+        self._hooks, self._beside = hooks or PROCESS_HOOKS, beside
         self._trained = TrainedParts(training, self.ranks, self.options.experts)
         model, given = self._trained.model, self.options.max_staleness
         max_staleness = check_policy(
@@ -248,7 +248,7 @@ class PartialSaver(BackgroundSaver):
 
     def _attest(self, step: int, checkpoint: Path) -> None:
         """Compare the training with the checkpoint that its loop names, before the first step."""
-        objects = TrainingObjects(scheduler=self._client.scheduler)
+        objects = TrainingObjects(scheduler=self._beside.scheduler)
         attest = partial(attest_training, self._trained.live, checkpoint, self.options.attest, objects)
         say = self._hooks.take or announce
         attest_loop(attest, checkpoint, self.options.on_mismatch, step, self.record.append, say)

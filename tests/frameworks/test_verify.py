@@ -14,7 +14,7 @@ from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.findings import ERROR, NOTE, WARNING
 from llmtailor.formats.trainer import read as plain
-from llmtailor.frameworks.framework import detect_loader
+from llmtailor.frameworks.framework import detect_framework
 from llmtailor.frameworks.rng import ACCELERATE_TABLE
 from llmtailor.frameworks.stock_fields import Field
 from llmtailor.runs.scan import find_latest
@@ -168,7 +168,7 @@ def test_another_loader_can_be_asked_for(runs: Runs) -> None:
     ],
 )
 def test_the_client_follows_from_the_files(names: str, is_trainers: bool | None, is_engines: bool, client: str) -> None:
-    assert detect_loader(names.split(), is_trainers, is_engines).name == client
+    assert detect_framework(names.split(), is_trainers, is_engines).name == client
 
 
 def test_objects_of_a_loop_alone_are_no_checkpoint(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class ZeroTarget:
     kinds: Mapping[str, tuple[str, ...]]
     """Trained param -> the optimizer's states of it; none in fp16 while every step so far has overflowed"""
     framework: Framework
-    """The loader that will look for the tag folder"""
+    """The framework that will look for the tag folder"""
     tp_rank: int = 0
     """Of AutoTP: whose files these are; the base has the params of this rank then"""
 

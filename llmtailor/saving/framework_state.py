@@ -1,4 +1,4 @@
-"""What a save holds besides model and optimizer, in the files of the loader that will resume."""
+"""What a save holds besides model and optimizer, in the files of the framework that will resume."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MODEL_STATES = "model_states.pt"
 _GPU_STATES = "torch_cuda_manual_seed"
 
 
-class ClientState:
-    """What belongs to a loader."""
+class FrameworkState:
+    """What a framework saves of a training besides model and optimizer, in its own files."""
 
-    loader: ClassVar[Framework]
+    framework: ClassVar[Framework]
     scheduler: HasState | None = None
     """Unless the engine saves it"""
 
@@ -37,7 +37,7 @@ class ClientState:
         """
         if self.scheduler is None or not ranks.is_first:
             return dict(trees)
-        return {**trees, self.loader.scheduler: self.scheduler.state_dict()}
+        return {**trees, self.framework.scheduler: self.scheduler.state_dict()}
 
     def files(self) -> Mapping[str, bytes]:
         """Return the other files of this step that rank 0 would write."""
@@ -45,10 +45,10 @@ class ClientState:
 
 
 @dataclass(frozen=True)
-class TrainerClient(ClientState):
+class StateOfTrainer(FrameworkState):
     """For the Trainer, and for loops that load the files themselves."""
 
-    loader = FRAMEWORKS[TRAINER]
+    framework = FRAMEWORKS[TRAINER]
     scheduler: HasState | None = None
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
@@ -57,19 +57,19 @@ class TrainerClient(ClientState):
 
 
 @dataclass(frozen=True)
-class AccelerateClient(ClientState):
+class StateOfAccelerate(FrameworkState):
     """For ``Accelerator.load_state`` of accelerate 1.15."""
 
-    loader = FRAMEWORKS[ACCELERATE]
+    framework = FRAMEWORKS[ACCELERATE]
     accelerator: Accelerator
     scheduler: HasState | None = None
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
-        found = {(self.loader.optimizer if path == OPTIMIZER else path): tree for path, tree in trees.items()}
+        found = {(self.framework.optimizer if path == OPTIMIZER else path): tree for path, tree in trees.items()}
         states = {ACCELERATE_KEYS[key]: value for key, value in (rng or rng_tree()).items() if key in ACCELERATE_KEYS}
         if _GPU_STATES in states and not isinstance(states[_GPU_STATES], list):
             states[_GPU_STATES] = [states[_GPU_STATES]]
-        path = rng_file(ranks.rank, ranks.world_size, self.loader.name)
+        path = rng_file(ranks.rank, ranks.world_size, self.framework.name)
         return super().trees({**found, path: {"step": self.accelerator.step, **states}}, ranks, rng)
 
     def files(self) -> Mapping[str, bytes]:
@@ -86,10 +86,10 @@ class AccelerateClient(ClientState):
 
 
 @dataclass(frozen=True)
-class LightningClient(ClientState):
+class StateOfLightning(FrameworkState):
     """For Lightning: ``dump`` returns what its Trainer saves, with or without model and optimizer."""
 
-    loader = FRAMEWORKS[LIGHTNING]
+    framework = FRAMEWORKS[LIGHTNING]
     dump: Callable[[], Mapping[str, Any]]
 
     def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
@@ -97,5 +97,5 @@ class LightningClient(ClientState):
         names, found = dumped.pop(STATE_DICT, {}), dict(trees)
         dumped.pop(OPTIMIZERS, None)
         if (optimizer := found.pop(OPTIMIZER, None)) is not None:
-            found[self.loader.optimizer] = {**dumped, STATE_DICT: dict.fromkeys(names), OPTIMIZERS: [optimizer]}
+            found[self.framework.optimizer] = {**dumped, STATE_DICT: dict.fromkeys(names), OPTIMIZERS: [optimizer]}
         return {path: {**tree, **dumped} if path.endswith(_MODEL_STATES) else tree for path, tree in found.items()}
