@@ -240,9 +240,9 @@ class LiveGroup:
 def compare_groups(index: CheckpointIndex, groups: Sequence[LiveGroup]) -> tuple[list[Mismatch], list[str]]:
     """Compare the hyperparameters that each param has, whatever group it is in; return differences and notes.
 
-    Stock loaders restore them from the checkpoint. Another value may be a wish; exchanged values are an alarm, and so
-    is another value of what an optimizer counts. A learning rate that differs is one unless the scheduler computes it,
-    or there is none: then somebody has set it.
+    Stock loaders restore them from the checkpoint. Another value may be a wish. It is an alarm if two groups have
+    exchanged their values, if an optimizer counts with it, or if it is a learning rate that the scheduler does not
+    compute; without a scheduler, somebody has set the rate.
     """
     saved = {param: group.hyper for group in index.groups for param in group.params}
     if not saved:
@@ -250,37 +250,31 @@ def compare_groups(index: CheckpointIndex, groups: Sequence[LiveGroup]) -> tuple
     notes = []
     known = {frozenset(group.params) for group in index.groups}
     live_groups = [frozenset(group.params) for group in groups]
-    if any(difference & saved.keys() and difference not in known for difference in live_groups):
+    if any(params & saved.keys() and params not in known for params in live_groups):
         notes.append(f"params are in {counted(len(groups), 'group')}, and in {len(index.groups)} in the checkpoint")
-    by_difference: dict[tuple[str, str, str], list[Mismatch]] = {}
+    by_values: dict[tuple[str, str, str], list[Mismatch]] = {}
     for group in groups:
         for param in group.params:
-            if param not in saved:
-                continue
-            for difference in _compare_group(group, saved[param]):
-                by_difference.setdefault((difference.what, repr(difference.live), repr(difference.saved)), []).append(
-                    difference
-                )
-    mismatches = [
-        replace(same[0], is_alarm=same[0].is_alarm or (what, before, live) in by_difference, count=len(same))
-        for (what, live, before), same in by_difference.items()
+            for one in _compare_group(group, saved[param]) if param in saved else ():
+                by_values.setdefault((one.what, repr(one.live), repr(one.saved)), []).append(one)
+    mismatches = [  # an alarm also if two groups have exchanged their values
+        replace(same[0], is_alarm=same[0].is_alarm or (what, before, live) in by_values, count=len(same))
+        for (what, live, before), same in by_values.items()
     ]
     return mismatches, notes
 
 
 def _compare_group(group: LiveGroup, saved: Mapping[str, Any]) -> Iterable[Mismatch]:
-    live, before = float_of(group.hyper.get("lr")), float_of(saved.get("lr"))
-    if live is not None and before is not None:
-        of_schedule = group.rate
-        if not _alike(live, before):
-            is_explained = of_schedule is None or _alike(live, of_schedule)
-            yield Mismatch(Subject.RATE, "learning rate", live, before, not is_explained)
+    live_rate, saved_rate = float_of(group.hyper.get("lr")), float_of(saved.get("lr"))
+    if live_rate is not None and saved_rate is not None and not _alike(live_rate, saved_rate):
+        is_explained = group.rate is None or _alike(live_rate, group.rate)
+        yield Mismatch(Subject.RATE, "learning rate", live_rate, saved_rate, not is_explained)
     for key in group.hyper.keys() & saved.keys() - _NOT_COMPARED:
-        mine, number = plain(group.hyper[key]), as_number(saved[key])
-        before_value = plain(saved[key]) if number is None else number
-        if _is_plain(mine) and _is_plain(before_value) and not _alike(mine, before_value):
+        live_value, number = plain(group.hyper[key]), as_number(saved[key])
+        saved_value = plain(saved[key]) if number is None else number
+        if _is_plain(live_value) and _is_plain(saved_value) and not _alike(live_value, saved_value):
             is_counter = key in COUNTERS
-            yield Mismatch(Subject.NUMBER if is_counter else Subject.OPTION, key, mine, before_value, is_counter)
+            yield Mismatch(Subject.NUMBER if is_counter else Subject.OPTION, key, live_value, saved_value, is_counter)
 
 
 def compare_steps(
@@ -343,8 +337,8 @@ def compare_numbers(
 def compare_ties(
     index: CheckpointIndex, params: Collection[str], aliases: Mapping[str, Sequence[str]]
 ) -> list[Mismatch]:
-    """Compare which names are those of one param. ``params`` are those of the training. A file may hold a tied param by
-    each of its names, but the optimizer's states are those of one."""
+    """Compare which names share one param; ``params`` are the training's. A file may hold a tied param under each of
+    its names, but the optimizer's states under one only."""
     mismatches = [
         Mismatch(Subject.TIE, f"{name} and {stored}", None, None, True, MismatchKind.UNTIED)
         for name, stored in index.tied.items()
@@ -370,9 +364,9 @@ class LearningRates:
 
     state: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of DeepSpeed's, whose state is only where it stands: type and params, as the engine's config has them"""
+    """Of DeepSpeed's, whose state is only its position: type and params, as the engine's config has them"""
     rates: Sequence[float] = ()
-    """Where it stands: live those that it computes, if its rule is not in its state; saved those that it had"""
+    """At its position: of a live one those that it computes, if its state lacks its rule; of a saved one, its last"""
     inner: Sequence[LearningRates] = ()
     """The live schedulers that it consists of"""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -391,7 +385,7 @@ _INNER = "_schedulers"
 
 
 def compare_schedule(live: LearningRates | None, saved: LearningRates | None) -> tuple[list[Mismatch], list[str]]:
-    """Compare schedulers; return differences and notes: where a schedule stands is an alarm, what it consists of not.
+    """Compare schedulers; return differences and notes. Another position is an alarm, another rule is not.
 
     Stock loaders restore the rates of the checkpoint, whatever rule computes those of the next steps.
     """
@@ -474,7 +468,7 @@ def _compare_plain(
 
 
 def compare_counters(subject: Subject, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[Mismatch]:
-    """Compare counters, the loss scale and its like by name; those that only one side has are left out."""
+    """Compare counters, the loss scale and the like by name. What only one side has is left out."""
     return [
         Mismatch(subject, key, plain(live[key]), plain(saved[key]), True)
         for key in live

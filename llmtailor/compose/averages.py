@@ -243,8 +243,8 @@ def number_sources(choice: Choice, indexes: Sequence[CheckpointIndex], base: int
     Only what is trained is averaged. Frozen params and buffers come from the newest checkpoint of an average.
     """
     number_of = {index.root: number for number, index in enumerate(indexes)}
-    reference, pieces = indexes[base], choice.structure.pieces
-    trained = {param for group in reference.group_params for param in group}
+    base_index, pieces = indexes[base], choice.structure.pieces
+    trained = {param for group in base_index.group_params for param in group}
     mixes: dict[Origin, tuple[int, Mix]] = {}
     of_name: dict[str, int] = {}
     averages: dict[str, Mix] = {}
@@ -257,7 +257,7 @@ def number_sources(choice: Choice, indexes: Sequence[CheckpointIndex], base: int
             newest = max((number for number, _ in weights), key=lambda number: indexes[number].global_step)
             mixes[origin] = newest, Mix(weights, origin.moments)
         of_name[name], mix = mixes[origin]
-        if reference.tied.get(name, name) in trained:
+        if base_index.tied.get(name, name) in trained:
             averages[name] = mix
     weights_of = {name: number_of[root] for name, root in choice.weights_of.items()}
     moments_of = {name: number_of[root] for name, root in choice.moments_of.items()}
@@ -266,12 +266,12 @@ def number_sources(choice: Choice, indexes: Sequence[CheckpointIndex], base: int
     whole: dict[str, list[str]] = {}
     for param, names in choice.structure.pieces_of.items():
         of_name[param] = max((of_name[name] for name in names), key=lambda number: indexes[number].global_step)
-        kinds = {MASTER, *(state.kind for state in reference.held if state.param == param)} - {WEIGHT, BUFFER}
+        kinds = {MASTER, *(state.kind for state in base_index.held if state.param == param)} - {WEIGHT, BUFFER}
         for kind in kinds:
             source_of = of_moments if is_moment(kind) else of_name
             cuts_of_kind = _join(SourceRange(pieces[one].begin, pieces[one].end, source_of[one]) for one in names)
-            held = reference.held.get(State(param, kind))
-            if held is None or held.shape == reference.params[param].shape:
+            held = base_index.held.get(State(param, kind))
+            if held is None or held.shape == base_index.params[param].shape:
                 cuts[State(param, kind)] = cuts_of_kind
             elif len(cuts_of_kind) > 1:
                 whole.setdefault(kind, []).append(param)
@@ -280,7 +280,7 @@ def number_sources(choice: Choice, indexes: Sequence[CheckpointIndex], base: int
     if whole:
         fix = "take all experts of a layer from one checkpoint"
         raise MismatchError(
-            Problem(reference.name, f"{kind} of {some(params)} can't be divided among experts", fix)
+            Problem(base_index.name, f"{kind} of {some(params)} can't be divided among experts", fix)
             for kind, params in whole.items()
         )
     return Sources(of_name, weights_of, cuts, averages, of_moments=moments_of)

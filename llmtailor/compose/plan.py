@@ -198,13 +198,13 @@ def plan_merge(
     about_links = check(plan, read, states, options)
     special = [
         *opened.notices,
-        *_about_many_files(len(plan.files), states.target.world_size, read.reference.world_size),
+        *_about_many_files(len(plan.files), states.target.world_size, read.base_index.world_size),
         *files.notices,
         *states.notices,
         *about_links,
         *parts.notices,
     ]
-    special += step_notices(states.steps, read.reference.name, bool(states.scales))
+    special += step_notices(states.steps, read.base_index.name, bool(states.scales))
     logger.info("planned %d files, %s bytes, in %s", len(plan.files), f"{plan.num_bytes:,}", watch.lap())
     return MergePlan(
         recipe=read.recipe,
@@ -240,7 +240,7 @@ class ReadSources:
     replaces: Entries | None
 
     @property
-    def reference(self) -> CheckpointIndex:
+    def base_index(self) -> CheckpointIndex:
         """The base"""
         return self.indexes[self.base]
 
@@ -256,19 +256,19 @@ def read_sources(
     path = None if isinstance(recipe, Recipe) else as_path(recipe)
     parsed = recipe if isinstance(recipe, Recipe) else load_recipe(as_path(recipe))
     unsettled, base = open_sources(parsed, problems, opened)
-    reference, step_of = unsettled[base], {index.root: index.global_step for index in unsettled}
+    base_index, step_of = unsettled[base], {index.root: index.global_step for index in unsettled}
     weighed = collect(lambda: weigh(parsed, step_of)) or parsed
-    logger.info("the base is %s, %s", reference.name, "as the recipe says" if parsed.base else "the newest source")
-    target = (out or weighed.output or default_output(reference)).absolute()
+    logger.info("the base is %s, %s", base_index.name, "as the recipe says" if parsed.base else "the newest source")
+    target = (out or weighed.output or default_output(base_index)).absolute()
     if isinstance(target, RemotePath) and not target.is_inside:
-        raise TargetError.at(reference.name, "the base is in an object store, and no output is named", "name one")
-    structure = find_structure(reference)
+        raise TargetError.at(base_index.name, "the base is in an object store, and no output is named", "name one")
+    structure = find_structure(base_index)
     sources = [*([path] if path is not None else ()), *(index.root for index in unsettled)]
     replaces = collect(lambda: _check_target(target, sources, options))
-    to_format, stage = choose_format(reference, options.to, options.stage)
+    to_format, stage = choose_format(base_index, options.to, options.stage)
     indexes = collect(lambda: settle_roles(unsettled, base, to_format, stage)) or unsettled
     chosen = collect(lambda: choose_framework(indexes[base], to_format, options.to, options.layout))
-    framework = chosen or reference.framework
+    framework = chosen or base_index.framework
     collect(lambda: check_base(indexes[base], framework))
     return ReadSources(
         recipe=weighed,
@@ -305,23 +305,23 @@ def choose_parts(read: ReadSources, options: Options, problems: Problems) -> Cho
     def collect(call: Callable[[], _T]) -> _T | None:
         return attempt(call, problems, TailorError)
 
-    recipe, reference = read.recipe, read.reference
-    structure = with_experts(read.structure, reference)
-    lacks_groups = options.groups == KEEP and _lacks_trainers_groups(reference, read.format, read.framework)
+    recipe, base_index = read.recipe, read.base_index
+    structure = with_experts(read.structure, base_index)
+    lacks_groups = options.groups == KEEP and _lacks_trainers_groups(base_index, read.format, read.framework)
     groups = DEFAULT if lacks_groups else options.groups
     collect(lambda: check_fit(read.indexes, read.base, groups != KEEP))
-    apart, params = {index.root: index.split_layers for index in read.indexes}, set(reference.params)
+    apart, params = {index.root: index.split_layers for index in read.indexes}, set(base_index.params)
     choice = collect(
-        lambda: resolve(recipe, structure, reference.root, params, allow_split=options.allow_split, apart=apart)
+        lambda: resolve(recipe, structure, base_index.root, params, allow_split=options.allow_split, apart=apart)
     )
     if choice is not None:
-        collect(partial(check_names, choice, reference))
+        collect(partial(check_names, choice, base_index))
     about_tokenizer = (recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
-    tokenizer = collect(lambda: lay_out_tokenizer(reference, *about_tokenizer, read.framework))
+    tokenizer = collect(lambda: lay_out_tokenizer(base_index, *about_tokenizer, read.framework))
     collect(lambda: check_options(read.format, recipe.dtype, options.allow_split))
     regrouping = None
     if groups != KEEP:
-        regrouping = collect(lambda: regroup(reference, read.structure, groups, find_model_order(reference)))
+        regrouping = collect(lambda: regroup(base_index, read.structure, groups, find_model_order(base_index)))
     problems.raise_if_any()
     assert choice is not None and tokenizer is not None
     return ChosenParts(choice=choice, structure=structure, tokenizer=tokenizer, regrouping=regrouping)
@@ -349,10 +349,10 @@ def choose_states(read: ReadSources, parts: ChosenParts, options: Options, opene
     """Choose the source of each state. Raises a `TailorError` if the states or the steps don't fit together."""
     base, numbered = read.base, number_sources(parts.choice, read.indexes, read.base)
     with_older, of_states = with_bases(read.indexes, numbered, opened.others.values())
-    reference, notices = without_later_states(with_older, of_states, base)
-    indexes = (*with_older[:base], reference, *with_older[base + 1 :])
+    base_index, notices = without_later_states(with_older, of_states, base)
+    indexes = (*with_older[:base], base_index, *with_older[base + 1 :])
     groups = parts.regrouping.groups if parts.regrouping else None
-    layout = lay_out_target(reference, read.format, read.stage, options.world_size, groups, options.mesh)
+    layout = lay_out_target(base_index, read.format, read.stage, options.world_size, groups, options.mesh)
     attempts = [stated_attempt(index.root) for index in indexes]
     missed = MissedUpdates(attempts, parts.structure)
     steps = choose_steps(indexes, of_states, base, layout, missed)
@@ -386,7 +386,7 @@ def lay_out(
     read: ReadSources, parts: ChosenParts, states: ChosenStates, options: Options, opened: OpenedSources
 ) -> LaidOut:
     """Lay out the output's files. Raises a `TailorError` for a base that the format can't hold."""
-    reference, sources = states.indexes[read.base], states.sources
+    base_index, sources = states.indexes[read.base], states.sources
     copied = {number for number, index in enumerate(read.indexes) if index.root in opened.copied}
 
     def unchanged(state: State) -> int | None:
@@ -401,12 +401,12 @@ def lay_out(
         framework=read.framework,
         linkable=Linkable(states.indexes, unchanged) if options.reference else None,
     )
-    own, about_weights = writer_of(read.format, read.framework).lay_out(reference, wanted)
-    stated, about_attempts = attempt_of(states.attempts, read.base, reference.global_step)
+    own, about_weights = writer_of(read.format, read.framework).lay_out(base_index, wanted)
+    stated, about_attempts = attempt_of(states.attempts, read.base, base_index.global_step)
     output_attempt = None if stated is None else replace(stated, missed=states.missed)
-    with_attempt = state_attempt([*own, *parts.tokenizer, *opened.files], reference, output_attempt)
+    with_attempt = state_attempt([*own, *parts.tokenizer, *opened.files], base_index, output_attempt)
     counted = [one.step for one in states.target.sub_groups if one.params and one.step is not None]
-    layouts, about_lags = state_lags(with_attempt, reference, counted, read.format)
+    layouts, about_lags = state_lags(with_attempt, base_index, counted, read.format)
     return LaidOut(layouts=layouts, attempt=output_attempt, notices=[*about_weights, *about_attempts, *about_lags])
 
 
@@ -435,8 +435,8 @@ def _report(
     return Report(
         recipe=read.recipe.name,
         out=display_name(out),
-        base=read.reference.name,
-        global_step=read.reference.global_step,
+        base=read.base_index.name,
+        global_step=read.base_index.global_step,
         world_size=target.world_size,
         mesh=target.mesh,
         parts=part_rows(plan, parts.choice.structure, states.indexes, states.sources, read.base),
@@ -533,13 +533,13 @@ def _about_many_files(num_files: int, ranks: int, before: int) -> Iterator[Probl
 def _notices(
     recipe: Recipe, indexes: Sequence[CheckpointIndex], base: int, choice: Choice, special: Sequence[Problem]
 ) -> list[Problem]:
-    reference = indexes[base]
+    base_index = indexes[base]
     notices = list(recipe.notices)
     if recipe.base is None:
-        what = f"the recipe names none; {reference.name}, the newest source, supplies everything outside the parts"
+        what = f"the recipe names none; {base_index.name}, the newest source, supplies everything outside the parts"
         notices.append(Problem("base_model", what, "add base_model: to choose it yourself"))
     if choice.filled and recipe.rules:
-        what = f"no rule names {condense(choice.filled)}; they come from the base {reference.name}"
+        what = f"no rule names {condense(choice.filled)}; they come from the base {base_index.name}"
         logger.info("%s", what)
         if recipe.is_unlike_mergekit(choice.filled):
             what += " (mergekit takes the embeddings from the first slice, norm and head from the last)"
@@ -550,7 +550,7 @@ def _notices(
         notices.append(Problem("--allow-split", what, fix, Code.SPLIT_WEIGHTS))
     notices += special
     for index in indexes:
-        if keys := differing_hyperparameters(index, reference):
+        if keys := differing_hyperparameters(index, base_index):
             verb = "differs" if len(keys) == 1 else "differ"
             what = f"its {', '.join(keys)} {verb} from the base's, which the composite keeps"
             notices.append(Problem(index.name, what, "to keep its values, use it as base_model"))
@@ -568,13 +568,13 @@ def explain_recipe(config: Path, folder: Path | None, *, allow_split: bool = Fal
     indexes, base = open_sources(recipe, problems)
     problems.raise_if_any()
     recipe = weigh(recipe, {index.root: index.global_step for index in indexes})
-    reference = indexes[base]
-    structure = with_experts(find_structure(reference), reference)
-    choice = resolve(recipe, structure, reference.root, set(reference.params), allow_split=allow_split)
+    base_index = indexes[base]
+    structure = with_experts(find_structure(base_index), base_index)
+    choice = resolve(recipe, structure, base_index.root, set(base_index.params), allow_split=allow_split)
     return write_normal_form(
         recipe,
         choice.source_of,
-        reference.root,
+        base_index.root,
         choice.structure,
         folder,
         weights_of=choice.weights_of,

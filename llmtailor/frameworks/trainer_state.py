@@ -191,26 +191,26 @@ def attempt_of(stated: Sequence[Past | None], base: int, step: int) -> tuple[Pas
     return attempt, notices
 
 
-def state_attempt(layouts: Sequence[FileLayout], reference: CheckpointIndex, attempt: Past | None) -> list[FileLayout]:
+def state_attempt(layouts: Sequence[FileLayout], base: CheckpointIndex, attempt: Past | None) -> list[FileLayout]:
     """Return the files of a composite, with its attempt in its ``trainer_state.json``, if it has one."""
-    content = _content(layouts, reference) if TRAINER_STATE in reference.files else None
+    content = _content(layouts, base) if TRAINER_STATE in base.files else None
     if attempt is None or content is None or is_marked(content, attempt):
         return list(layouts)
     return _with_content(layouts, with_mark(content, attempt), "the base's, with its attempt")
 
 
 def state_lags(
-    layouts: Sequence[FileLayout], reference: CheckpointIndex, steps: Iterable[float], to_format: str
+    layouts: Sequence[FileLayout], base: CheckpointIndex, steps: Iterable[float], to_format: str
 ) -> tuple[list[FileLayout], list[Problem]]:
     """Return the files of a composite, with a record of how far its optimizer's ``steps`` are behind it, and notices.
 
     Checkpoints that a training saves after a resume keep this record; without it, they would look like files of
     several saves.
     """
-    expected = reference.global_step - reference.zero.skipped_steps
+    expected = base.global_step - base.zero.skipped_steps
     found = frozenset(int(expected - step) for step in steps)
     lags = found | {0}
-    content = _content(layouts, reference)
+    content = _content(layouts, base)
     if content is not None and read_lags(content) != lags:
         callbacks = {key: value for key, value in _callbacks(content).items() if key != LAGS}
         if lags != {0}:
@@ -228,14 +228,14 @@ def state_lags(
     return list(layouts), [Problem("optimizer", what, "take all optimizer states from the step of base_model")]
 
 
-def _content(layouts: Sequence[FileLayout], reference: CheckpointIndex) -> dict[str, Any] | None:
+def _content(layouts: Sequence[FileLayout], base: CheckpointIndex) -> dict[str, Any] | None:
     there = next((layout for layout in layouts if layout.path == TRAINER_STATE), None)
     if there is None:
         return None
     first = there.pieces[0] if there.pieces else None
     if isinstance(first, Bytes):  # made for another framework than the base's, or changed already
         return dict(json.loads(first.data))
-    return read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")
+    return read_json(base.root / TRAINER_STATE, f"{base.name}/{TRAINER_STATE}")
 
 
 def _with_content(layouts: Sequence[FileLayout], content: Mapping[str, Any], why: str) -> list[FileLayout]:
