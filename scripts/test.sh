@@ -17,7 +17,7 @@ check() {
 
 check ruff check .
 check ruff format --check .
-check shellcheck --external-sources scripts/*.sh benchmarks/*.sh tests/support/client_programs/*.sh .ci/run
+check shellcheck --external-sources scripts/*.sh benchmarks/*.sh tests/support/training_programs/*.sh .ci/run
 if ((${#failed[@]})); then
   printf 'error: this failed, so the tests were not run: %s\n' "${failed[@]}" >&2
   exit 1

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmtailor.attestation.compare import (
     STOP,
-    Findings,
+    RankResult,
     LearningRates,
     Mismatch,
     Subject,
@@ -105,7 +105,7 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Ra
     first, *digests_of_others = ranks.run_on_all(begin)
     unlike = {name for name in first if any(digests.get(name) != first[name] for digests in digests_of_others)}
 
-    def compare() -> tuple[Findings, dict[str, int], bool]:
+    def compare() -> tuple[RankResult, dict[str, int], bool]:
         live = lives[0]
         needs = FRAMEWORKS[index.framework].needs_scheduler and live.schedule is not None
         findings = _compare_all(index, live, how)
@@ -123,7 +123,7 @@ def attest_live(index: CheckpointIndex, find_live: Callable[[], Live], ranks: Ra
     return result
 
 
-def _compare_all(index: CheckpointIndex, live: Live, how: str) -> Findings:
+def _compare_all(index: CheckpointIndex, live: Live, how: str) -> RankResult:
     states = compare_states(index, live, how)
     mismatches: list[Mismatch] = list(compare_steps(index, live.steps, live.aliases))
     mismatches += compare_numbers(index, live.numbers, live.aliases)

@@ -119,7 +119,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class RankResult:
     """What one rank has found."""
 
     differences: tuple[ElementDiff, ...] = ()

@@ -15,7 +15,7 @@ from llmtailor.attestation.compare import (
     RUN_ELEMENTS,
     Buffer,
     ElementDiff,
-    Findings,
+    RankResult,
     LearningRates,
     LiveGroup,
     Mismatch,
@@ -121,7 +121,7 @@ class Live:
     """Params that the checkpoint may hold in another form, so that their absence under their own names is no alarm"""
 
 
-def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
+def compare_states(index: CheckpointIndex, live: Live, how: str) -> RankResult:
     """Compare the states of this rank with those of the checkpoint. Raises SourceError, OSError."""
     differences: list[ElementDiff] = []
     notes: dict[str, None] = {}
@@ -174,7 +174,7 @@ def compare_states(index: CheckpointIndex, live: Live, how: str) -> Findings:
         notes[f"{what}: {some(converted)}"] = None
     if search.gave_up:
         notes["where the other values come from was looked up for some states only"] = None
-    return Findings(tuple(differences), (), tuple(notes))
+    return RankResult(tuple(differences), (), tuple(notes))
 
 
 def lost_states(index: CheckpointIndex, live: Live) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from saving.dcp_checks import read
 from saving.dcp_checks import read_store as read_in_store
 from saving.dcp_loop import complete, complete_in_store, same, spawn, step_of
 
-SCRIPT = SUPPORT / "client_programs" / "try_torchtitan.py"
+SCRIPT = SUPPORT / "training_programs" / "try_torchtitan.py"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"),

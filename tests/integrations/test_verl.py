@@ -17,7 +17,7 @@ from llmtailor.frameworks.files import DCP_RECORD
 from saving.dcp_checks import read
 from saving.dcp_loop import spawn
 
-SCRIPT = SUPPORT / "client_programs" / "try_verl.py"
+SCRIPT = SUPPORT / "training_programs" / "try_verl.py"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed"),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains a tiny model with real training programs and the saver, kills them, and starts them again.
 
-try_clients.sh makes a virtual environment for each program and runs this. Every program trains three times:
+try_programs.sh makes a virtual environment for each program and runs this. Every program trains three times:
 straight, with the saver until it is killed (SIGKILL) after a save, and again with the same command, which goes on from
 the newest state. The policy is ``full``, so the losses must be those of the straight run, to the last digit.
 
@@ -33,7 +33,7 @@ TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
-class Client:
+class Program:
     """A training program."""
 
     package: str
@@ -135,12 +135,12 @@ def lightning(work: Path, out: Path, attached: bool) -> list[str]:
 
 
 VARIABLES = {f"LLMTAILOR_{name.upper()}": str(value) for name, value in SAVER.items()}
-CLIENTS = (
-    Client("trl", "llmtailor run", trl),
-    Client("llamafactory", "llmtailor run", llamafactory),
-    Client("axolotl", "plugin in its YAML", axolotl, {"AXOLOTL_DO_NOT_TRACK": "1"}),
-    Client("ms-swift", "--external_plugins", ms_swift, VARIABLES),
-    Client("lightning", "a callback", lightning, has_trainer=False),
+PROGRAMS = (
+    Program("trl", "llmtailor run", trl),
+    Program("llamafactory", "llmtailor run", llamafactory),
+    Program("axolotl", "plugin in its YAML", axolotl, {"AXOLOTL_DO_NOT_TRACK": "1"}),
+    Program("ms-swift", "--external_plugins", ms_swift, VARIABLES),
+    Program("lightning", "a callback", lightning, has_trainer=False),
 )
 
 
@@ -172,9 +172,9 @@ def saved(out: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in out.glob("partial/step-????????/manifest.json"))
 
 
-def losses(client: Client, out: Path) -> dict[int, float]:
+def losses(program: Program, out: Path) -> dict[int, float]:
     """Return the loss of each step of a finished training, and of the one that it goes on from."""
-    if not client.has_trainer:
+    if not program.has_trainer:
         log = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
     else:
         folders = (out / "partial" / f"step-{STEPS:08}", out / f"checkpoint-{STEPS}")
@@ -183,11 +183,11 @@ def losses(client: Client, out: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in log if "loss" in line}
 
 
-def train(client: Client, venv: Path, work: Path, out: Path, *, attached: bool, kill: bool = False) -> int:
+def train(program: Program, venv: Path, work: Path, out: Path, *, attached: bool, kill: bool = False) -> int:
     """Return the exit code of a training; with ``kill``, kill it once a save after `KILL_AFTER` is published."""
-    environment = {**os.environ, **client.environment, "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
+    environment = {**os.environ, **program.environment, "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    command = client.command(work, out, attached)
+    command = program.command(work, out, attached)
     with (work / f"{out.name}.log").open("a") as log:
         process = subprocess.Popen(command, cwd=work, env=environment, stdout=log, stderr=log, start_new_session=True)
         until = time.monotonic() + TIMEOUT_S
@@ -198,22 +198,22 @@ def train(client: Client, venv: Path, work: Path, out: Path, *, attached: bool, 
         return process.returncode
 
 
-def try_client(client: Client, venv: Path, work: Path) -> dict[str, str]:
+def try_program(program: Program, venv: Path, work: Path) -> dict[str, str]:
     """Return what was seen, by column."""
-    straight, out = work / f"{client.package}-straight", work / client.package
+    straight, out = work / f"{program.package}-straight", work / program.package
     found = {"saves": "-", "restarts": "-", "same losses": "-"}
-    if train(client, venv, work, straight, attached=False):
+    if train(program, venv, work, straight, attached=False):
         return {**found, "saves": f"does not train here: see {straight}.log"}
-    if train(client, venv, work, out, attached=True, kill=True) != -signal.SIGKILL:
+    if train(program, venv, work, out, attached=True, kill=True) != -signal.SIGKILL:
         return {**found, "saves": f"no: see {out}.log"}
     killed_at = max(saved(out))
     found["saves"] = "yes"
-    if train(client, venv, work, out, attached=True):
+    if train(program, venv, work, out, attached=True):
         return {**found, "restarts": f"no: see {out}.log"}
     attempts = json.loads((out / "partial" / "attempts.json").read_text())["attempts"]
     begun = [one["resumed_at"] for one in attempts]
     found["restarts"] = f"at step {killed_at}" if begun == [0, killed_at] else f"no: began at {begun}"
-    wanted, seen = losses(client, straight), losses(client, out)
+    wanted, seen = losses(program, straight), losses(program, out)
     differ = [step for step in wanted if wanted[step] != seen.get(step)]
     found["same losses"] = "yes" if len(wanted) == STEPS and not differ else f"no: {len(differ)} of {STEPS} differ"
     return found
@@ -223,7 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--venvs", type=Path, required=True, help="folder of virtual environments, by package")
     parser.add_argument("--work", type=Path, required=True, help="an empty folder to train in")
-    parser.add_argument("clients", nargs="*", help="default: all that have an environment")
+    parser.add_argument("programs", nargs="*", help="default: all that have an environment")
     options = parser.parse_args()
     work, venvs = options.work.absolute(), options.venvs.absolute()
     shutil.rmtree(work, ignore_errors=True)
@@ -236,21 +236,21 @@ def main() -> int:
         "| same losses as an uninterrupted run |"
     )
     print("|---|---|---|---|---|---|---|", flush=True)
-    for client in CLIENTS:
-        if options.clients and client.package not in options.clients:
+    for program in PROGRAMS:
+        if options.programs and program.package not in options.programs:
             continue
-        venv = venvs / client.package
+        venv = venvs / program.package
         versions = ["-", "-"]
         found = dict.fromkeys(("saves", "restarts", "same losses"), "not installed")
         if (venv / "bin" / "python").exists():
-            names = (client.package, "transformers") if client.has_trainer else (client.package,)
+            names = (program.package, "transformers") if program.has_trainer else (program.package,)
             ask = f"from importlib.metadata import version; print(*map(version, {names}), '-')"
             done = subprocess.run([str(venv / "bin" / "python"), "-c", ask], capture_output=True, text=True)
             if done.returncode == 0:
                 versions = done.stdout.split()[:2]
-                found = try_client(client, venv, work)
+                found = try_program(program, venv, work)
         is_good &= found["same losses"] == "yes"
-        print("|", " | ".join([client.package, *versions, client.way, *found.values()]), "|", flush=True)
+        print("|", " | ".join([program.package, *versions, program.way, *found.values()]), "|", flush=True)
     return 0 if is_good else 1
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What try_clients.py trains with Lightning: an epoch ends with each save, as data begin anew with an epoch."""
+"""What try_programs.py trains with Lightning: an epoch ends with each save, as data begin anew with an epoch."""
 
 from __future__ import annotations
 
