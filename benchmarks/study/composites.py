@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.live.model import Drift, TrainedModel, change_of, find_trained_parts
-from llmtailor.live.torch_training import PlainTraining
+from llmtailor.live.torch_training import TorchTraining
 from llmtailor.live.training import LiveShard
 from llmtailor.model.parts import ExpertSlice, ModelStructure
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
@@ -46,7 +46,7 @@ class Left:
 
 def parts_of(training: Training) -> TrainedModel:
     """Return the parts of a model that has been trained for a step, and their bytes. Experts are parts."""
-    plain = PlainTraining(training.model, training.optimizer)
+    plain = TorchTraining(training.model, training.optimizer)
     return find_trained_parts(plain, Ranks.here(), "parts" if training.setting.size.experts else None)[0]
 
 

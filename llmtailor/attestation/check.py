@@ -13,9 +13,9 @@ from typing import Any
 
 from llmtailor.attestation.compare import (
     STOP,
-    RankResult,
     LearningRates,
     Mismatch,
+    RankResult,
     Subject,
     compare_counters,
     compare_groups,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmtailor.attestation.compare import SAMPLE, RankResult, Mismatch, MismatchKind, Subject
+from llmtailor.attestation.compare import SAMPLE, Mismatch, MismatchKind, RankResult, Subject
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.errors import counted, some
 from llmtailor.model.roles import MASTER, is_moment

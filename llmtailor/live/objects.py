@@ -11,7 +11,7 @@ from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
 from llmtailor.frameworks.framework import FRAMEWORKS, Framework
 from llmtailor.live.any_training import AnyTraining
-from llmtailor.live.torch_training import PlainTraining
+from llmtailor.live.torch_training import TorchTraining
 from llmtailor.live.training import Training, TrainingObjects
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def training_of(
 
         return ZeroTraining(objects.engine, framework, is_saved=is_saved)
     assert objects.model is not None and objects.optimizer is not None, "without an engine"
-    return PlainTraining(objects.model, objects.optimizer, objects.scaler, is_saved=is_saved)
+    return TorchTraining(objects.model, objects.optimizer, objects.scaler, is_saved=is_saved)
 
 
 def attestable_of(objects: TrainingObjects) -> Attestable:

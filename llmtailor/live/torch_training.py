@@ -151,7 +151,7 @@ class NamedTraining:
         return [name for name, fact in self.params.items() if fact.role == role]
 
 
-class PlainTraining(NamedTraining):
+class TorchTraining(NamedTraining):
     """Implements `live.training.Training`. Raises UnsupportedCheckpoint, with every reason, for what it can't save.
 
     Under FSDP2, tensor parallelism or both, a param is a DTensor, and every rank saves its own box of it. Cut along

@@ -22,7 +22,7 @@ from attestation.resuming import (  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from llmtailor.errors import SourceError, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.live.attesting import open_on_first  # noqa: E402
-from llmtailor.live.torch_training import PlainTraining  # noqa: E402
+from llmtailor.live.torch_training import TorchTraining  # noqa: E402
 from llmtailor.model.roles import MASTER  # noqa: E402
 from llmtailor.ranks.team import Ranks  # noqa: E402
 from llmtailor.storage.local import OpenFiles  # noqa: E402
@@ -65,7 +65,7 @@ def test_experts_are_matched_by_the_live_model(tmp_path):
     checkpoint = begin(tmp_path / "run", arch="qwen3_moe")
     (checkpoint / "config.json").unlink()
     trainer = Alone(tmp_path / "again", arch="qwen3_moe", layers=2).trainer
-    training = PlainTraining(trainer.model, trainer.create_optimizer())
+    training = TorchTraining(trainer.model, trainer.create_optimizer())
     opened = open_on_first(training, checkpoint, Ranks.here())
     assert opened.training is training and not opened.converted
     trained = {name for name, fact in training.params.items() if fact.role == "trainable"}

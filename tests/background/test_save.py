@@ -38,7 +38,7 @@ from llmtailor.copying import streams
 from llmtailor.errors import StorageError, UsageError
 from llmtailor.formats.partial.json_trees import lay_out_tensors
 from llmtailor.live.tensors import storage_of
-from llmtailor.live.torch_training import PlainTraining
+from llmtailor.live.torch_training import TorchTraining
 from llmtailor.saving import SaveFailed, SavingOptions, planner
 from saving.loop import Disk, Loop, log_of
 from trainings.harness import start_ranks
@@ -402,7 +402,7 @@ def test_a_compiled_step_does_not_compile_the_saver(tmp_path, loop, has_schedule
 def test_without_background_saves_training_stops(tmp_path, monkeypatch, caplog, why):
     """A warning says why, and the save is complete when the call returns."""
     if why == "unseen":
-        monkeypatch.setattr(PlainTraining, "writes_unseen", lambda self: "another process writes the states")
+        monkeypatch.setattr(TorchTraining, "writes_unseen", lambda self: "another process writes the states")
     run = Loop(tmp_path / "run", policy="full", host_buffer=1 << 50 if why == "memory" else "auto").start()
     reason = "another process writes the states" if why == "unseen" else "there is no host memory of"
     assert "saves stop training until they are complete" in caplog.text and reason in caplog.text
