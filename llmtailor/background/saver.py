@@ -22,7 +22,8 @@ class BackgroundSaver(ABC):
     """The base of savers. All ranks make the same calls, between two optimizer steps.
 
     1) ``__init__`` allocates the memory. 2) For each save, `_wait_for_room`, then `_why_busy`, about which the ranks
-    vote; then `_start_save`. 3) `finish` waits for the saves in progress; `_finish_until` does so if the process ends.
+    vote; then `_start_save`. 3) `finish` waits for the saves in progress, `_finish_until` for as long as there is time
+    when the process ends.
     4) `close`.
 
     Args:

@@ -1,4 +1,7 @@
-"""Plans a composite: recipe -> index -> resolve -> check -> lay out -> plan. `compose.write` writes it."""
+"""Plans a composite, in stages: read the sources, choose parts, choose states, lay out the files, fill them, check.
+
+`compose.write` writes it.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +74,10 @@ from llmtailor.storage.local import Entries, as_path
 from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import Stopwatch
 
+logger = logging.getLogger(__name__)
+_MANY_FILES = 10_000
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSources:
@@ -85,11 +92,6 @@ class OpenedSources:
     copied: Collection[Path] = ()
     """Roots of sources whose files get no links, see `Options.reference`"""
     notices: tuple[Problem, ...] = ()
-
-
-logger = logging.getLogger(__name__)
-_MANY_FILES = 10_000
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +128,7 @@ class Options:
     compare: bool = field(default=True, repr=False)  # the output is the same
     """Whether what is read is compared with llmtailor's own records of the sources; not to salvage damaged ones"""
     to: str | None = None
-    """Format of the output: one of `formats.registry.WRITERS`; None keeps the base's, as
-    far as `stage` allows."""
+    """Format of the output, one of `formats.registry.WRITERS`; None keeps the base's, as far as `stage` allows."""
     layout: str | None = field(default=None, repr=False)  # not shown: the plan's digest depends on it
     """What will resume from the output: ``trainer``, ``accelerate`` or ``deepspeed``; None keeps the base's."""
     reference: bool = False

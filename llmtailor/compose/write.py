@@ -214,9 +214,8 @@ def _write_files(
     """Write this rank's share of the files. A file is not split."""
     plan, options = composition.plan, composition.options
     share = {*deal({file.path: file.num_bytes for file in plan.files}, ranks.world_size)[ranks.rank]}
-    own = (
-        plan if ranks.world_size == 1 else replace(plan, files=tuple(file for file in plan.files if file.path in share))
-    )
+    files = tuple(file for file in plan.files if file.path in share)
+    own = plan if ranks.world_size == 1 else replace(plan, files=files)
 
     def write_share(report: Callable[[int], None]) -> tuple[dict[str, tuple[Any, ...]], Taken[SourcePath]]:
         taken = Taken(recorded)

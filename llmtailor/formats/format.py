@@ -100,9 +100,9 @@ class Writer:
     lay_out_weights: Callable[[CheckpointIndex], list[FileLayout]] | None = None
     """Returns the files with the weights alone, of a format that has them in the files of the optimizer's states"""
     has_linkable_files: Callable[[CheckpointIndex], bool] = lambda index: False
-    """Returns whether composites can have hard links to a checkpoint's files with the optimizer's states"""
+    """Returns whether a composite can have hard links to a checkpoint's files with the optimizer's states"""
     check_linkable: Callable[[CheckpointIndex], None] = lambda index: None
-    """Raises UnsupportedCheckpoint for one of these whose states can't be stored again"""
+    """Raises UnsupportedCheckpoint for a checkpoint with such files whose states can't be stored again"""
 
 
 def finish(draft: Draft, root: Path, name: str) -> Survey:

@@ -73,7 +73,7 @@ from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
 MANY_RANKS, MAX_RANKS = 1024, 65_536
-"""How many ranks an output may have whatever its model is, and whatever the size of its params is"""
+"""Ranks that an output of any model may have; the most that one with large params may have"""
 
 
 READERS: tuple[Reader, ...] = (

@@ -15,10 +15,10 @@ from llmtailor.ranks.team import Ranks, of_this_start
 from llmtailor.ranks.watch import Watch
 from llmtailor.timing import time_limit
 
-LIMIT_S = 180.0
-"""Seconds without an answer after which a rank counts as hanging"""
-SHORT_S = 1800.0
-"""The same for collectives between the long steps: planning and reading back may take so much longer on one rank"""
+WATCHED_LIMIT_S = 180.0
+"""Seconds without an answer after which a rank counts as hanging while the ranks watch each other, see `ranks.watch`"""
+COLLECTIVE_LIMIT_S = 1800.0
+"""The same for the collectives in between: one rank may take much longer to plan or to read back"""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,9 +38,9 @@ def launched_ranks() -> Iterator[Ranks]:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    limit_s = time_limit(LIMIT_S)
+    limit_s = time_limit(WATCHED_LIMIT_S)
     try:
-        timeout = timedelta(seconds=max(SHORT_S, limit_s))
+        timeout = timedelta(seconds=max(COLLECTIVE_LIMIT_S, limit_s))
         store = of_this_start(next(rendezvous("env://", timeout=timeout))[0])
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         watch = Watch(rank, world_size, Ranks(rank, world_size).store(), limit_s)

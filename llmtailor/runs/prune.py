@@ -43,15 +43,17 @@ STAYS, PARTIAL, WEIGHTS, LINKED = "stays", "partial", "weights only", "linked"
 
 @dataclass(frozen=True, slots=True)
 class ThinOptions:
+    """What becomes of a run's older full checkpoints."""
+
     keep_full: int
     """The number of newest full checkpoints that stay unchanged; 1 or more"""
     strategy: str | None = None
-    """The policy, in the syntax of `policies.make_policy`, that chooses the parts each older checkpoint keeps"""
+    """The policy that chooses the parts each older checkpoint keeps, in the syntax of `policies.make_policy`"""
     selectors: tuple[str, ...] = ()
-    """Or the parts that all of them keep, as in a recipe. With neither, they keep no optimizer states."""
+    """Without a policy: the parts that all of them keep, as in a recipe. Without both, they keep weights only."""
     precision: PrecisionOptions = AS_POLICY
     reference: bool = False
-    """Whether they stay complete, with hard links to the files of older ones for all that they don't keep"""
+    """Whether older checkpoints stay complete: what they don't keep are hard links to files of still older ones"""
 
     @property
     def weights_only(self) -> bool:
@@ -149,19 +151,21 @@ class FullFacts:
 
 @dataclass(frozen=True, slots=True)
 class PruneAction:
+    """What becomes of a full checkpoint."""
+
     checkpoint: RunCheckpoint
     becomes: str
     """`STAYS`, `PARTIAL`, `LINKED` or `WEIGHTS`"""
     why: str = ""
-    """Why an old one stays"""
+    """Why an older one stays"""
     parts: Mapping[Part, str] = field(default_factory=dict)
-    """For one that becomes partial or gets links: the parts it keeps, each with the reason"""
+    """If it becomes partial or gets links: the parts it keeps, each with the reason"""
     masters: tuple[Part, ...] = ()
     """Further parts, of which it keeps the masters without the moments"""
     successor: RunCheckpoint | None = None
     """The checkpoint that replaces it: a partial one, or one with links"""
     kept: RunCheckpoint | None = None
-    """For one that becomes partial: what the policy leaves of it, as a full checkpoint, which every attempt can use"""
+    """If it becomes partial: what the policy leaves of it, as a full checkpoint, which every attempt can use"""
     ledger: Ledger | None = None
     """The ledger after it, if it is written, or if others will link to it"""
     links_to: RunCheckpoint | None = None
@@ -277,8 +281,8 @@ class Pruner:
     def _is_older(
         self, step: int, left: Sequence[RunCheckpoint], there: Sequence[RunCheckpoint], action: PruneAction
     ) -> bool:
-        """Whether a step would be composed of older states than those that the policy leaves: what stands in for a
-        full checkpoint may hold less, or belong to another attempt than the newest save."""
+        """Whether a step would be composed of older states than those that the policy leaves: the partial checkpoint
+        that replaces a full one may hold less, or belong to another attempt than the newest save."""
         if action.kept is None:
             return False
         expected = [*(checkpoint for checkpoint in there if checkpoint.path != action.checkpoint.path), action.kept]
@@ -324,9 +328,10 @@ class Pruner:
 def ledger_before(step: int, facts: FullFacts, thinned: Sequence[Thinned], new_lineage: Callable[[], str]) -> Ledger:
     """Return the ledger under which a step's full checkpoint is saved as one of ``thinned``.
 
-    It belongs to the attempt that the full one states, and continues the newest older one that this attempt goes back
-    to. If none is stated, attempts are told apart by their losses: without an older one, or if another already
-    continues it, it starts a new lineage. Parts whose newest state is lost are left out, so that they are saved again.
+    The ledger belongs to the attempt that the full checkpoint states, and continues the newest older ledger that this
+    attempt goes back to. If no attempt is stated, losses tell attempts apart; a new lineage then begins if there is no
+    older ledger, or if another checkpoint continues it already. The ledger lists no part whose newest state is lost,
+    so that this part is saved again.
     """
     saves = [save for save, _ in thinned]
     older = [save for save, logged in thinned if save.step < step and _goes_back_to(facts, save, logged)]

@@ -86,9 +86,8 @@ def check_places(
 ) -> None:
     """Compare the index of what was written with the plan and with the checkpoint it was made from.
 
-    It holds every state of ``params``, and the masters of ``masters``.
-
-    Together with the checksums of all files, this shows that every state is there, bit for bit. Raises
+    What was written must hold every state of ``params``, the masters of ``masters``, and no other states that are
+    trained. Together with the checksums of all files, this shows that every state is there, bit for bit. Raises
     VerificationError.
     """
     values = [(fact, *(_plain(attrgetter(fact)(index)) for index in (written, source))) for fact in _SHARED_FACTS]
@@ -242,8 +241,8 @@ def reduce_to_weights(
 ) -> CopyStats:
     """Replace a full checkpoint with one without optimizer states; files are linked where possible, else copied.
 
-    Return how the bytes of these files got there. It is complete until it is replaced. Raises VerificationError if the
-    weights don't read back, and as `_writing`.
+    Return how the bytes of these files got there. The full one stays until the other takes its place. Raises
+    VerificationError if the weights don't read back, and as `_writing`.
     """
     root, kept_paths = index.root, kept_files(index)
     with _writing([index], root, plan_weights(index), stop, clone, on_progress) as (staging, results, crcs):
@@ -269,10 +268,10 @@ def write_links(
     clone: Clone = "never",
     on_progress: OnProgress = lambda num_bytes: None,
 ) -> CopyStats:
-    """Replace a full checkpoint with one that has links to another one's files, which may have links itself.
+    """Replace a full checkpoint with one that has links to the files of ``action.links_to``, which may be links, too.
 
-    Return how its bytes got there. It is complete until it is replaced. Raises VerificationError if the new one does
-    not read back as planned, what `plan_merge` raises, and as `_writing`.
+    Return how its bytes got there. The full one stays until the other takes its place. Raises VerificationError if that
+    does not read back as planned, what `plan_merge` raises, and as `_writing`.
     """
     assert action.links_to is not None and action.successor is not None and action.ledger is not None
     check_on_disk(action.links_to, structure)
@@ -293,7 +292,7 @@ def write_links(
 
 
 def _replace(root: Path, staging: Path) -> None:
-    """Put a new checkpoint in the place of another one, and remove that. Raises OSError."""
+    """Put the checkpoint in ``staging`` in the place of ``root``, and remove the old one. Raises OSError."""
     old = staged(root, FolderKind.OLD)
     replace_folder(staging, root, old)
     fsync_folder(root.parent)
@@ -313,7 +312,7 @@ def thin(
     """Carry out a plan that was made inside `only_writer`; call ``notify`` after each action.
 
     Return how the bytes of what was written got there.
-    ``on_progress`` gets the bytes written and read, `bytes_to_move` in all, from several threads.
+    ``on_progress`` gets the bytes written and read, `thin_plan.bytes_to_move` in all, from several threads.
 
     Raises StorageError, SourceError, VerificationError or Interrupted; finished actions stay, and nothing is lost.
     """

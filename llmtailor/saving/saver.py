@@ -271,18 +271,18 @@ class PartialSaver(BackgroundSaver):
     ) -> PendingSave | None:
         """Save the parts that the policy chooses. Call it between two optimizer steps, on every rank.
 
-        In the background, it returns before anything is written. A failure of the writing is logged, and is in the
-        result; what the save should have held is due at the next one. Until the next optimizer step, only that step
-        may change weights and optimizer states.
+        In the background, it returns before anything is written. If writing fails, that is logged, and is in the
+        result; the next save holds what this one should have held. Weights and optimizer states may be changed only by
+        the next optimizer step, not before it.
 
-        Returns None, with a warning, if the optimizer has not made a step yet, or if ``in_flight`` saves are still
-        being written and ``when_busy`` is ``skip``, or their disk is stuck.
+        Returns None, with a warning, if the optimizer has not made a step yet, if ``in_flight`` saves are still being
+        written and ``when_busy`` is ``skip``, or if the disk of one of these saves is stuck.
 
         Args:
             step: the number of optimizer steps made so far.
             write_state: called on rank 0 with a folder, to write ``trainer_state.json`` into it.
             rng: random number states to save; None takes the current ones of this process.
-            is_last: whether to wait for the oldest of them regardless of ``when_busy``.
+            is_last: whether to wait for the oldest save in progress, whatever ``when_busy`` is.
 
         Raises:
             SaveFailed: on every rank, for any failure. Nothing of the save remains, and training can continue.
@@ -348,12 +348,12 @@ class PartialSaver(BackgroundSaver):
         """Exchange what the ranks know. Return the id of the save to make, and how parts have changed; None if there is
         none."""
         self._wait_for_room(may_wait=is_last or self.options.when_busy == "wait")
-        if any(save.failure is not None for save in self._running):  # what follows would fail, too
+        if any(save.failure is not None for save in self._running):  # the saves after it fail, too
             self._wait_for([save.work.save_id for save in self._running])
         votes = self.ranks.run_on_all(self._vote)
         busy = votes[0].busy
         while not busy and (unlike := _not_everywhere(votes)):
-            # not everybody has heard yet that they are published, or have failed
+            # some ranks have not heard yet that these are published, or have failed
             self._wait_for(unlike)
             votes = self.ranks.run_on_all(self._vote)
             busy = STUCK if any(vote.busy == STUCK for vote in votes) else ""

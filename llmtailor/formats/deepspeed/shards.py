@@ -43,8 +43,22 @@ from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.checkpoint.index import BF16_OPTIMIZER, ELASTIC, PLAIN
 from llmtailor.codes import Code
-from llmtailor.containers import json as fields
-from llmtailor.containers.json import Tensor, Trees, as_dict, check_name, get, get_count, is_count, read_tensor
+from llmtailor.containers.json import (
+    Tensor,
+    Trees,
+    as_dict,
+    check_name,
+    get,
+    get_count,
+    is_count,
+    read_elementwise,
+    read_names,
+    read_option,
+    read_shapes,
+    read_step,
+    read_tensor,
+    read_tied,
+)
 from llmtailor.containers.torch_file import TorchFile
 from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_tensor, children
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, counted, damaged, some
@@ -136,7 +150,7 @@ _PARAMS = frozenset(("module", "param_shapes", "frozen_param_shapes", "frozen_pa
 
 @dataclass(frozen=True, slots=True)
 class DecodedShard:
-    """What the readers of all files return. Files that are alike share one."""
+    """What is decoded from a rank's file. Ranks whose files are alike share one."""
 
     path: str
     """The file that it was decoded from"""
@@ -191,12 +205,13 @@ class ModelShard(DecodedShard):
     names: tuple[str, ...]
     """Params, frozen params, buffers and tied names, in the order of the model"""
     module: Mapping[str, Tensor]
-    """ZeRO-3: buffers; ZeRO-1/2: everything, with tied names"""
+    """ZeRO-3: the buffers; ZeRO-1/2: all params and buffers, also under tied names"""
     buffer_names: frozenset[str]
     frozen_shapes: Mapping[str, tuple[int, ...]]
     """ZeRO-1 lists none: everything in the module that has no other role is frozen"""
     fragments: Mapping[str, Tensor]
-    """The rank's slices of frozen params; ZeRO-2: these again. A resume uses these after the module's"""
+    """ZeRO-3: the rank's slices of frozen params; ZeRO-2: the whole ones, a second time. A resume loads the module's
+    first, then these."""
     tied: Mapping[str, str]
     tensor_parallel: int
     """Number of tensor-parallel ranks; 1 without AutoTP"""
@@ -276,23 +291,24 @@ def _read_masters(outer: Mapping[str, Any], key: str, where: str) -> list[Tensor
 
 
 def _read_groups(
-    root: Path, inner: Mapping[str, Any], count: int, is_zero3: bool, where: str
+    root: Path, inner: Mapping[str, Any], num_masters: int, is_zero3: bool, where: str
 ) -> tuple[tuple[_Group, ...], dict[Any, Any]]:
-    """Return the param groups of ``count`` flat masters, and the states by sub-group."""
+    """Return the param groups of ``num_masters`` flat masters, and the states by sub-group."""
     groups = tuple(read_param_group(root, group, where) for group in get(inner, "param_groups", list, where))
     state: dict[Any, Any] = get(inner, "state", dict, where)
     owned = [list(ids) for ids, _ in groups]
-    if [*chain(*owned)] != [*range(count)] or not (is_zero3 or len(groups) == count):
-        what = f"it has {counted(count, 'flat master')}, but the param groups own {owned}, in this order"
+    if [*chain(*owned)] != [*range(num_masters)] or not (is_zero3 or len(groups) == num_masters):
+        what = f"it has {counted(num_masters, 'flat master')}, but the param groups own {owned}, in this order"
         raise damaged(where, what, Code.FIELD_CONFLICT)
     return groups, state
 
 
-def _checked(state: Mapping[Any, Any], count: int, where: str) -> dict[Any, Any]:
-    """Return the states of ``count`` sub-groups. Raises SourceError for others, AnotherOptimizer for objects."""
+def _checked(state: Mapping[Any, Any], num_masters: int, where: str) -> dict[Any, Any]:
+    """Return the states by sub-group, flattened. Raises SourceError for those of a sub-group without masters, and
+    AnotherOptimizer for objects."""
     states = {flat_id: flattened(node) if isinstance(node, dict) else node for flat_id, node in state.items()}
     refuse_objects(states, where)
-    if unexpected := [key for key in states if key not in range(count)]:
+    if unexpected := [key for key in states if key not in range(num_masters)]:
         what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"
         raise damaged(where, what, Code.FIELD_UNKNOWN)
     return states
@@ -329,16 +345,16 @@ def _read_states(
             what = f"the optimizer state of {name} {flat_id} is missing; a resume would restart Adam for it"
             raise damaged(where, what, Code.STATE_MISSING)
         states, numel = as_dict(state[flat_id], f"state[{flat_id}]", where), master.numel if is_zero3 else None
-        kinds = fields.read_elementwise(states, numel, flat_id, where)
+        kinds = read_elementwise(states, numel, flat_id, where)
         found.flats.append({MASTER: master, **kinds})
         step = states.get("step")
         rest = {str(kind): value for kind, value in states.items() if kind != "step" and kind not in kinds}
-        found.scalars.append({kind: fields.read_option(root, value, where) for kind, value in rest.items()})
+        found.scalars.append({kind: read_option(root, value, where) for kind, value in rest.items()})
         if step is None and keeps_as_adam(kinds, options) and "step" not in options:
             raise damaged(where, f"the step of sub-group {flat_id} is missing", Code.FIELD_MISSING)
         if step is not None:
             found.step_is_tensor = not isinstance(step, (int, float))
-        found.steps[flat_id] = None if step is None else fields.read_step(root, step, flat_id, where)
+        found.steps[flat_id] = None if step is None else read_step(root, step, flat_id, where)
     distinct = {frozenset(flat) for flat in found.flats}
     for flat_id, flat in enumerate(found.flats):
         if lacking := next((other - flat.keys() for other in distinct if flat.keys() < other), ()):
@@ -400,7 +416,7 @@ def read_param_group(root: Path, group: Any, where: str) -> tuple[tuple[int, ...
         raise damaged(where, "a param group's params are not a list of sub-groups", Code.FIELD_TYPE)
     if group.get("moe"):
         raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
-    return ids, {key: fields.read_option(root, value, where) for key, value in group.items() if key != "params"}
+    return ids, {key: read_option(root, value, where) for key, value in group.items() if key != "params"}
 
 
 def _mappings(node: Any) -> tuple[dict[str, tuple[Any, Any]], ...]:
@@ -435,14 +451,14 @@ def read_model_shard(
     module = get(tree, "module", dict, where)
     shapes = tree.get("param_shapes") if is_zero3 else get(tree, "param_shapes", list, where)
     listed_shapes = shapes if isinstance(shapes, list) else [shapes]
-    param_shapes = tuple(fields.read_shapes(entry, "param_shapes", where) for entry in listed_shapes)
-    frozen_shapes = fields.read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
-    tied = fields.read_tied(tree.get("shared_params"), where)
+    param_shapes = tuple(read_shapes(entry, "param_shapes", where) for entry in listed_shapes)
+    frozen_shapes = read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
+    tied = read_tied(tree.get("shared_params"), where)
     if not is_zero3 and is_adapter:  # PEFT drops frozen params, but not their other names
         lost = {name for name, stored in tied.items() if stored not in module}
         module = {name: node for name, node in module.items() if name not in lost}
         tied = {name: stored for name, stored in tied.items() if name not in lost}
-    listed = fields.read_names(tree.get("buffer_names"), "buffer_names", where)
+    listed = read_names(tree.get("buffer_names"), "buffer_names", where)
     if is_zero3:
         _check_placeholders(module, listed, where)
     held = {
