@@ -112,7 +112,7 @@ def test_every_file_that_a_page_names_exists():
     lost = []
     for page in TEXTS:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for name in re.findall(r"`([\w./-]+/|[\w./-]+/[\w.-]+\.(?:py|sh|md|txt|yml))`", text):
+        for name in re.findall(r"`([\w./-]+/|[\w./-]+/[\w.-]+\.(?:py|sh|md|txt|yml)|tests/[\w./-]+)`", text):
             if not any((place / name).exists() for place in (ROOT, ROOT / "llmtailor")):
                 lost.append(f"{page.name}: {name}")
     assert not lost

@@ -126,8 +126,8 @@ FOR = click.option(
     "--for",
     "framework",
     type=_Registered(_frameworks),
-    help="Loader that will resume from it: the Trainer, accelerate's load_state, Lightning, or a DeepSpeed engine in "
-    "your own loop. Default: detected from the files.",
+    help="Framework that will resume from it: the Trainer, accelerate's load_state, Lightning, or a DeepSpeed engine "
+    "in your own loop. Default: detected from the files.",
 )
 CLONE = click.option(
     "--clone",
@@ -214,7 +214,7 @@ _TARGET = [
     click.option(
         "--layout",
         type=_Registered(_frameworks),
-        help="Write the files of this loader: the Trainer, accelerate's load_state, Lightning (only from its own "
+        help="Write the files of this framework: the Trainer, accelerate's load_state, Lightning (only from its own "
         "checkpoints), or engine.load_checkpoint in your own loop. Default: the base's, or the Trainer's with "
         "--to trainer.",
     ),

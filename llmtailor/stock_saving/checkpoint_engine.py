@@ -42,7 +42,7 @@ class LazyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Gives the engine back what it had"""
 
     def create(self, info: object) -> None:
-        """Nothing: `saves_lazily` begins the save."""
+        """Nothing: the method that replaces the engine's ``save_checkpoint`` begins the save, see `_save_by`."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self.saver.place(path).mkdir(parents=True, exist_ok=exist_ok)

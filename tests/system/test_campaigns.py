@@ -1,4 +1,4 @@
-"""The fuzzer beside this file for some minutes, with a fixed seed: many times what tests/fuzz tries."""
+"""tests/support/campaigns/fuzz for some minutes, with a fixed seed: many times what `tests/system/fuzz` does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Make synthetic checkpoints.
 
-    python tests/synthetic OUT --shape 1b --world-size 2 --steps 100,200
-    python tests/synthetic OUT --shape 8b --world-size 8 --num-checkpoints 8 --sparse
+    python tests/support/synthetic OUT --shape 1b --world-size 2 --steps 100,200
+    python tests/support/synthetic OUT --shape 8b --world-size 8 --num-checkpoints 8 --sparse
 
 makes OUT/checkpoint-100 and so on, for measuring and for tests without DeepSpeed. With --sparse the tensors' bytes stay
 holes: 8 B parameters then take no space on disk, which is enough for whatever does not depend on the speed of the disk.

@@ -1,4 +1,4 @@
-"""tests/campaigns/fuzz for a few seconds with the same inputs, and what the formats' own readers see in them."""
+"""The fuzzer of tests/support/campaigns for some seconds with the same inputs, and what readers see in them."""
 
 from __future__ import annotations
 

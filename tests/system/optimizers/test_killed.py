@@ -1,4 +1,4 @@
-"""A training that dies by a signal is composed, and stock resumes it: see tests/campaigns/optimizers.py."""
+"""A training that dies by a signal is composed, and stock resumes it: see tests/support/campaigns/optimizers.py."""
 
 from __future__ import annotations
 
