@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from llmtailor._version import __version__
 from llmtailor.checkpoint.elements import StateReader
@@ -90,7 +89,7 @@ def check_places(
     trained. Together with the checksums of all files, this shows that every state is there, bit for bit. Raises
     VerificationError.
     """
-    values = [(fact, *(_plain(attrgetter(fact)(index)) for index in (written, source))) for fact in _SHARED_FACTS]
+    values = [(fact, *(attrgetter(fact)(index) for index in (written, source))) for fact in _SHARED_FACTS]
     differing = [fact for fact, here, there in values if here != there]
     wrong = [f"its {fact.rpartition('.')[2]} differs from that of {source.name}" for fact in differing]
     trained = {param for group in source.group_params for param in group}
@@ -171,10 +170,6 @@ def check_unchanged(index: CheckpointIndex) -> None:
             why[path] = differs
     if why:
         raise SourceError(Problem(PathIn(index.name, path), what, "run this again") for path, what in why.items())
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
 
 
 @contextmanager

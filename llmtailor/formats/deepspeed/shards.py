@@ -43,22 +43,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.checkpoint.index import BF16_OPTIMIZER, ELASTIC, PLAIN
 from llmtailor.codes import Code
-from llmtailor.containers.json import (
-    Tensor,
-    Trees,
-    as_dict,
-    check_name,
-    get,
-    get_count,
-    is_count,
-    read_elementwise,
-    read_names,
-    read_option,
-    read_shapes,
-    read_step,
-    read_tensor,
-    read_tied,
-)
+from llmtailor.containers import json as decoding
+from llmtailor.containers.json import Tensor, Trees, as_dict, check_name, get, get_count, is_count, read_tensor
 from llmtailor.containers.torch_file import TorchFile
 from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_tensor, children
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, counted, damaged, some
@@ -345,16 +331,16 @@ def _read_states(
             what = f"the optimizer state of {name} {flat_id} is missing; a resume would restart Adam for it"
             raise damaged(where, what, Code.STATE_MISSING)
         states, numel = as_dict(state[flat_id], f"state[{flat_id}]", where), master.numel if is_zero3 else None
-        kinds = read_elementwise(states, numel, flat_id, where)
+        kinds = decoding.read_elementwise(states, numel, flat_id, where)
         found.flats.append({MASTER: master, **kinds})
         step = states.get("step")
         rest = {str(kind): value for kind, value in states.items() if kind != "step" and kind not in kinds}
-        found.scalars.append({kind: read_option(root, value, where) for kind, value in rest.items()})
+        found.scalars.append({kind: decoding.read_option(root, value, where) for kind, value in rest.items()})
         if step is None and keeps_as_adam(kinds, options) and "step" not in options:
             raise damaged(where, f"the step of sub-group {flat_id} is missing", Code.FIELD_MISSING)
         if step is not None:
             found.step_is_tensor = not isinstance(step, (int, float))
-        found.steps[flat_id] = None if step is None else read_step(root, step, flat_id, where)
+        found.steps[flat_id] = None if step is None else decoding.read_step(root, step, flat_id, where)
     distinct = {frozenset(flat) for flat in found.flats}
     for flat_id, flat in enumerate(found.flats):
         if lacking := next((other - flat.keys() for other in distinct if flat.keys() < other), ()):
@@ -416,7 +402,7 @@ def read_param_group(root: Path, group: Any, where: str) -> tuple[tuple[int, ...
         raise damaged(where, "a param group's params are not a list of sub-groups", Code.FIELD_TYPE)
     if group.get("moe"):
         raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
-    return ids, {key: read_option(root, value, where) for key, value in group.items() if key != "params"}
+    return ids, {key: decoding.read_option(root, value, where) for key, value in group.items() if key != "params"}
 
 
 def _mappings(node: Any) -> tuple[dict[str, tuple[Any, Any]], ...]:
@@ -451,14 +437,14 @@ def read_model_shard(
     module = get(tree, "module", dict, where)
     shapes = tree.get("param_shapes") if is_zero3 else get(tree, "param_shapes", list, where)
     listed_shapes = shapes if isinstance(shapes, list) else [shapes]
-    param_shapes = tuple(read_shapes(entry, "param_shapes", where) for entry in listed_shapes)
-    frozen_shapes = read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
-    tied = read_tied(tree.get("shared_params"), where)
+    param_shapes = tuple(decoding.read_shapes(entry, "param_shapes", where) for entry in listed_shapes)
+    frozen_shapes = decoding.read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
+    tied = decoding.read_tied(tree.get("shared_params"), where)
     if not is_zero3 and is_adapter:  # PEFT drops frozen params, but not their other names
         lost = {name for name, stored in tied.items() if stored not in module}
         module = {name: node for name, node in module.items() if name not in lost}
         tied = {name: stored for name, stored in tied.items() if name not in lost}
-    listed = read_names(tree.get("buffer_names"), "buffer_names", where)
+    listed = decoding.read_names(tree.get("buffer_names"), "buffer_names", where)
     if is_zero3:
         _check_placeholders(module, listed, where)
     held = {
