@@ -1,4 +1,4 @@
-"""The duration of a command's stages, and the time limit of helper processes."""
+"""The duration of a command's stages, and the time limit of helper processes and of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIME_LIMIT = "LLMTAILOR_TIMEOUT"
 
 
 def time_limit(default: float) -> float:
-    """Return the time limit of a helper process in seconds. Raises UsageError if the variable is not a valid number."""
+    """Return the time limit of another process in seconds. Raises UsageError if the variable is not a valid number."""
     text = os.environ.get(TIME_LIMIT) or str(default)
     try:
         seconds = float(text)
