@@ -39,7 +39,7 @@ from llmtailor.checkpoint.placement import Box, Contiguous, Extent, Inside, Runs
 from llmtailor.containers.json import extent_of
 from llmtailor.containers.unpickle import Call, as_tensor
 from llmtailor.errors import TailorError, counted, some
-from llmtailor.formats.registry import index_checkpoint
+from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.frameworks.files import rng_file
 from llmtailor.frameworks.rng import to_trainer
 from llmtailor.model.dtypes import FLOATING, ITEMSIZE
@@ -234,17 +234,33 @@ def _is_zero_at(reader: StateReader, entry: TensorEntry, begin: int, numel: int)
     return is_zero(reader.read(entry, *runs))
 
 
+def _newest_steps(index: CheckpointIndex, steps: Mapping[str, float]) -> dict[str, float]:
+    """Return the optimizer step that each param would have if every update had reached it: in a composite, the step of
+    the save that the param's part comes from."""
+    newest = max(steps.values(), default=0)
+    if not index.composite.states or not steps:
+        return dict.fromkeys(index.params, newest)
+    part_of = find_structure(index).part_of
+    saved_at = {name: index.step_of(part_of[name]) for name in steps}
+    of_save: dict[int, float] = {}
+    for name, step in steps.items():
+        of_save[saved_at[name]] = max(step, of_save.get(saved_at[name], 0))
+    of_saves = {name: max(of_save[at], newest - (index.global_step - at)) for name, at in saved_at.items()}
+    return dict.fromkeys(index.params, newest) | of_saves
+
+
 def compare_trained(
     index: CheckpointIndex, live: Live, is_used: Callable[[TensorEntry], bool]
 ) -> tuple[list[ElementDiff], list[str]]:
     """Compare which params are trained; return differences and notes.
 
     A param that has no state in the checkpoint, or only zeros, never had a gradient (``is_used`` tells). One that has
-    taken fewer steps than others was frozen before the save, or is used now and then.
+    taken fewer steps than others of its save was frozen before the save, or is used now and then.
     """
     differences, late = list[ElementDiff](), list[str]()
     stored = {name: param for param, names in live.aliases.items() for name in names}
     steps, expected = index.steps(), expected_states(index)
+    newest = _newest_steps(index, steps)
     for name, param in index.params.items():
         mine = name if name in live.roles else stored.get(name, "")
         role = live.roles.get(mine)
@@ -257,7 +273,7 @@ def compare_trained(
         kinds = [kind for kind in expected.get(name, ()) if is_optimizer_state(kind)]
         if not any(is_used(index.held[State(name, kind)]) for kind in kinds):
             continue
-        if steps and steps.get(name, 0) < max(steps.values()):
+        if steps.get(name, 0) < newest[name]:
             late.append(mine)
             continue
         differences.append(ElementDiff(State(mine, MASTER), MismatchKind.UNTRAINED))

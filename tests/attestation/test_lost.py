@@ -9,9 +9,12 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.real
 
 from accelerate import Accelerator  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 import llmtailor  # noqa: E402
+from helpers.composing import compose  # noqa: E402
 from llmtailor.attestation.compare import MismatchKind  # noqa: E402
+from llmtailor.saving import saver_for  # noqa: E402
 
 
 class WithRest(torch.nn.Module):
@@ -90,3 +93,49 @@ def test_what_older_models_have_saved_is_no_loss(tmp_path):
     finally:
         del type(model)._keys_to_ignore_on_load_unexpected
     assert found.is_same and not found.rows, found
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def loop(frozen=()):
+    torch.manual_seed(1)
+    model = Layers()
+    optimizer = torch.optim.AdamW([param for name, param in model.named_parameters() if name not in frozen], lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+@pytest.mark.parametrize("lost", ["layers.0.bias", "layers.3.bias"])
+def test_a_param_of_any_part_of_a_composite_is_not_trained(tmp_path, lost):
+    """One of the two is in a part that is older than the newest save, so its optimizer step is lower."""
+    model, optimizer, scheduler = loop()
+    saver = saver_for(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler, policy="round_robin:2")
+    saver.start(0)
+    for step in range(1, 7):
+        model(torch.ones(2, 4)).backward()
+        optimizer.step(), scheduler.step(), optimizer.zero_grad()
+        if step % 2 == 0:
+            saver.save(step)
+    saver.close()
+    compose(tmp_path, 6)
+    root = tmp_path / "checkpoint-6"
+    state = torch.load(root / "optimizer.pt")
+    assert len({float(of_param["step"]) for of_param in state["state"].values()}) == 2
+    for left_out in ((), (lost,)):
+        model, optimizer, scheduler = loop()
+        model.load_state_dict(load_file(root / "model.safetensors"))
+        optimizer.load_state_dict(state), scheduler.load_state_dict(torch.load(root / "scheduler.pt"))
+        params = dict(model.named_parameters())
+        optimizer.param_groups[0]["params"] = [params[name] for name in params if name not in left_out]
+        result = llmtailor.attest(root, model=model, optimizer=optimizer, scheduler=scheduler)
+        assert result.is_same is not bool(left_out)
+        untrained = {name for row in result.rows if row.kind is MismatchKind.UNTRAINED for name in row.params}
+        assert untrained == {*left_out}
