@@ -246,6 +246,7 @@ MOMENTS = frozenset(
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
         *("square_avg", "grad_avg", "acc_delta", "sum", "prev", "step_size", "mean_square"),
         *("exp_avg_diff", "prev_grad"),  # Adan
+        "mu_product",  # of NAdam's updates so far; elementwise for a param without dimensions
         *("row_var", "col_var", "variance", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"),
         *("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2", "unorm_vec"),  # bitsandbytes
         *("m", "v", "vmean", "v_mean"),  # Adam-mini, and many of one file

@@ -76,6 +76,17 @@ def test_a_param_without_gradients_is_saved_and_composed(name, tmp_path):
     assert_same(resumed.truth, {3: loop.truth[3]})
 
 
+def test_a_single_value_of_a_param_without_dimensions_is_as_old_as_its_moments(tmp_path):
+    """It has the shape of its param, as moments have."""
+    loop = train(tmp_path / "run", of(optim.NAdam), "moments_in_turn:4", 4, 1)
+    states = read_states(loop.compose(4, tmp_path / "checkpoint-4"))
+    steps = {
+        kind: {step for step in loop.truth if torch.equal(states["scale", kind], loop.truth[step]["scale"][kind])}
+        for kind in ("exp_avg", "mu_product")
+    }
+    assert steps["exp_avg"] == steps["mu_product"] and steps["exp_avg"] < {1, 2, 3, 4}
+
+
 def test_a_first_gradient_between_two_saves_in_turn(tmp_path):
     """Each of the two saves has the states of its own parts, of which only the later one has all."""
     loop = train(tmp_path / "run", of(optim.SGD, momentum=0.9), "round_robin:2", 3, 3)
