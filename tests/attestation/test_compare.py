@@ -14,6 +14,7 @@ from llmtailor.attestation.compare import (
     Subject,
     compare_schedule,
     rates_off_schedule,
+    sample_runs,
 )
 from llmtailor.attestation.report import Attestation, MismatchGroup, lines_of
 
@@ -212,3 +213,10 @@ def test_the_report_names_the_ranks():
         "  exp_avg of 1 param: zero: a (on rank 1)",
         "  global_steps is 0, 4 in the checkpoint (on ranks 0, 1)",
     ]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4096, 4097, 5000, 100_001])
+def test_samples_have_the_first_and_the_last_elements(numel):
+    runs = sample_runs(numel)
+    assert not numel or (runs[0][0], runs[-1][1]) == (0, numel)
+    assert sum(end - begin for begin, end in runs) == min(numel, 4096)

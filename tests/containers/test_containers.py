@@ -387,3 +387,13 @@ def test_every_bad_shard_is_named(tmp_path):
     assert "missing" in told["model-00001-of-00003.safetensors"]
     assert "truncated" in told["model-00002-of-00003.safetensors"]
     assert "the file lacks mask" in told["model-00003-of-00003.safetensors"]
+
+
+@pytest.mark.parametrize("begin", [0, 2])
+def test_bytes_of_two_tensors_or_of_none_are_refused(tmp_path, begin):
+    places = {"a": [0, 1], "b": [begin, 3]}
+    entries = {name: {"dtype": "U8", "shape": [at[1] - at[0]], "data_offsets": at} for name, at in places.items()}
+    text = json.dumps(entries).encode()
+    (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + b"xyz")
+    with pytest.raises(SourceError, match="b does not start where the previous tensor ends"):
+        read_weights(tmp_path, "ckpt")

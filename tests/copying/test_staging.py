@@ -281,13 +281,13 @@ def test_an_existing_target_is_refused(tmp_path):
             check_target(tmp_path / "file", [], replace=replace)
 
 
-def test_space_is_checked_where_the_output_will_be(tmp_path):
+def test_space_is_checked_where_the_output_will_be(tmp_path, monkeypatch):
     out = tmp_path / "not" / "there"
-    free = free_bytes(out)
-    assert 0 < free <= os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
-    check_space(out, 1)
-    with pytest.raises(StorageError, match="needed") as caught:
-        check_space(out, free * 10)
+    assert 0 < free_bytes(out) <= os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    monkeypatch.setattr(module, "free_bytes", lambda _: 1000)
+    check_space(out, 1000)
+    with pytest.raises(StorageError, match="1,001 bytes are needed, but 1,000 are free") as caught:
+        check_space(out, 1001)
     assert caught.value.exit_code == 8
 
 

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from helpers.cases import every, examples
 from helpers.checkpoints import edit, make, optim_states
 from helpers.files import flip
+from helpers.indexes import make_index
 from helpers.states import DTYPES, raw
 from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.checksums import Intervals, crc32
 from llmtailor.verify import values as reading
-from llmtailor.verify.values import NEGATIVE, NOT_A_NUMBER, NOT_FINITE, differing, find
+from llmtailor.verify.values import DIFFERS, NEGATIVE, NOT_A_NUMBER, NOT_FINITE, BadValues, differing, find
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint
 
 COPIES = {WEIGHT, MODULE, MASTER, FROZEN}
@@ -217,3 +219,10 @@ def test_many_tensors_make_one_finding(runs, tmp_path):
     verdict = verify_checkpoint(checkpoint, deep=True)
     (finding,) = verdict.findings
     assert " more is not the rounded master: " in finding.what and " tensors, the first at [" in finding.what
+
+
+def test_a_piece_on_disk_casts_doubt_on_its_elements_of_the_master():
+    index = make_index(params={"fused": Param("fused", (2, 4), "trainable")})
+    saved_as = {"fused": (SavedAs("0", (4,)), SavedAs("1", (4,), 4))}
+    found = reading.damaged_elements(index, {(State("1", WEIGHT), DIFFERS): BadValues(1, [(1, 3)])}, saved_as, False)
+    assert [*found] == [(State("1", WEIGHT), (1, 3)), (State("fused", MASTER), (5, 7))]
