@@ -140,6 +140,14 @@ def test_a_base_that_is_gone_or_changed(url):
     assert {*ages(f"{url}/step-4").values()} == {4}
 
 
+def test_a_stock_save_over_a_folder_ends_its_record(url):
+    saver = DcpSaver("moments_in_turn:2")
+    save(saver, f"{url}/step-1", 1)
+    dcp.save(tiny(9), storage_writer=FsspecWriter(f"{url}/step-1"))
+    save(saver, f"{url}/step-2", 2)
+    assert {*ages(f"{url}/step-2").values()} == {2}
+
+
 def test_saving_again_to_a_folder(url):
     saver = DcpSaver("moments_in_turn:2")
     for step in (1, 2):

@@ -135,6 +135,10 @@ def exchange(tree: Any) -> None:
     tree["state"][0], tree["state"][1] = tree["state"][1], tree["state"][0]
 
 
+def renumber(tree: Any) -> None:
+    tree["param_groups"][0]["params"].reverse()
+
+
 def strided(tree: Any) -> None:
     tree[HEAD]._spec.placements = (_StridedShard(0, split_factor=2),)
 
@@ -178,6 +182,7 @@ REFUSED: list[tuple[str, Callable[[Path], object], type[SourceError], str]] = [
     ("FSDP1", of_fsdp1, UnsupportedCheckpoint, "FSDP1 keeps"),
     ("groups without names", both(OPTIM, two_groups), UnsupportedCheckpoint, "2 param groups without names"),
     ("states of other params", both(OPTIM, exchange), SourceError, "has shape"),
+    ("ids of one rank in another order", change(OPTIM.format(1), renumber), SourceError, "other ids"),
     ("files of two numbers of ranks", other_world, SourceError, "files of 2, 4 ranks"),
     ("code", change(MODEL.format(1), lambda tree: tree.update(x=Runs())), UnsafePickle, "posix.system"),
 ]  # fmt: skip
