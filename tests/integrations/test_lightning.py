@@ -121,3 +121,12 @@ def test_only_the_first_node_composes(environ: dict[str, str], is_first: bool, m
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert _is_first() == is_first
+
+
+def test_several_batches_of_one_step_are_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(LightningPartialSaving, "_save", lambda self, step: steps.append(step))
+    trainer = new_trainer(tmp_path / "run", 2)
+    trainer.accumulate_grad_batches = 2
+    trainer.fit(Module(), loader())
+    assert steps == [1, 2]
