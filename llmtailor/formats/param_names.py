@@ -159,8 +159,10 @@ def knows_model(root: Path) -> bool:
     return _live.get() is not None or (root / CONFIG).exists()
 
 
-def describe_model(root: Path, where: str) -> ModelFacts:
+def describe_model(root: Path, where: str, *, is_named: bool = False) -> ModelFacts:
     """Return the facts of a checkpoint's model; takes seconds the first time, no time for the same config again.
+
+    ``is_named``: the checkpoint names its params already, so that only their order is asked for.
 
     Raises UnsupportedCheckpoint if transformers can't build it, and Unanswered if it timed out or was killed.
     Neither says anything about the checkpoint.
@@ -170,7 +172,7 @@ def describe_model(root: Path, where: str) -> ModelFacts:
     if not (root / CONFIG).exists():
         what = "the file is missing; nothing else states the params' order"
         fix = "copy it back, or put it there with model.config.save_pretrained()"
-        raise UnsupportedCheckpoint.at(PathIn(where, CONFIG), what, f"{fix}; or {_NAME_THEM}")
+        raise UnsupportedCheckpoint.at(PathIn(where, CONFIG), what, fix if is_named else f"{fix}; or {_NAME_THEM}")
     return describe_config(read_json(root / CONFIG, PathIn(where, CONFIG)), PathIn(where, CONFIG))
 
 

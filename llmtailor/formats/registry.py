@@ -178,7 +178,7 @@ def settle_roles(
 
 def find_model_order(index: CheckpointIndex) -> list[str]:
     """Return the names of the model's params, in its order. Raises SourceError if the order is unknown."""
-    return list(index.train.model_order or describe_model(index.root, index.name).params)
+    return list(index.train.model_order or describe_model(index.root, index.name, is_named=True).params)
 
 
 def index_checkpoint(root: Path, name: str | None = None, framework: str | None = None) -> CheckpointIndex:

@@ -237,3 +237,12 @@ def test_every_state_of_a_partial_checkpoint_is_there(sound, tmp_path, to, form)
     for state in states:
         there = [read(index.root, index.held[state]).flatten() for index in (before, after)]
         assert same(*there), state
+
+
+def test_other_groups_of_a_model_of_unknown_order(tmp_path):
+    """Its params have names, so naming them is no way out."""
+    convert(make(tmp_path, 100), tmp_path / "dcp", to="dcp")
+    plain = convert(tmp_path / "dcp", tmp_path / "plain", to="trainer")
+    (plain / "config.json").unlink(missing_ok=True)
+    told = call("convert", plain, tmp_path / "out", "--groups", "layer", code=4).stderr
+    assert "save_pretrained" in told and "lt_params" not in told
