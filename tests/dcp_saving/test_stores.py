@@ -31,7 +31,6 @@ def port() -> Iterator[int]:
     with s3_server() as port, pytest.MonkeyPatch.context() as patch:
         for name, value in settings(port).items():
             patch.setenv(name, value)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another module's server
         fsspec.filesystem("s3", skip_instance_cache=True).mkdir("dcp-saves")  # moto keeps buckets in this process
         yield port
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import fsspec
 import pytest
 
 BUSY = (
@@ -25,6 +26,7 @@ def s3_server() -> Iterator[int]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # which know the server of another module
     try:
         yield server.get_host_and_port()[1]
     finally:
