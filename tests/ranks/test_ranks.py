@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -58,7 +59,9 @@ def run(scene, command, world_size, faults=None, *, others=None, limit_s=60.0) -
 
 
 def said(scene: Scene, rank: int = 0) -> str:
-    return (scene.root / f"said-{rank}").read_text()
+    """Return what a rank printed, without torch's warnings: it was imported before a command sets its log level."""
+    lines = (scene.root / f"said-{rank}").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not re.match(r"(\[rank\d+\]:)?\[W\d+ ", line))
 
 
 def nothing_is_left(scene: Scene) -> bool:
