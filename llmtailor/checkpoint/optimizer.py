@@ -51,6 +51,11 @@ def differing(hypers: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if any(key not in hyper or hyper[key] != hypers[0].get(key) for hyper in hypers)]
 
 
+def as_option(value: Any) -> Any:
+    """Return an option of a param group in one form: JSON makes lists of tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def with_names(group: Mapping[str, Any], params: Sequence[str]) -> dict[str, Any]:
     """Return a param group that lists the names of its params: as it does, or else under `NAMES_KEY`."""
     lists = [group.get(key) for key in NAME_KEYS]

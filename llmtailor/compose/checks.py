@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex
 from llmtailor.checkpoint.layout import Plan, Slot
-from llmtailor.checkpoint.optimizer import COUNTERS
+from llmtailor.checkpoint.optimizer import COUNTERS, as_option
 from llmtailor.checkpoint.placement import without
 from llmtailor.checkpoint.sources import SourceRange, Sources
 from llmtailor.compose.averages import StepChoice
@@ -250,12 +249,8 @@ def differing_hyperparameters(index: CheckpointIndex, base: CheckpointIndex) -> 
     return [
         key
         for key in (*_IN_UPDATE, *COUNTERS)
-        if any(_plain(own.get(key)) != _plain(other.get(key)) for own, other in hypers)
+        if any(as_option(own.get(key)) != as_option(other.get(key)) for own, other in hypers)
     ]
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _groups(index: CheckpointIndex) -> str:

@@ -225,6 +225,11 @@ def plan_merge(
     )
 
 
+def _collect(problems: Problems, call: Callable[[], _T]) -> _T | None:
+    """Return the result of a call; add an error to ``problems`` and return None."""
+    return attempt(call, problems, TailorError)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSources:
     """The first stage: the checkpoints of a recipe, and what the options say of the output."""
@@ -251,26 +256,23 @@ def read_sources(
 ) -> ReadSources:
     """Read the checkpoints. What does not prevent the next stage is added to ``problems``."""
 
-    def collect(call: Callable[[], _T]) -> _T | None:
-        return attempt(call, problems, TailorError)
-
     path = None if isinstance(recipe, Recipe) else as_path(recipe)
     parsed = recipe if isinstance(recipe, Recipe) else load_recipe(as_path(recipe))
     unsettled, base = open_sources(parsed, problems, opened)
     base_index, step_of = unsettled[base], {index.root: index.global_step for index in unsettled}
-    weighed = collect(lambda: weigh(parsed, step_of)) or parsed
+    weighed = _collect(problems, lambda: weigh(parsed, step_of)) or parsed
     logger.info("the base is %s, %s", base_index.name, "as the recipe says" if parsed.base else "the newest source")
     target = (out or weighed.output or default_output(base_index)).absolute()
     if isinstance(target, RemotePath) and not target.is_inside:
         raise TargetError.at(base_index.name, "the base is in an object store, and no output is named", "name one")
     structure = find_structure(base_index)
     sources = [*([path] if path is not None else ()), *(index.root for index in unsettled)]
-    replaces = collect(lambda: _check_target(target, sources, options))
+    replaces = _collect(problems, lambda: _check_target(target, sources, options))
     to_format, stage = choose_format(base_index, options.to, options.stage)
-    indexes = collect(lambda: settle_roles(unsettled, base, to_format, stage)) or unsettled
-    chosen = collect(lambda: choose_framework(indexes[base], to_format, options.to, options.layout))
+    indexes = _collect(problems, lambda: settle_roles(unsettled, base, to_format, stage)) or unsettled
+    chosen = _collect(problems, lambda: choose_framework(indexes[base], to_format, options.to, options.layout))
     framework = chosen or base_index.framework
-    collect(lambda: check_base(indexes[base], framework))
+    _collect(problems, lambda: check_base(indexes[base], framework))
     return ReadSources(
         recipe=weighed,
         indexes=indexes,
@@ -303,26 +305,26 @@ class ChosenParts:
 def choose_parts(read: ReadSources, options: Options, problems: Problems) -> ChosenParts:
     """Resolve the recipe, and compare the checkpoints. Raises a `TailorError` with all problems so far."""
 
-    def collect(call: Callable[[], _T]) -> _T | None:
-        return attempt(call, problems, TailorError)
-
     recipe, base_index = read.recipe, read.base_index
     structure = with_experts(read.structure, base_index)
     lacks_groups = options.groups == KEEP and _lacks_trainers_groups(base_index, read.format, read.framework)
     groups = DEFAULT if lacks_groups else options.groups
-    collect(lambda: check_fit(read.indexes, read.base, groups != KEEP))
+    _collect(problems, lambda: check_fit(read.indexes, read.base, groups != KEEP))
     apart, params = {index.root: index.split_layers for index in read.indexes}, set(base_index.params)
-    choice = collect(
-        lambda: resolve(recipe, structure, base_index.root, params, allow_split=options.allow_split, apart=apart)
+    choice = _collect(
+        problems,
+        lambda: resolve(recipe, structure, base_index.root, params, allow_split=options.allow_split, apart=apart),
     )
     if choice is not None:
-        collect(partial(check_names, choice, base_index))
+        _collect(problems, partial(check_names, choice, base_index))
     about_tokenizer = (recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
-    tokenizer = collect(lambda: lay_out_tokenizer(base_index, *about_tokenizer, read.framework))
-    collect(lambda: check_options(read.format, recipe.dtype, options.allow_split))
+    tokenizer = _collect(problems, lambda: lay_out_tokenizer(base_index, *about_tokenizer, read.framework))
+    _collect(problems, lambda: check_options(read.format, recipe.dtype, options.allow_split))
     regrouping = None
     if groups != KEEP:
-        regrouping = collect(lambda: regroup(base_index, read.structure, groups, find_model_order(base_index)))
+        regrouping = _collect(
+            problems, lambda: regroup(base_index, read.structure, groups, find_model_order(base_index))
+        )
     problems.raise_if_any()
     assert choice is not None and tokenizer is not None
     return ChosenParts(choice=choice, structure=structure, tokenizer=tokenizer, regrouping=regrouping)

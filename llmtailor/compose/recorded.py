@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from llmtailor.balance import deal
 from llmtailor.checkpoint.layout import Copy
 from llmtailor.codes import Code
 from llmtailor.compose.plan import MergePlan
-from llmtailor.containers.dcp import METADATA, list_data_records
-from llmtailor.containers.torch_file import ZipRecord, is_torch_file, list_records
 from llmtailor.copying.copy import FileResult
 from llmtailor.copying.pool import Stop
 from llmtailor.copying.recheck import SourcePath, Stated, read_again
@@ -25,33 +22,20 @@ from llmtailor.storage.checksums import Taken
 from llmtailor.storage.local import FileFact, OpenFiles, disk_errors, facts_now
 from llmtailor.storage.remote import RemotePath
 from llmtailor.timing import unreported
+from llmtailor.verify.checksums import stated_checksums
 
 
-def stated_checksums(composition: MergePlan, files: Iterable[SourcePath]) -> dict[SourcePath, list[Stated]]:
+def _stated(composition: MergePlan, files: Collection[SourcePath]) -> dict[SourcePath, list[Stated]]:
     """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
-    manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
-    of_dcp: list[dict[str, tuple[ZipRecord, ...]]] = [
-        {
-            name: records
-            for path in index.files
-            if path.rpartition("/")[2] == METADATA
-            for name, records in list_data_records(index.root, path, PathIn(index.name, path)).items()
-        }
-        for index in composition.indexes
-    ]
-    stated: dict[SourcePath, list[Stated]] = defaultdict(list)
-    for number, path in files:
-        index, about = composition.indexes[number], manifests[number]
-        records = of_dcp[number].get(path, ())
-        if is_torch_file(path):
-            records = list_records(index.root, path, PathIn(index.name, path))
-        for record in records:
-            if record.crc is not None:
-                stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
-        if about is not None and path in about.files and is_resumed_from(path, index):
-            num_bytes, crc = about.files[path]
-            if crc is not None:
-                stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
+    stated: dict[SourcePath, list[Stated]] = {}
+    for number, index in enumerate(composition.indexes):
+        paths = {path for source, path in files if source == number}
+        for path, records in stated_checksums(index, read_manifest(index.root, index.name), paths).items():
+            stated[number, path] = [
+                Stated(record.name or "the file", record.start, record.stop, record.crc)
+                for record in records
+                if record.crc is not None and (record.name or is_resumed_from(path, index))
+            ]
     return stated
 
 
@@ -139,8 +123,8 @@ def check_sources(
     share = sorted(deal(sizes, ranks.world_size)[ranks.rank])
 
     def read_share(report: Callable[[int], None]) -> dict[SourcePath, str]:
-        stated = stated_checksums(composition, share) if has_digests else None
-        return read_again(composition.plan, results, set(share), report, stop, stated, files)
+        stated = _stated(composition, share) if has_digests else None
+        return read_again(composition.plan, results, set(share), report, stop, stated=stated, of_all=files)
 
     shares = ranks.run_long(read_share, stop, on_progress if has_digests else unreported)
     return {path: digest for digests in shares for path, digest in digests.items()} if has_digests else {}

@@ -40,6 +40,7 @@ def read_again(
     files: Collection[SourcePath],
     on_progress: Callable[[int], None],
     stop: Stop,
+    *,
     stated: Mapping[SourcePath, Sequence[Stated]] | None = None,
     of_all: Collection[SourcePath] | None = None,
 ) -> dict[SourcePath, str]:

@@ -24,7 +24,8 @@ def stated_checksums(
 ) -> dict[str, list[ZipRecord]]:
     """Return the checksums that torch files, DCP's metadata and the manifest state of some files of a checkpoint.
 
-    A record without a name is the whole file. Raises SourceError for a damaged file, unless it is skipped.
+    A record without a name is the whole file. Raises SourceError for a damaged file. ``skip_damaged`` leaves these out,
+    and the whole files that have another size than the manifest states.
     """
     sums: dict[str, list[ZipRecord]] = {}
     for path in index.files:
@@ -37,7 +38,8 @@ def stated_checksums(
                     if file in paths:
                         sums[file] = [record for record in records if record.crc is not None]
     for path, (num_bytes, crc) in manifest.files.items() if manifest else ():
-        if path in paths and crc is not None and path in index.files and index.files[path].num_bytes == num_bytes:
+        is_sound = path in index.files and (not skip_damaged or index.files[path].num_bytes == num_bytes)
+        if path in paths and crc is not None and is_sound:
             sums.setdefault(path, []).append(ZipRecord("", 0, num_bytes, crc))
     return sums
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from llmtailor.checkpoint.elements import StateReader
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, Segment
-from llmtailor.checkpoint.optimizer import without_names
+from llmtailor.checkpoint.optimizer import as_option, without_names
 from llmtailor.checkpoint.placement import Runs, common
 from llmtailor.containers.json import read_json
 from llmtailor.containers.unpickle import Call, Ordered, as_tensor
@@ -148,7 +148,7 @@ def _optimizer(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure
     for name in (name for name in hyper_a if name in hyper_b):
         options_a, options_b = hyper_a[name], hyper_b[name]
         for key in sorted(options_a.keys() & options_b.keys()):
-            if _plain(options_a[key]) != _plain(options_b[key]):
+            if as_option(options_a[key]) != as_option(options_b[key]):
                 shown = (str(options[key])[:_SHOWN] for options in (options_a, options_b))
                 names_of.setdefault((key, next(shown), next(shown)), []).append(name)
     for (what, left, right), names in names_of.items():
@@ -245,10 +245,6 @@ def _file(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[StateDi
     )
     if digest_a != digest_b:
         yield StateDiff(path, digest_a, digest_b)
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)

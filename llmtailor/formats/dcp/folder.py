@@ -50,14 +50,8 @@ from llmtailor.storage.local import SourceFile, open_source
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 """Of an FSDP checkpoint"""
-
-
 SHARDING = "DCP_SHARDING_INFO"
-
-
 _STALE = "copy the whole folder again; .metadata and the data files come from different saves"
-
-
 _KEEP_ONE = "move the files of the other save away"
 
 
